@@ -1,0 +1,263 @@
+"""The configuration: one frozen tree of dataclasses, read from one commented `tandem.yaml`.
+
+Help text, unit and default stand beside each key, here and nowhere else: `tandem.yaml` and the reference in
+`docs/configuration.md` are generated from this file by `tools/generate_config_docs.py`.
+
+Checks that need only the values are made here. Checks that need the machine (a free port, enough memory, the
+model's own context) are made by `tandem.cluster.preflight` before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from tandem.core.errors import ConfigError
+
+EMBEDDED_MODEL = "embedded"
+
+
+def _key(default: Any, help: str, *, minimum: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    metadata = {"help": help, "minimum": minimum, "choices": choices}
+    if isinstance(default, (list, dict)):
+        raise TypeError("use tuples: the tree is frozen")
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is served."""
+
+    path: str = _key(EMBEDDED_MODEL, "`embedded`, a directory with a transformers checkpoint, or a hub id")
+    served_names: tuple[str, ...] = _key(
+        (), "names that requests may use; empty: the directory's name; `*` accepts any"
+    )
+    dtype: str = _key(
+        "auto",
+        "weights and KV; `auto`: float32 on CPU, the checkpoint's own on GPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """One pool of workers."""
+
+    workers: int = _key(1, "how many workers the pool has at start", minimum=1)
+    threads: int = _key(0, "CPU threads of each worker; 0: an equal share of the cores", minimum=0)
+    gpus: float = _key(0.0, "GPUs of each worker; 0: CPU", minimum=0)
+
+
+@dataclass(frozen=True)
+class PoolsConfig:
+    prefill: PoolConfig = field(default_factory=PoolConfig)
+    decode: PoolConfig = field(default_factory=PoolConfig)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """KV pages of each worker."""
+
+    page_size: int = _key(32, "token slots in a page; FlashAttention-2 wants multiples of 256", minimum=1)
+    memory_bytes: int = _key(0, "bytes of KV pages of each worker; 0: `memory_share` decides", minimum=0)
+    memory_share: float = _key(
+        0.7, "share of the memory free at start that all workers of a node use for KV pages together", minimum=0.001
+    )
+    max_memory_bytes: int = _key(
+        4 << 30, "upper bound in bytes for what `memory_share` gives one worker on CPU; 0: none", minimum=0
+    )
+    max_context: int = _key(0, "tokens of prompt and output together; 0: the model's own limit", minimum=0)
+    prefix_cache: bool = _key(True, "keep full pages of ended requests for prompts that begin alike (LRU eviction)")
+
+
+@dataclass(frozen=True)
+class SchedulingConfig:
+    """The batch scheduler of every worker and the queues around it."""
+
+    max_num_seqs: int = _key(64, "sequences in one batch", minimum=1)
+    max_num_batched_tokens: int = _key(2048, "tokens of one step, decodes and chunks together", minimum=1)
+    chunk_size: int = _key(512, "most tokens of one prompt in one step; a multiple of the page size", minimum=1)
+    max_queued_requests: int = _key(256, "requests that the router keeps waiting; beyond that: 429", minimum=1)
+    worker_queue_bound: int = _key(512, "requests that one worker keeps waiting", minimum=1)
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """How pages travel and how long a grant holds."""
+
+    name: str = _key("ucx", "`ucx` (NIXL), `nccl` (torch.distributed; gloo on CPU) or `loopback` (tests)",
+                     choices=("ucx", "nccl", "loopback"))
+    lease_s: float = _key(10.0, "seconds after which a silent peer is taken for lost", minimum=0.1)
+    grace_s: float = _key(2.0, "seconds beyond the lease before a silent writer is killed", minimum=0)
+    quarantine_cap: float = _key(0.25, "share of a worker's pages in quarantine above which it is replaced",
+                                 minimum=0.01)
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What one request may ask for."""
+
+    max_choices: int = _key(16, "largest `n`", minimum=1)
+    max_logprobs: int = _key(20, "largest number of alternatives with log-probabilities", minimum=0)
+    max_body_bytes: int = _key(8 << 20, "largest HTTP body in bytes", minimum=1024)
+    stream_buffer_tokens: int = _key(
+        1024, "tokens kept for a client that reads too slowly before its request is cancelled", minimum=1
+    )
+    max_attempts: int = _key(3, "attempts at one request in all, the first one included", minimum=1)
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    host: str = _key("127.0.0.1", "address to listen on")
+    port: int = _key(8000, "TCP port to listen on", minimum=1)
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    enabled: bool = _key(True, "serve `GET /metrics` (Prometheus)")
+    worker_interval_s: float = _key(0.25, "seconds between a busy worker's load reports, at the least", minimum=0.01)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    level: str = _key("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
+    format: str = _key("auto", "`json`, `console`, or `auto`: console on a terminal, else json",
+                       choices=("auto", "json", "console"))
+    directory: str = _key("", "where a local cluster keeps its log files; empty: Ray's session directory")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The root of `tandem.yaml`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        _check_relations(self)
+
+
+def load(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read `path` (defaults alone where `None`) and lay `overrides` (dotted path → value) over it.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type or impossible value; names key and remedy.
+    """
+    tree: Any = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing file with --config") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} must hold keys and values at its top, not {type(tree).__name__}")
+    for dotted, value in (overrides or {}).items():
+        _lay_over(tree, dotted, value)
+    return from_dict(tree)
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """Build the configuration from plain data. Raises `ConfigError` as `load` does."""
+    return _build(Config, tree, "")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain data that `from_dict` turns into an equal configuration."""
+    return dataclasses.asdict(config)
+
+
+def _lay_over(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{dotted}: {name} must hold keys", key=dotted)
+    tree[last] = value
+
+
+_Section = TypeVar("_Section")
+
+
+def _build(section: type[_Section], tree: Any, path: str) -> _Section:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path or 'the file'} must hold keys and values, not {tree!r}", key=path)
+    fields = {f.name: f for f in dataclasses.fields(section)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(section)
+    for name in tree:
+        if name not in fields:
+            full = f"{path}.{name}".lstrip(".")
+            raise ConfigError(f"unknown key {full}; known here: {', '.join(fields)}", key=full)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        full = f"{path}.{name}".lstrip(".")
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            values[name] = _build(typing.cast(type, hint), value if value is not None else {}, full)
+        else:
+            values[name] = _checked(value, hint, fields[name].metadata, full)
+    return section(**values)
+
+
+def _checked(value: Any, hint: Any, metadata: types.MappingProxyType[Any, Any], path: str) -> Any:
+    value = _typed(value, hint, path)
+    minimum, choices = metadata["minimum"], metadata["choices"]
+    if minimum is not None and value < minimum:
+        raise ConfigError(f"{path} is {value}, must be at least {minimum} ({metadata['help']})", key=path)
+    if choices and value not in choices:
+        raise ConfigError(f"{path} is {value!r}, must be one of {', '.join(choices)}", key=path)
+    return value
+
+
+def _typed(value: Any, hint: Any, path: str) -> Any:
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise ConfigError(f"{path} must be a list of texts, not {value!r}", key=path)
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{path} must be {_TYPE_WORDS[hint]}, not {value!r}", key=path)
+    return value
+
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _check_relations(config: Config) -> None:
+    """What one key alone cannot say."""
+    page, scheduling, cache = config.cache.page_size, config.scheduling, config.cache
+    if scheduling.chunk_size % page:
+        raise ConfigError(
+            f"scheduling.chunk_size is {scheduling.chunk_size}, must be a multiple of cache.page_size ({page})",
+            key="scheduling.chunk_size",
+        )
+    if scheduling.max_num_batched_tokens < scheduling.chunk_size:
+        raise ConfigError(
+            f"scheduling.max_num_batched_tokens is {scheduling.max_num_batched_tokens}, must be at least "
+            f"scheduling.chunk_size ({scheduling.chunk_size}), or no chunk fits a step",
+            key="scheduling.max_num_batched_tokens",
+        )
+    if cache.memory_share > 0.95:
+        raise ConfigError(
+            f"cache.memory_share is {cache.memory_share}, must be at most 0.95: the model needs room too",
+            key="cache.memory_share",
+        )
+    if config.transport.quarantine_cap > 1:
+        raise ConfigError("transport.quarantine_cap is a share: at most 1", key="transport.quarantine_cap")
+    if config.http.port > 65535:
+        raise ConfigError(f"http.port is {config.http.port}, must be at most 65535", key="http.port")

@@ -1,0 +1,186 @@
+"""Every error that Tandem raises on purpose.
+
+    TandemError
+    ├── ConfigError                  a key of tandem.yaml or an option is wrong; names key and remedy
+    ├── InvalidRequestError          the client's request is wrong; names the field        400
+    │   └── ModelNotFoundError                                                             404
+    ├── ModelLoadError               the checkpoint cannot be served
+    │   └── UnsupportedModelError    its architecture failed the probe; names why
+    ├── OverloadedError              a bounded queue is full                               429
+    ├── NoWorkerError                a pool has no ready worker                            503
+    ├── DrainingError                the worker takes no new work                          503
+    ├── CancelledError               the client went away, or the deadline passed          499
+    ├── WorkerLostError              a worker died or fell silent                          502
+    ├── HandoffError                 the pages did not reach decode; `reason` says why     502
+    ├── TransportError               the transport below the pages failed                  502
+    ├── IncompatibleError            two sides differ in layout or protocol                503
+    ├── IllegalTransitionError       a state machine was driven wrongly: a defect          500
+    └── InternalError                anything unforeseen, with the request id              500
+
+Each class knows its wire code (`proto` ErrorCode of the same name), its HTTP status and whether the client
+makes sense to try again. Foreign errors are translated at one border each: gRPC in `tandem.rpc`, NIXL and
+torch.distributed in their transports, HTTP in `router.http`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TandemError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        code: the name that travels on the wire and in OpenAI's `error.code`.
+        http_status: what the HTTP face answers.
+        retryable: whether the same request may succeed if it is sent again.
+        openai_type: OpenAI's `error.type`.
+    """
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    retryable: bool = False
+    openai_type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, request_id: str | None = None, retryable: bool | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        if retryable is not None:
+            self.retryable = retryable
+
+
+class ConfigError(TandemError):
+    """A configured value is wrong. `key` is its dotted path in `tandem.yaml` or the option's name."""
+
+    code = "config"
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class InvalidRequestError(TandemError):
+    """The request itself is wrong. `field` names the JSON field, `None` where it is the whole body."""
+
+    code = "invalid_request"
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+    def __init__(self, message: str, *, field: str | None = None, request_id: str | None = None) -> None:
+        super().__init__(message, request_id=request_id)
+        self.field = field
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
+    http_status = 404
+
+
+class ModelLoadError(TandemError):
+    """A checkpoint cannot be read or does not fit."""
+
+    code = "model_load"
+
+
+class UnsupportedModelError(ModelLoadError):
+    """An architecture does not survive ragged paged batches; the message names it and the reason."""
+
+    code = "unsupported_model"
+
+
+class OverloadedError(TandemError):
+    """A bounded queue is full. `retry_after_s` is the advice for `Retry-After`, in seconds."""
+
+    code = "overloaded"
+    http_status = 429
+    retryable = True
+    openai_type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, request_id: str | None = None) -> None:
+        super().__init__(message, request_id=request_id)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorkerError(TandemError):
+    """A pool has no ready worker."""
+
+    code = "no_worker"
+    http_status = 503
+    retryable = True
+    openai_type = "service_unavailable_error"
+
+
+class DrainingError(TandemError):
+    """The worker is leaving and takes no new work."""
+
+    code = "draining"
+    http_status = 503
+    retryable = True
+
+
+class CancelledError(TandemError):
+    """The request was cancelled: client gone, reader too slow, or deadline passed."""
+
+    code = "cancelled"
+    http_status = 499
+
+
+class WorkerLostError(TandemError):
+    """A worker that held the request died or fell silent."""
+
+    code = "worker_lost"
+    http_status = 502
+    retryable = True
+
+
+class HandoffError(TandemError):
+    """A handoff was refused or failed. `reason` is one of `kvtransfer.protocol`'s refusal reasons."""
+
+    code = "handoff"
+    http_status = 502
+    retryable = True
+
+    def __init__(self, message: str, *, reason: str = "failed", request_id: str | None = None) -> None:
+        super().__init__(message, request_id=request_id)
+        self.reason = reason
+
+
+class TransportError(TandemError):
+    """The transport that carries pages failed."""
+
+    code = "transport"
+    http_status = 502
+    retryable = True
+
+
+class IncompatibleError(TandemError):
+    """Two sides differ in layout, weights or protocol version and must not pair."""
+
+    code = "incompatible"
+    http_status = 503
+
+
+class IllegalTransitionError(TandemError):
+    """A state machine got an event that its table does not allow; the message holds its history."""
+
+    code = "illegal_transition"
+
+
+class InternalError(TandemError):
+    """Unforeseen; the log has the cause under the same request id."""
+
+
+def error_class(code: str) -> type[TandemError]:
+    """The class of a wire code; `InternalError` for a code of a newer version."""
+    return _BY_CODE.get(code, InternalError)
+
+
+def _tree(root: type[TandemError]) -> list[type[TandemError]]:
+    return [root, *(cls for child in root.__subclasses__() for cls in _tree(child))]
+
+
+_BY_CODE: dict[str, type[TandemError]] = {cls.code: cls for cls in _tree(TandemError)}
+_BY_CODE["internal"] = InternalError

@@ -1,0 +1,258 @@
+"""Host-side accounting of KV pages: who owns each page, what is cached, what an unfinished write may touch.
+
+No tensors here. A page is in exactly one state:
+
+    free ──allocate──> used ──release (last reference)──> cached, when it has a key; else free
+    free ──reserve───> reserved ──admit──> used
+    used | reserved ──quarantine──> quarantined ──lift──> free
+    cached ──acquire──> used          cached ──evict, least recently used first──> free
+
+`allocate` and `reserve` evict cached pages when free ones do not suffice, and give all pages or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class PageState(Enum):
+    FREE = "free"
+    USED = "used"
+    RESERVED = "reserved"
+    CACHED = "cached"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """How many pages are in each state; they add up to the size of the pool."""
+
+    free: int
+    used: int
+    reserved: int
+    cached: int
+    quarantined: int
+
+    @property
+    def total(self) -> int:
+        return self.free + self.used + self.reserved + self.cached + self.quarantined
+
+
+def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[bytes]:
+    """SHA-256 keys of the full pages of `token_ids`, each chained over all tokens before it.
+
+    `salt` names all else that shapes KV: weights, adapter. A partial last page has no key.
+    """
+    keys: list[bytes] = []
+    previous = hashlib.sha256(salt).digest()
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        chunk = struct.pack(f"<{page_size}I", *token_ids[start : start + page_size])
+        previous = hashlib.sha256(previous + chunk).digest()
+        keys.append(previous)
+    return keys
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Number of pages that hold `num_tokens`."""
+    return -(-num_tokens // page_size)
+
+
+class PagePool:
+    """The pages of one arena. Not thread-safe: one thread owns it."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool needs pages and slots, got {num_pages} pages of {page_size} slots")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # Lowest page ids come first, so that neighbours are handed out together and their extents merge.
+        self._free: OrderedDict[int, None] = OrderedDict((p, None) for p in range(num_pages))
+        # Invariant: _state[p] is FREE exactly when p is in _free, CACHED exactly when p is in _lru.
+        self._state: list[PageState] = [PageState.FREE] * num_pages
+        # Invariant: positive exactly when used or reserved.
+        self._references: list[int] = [0] * num_pages
+        # Invariant: _page_of[_key_of[p]] == p. A free or quarantined page has no key.
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._lru: OrderedDict[int, None] = OrderedDict()
+        self._num = dict.fromkeys(PageState, 0)
+        self._num[PageState.FREE] = num_pages
+
+    # -- taking pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could give now: free and evictable ones."""
+        return len(self._free) + len(self._lru)
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Take `num_pages` as used, one reference each; `None` when there are not as many."""
+        return self._take(num_pages, PageState.USED)
+
+    def reserve(self, num_pages: int) -> list[int] | None:
+        """Take `num_pages` as reserved for a handoff; `None` when there are not as many."""
+        return self._take(num_pages, PageState.RESERVED)
+
+    def _take(self, num_pages: int, state: PageState) -> list[int] | None:
+        if num_pages < 0:
+            raise ValueError(f"cannot take {num_pages} pages")
+        if num_pages > self.num_available:
+            return None
+        while len(self._free) < num_pages:
+            self._evict_one()
+        taken = [self._free.popitem(last=False)[0] for _ in range(num_pages)]
+        for page in taken:
+            self._set(page, state)
+            self._references[page] = 1
+        return taken
+
+    def _evict_one(self) -> None:
+        page, _ = self._lru.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        self._set(page, PageState.FREE)
+        self._free[page] = None
+
+    # -- the prefix cache
+
+    def match(self, keys: Iterable[bytes]) -> int:
+        """How many leading `keys` the cache holds, without taking them."""
+        num = 0
+        for key in keys:
+            if key not in self._page_of:
+                break
+            num += 1
+        return num
+
+    def acquire(self, keys: Iterable[bytes]) -> list[int]:
+        """Take a reference on the pages of the longest run of leading `keys` that the cache holds."""
+        pages: list[int] = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            if self._state[page] is PageState.CACHED:
+                del self._lru[page]
+                self._set(page, PageState.USED)
+            self._references[page] += 1
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Enter a full, verified, used page under `key`. A key that is already held keeps its first page."""
+        self._require(page, PageState.USED)
+        if page in self._key_of or key in self._page_of:
+            return
+        self._key_of[page] = key
+        self._page_of[key] = page
+
+    def drop_cache(self) -> None:
+        """Evict every cached page."""
+        while self._lru:
+            self._evict_one()
+
+    # -- giving pages back
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each used page (choices of one prompt share its pages)."""
+        for page in pages:
+            self._require(page, PageState.USED)
+            self._references[page] += 1
+
+    def references(self, page: int) -> int:
+        """How many owners `page` has."""
+        return self._references[page]
+
+    def admit(self, pages: Iterable[int]) -> None:
+        """Reserved pages become used: their handoff is verified."""
+        for page in pages:
+            self._require(page, PageState.RESERVED)
+            self._set(page, PageState.USED)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop one reference to each page; the last reference frees it, or caches it when it has a key.
+
+        Pages of a sequence are given in order; they enter the LRU list last page first, so that a prefix
+        outlives what was built on it.
+        """
+        for page in reversed(pages):
+            self._require(page, PageState.USED, PageState.RESERVED)
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if page in self._key_of:
+                self._set(page, PageState.CACHED)
+                self._lru[page] = None
+            else:
+                self._to_free(page)
+
+    def quarantine(self, pages: Iterable[int]) -> None:
+        """An unfinished write may still touch these pages: nobody gets them before `lift`."""
+        for page in pages:
+            self._require(page, PageState.USED, PageState.RESERVED)
+            if self._references[page] != 1:
+                raise ValueError(f"page {page} has {self._references[page]} owners, a quarantined page had one")
+            key = self._key_of.pop(page, None)
+            if key is not None:
+                del self._page_of[key]
+            self._references[page] = 0
+            self._set(page, PageState.QUARANTINED)
+
+    def lift(self, pages: Iterable[int]) -> None:
+        """A fence was seen: quarantined pages are free again."""
+        for page in pages:
+            self._require(page, PageState.QUARANTINED)
+            self._to_free(page)
+
+    def _to_free(self, page: int) -> None:
+        self._set(page, PageState.FREE)
+        self._free[page] = None
+
+    # -- looking
+
+    def state(self, page: int) -> PageState:
+        return self._state[page]
+
+    def counts(self) -> PageCounts:
+        n = self._num
+        return PageCounts(
+            free=n[PageState.FREE],
+            used=n[PageState.USED],
+            reserved=n[PageState.RESERVED],
+            cached=n[PageState.CACHED],
+            quarantined=n[PageState.QUARANTINED],
+        )
+
+    def check(self) -> None:
+        """Verify every invariant; for tests and idle moments.
+
+        Raises:
+            AssertionError: naming the first page that breaks one.
+        """
+        assert self.counts().total == self.num_pages, self.counts()
+        for page, state in enumerate(self._state):
+            assert (page in self._free) == (state is PageState.FREE), (page, state)
+            assert (page in self._lru) == (state is PageState.CACHED), (page, state)
+            live = state in (PageState.USED, PageState.RESERVED)
+            assert (self._references[page] > 0) == live, (page, state, self._references[page])
+            key = self._key_of.get(page)
+            if key is not None:
+                assert state in (PageState.USED, PageState.CACHED), (page, state)
+                assert self._page_of[key] == page, (page, self._page_of[key])
+            assert state is not PageState.CACHED or key is not None, page
+        assert len(self._page_of) == len(self._key_of)
+
+    def _set(self, page: int, state: PageState) -> None:
+        self._num[self._state[page]] -= 1
+        self._num[state] += 1
+        self._state[page] = state
+
+    def _require(self, page: int, *states: PageState) -> None:
+        if self._state[page] not in states:
+            raise ValueError(
+                f"page {page} is {self._state[page].value}, expected {' or '.join(s.value for s in states)}"
+            )

@@ -1,0 +1,81 @@
+"""What a request asks of sampling, and the random numbers that sampling uses.
+
+The random number of a token depends only on (seed, choice, position), so a request that moves to another worker,
+is retried or recovered goes on with the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+
+#: Below this temperature, dividing logits by it only loses precision: the choice is the arg max.
+GREEDY_TEMPERATURE = 1e-5
+
+_MASK_64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen; the meaning of each field is vLLM's.
+
+    Raises `ValueError`, naming the field, when a value is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # (0, 1]
+    min_p: float = 0.0  # [0, 1]; relative to the likeliest token
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    num_logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), name, "must be finite", getattr(self, name))
+        _require(self.temperature >= 0, "temperature", "must be 0 or more", self.temperature)
+        _require(self.top_k >= 0, "top_k", "must be 0 (off) or more", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p)
+        _require(self.repetition_penalty > 0, "repetition_penalty", "must be above 0", self.repetition_penalty)
+        _require(self.max_tokens >= 1, "max_tokens", "must be 1 or more", self.max_tokens)
+        _require(self.min_tokens >= 0, "min_tokens", "must be 0 or more", self.min_tokens)
+        _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens", self.min_tokens)
+        _require(self.num_logprobs >= -1, "num_logprobs", "must be -1 (none) or more", self.num_logprobs)
+        for token_id, bias in self.logit_bias:
+            _require(token_id >= 0 and not math.isnan(bias), "logit_bias", "needs (id >= 0, number)", (token_id, bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, without a random number."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on tokens that were seen before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _require(condition: bool, name: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{name} {rule}, got {value!r}")
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """Return the random number in [0, 1) for one token: the same on every machine and in every process.
+
+    `seed` is any integer (taken modulo 2^64), `choice` the index of the choice in its request, `position` the index
+    of the generated token in that choice.
+    """
+    key = struct.pack("<3Q", seed & _MASK_64, choice & _MASK_64, position & _MASK_64)
+    digest = hashlib.blake2b(key, digest_size=8, person=b"tandem.uniform").digest()
+    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53

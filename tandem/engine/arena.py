@@ -1,0 +1,101 @@
+"""The one allocation that holds all KV pages of a worker."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+
+from tandem.core.errors import ConfigError
+from tandem.engine.layout import KVLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class KVArena:
+    """All KV pages: one contiguous tensor `[layer][page][K|V][slot][kv_head][head_dim]`.
+
+    It is allocated once and never moves, so that a transport can register it once. On the CPU it starts on a page
+    boundary and takes physical memory only where it has been written. Who owns which page is not known here.
+
+    Raises `ConfigError` when the memory cannot be had.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
+        if num_pages < 1:
+            raise ConfigError(f"a KV arena needs at least one page, got {num_pages}")
+        self.layout = layout
+        self.num_pages = num_pages
+        self.device = torch.device(device)
+        self.num_bytes = num_pages * layout.page_bytes
+        try:
+            self._bytes = _allocate(self.num_bytes, self.device)
+        except (OSError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(
+                f"cannot allocate {self.num_bytes} bytes for {num_pages} KV pages on {self.device}: {error}"
+            ) from error
+        shape = (layout.num_layers, num_pages, 2, layout.page_size, layout.num_kv_heads, layout.head_dim)
+        self.tensor = self._bytes.view(TORCH_DTYPES[layout.dtype]).view(shape)
+        # Views made once: the attention asks for them for every layer of every step.
+        self._layers = tuple(self.tensor.unbind(0))
+        self._keys = tuple(layer[:, 0] for layer in self._layers)
+        self._values = tuple(layer[:, 1] for layer in self._layers)
+        on_cpu_float32 = self.device.type == "cpu" and layout.dtype == "float32"
+        self._numpy_layers = tuple(layer.numpy() for layer in self._layers) if on_cpu_float32 else ()
+        self._host_bytes = memoryview(self._bytes.numpy()) if self.device.type == "cpu" else None
+
+    @property
+    def base_address(self) -> int:
+        """Address of the first byte (a device address on CUDA)."""
+        return int(self._bytes.data_ptr())
+
+    def extent_offset(self, layer: int, page: int) -> int:
+        """Return the bytes from `base_address` to the extent of `page` in `layer`."""
+        if not (0 <= layer < self.layout.num_layers and 0 <= page < self.num_pages):
+            raise IndexError(
+                f"extent ({layer}, {page}) is outside of {self.layout.num_layers} layers x {self.num_pages} pages"
+            )
+        return (layer * self.num_pages + page) * self.layout.extent_bytes
+
+    def extent_view(self, layer: int, page: int) -> memoryview:
+        """Return the writable bytes of one extent, without a copy. Only on the CPU (`TypeError` elsewhere)."""
+        if self._host_bytes is None:
+            raise TypeError(f"an arena on {self.device} has no host view")
+        begin = self.extent_offset(layer, page)
+        return self._host_bytes[begin : begin + self.layout.extent_bytes]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy the page `source` over the page `target` in all layers (copy on write)."""
+        self.extent_offset(0, source)
+        self.extent_offset(0, target)
+        self.tensor[:, target].copy_(self.tensor[:, source])
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """Return the pages of one layer, `[page][K|V][slot][kv_head][head_dim]`, without a copy."""
+        return self._layers[layer]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Return the keys of one layer, `[page][slot][kv_head][head_dim]`, without a copy."""
+        return self._keys[layer]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Return the values of one layer, `[page][slot][kv_head][head_dim]`, without a copy."""
+        return self._values[layer]
+
+    def numpy_layer(self, layer: int) -> np.ndarray:
+        """Return `layer(layer)` as an array that shares its memory; float32 on the CPU only."""
+        return self._numpy_layers[layer]
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    # An anonymous map: zero on first touch, aligned to a page of memory, kept alive by the array that views it.
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without transparent huge pages; only speed is lost
+            pass
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))

@@ -1,0 +1,46 @@
+"""The shape of the KV pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.core.errors import ConfigError
+
+#: Bytes of one element, by the name that checkpoints and the configuration use.
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Sizes of one KV page: `[layer][page][K|V][slot][kv_head][head_dim]`.
+
+    Two workers can hand pages to each other only if their layouts are equal. Raises `ConfigError` for sizes below
+    one and for an unknown dtype.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # token slots of a page
+    dtype: str  # a key of DTYPE_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"KV layout: {name} must be 1 or more, got {getattr(self, name)}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"KV layout: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of one page of one layer, K and V."""
+        return 2 * self.page_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return self.num_layers * self.extent_bytes
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)

@@ -469,6 +469,66 @@ class CommitReply(_message.Message):
 Global___CommitReply: _TypeAlias = CommitReply  # noqa: Y015
 
 @_typing.final
+class AttachRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    GRANT_ID_FIELD_NUMBER: _builtins.int
+    SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    grant_id: _builtins.str
+    sender_incarnation: _builtins.str
+    renew: _builtins.bool
+    """attached already; the lease starts anew"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        grant_id: _builtins.str = ...,
+        sender_incarnation: _builtins.str = ...,
+        renew: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "grant_id", b"grant_id", "renew", b"renew", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class AttachReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    ok: _builtins.bool
+    lease_s: _builtins.float
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """code "handoff" and the reason when refused"""
+
+    def __init__(
+        self,
+        *,
+        ok: _builtins.bool = ...,
+        error: _common_pb2.Error | None = ...,
+        lease_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "lease_s", b"lease_s", "ok", b"ok"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
+
+@_typing.final
 class ConfirmIdleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -49,6 +49,11 @@ class DecodeServiceStub:
                 request_serializer=tandem_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_decode__pb2.CommitReply.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_unary(
+                '/tandem.v1.DecodeService/Attach',
+                request_serializer=tandem_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_decode__pb2.AttachReply.FromString,
+                _registered_method=True)
         self.ConfirmIdle = channel.unary_unary(
                 '/tandem.v1.DecodeService/ConfirmIdle',
                 request_serializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleRequest.SerializeToString,
@@ -82,6 +87,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attach(self, request, context):
+        """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
+        answer with `ok` lets it post, for `lease_s` counted from when it asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ConfirmIdle(self, request, context):
         """From prefill: nothing of this grant is outstanding and it will never be committed. A fence.
         """
@@ -106,6 +119,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=tandem_dot_v1_dot_decode__pb2.CommitRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_decode__pb2.CommitReply.SerializeToString,
+            ),
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=tandem_dot_v1_dot_decode__pb2.AttachRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_decode__pb2.AttachReply.SerializeToString,
             ),
             'ConfirmIdle': grpc.unary_unary_rpc_method_handler(
                     servicer.ConfirmIdle,
@@ -194,6 +212,33 @@ class DecodeService:
             '/tandem.v1.DecodeService/Commit',
             tandem_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
             tandem_dot_v1_dot_decode__pb2.CommitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.DecodeService/Attach',
+            tandem_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+            tandem_dot_v1_dot_decode__pb2.AttachReply.FromString,
             options,
             channel_credentials,
             insecure,

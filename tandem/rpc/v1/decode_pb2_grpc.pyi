@@ -41,6 +41,10 @@ class DecodeServiceStub:
     """From prefill: all writes of a grant have completed and none will follow. Answered when decode has
     verified the pages and admitted the request (`ok`), or refused them. Asking again gets the same answer.
     """
+    Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]
+    """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
+    answer with `ok` lets it post, for `lease_s` counted from when it asked.
+    """
     ConfirmIdle: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]
     """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
 
@@ -56,6 +60,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitReply]  # type: ignore[assignment]
     """From prefill: all writes of a grant have completed and none will follow. Answered when decode has
     verified the pages and admitted the request (`ok`), or refused them. Asking again gets the same answer.
+    """
+    Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]  # type: ignore[assignment]
+    """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
+    answer with `ok` lets it post, for `lease_s` counted from when it asked.
     """
     ConfirmIdle: _aio.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]  # type: ignore[assignment]
     """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
@@ -87,6 +95,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_pb2.CommitReply, _abc.Awaitable[_decode_pb2.CommitReply]]:
         """From prefill: all writes of a grant have completed and none will follow. Answered when decode has
         verified the pages and admitted the request (`ok`), or refused them. Asking again gets the same answer.
+        """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _decode_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.AttachReply, _abc.Awaitable[_decode_pb2.AttachReply]]:
+        """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
+        answer with `ok` lets it post, for `lease_s` counted from when it asked.
         """
 
     @_abc_1.abstractmethod

@@ -39,6 +39,11 @@ class PrefillServiceStub:
                 request_serializer=tandem_dot_v1_dot_prefill__pb2.PrefillCommand.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_prefill__pb2.PrefillEvents.FromString,
                 _registered_method=True)
+        self.StopWrites = channel.unary_unary(
+                '/tandem.v1.PrefillService/StopWrites',
+                request_serializer=tandem_dot_v1_dot_prefill__pb2.StopWritesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_prefill__pb2.StopWritesReply.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -52,6 +57,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StopWrites(self, request, context):
+        """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=tandem_dot_v1_dot_prefill__pb2.PrefillCommand.FromString,
                     response_serializer=tandem_dot_v1_dot_prefill__pb2.PrefillEvents.SerializeToString,
+            ),
+            'StopWrites': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopWrites,
+                    request_deserializer=tandem_dot_v1_dot_prefill__pb2.StopWritesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_prefill__pb2.StopWritesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +105,33 @@ class PrefillService:
             '/tandem.v1.PrefillService/Session',
             tandem_dot_v1_dot_prefill__pb2.PrefillCommand.SerializeToString,
             tandem_dot_v1_dot_prefill__pb2.PrefillEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopWrites(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.PrefillService/StopWrites',
+            tandem_dot_v1_dot_prefill__pb2.StopWritesRequest.SerializeToString,
+            tandem_dot_v1_dot_prefill__pb2.StopWritesReply.FromString,
             options,
             channel_credentials,
             insecure,

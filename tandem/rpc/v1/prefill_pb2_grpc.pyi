@@ -35,6 +35,8 @@ class PrefillServiceStub:
     """One stream per router, for the worker's whole life. First message back: `hello`. Its end cancels all
     that the router had started here.
     """
+    StopWrites: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.StopWritesRequest, _prefill_pb2.StopWritesReply]
+    """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -43,6 +45,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """One stream per router, for the worker's whole life. First message back: `hello`. Its end cancels all
     that the router had started here.
     """
+    StopWrites: _aio.UnaryUnaryMultiCallable[_prefill_pb2.StopWritesRequest, _prefill_pb2.StopWritesReply]  # type: ignore[assignment]
+    """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,5 +58,13 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """One stream per router, for the worker's whole life. First message back: `hello`. Its end cancels all
         that the router had started here.
         """
+
+    @_abc_1.abstractmethod
+    def StopWrites(
+        self,
+        request: _prefill_pb2.StopWritesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.StopWritesReply, _abc.Awaitable[_prefill_pb2.StopWritesReply]]:
+        """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

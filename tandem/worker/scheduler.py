@@ -1,0 +1,268 @@
+"""The batch scheduler of both roles: Sarathi-Serve's decode-maximal batches under a token budget.
+
+    1  every running sequence that needs one token decodes
+    2  running sequences that need more get chunks of what the budget leaves
+    3  waiting sequences are admitted, in order, while budget, places and pages last
+
+A prefill worker feeds it prompts only, so phase 1 is empty; a decode worker feeds it admitted handoffs, and chunks
+serve what must be computed there: replay after a preemption, or of a journal. When pages run out, the sequence that
+goes last in the order (lowest priority, latest arrival) gives up its pages and waits to be replayed; the first in the
+order is never preempted, so it always ends, and so does everything after it.
+
+Pure: owns the page accounting of its worker, imports no tensor library, reads no clock.
+Reference: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from tandem.core.errors import InvalidRequestError, OverloadedError
+from tandem.core.pages import PagePool, pages_for
+from tandem.worker.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one step and of the queue; counts of sequences and tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk_size: int  # a multiple of the page size, so that all chunks but a prompt's last fill whole pages
+    queue_bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """What one sequence computes in this step: tokens [start, start + num_tokens)."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool  # the step reaches the newest token, and something is sampled after it
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step, as plain data. Empty when there is nothing that could run now."""
+
+    items: list[ScheduledSequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source page, target page), before the step
+    preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    # Running sequences that found no page and could preempt nobody; they go on when pages come back.
+    stalled: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+
+class BatchScheduler:
+    """Decides who computes what in the next step. One thread owns it together with its pool."""
+
+    def __init__(self, pool: PagePool, limits: SchedulerLimits, *, salt: bytes, prefix_cache: bool = True) -> None:
+        if limits.chunk_size % pool.page_size:
+            raise ValueError(f"chunk size {limits.chunk_size} is no multiple of the page size {pool.page_size}")
+        self.pool = pool
+        self.limits = limits
+        self.salt = salt
+        self.prefix_cache = prefix_cache
+        # Invariant: both are sorted by `Sequence.order`, and no sequence is in both. Waiting ones hold no pages.
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+
+    # -- coming and going
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that holds no pages.
+
+        Raises:
+            OverloadedError: the queue is full.
+            InvalidRequestError: it could never fit into the pool.
+        """
+        self.check_fits(len(sequence.token_ids), sequence.request_id)
+        if len(self.waiting) >= self.limits.queue_bound:
+            raise OverloadedError(
+                f"{len(self.waiting)} sequences wait here already", request_id=sequence.request_id
+            )
+        insort(self.waiting, sequence, key=_order)
+
+    def check_fits(self, num_tokens: int, request_id: str) -> None:
+        """Raise `InvalidRequestError` when `num_tokens` need more pages than the pool has in all."""
+        needed = pages_for(num_tokens, self.pool.page_size)
+        if needed > self.pool.num_pages:
+            raise InvalidRequestError(
+                f"{num_tokens} tokens need {needed} pages, this worker has {self.pool.num_pages}; "
+                "shorten the prompt or max_tokens, or give cache.memory_bytes more",
+                request_id=request_id,
+            )
+
+    def enter(self, sequence: Sequence) -> None:
+        """Take a sequence whose pages hold its KV already into the batch, from the next step on."""
+        insort(self.running, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> list[int]:
+        """Take a sequence out and return its pages, whose reference now is the caller's to release."""
+        for queue in (self.running, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+        pages, sequence.pages = sequence.pages, []
+        return pages
+
+    # -- one step
+
+    def schedule(self) -> Batch:
+        """Decide the next step. Pages it needs are taken now; `apply` must follow before the next call."""
+        batch = Batch()
+        budget = self.limits.max_num_batched_tokens
+        budget = self._schedule_decodes(batch, budget)
+        budget = self._schedule_chunks(batch, budget)
+        self._admit_waiting(batch, budget)
+        return batch
+
+    def _schedule_decodes(self, batch: Batch, budget: int) -> int:
+        for sequence in [s for s in self.running if s.is_decode]:
+            if budget < 1:
+                break
+            if sequence not in self.running:  # preempted for one that goes before it
+                continue
+            if self._grow_or_preempt(batch, sequence, 1):
+                self._put(batch, sequence, 1)
+                budget -= 1
+        return budget
+
+    def _schedule_chunks(self, batch: Batch, budget: int) -> int:
+        for sequence in [s for s in self.running if not s.is_decode and s.num_to_compute]:
+            num_tokens = self._chunk(sequence, budget)
+            if num_tokens < 1 or sequence not in self.running:
+                continue
+            if self._grow_or_preempt(batch, sequence, num_tokens):
+                self._put(batch, sequence, num_tokens)
+                budget -= num_tokens
+        return budget
+
+    def _admit_waiting(self, batch: Batch, budget: int) -> None:
+        while self.waiting and not batch.preempted and len(self.running) < self.limits.max_num_seqs:
+            sequence = self.waiting[0]
+            if budget < min(self.pool.page_size, sequence.num_to_compute) or not self._give_pages(sequence):
+                return  # the head is not overtaken
+            self.waiting.pop(0)
+            self.enter(sequence)
+            batch.admitted.append(sequence)
+            num_tokens = self._chunk(sequence, budget)
+            if num_tokens:
+                self._put(batch, sequence, num_tokens)
+                budget -= num_tokens
+
+    def apply(self, batch: Batch, sampled: Seq[int]) -> None:
+        """Book a computed step: `sampled` holds one token for each item that samples, in order."""
+        tokens = iter(sampled)
+        for item in batch.items:
+            sequence = item.sequence
+            sequence.num_computed = item.start + item.num_tokens
+            self._publish(sequence)
+            if item.samples:
+                sequence.token_ids.append(next(tokens))
+
+    # -- pages
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of the next chunk: whole pages, unless it ends the sequence."""
+        room = min(budget, self.limits.chunk_size)
+        left = sequence.num_to_compute
+        if left <= room:
+            return left
+        end = (sequence.num_computed + room) // self.pool.page_size * self.pool.page_size
+        return max(0, end - sequence.num_computed)
+
+    def _give_pages(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence pages for all its tokens: cached ones first, then new ones; or none at all."""
+        page_size = self.pool.page_size
+        num_tokens = len(sequence.token_ids)
+        cached: list[int] = []
+        if self.prefix_cache:
+            sequence.extend_keys(page_size, self.salt, num_tokens)
+            # The newest token is always computed: its logits are what is wanted.
+            cached = self.pool.acquire(sequence.keys[: (num_tokens - 1) // page_size])
+        needed = pages_for(num_tokens, page_size) - len(cached)
+        # Who was preempted comes back only when the others can grow a page each, or it would be preempted at once.
+        headroom = len(self.running) if sequence.num_preemptions else 0
+        fresh = self.pool.allocate(needed) if needed + headroom <= self.pool.num_available else None
+        if fresh is None:
+            self.pool.release(cached)
+            return False
+        sequence.pages = cached + fresh
+        sequence.num_computed = sequence.num_cached = len(cached) * page_size
+        sequence.num_published = len(cached)
+        return True
+
+    def _grow_or_preempt(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
+        """Make the slots of the next `num_tokens` writable, preempting from the end of the order when needed."""
+        while not self._grow(batch, sequence, num_tokens):
+            victim = self._victim(batch)
+            if victim is None:
+                batch.stalled.append(sequence)
+                return False
+            self._preempt(batch, victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _grow(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
+        first = sequence.num_computed // self.pool.page_size
+        last = (sequence.num_computed + num_tokens - 1) // self.pool.page_size
+        shared = [i for i in range(first, min(last + 1, len(sequence.pages))) if self._is_shared(sequence.pages[i])]
+        num_new = max(0, last + 1 - len(sequence.pages))
+        pages = self.pool.allocate(len(shared) + num_new)
+        if pages is None:
+            return False
+        for index in shared:  # copy on write: another choice still reads the old page
+            target = pages.pop(0)
+            batch.copies.append((sequence.pages[index], target))
+            self.pool.release([sequence.pages[index]])
+            sequence.pages[index] = target
+        sequence.pages.extend(pages)
+        return True
+
+    def _is_shared(self, page: int) -> bool:
+        return self.pool.references(page) > 1
+
+    def _victim(self, batch: Batch) -> Sequence | None:
+        """The last in the order that is not in this step yet; never the first of all."""
+        in_step = {id(item.sequence) for item in batch.items}
+        for sequence in reversed(self.running[1:]):
+            if id(sequence) not in in_step:
+                return sequence
+        return None
+
+    def _preempt(self, batch: Batch, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.num_computed = sequence.num_published = 0
+        sequence.num_preemptions += 1
+        insort(self.waiting, sequence, key=_order)
+        batch.preempted.append(sequence)
+
+    def _put(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
+        ends = num_tokens == sequence.num_to_compute
+        batch.items.append(
+            ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples=ends and sequence.samples)
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer pages that have filled to the prefix cache."""
+        num_full = sequence.num_computed // self.pool.page_size
+        if not self.prefix_cache or num_full <= sequence.num_published:
+            return
+        sequence.extend_keys(self.pool.page_size, self.salt, sequence.num_computed)
+        for index in range(sequence.num_published, num_full):
+            self.pool.publish(sequence.pages[index], sequence.keys[index])
+        sequence.num_published = num_full
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.order

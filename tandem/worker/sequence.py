@@ -1,0 +1,87 @@
+"""One choice of one request, as the batch scheduler sees it. Pure: no tensors, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tandem.core.pages import page_keys
+from tandem.core.sampling import SamplingParams
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # end-of-sequence or a stop token
+    LENGTH = "length"  # max_tokens or the context's end
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens of which a prefix has its KV in pages, and the rest is still to compute.
+
+        token_ids:  [ prompt ................ | output ......... ]
+                    [ 0, num_computed) in pages | to compute: one token (a decode) or more (a chunk)
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    priority: int  # lower goes first
+    arrival: int  # position in the order of arrival at this worker
+    token_ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    # False: only KV is wanted, nothing is sampled when all is computed (a prompt whose choices have journals).
+    samples: bool = True
+    num_computed: int = 0
+    # Invariant: covers [0, num_computed); page i holds slots [i * page_size, (i + 1) * page_size).
+    pages: list[int] = field(default_factory=list)
+    # Keys of the leading full pages; grows with the tokens, see `extend_keys`.
+    keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0  # leading pages offered to the prefix cache
+    num_cached: int = 0  # tokens found in the prefix cache at the last admission
+    num_preemptions: int = 0
+    owner: Any = None  # what the role keeps beside it
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: by priority, then first come first served."""
+        return (self.priority, self.arrival, self.choice)
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the next step computes just the newest token, in order to sample after it."""
+        return self.num_to_compute == 1 and self.num_computed >= self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def extend_keys(self, page_size: int, salt: bytes, num_tokens: int) -> None:
+        """Make `keys` cover the full pages of the first `num_tokens` tokens."""
+        if len(self.keys) < num_tokens // page_size:
+            # Chained from the start again only when pages filled: once in `page_size` tokens.
+            self.keys = page_keys(self.token_ids[:num_tokens], page_size, salt)
+
+    def __repr__(self) -> str:
+        return f"<{self.request_id}#{self.attempt}/{self.choice} {self.num_computed}/{len(self.token_ids)}>"
+
+
+def finish_reason(
+    params: SamplingParams, token_id: int, num_output: int, num_tokens: int, eos: frozenset[int], max_context: int
+) -> FinishReason | None:
+    """Whether a choice ends with `token_id`, its `num_output`th token and the `num_tokens`th in all."""
+    if num_output >= params.min_tokens:
+        if token_id in params.stop_token_ids or (token_id in eos and not params.ignore_eos):
+            return FinishReason.STOP
+    if num_output >= params.max_tokens or num_tokens >= max_context:
+        return FinishReason.LENGTH
+    return None

@@ -166,6 +166,7 @@ class WorkerInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """stable name, e.g. "prefill-0" """
     incarnation: _builtins.str
@@ -186,6 +187,8 @@ class WorkerInfo(_message.Message):
     vocab_size: _builtins.int
     version: _builtins.str
     """of the Tandem package"""
+    host_id: _builtins.str
+    """equal for two processes that see each other's pids"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -207,10 +210,11 @@ class WorkerInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         version: _builtins.str = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

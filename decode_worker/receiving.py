@@ -1,0 +1,177 @@
+"""Drives the receiver's half of every handoff; all of it runs on the transfer thread.
+
+Commits are verified right where they arrive, so a commit's answer is known when `commit` returns; the runner hears
+of the admission before anybody else does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.digest import find_mismatches
+from kvtransfer.extents import ArenaShape
+from kvtransfer.layout import LayoutId
+from kvtransfer.protocol import receiver_events as ev
+from kvtransfer.protocol.grants import ReceiverLimits
+from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
+from kvtransfer.protocol.receiver import ReceiverHandoffs
+from kvtransfer.transports.base import PeerId, Transport
+
+
+class ReceivingOutlet(Protocol):
+    """Where the desk's results go. Called on the transfer thread; must hand over and return."""
+
+    def queue(self, key: AttemptKey) -> None:
+        """Answer with `granted` when the pool has pages."""
+
+    def drop(self, key: AttemptKey) -> None: ...
+
+    def grant(self, grant: Grant) -> None:
+        """Tell the router."""
+
+    def admit(self, grant: Grant, commit: Commit) -> None: ...
+
+    def over(self, key: AttemptKey, pages: tuple[int, ...], reason: RefusalReason, *, quarantined: bool) -> None:
+        """The attempt ended here without admission; its pages are free, or in quarantine."""
+
+    def lift(self, pages: tuple[int, ...]) -> None: ...
+
+    def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
+        """A reservation was refused."""
+
+    def ask_to_stop(self, sender: str, key: AttemptKey, grant_id: str, reason: RefusalReason) -> None: ...
+
+    def kill_writer(self, sender: str) -> None: ...
+
+    def replace_self(self, num_quarantined: int) -> None: ...
+
+    def deadline(self, deadline_s: float | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of a call from a sender: yes, or the reason why not."""
+
+    refusal: RefusalReason | None = None
+    detail: str = ""
+
+
+class ReceivingDesk:
+    """All handoffs that this worker takes.
+
+    Args:
+        arena: the KV arena as bytes, for the digests.
+        transport: the transport of this thread.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        layout: LayoutId,
+        shape: ArenaShape,
+        arena: memoryview,
+        limits: ReceiverLimits,
+        outlet: ReceivingOutlet,
+    ) -> None:
+        self._handoffs = ReceiverHandoffs(incarnation, layout, limits)
+        self._shape = shape
+        self._arena = arena
+        self._outlet = outlet
+        self._answer = Answer()
+        self._transport: Transport | None = None
+        self.num_refused = 0
+
+    def bind(self, transport: Transport) -> None:
+        """Give it the transport; once, on the transfer thread."""
+        self._transport = transport
+
+    # -- what others say
+
+    def attach(self, grant_id: str, sender: str, *, renew: bool) -> Answer:
+        """A sender wants to write, or still does."""
+        if renew:
+            return self._ask(ev.LeaseRenewed(grant_id))
+        return self._ask(ev.GrantGivenOut(grant_id, sender))
+
+    def commit(self, commit: Commit) -> Answer:
+        """A sender says that all is written."""
+        return self._ask(ev.CommitReceived(commit))
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Nobody wants the attempt any more."""
+        self.happened(ev.RequestCancelled(key))
+
+    def happened(self, event: ev.ReceiverEvent) -> None:
+        """Any event that nobody waits for an answer to."""
+        self._ask(event)
+
+    def tick(self) -> None:
+        self.happened(ev.Tick())
+
+    # -- carrying out
+
+    def _ask(self, event: ev.ReceiverEvent) -> Answer:
+        self._answer = Answer()
+        self._run(event)
+        self._outlet.deadline(self._handoffs.next_deadline_s())
+        return self._answer
+
+    def _run(self, event: ev.ReceiverEvent) -> None:
+        for instruction in self._handoffs.handle(event, time.monotonic()):
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: ev.ReceiverInstruction) -> None:
+        handler: Callable[[ReceivingDesk, ev.ReceiverInstruction], None] = _HANDLERS[type(instruction)]
+        handler(self, instruction)
+
+    def _refuse(self, i: ev.SendRefusal) -> None:
+        self._answer = Answer(i.reason, i.detail)
+        self.num_refused += 1
+        if i.key is not None and i.grant_id is None:  # a reservation; who asked with a grant hears the answer
+            self._outlet.refused(i.key, i.reason, i.detail)
+
+    def _expect(self, i: ev.ExpectWrites) -> None:
+        assert self._transport is not None
+        size = self._shape.extent_bytes
+        ranges = [(self._shape.offset(la, p), size) for la in range(self._shape.num_layers) for p in i.pages]
+        self._transport.expect_incoming(PeerId(i.sender) if i.sender else None, ranges, i.grant_id)
+
+    def _end_writes(self, i: ev.EndWrites) -> None:
+        assert self._transport is not None
+        self._transport.end_incoming(i.grant_id)
+
+    def _verify(self, i: ev.VerifyDigests) -> None:
+        self._run(ev.DigestsVerified(i.grant_id, find_mismatches(self._arena, self._shape, i.pages, i.digests)))
+
+    def _over(self, i: ev.FreePages | ev.QuarantinePages) -> None:
+        record = self._handoffs.record(i.key)
+        reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
+        self._outlet.over(i.key, i.pages, reason, quarantined=isinstance(i, ev.QuarantinePages))
+
+    def _ask_to_stop(self, i: ev.AskWriterToStop) -> None:
+        if i.sender is not None:  # without a sender nobody was ever allowed to post
+            self._outlet.ask_to_stop(i.sender, i.key, i.grant_id, i.reason)
+
+
+_HANDLERS: dict[type, Callable[..., None]] = {
+    ev.QueueReservation: lambda desk, i: desk._outlet.queue(i.key),
+    ev.DropReservation: lambda desk, i: desk._outlet.drop(i.key),
+    ev.SendGrant: lambda desk, i: desk._outlet.grant(i.grant),
+    ev.ConfirmAttached: lambda desk, i: None,  # the answer is yes
+    ev.ConfirmRenewed: lambda desk, i: None,
+    ev.SendAck: lambda desk, i: None,
+    ev.SendRefusal: ReceivingDesk._refuse,
+    ev.ExpectWrites: ReceivingDesk._expect,
+    ev.EndWrites: ReceivingDesk._end_writes,
+    ev.VerifyDigests: ReceivingDesk._verify,
+    ev.AdmitRequest: lambda desk, i: desk._outlet.admit(i.grant, i.commit),
+    ev.FreePages: ReceivingDesk._over,
+    ev.QuarantinePages: ReceivingDesk._over,
+    ev.LiftQuarantine: lambda desk, i: desk._outlet.lift(i.pages),
+    ev.AskWriterToStop: ReceivingDesk._ask_to_stop,
+    ev.KillWriter: lambda desk, i: desk._outlet.kill_writer(i.sender),
+    ev.ReplaceSelf: lambda desk, i: desk._outlet.replace_self(i.num_quarantined_pages),
+}

@@ -1,0 +1,266 @@
+"""The decode worker: wires generations (runner), receiving desk (transfer thread) and service (event loop) together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from decode_worker.generations import Generations
+from decode_worker.receiving import Answer, ReceivingDesk
+from kvtransfer.layout import check_compatible
+from kvtransfer.protocol import receiver_events as ev
+from kvtransfer.protocol.grants import ReceiverLimits
+from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
+from kvtransfer.transfer_thread import ThreadEvent
+from tandem.core.errors import IncompatibleError, InternalError, TandemError
+from tandem.rpc.channel import make_channel
+from tandem.rpc.convert import error_to_proto
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from tandem.rpc.v1 import prefill_pb2 as prefill_pb
+from tandem.worker.process import WorkerProcess
+from tandem.worker.runner import Role
+from tandem.worker.sessions import SessionHub
+from tandem.worker.ticker import Ticker
+from tandem.worker.wire import commit_from_proto, layout_from_proto, refusal_to_proto
+
+_log = logging.getLogger(__name__)
+
+Hub = SessionHub[decode_pb.DecodeCommand, decode_pb.DecodeEvent, decode_pb.DecodeEvents]
+
+
+class DecodeWorker(WorkerProcess):
+    """Takes handoffs and generates tokens; see `WorkerProcess` for its arguments and its life."""
+
+    role = "decode"
+
+    def make_role(self) -> Role:
+        transport = self.config.transport
+        self.hub: Hub = SessionHub(
+            _make_events,
+            lambda: decode_pb.DecodeEvent(hello=self.info),
+            self.read_status,
+            heartbeat_s=transport.lease_s / 4,
+            interval_s=self.config.metrics.worker_interval_s,
+        )
+        self.hub.attach(self, self.loop)
+        # By incarnation: prefill workers that have paired. In the event loop.
+        self._writers: dict[str, pb.WorkerInfo] = {}
+        self._channels: dict[str, aio.Channel] = {}
+        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
+        limits = ReceiverLimits(
+            lease_s=transport.lease_s,
+            grace_s=transport.grace_s,
+            ask_again_s=max(0.2, transport.lease_s / 10),
+            quarantine_cap_pages=max(1, int(transport.quarantine_cap * self.pool.num_pages)),
+        )
+        self.desk = ReceivingDesk(
+            self.incarnation, self.layout, self.arena_shape, self.engine.arena.host_bytes, limits, self
+        )
+        self._on_transfer(self.desk.bind)
+        self.generations = Generations(self, _QueuedDesk(self), self._emit)
+        return self.generations
+
+    def add_services(self, server: aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(_DecodeService(self), server)
+
+    def background(self) -> list[Coroutine[Any, Any, None]]:
+        return [self.hub.beat()]
+
+    def close_sessions(self) -> None:
+        self.hub.close()
+
+    def on_transfer_event(self, event: ThreadEvent) -> None:
+        """A decode worker posts nothing; that a write arrived is a hint only, the commit is the truth."""
+
+    def num_held(self) -> int:
+        return len(self.generations.jobs) + len(self.generations.reservations.granted)
+
+    # -- routers, in the event loop
+
+    def command(self, session: int, command: decode_pb.DecodeCommand) -> None:
+        """One command of a router."""
+        match command.WhichOneof("command"):
+            case "reserve":
+                reserve = command.reserve
+                self.runner.submit(lambda: self.generations.reserve(session, reserve))
+            case "cancel":
+                key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
+                self.runner.submit(lambda: self.generations.cancel(key))
+            case other:
+                _log.warning("a router sent a command that this version does not know: %s", other)
+
+    def session_ended(self, session: int) -> None:
+        """A router is gone."""
+        self.runner.submit(lambda: self.generations.session_ended(session))
+
+    # -- prefill workers, in the event loop
+
+    async def pair(self, prefill: pb.WorkerInfo) -> None:
+        """Agree with a prefill worker, or refuse it.
+
+        Raises:
+            IncompatibleError: naming both sides and what differs.
+            TransportError: its metadata is of no use.
+        """
+        check_compatible(layout_from_proto(prefill.layout), prefill.worker_id, self.layout, self.worker_id)
+        if prefill.transport != self.info.transport:
+            raise IncompatibleError(
+                f"{prefill.worker_id} sends by {prefill.transport}, {self.worker_id} takes {self.info.transport}"
+            )
+        metadata = prefill.transport_metadata
+        await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
+        self._writers[prefill.incarnation] = prefill
+        if prefill.host_id == self.info.host_id:
+            incarnation = prefill.incarnation
+            self.exits.watch(incarnation, prefill.pid, lambda: self._writer_exited(incarnation))
+
+    def _writer_exited(self, incarnation: str) -> None:
+        """Its process has ended, seen on this host: a fence for all that it might have written."""
+        _log.info("prefill worker %s has exited", incarnation)
+        del self._writers[incarnation]
+        channel = self._channels.pop(incarnation, None)
+        if channel is not None:
+            self.spawn(channel.close())
+        self.on_transfer(lambda _: self.desk.happened(ev.WriterExited(incarnation)))
+
+    async def _ask_to_stop(self, sender: str, request: prefill_pb.StopWritesRequest) -> None:
+        writer = self._writers.get(sender)
+        if writer is None:
+            return
+        if sender not in self._channels:
+            self._channels[sender] = make_channel(writer.address)
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels[sender])
+        try:
+            await stub.StopWrites(request, timeout=self.config.transport.lease_s)
+        except grpc.RpcError as error:
+            # Asked again by the protocol's clock, and killed when it stays silent.
+            _log.warning("%s did not hear that %s has ended: %s", writer.worker_id, request.grant_id, error)
+
+    # -- what the desk says; on the transfer thread
+
+    def queue(self, key: AttemptKey) -> None:
+        self.runner.submit(lambda: self.generations.queue(key))
+
+    def drop(self, key: AttemptKey) -> None:
+        self.runner.submit(lambda: self.generations.drop(key))
+
+    def grant(self, grant: Grant) -> None:
+        self.runner.submit(lambda: self.generations.grant(grant))
+
+    def admit(self, grant: Grant, commit: Commit) -> None:
+        self.runner.submit(lambda: self.generations.admit(grant, commit))
+
+    def over(self, key: AttemptKey, pages: tuple[int, ...], reason: RefusalReason, *, quarantined: bool) -> None:
+        self.runner.submit(lambda: self.generations.over(key, pages, reason, quarantined=quarantined))
+
+    def lift(self, pages: tuple[int, ...]) -> None:
+        self.runner.submit(lambda: self.generations.lift(pages))
+
+    def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
+        self.runner.submit(lambda: self.generations.refused(key, reason, detail))
+
+    def ask_to_stop(self, sender: str, key: AttemptKey, grant_id: str, reason: RefusalReason) -> None:
+        request = prefill_pb.StopWritesRequest(
+            request_id=key.request_id, attempt=key.attempt, grant_id=grant_id, reason=reason.value
+        )
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._ask_to_stop(sender, request)))
+
+    def kill_writer(self, sender: str) -> None:
+        _log.error("writer %s is silent beyond lease and grace: it must be killed", sender)
+        writer = self._writers.get(sender)
+        worker_id = writer.worker_id if writer is not None else ""
+        self.runner.submit(lambda: self.generations.suspect(worker_id, sender))
+
+    def replace_self(self, num_quarantined: int) -> None:
+        self.fail(InternalError(f"{num_quarantined} pages are in quarantine: only a new process frees them"))
+
+    def deadline(self, deadline_s: float | None) -> None:
+        self._ticker.set(deadline_s)
+
+    # -- what generations say; on the runner thread
+
+    def _emit(self, events: dict[int, list[decode_pb.DecodeEvent]]) -> None:
+        self.hub.emit(events)
+
+    # -- calls that wait for the transfer thread
+
+    async def ask_desk(self, question: Any) -> Answer:
+        """Ask the receiving desk and return its answer; `question` runs on the transfer thread."""
+        answer: Answer = await asyncio.wrap_future(self.transfer.submit(lambda _: question(self.desk)))
+        self.num_handoffs_refused = self.desk.num_refused
+        return answer
+
+
+class _QueuedDesk:
+    """The desk as the runner sees it: each call goes to the transfer thread, in order."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+
+    def reserve(self, key: AttemptKey) -> None:
+        self._happened(ev.ReserveReceived(key))
+
+    def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None:
+        self._happened(ev.ReservationGranted(key, pages, first_page))
+
+    def denied(self, key: AttemptKey) -> None:
+        self._happened(ev.ReservationDenied(key, RefusalReason.NO_ROOM))
+
+    def cancel(self, key: AttemptKey) -> None:
+        self._happened(ev.RequestCancelled(key))
+
+    def _happened(self, event: ev.ReceiverEvent) -> None:
+        self._worker.on_transfer(lambda _: self._worker.desk.happened(event))
+
+
+class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+
+    async def Session(
+        self, request_iterator: AsyncIterator[decode_pb.DecodeCommand], context: Any
+    ) -> AsyncIterator[decode_pb.DecodeEvents]:
+        async for events in self._worker.hub.run(request_iterator):
+            yield events
+
+    async def Pair(self, request: decode_pb.PairRequest, context: Any) -> decode_pb.PairReply:
+        try:
+            await self._worker.pair(request.prefill)
+        except TandemError as error:
+            return decode_pb.PairReply(decode=self._worker.info, error=error_to_proto(error))
+        return decode_pb.PairReply(decode=self._worker.info)
+
+    async def Attach(self, request: decode_pb.AttachRequest, context: Any) -> decode_pb.AttachReply:
+        answer = await self._worker.ask_desk(
+            lambda desk: desk.attach(request.grant_id, request.sender_incarnation, renew=request.renew)
+        )
+        lease_s = self._worker.config.transport.lease_s
+        return decode_pb.AttachReply(ok=answer.refusal is None, error=_refusal(answer, request), lease_s=lease_s)
+
+    async def Commit(self, request: decode_pb.CommitRequest, context: Any) -> decode_pb.CommitReply:
+        commit = commit_from_proto(request)
+        answer = await self._worker.ask_desk(lambda desk: desk.commit(commit))
+        return decode_pb.CommitReply(ok=answer.refusal is None, error=_refusal(answer, request))
+
+    async def ConfirmIdle(
+        self, request: decode_pb.ConfirmIdleRequest, context: Any
+    ) -> decode_pb.ConfirmIdleReply:
+        await self._worker.ask_desk(lambda desk: desk.happened(ev.WriterConfirmedIdle(request.grant_id)))
+        return decode_pb.ConfirmIdleReply()
+
+
+def _refusal(answer: Answer, request: decode_pb.AttachRequest | decode_pb.CommitRequest) -> pb.Error | None:
+    if answer.refusal is None:
+        return None
+    return refusal_to_proto(answer.refusal, answer.detail, request.request_id)
+
+
+def _make_events(events: Sequence[decode_pb.DecodeEvent], status: pb.WorkerStatus) -> decode_pb.DecodeEvents:
+    return decode_pb.DecodeEvents(events=events, status=status)

@@ -1,0 +1,183 @@
+"""The decode workers that this worker sends to: pairing, and the calls of a handoff. Lives in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+from grpc import aio
+
+from kvtransfer.extents import ArenaShape
+from kvtransfer.layout import LayoutId, check_compatible
+from kvtransfer.protocol.messages import AttemptKey, Commit
+from kvtransfer.transports.base import PeerId
+from tandem.core.errors import IncompatibleError, TandemError, WorkerLostError
+from tandem.rpc.channel import make_channel
+from tandem.rpc.convert import error_from_proto, error_from_rpc
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.rpc.v1 import decode_pb2_grpc
+from tandem.worker.wire import commit_to_proto, layout_from_proto
+
+_log = logging.getLogger(__name__)
+
+# How long and how often decode is told that nothing is outstanding; after that it asks by itself.
+_CONFIRM_FOR_S = 60.0
+_CONFIRM_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One incarnation of a decode worker, agreed with."""
+
+    info: pb.WorkerInfo
+    name: PeerId
+    layout: LayoutId
+    shape: ArenaShape
+    channel: aio.Channel
+    stub: decode_pb2_grpc.DecodeServiceAsyncStub
+
+
+class DecodePeers:
+    """Pairs with decode workers on first use.
+
+    Args:
+        info: this worker's own description.
+        connect: makes the transport know a peer by its metadata.
+        lost: called when an incarnation is known to have ended.
+        call_timeout_s: for one call to decode, in seconds.
+    """
+
+    def __init__(
+        self,
+        info: pb.WorkerInfo,
+        layout: LayoutId,
+        connect: Callable[[bytes], Awaitable[PeerId]],
+        lost: Callable[[Peer], None],
+        call_timeout_s: float,
+    ) -> None:
+        self._info = info
+        self._layout = layout
+        self._connect = connect
+        self._lost = lost
+        self._timeout_s = call_timeout_s
+        self._pairing: dict[str, asyncio.Task[Peer]] = {}
+        # By incarnation. Written in the event loop, read by the transfer thread.
+        self.peers: dict[str, Peer] = {}
+
+    async def get(self, info: pb.WorkerInfo) -> Peer:
+        """The peer of this incarnation, paired with now if need be.
+
+        Raises:
+            IncompatibleError: the two must not exchange pages; names both.
+            WorkerLostError: it cannot be reached.
+        """
+        peer = self.peers.get(info.incarnation)
+        if peer is not None:
+            return peer
+        task = self._pairing.get(info.incarnation)
+        if task is None:
+            task = asyncio.create_task(self._pair(info))
+            self._pairing[info.incarnation] = task
+            task.add_done_callback(lambda _: self._pairing.pop(info.incarnation, None))
+        return await asyncio.shield(task)
+
+    async def _pair(self, info: pb.WorkerInfo) -> Peer:
+        channel = make_channel(info.address)
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        try:
+            reply = await stub.Pair(decode_pb.PairRequest(prefill=self._info), timeout=self._timeout_s)
+            peer = await self._agree(info, reply, channel, stub)
+        except grpc.RpcError as error:
+            await channel.close()
+            raise error_from_rpc(error, f"pairing with {info.worker_id}") from error
+        except TandemError:
+            await channel.close()
+            raise
+        self._replace_older(peer)
+        self.peers[info.incarnation] = peer
+        _log.info("paired with %s (%s)", info.worker_id, info.incarnation)
+        return peer
+
+    async def _agree(
+        self,
+        wanted: pb.WorkerInfo,
+        reply: decode_pb.PairReply,
+        channel: aio.Channel,
+        stub: decode_pb2_grpc.DecodeServiceAsyncStub,
+    ) -> Peer:
+        if reply.HasField("error"):
+            raise error_from_proto(reply.error)
+        info = reply.decode
+        if info.incarnation != wanted.incarnation:
+            raise WorkerLostError(f"{wanted.worker_id} is not {wanted.incarnation} any more, but {info.incarnation}")
+        if info.transport != self._info.transport:
+            raise IncompatibleError(
+                f"{self._info.worker_id} sends by {self._info.transport}, {info.worker_id} takes {info.transport}"
+            )
+        layout = layout_from_proto(info.layout)
+        check_compatible(self._layout, self._info.worker_id, layout, info.worker_id)
+        name = await self._connect(info.transport_metadata)
+        shape = ArenaShape(layout.num_layers, info.num_pages, layout.extent_bytes)
+        return Peer(info, name, layout, shape, channel, stub)
+
+    def _replace_older(self, peer: Peer) -> None:
+        """A worker has one incarnation at a time: an older one of the same id has ended."""
+        for old in [p for p in self.peers.values() if p.info.worker_id == peer.info.worker_id]:
+            del self.peers[old.info.incarnation]
+            self._lost(old)
+
+    # -- the calls of a handoff
+
+    async def attach(self, peer: Peer, key: AttemptKey, grant_id: str, *, renew: bool) -> decode_pb.AttachReply:
+        """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
+        request = decode_pb.AttachRequest(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            grant_id=grant_id,
+            sender_incarnation=self._info.incarnation,
+            renew=renew,
+        )
+        try:
+            return await peer.stub.Attach(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, f"attach to {peer.info.worker_id}") from error
+
+    async def commit(self, commit: Commit) -> decode_pb.CommitReply:
+        """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
+        peer = self.peers.get(commit.receiver)
+        if peer is None:
+            raise WorkerLostError(f"decode worker {commit.receiver} is gone")
+        try:
+            return await peer.stub.Commit(commit_to_proto(commit, self._info.worker_id), timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, f"commit to {peer.info.worker_id}") from error
+
+    async def confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
+        """Tell decode that nothing of the grant is outstanding, until it has heard or is gone."""
+        request = decode_pb.ConfirmIdleRequest(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            grant_id=grant_id,
+            sender_incarnation=self._info.incarnation,
+        )
+        give_up_s = time.monotonic() + _CONFIRM_FOR_S
+        while time.monotonic() < give_up_s:
+            peer = self.peers.get(receiver)
+            if peer is None:
+                return
+            try:
+                await peer.stub.ConfirmIdle(request, timeout=self._timeout_s)
+                return
+            except grpc.RpcError as error:
+                _log.info("%s has not heard that %s is idle: %s", peer.info.worker_id, grant_id, error)
+                await asyncio.sleep(_CONFIRM_EVERY_S)
+
+    async def close(self) -> None:
+        for peer in self.peers.values():
+            await peer.channel.close()
+        self.peers.clear()

@@ -1,0 +1,265 @@
+"""Drives the sender's half of every handoff: what the protocol instructs becomes writes, calls and events.
+
+All of `SendingDesk` runs on the transfer thread, which alone owns the handoffs and the transport. Calls to decode
+workers and events to routers leave through the event loop, pages go back through the runner.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtransfer.digest import digest_pages
+from kvtransfer.extents import ArenaShape, merge_extents
+from kvtransfer.layout import LayoutId
+from kvtransfer.protocol import sender_events as ev
+from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant
+from kvtransfer.protocol.sender import SenderHandoff, SenderLimits, SenderState
+from kvtransfer.transfer_thread import ThreadEvent, WritePosted
+from kvtransfer.transports.base import PeerId, WriteArrived, WriteCompleted, WriteFailed
+
+_TAG = struct.Struct("<QI")
+
+
+@dataclass(frozen=True, slots=True)
+class SealedPages:
+    """Pages of one prompt whose KV of one layer will not change any more."""
+
+    key: AttemptKey
+    layer: int
+    first_index: int  # place of the first among the prompt's pages
+    local_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """Sizes in bytes and counts; times in seconds."""
+
+    num_bytes: int
+    num_extents: int
+    num_descriptors: int
+    handoff_s: float  # first post to acknowledgement
+    exposed_s: float  # end of the prompt's computation to acknowledgement
+
+
+class SendingOutlet(Protocol):
+    """Where the desk's results go. Called on the transfer thread; must hand over and return."""
+
+    def commit(self, commit: Commit) -> None: ...
+
+    def confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
+        """Tell the receiver that nothing of the grant is outstanding, until it has heard."""
+
+    def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None: ...
+
+    def failed(self, failure: ev.Fail) -> None: ...
+
+    def quarantine(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+        """The attempt is over, and writes may still read these pages."""
+
+    def release(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+        """No write can read these pages any more. Each sealed page comes exactly once."""
+
+    def closed(self, key: AttemptKey) -> None:
+        """The handoff is over; nothing more comes of it."""
+
+    def deadline(self, deadline_s: float | None) -> None:
+        """`tick` is due at this time."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    handoff: SenderHandoff
+    number: int  # in the tags of its writes
+    # All pages ever sealed for it: the desk holds them until the handoff is done.
+    pages: set[int] = field(default_factory=set)
+    released: bool = False
+    first_post_s: float | None = None
+    computed_s: float = 0.0
+    num_descriptors: int = 0
+    num_extents: int = 0
+
+
+class SendingDesk:
+    """All handoffs that this worker sends.
+
+    Args:
+        arena: the KV arena as bytes, for the digests.
+        write: queues a write on the transport (`TransferThread.write`).
+        peer: the transport's peer and the shape of its arena, for a receiver's incarnation that is paired.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        layout: LayoutId,
+        shape: ArenaShape,
+        arena: memoryview,
+        limits: SenderLimits,
+        outlet: SendingOutlet,
+        write: Callable[..., None],
+        peer: Callable[[str], tuple[PeerId, ArenaShape] | None],
+    ) -> None:
+        self._incarnation = incarnation
+        self._layout = layout
+        self._shape = shape
+        self._arena = arena
+        self._limits = limits
+        self._outlet = outlet
+        self._write = write
+        self._peer = peer
+        self._entries: dict[AttemptKey, _Entry] = {}
+        self._by_number: dict[int, _Entry] = {}
+        self._next_number = 0
+        self.num_bytes_written = 0
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._entries)
+
+    # -- what happens to a handoff
+
+    def open(self, key: AttemptKey, num_pages: int) -> None:
+        """A prompt of `num_pages` pages was accepted."""
+        handoff = SenderHandoff(key, self._incarnation, self._layout, num_pages, self._limits)
+        entry = _Entry(handoff, self._next_number)
+        self._next_number += 1
+        self._entries[key] = entry
+        self._by_number[entry.number] = entry
+
+    def attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
+        """Decode took this worker as the grant's writer."""
+        if key not in self._entries:
+            # The attempt ended while decode was asked: it must hear that nothing will be written.
+            self._outlet.confirm_idle(key, grant.grant_id, grant.receiver)
+            return
+        self._handle(key, ev.GrantAttached(grant, lease_ends_s))
+
+    def sealed(self, pages: Sequence[SealedPages]) -> None:
+        """Take digests and send, as one batch for each prompt."""
+        for part in pages:
+            entry = self._entries.get(part.key)
+            if entry is None or entry.released:
+                # Pages were shared with the desk once, with their first layer.
+                if part.layer == 0:
+                    self._outlet.release(part.key, part.local_pages)
+                continue
+            entry.pages.update(part.local_pages)
+            digests = digest_pages(self._arena, self._shape, part.layer, part.local_pages)
+            self._handle(part.key, ev.PagesSealed(part.layer, part.first_index, part.local_pages, digests))
+
+    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None:
+        """The prompt is computed and all its pages were sealed."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.computed_s = time.monotonic()
+            self._handle(key, ev.AllComputed(first_tokens))
+
+    def happened(self, key: AttemptKey, event: ev.SenderEvent) -> None:
+        """Any other event: answers of decode, a cancel."""
+        if key in self._entries:
+            self._handle(key, event)
+
+    def stop_asked(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
+        """Decode wants to hear that nothing of the grant is outstanding."""
+        if key in self._entries:
+            self._handle(key, ev.StopAsked(grant_id))
+        else:
+            self._outlet.confirm_idle(key, grant_id, receiver)
+
+    def receiver_lost(self, receiver: str) -> None:
+        """A decode worker's process has ended."""
+        for key in [k for k, e in self._entries.items() if _receiver(e) == receiver]:
+            self._handle(key, ev.ReceiverExited())
+
+    def on_transport(self, event: ThreadEvent) -> None:
+        """A write was posted, ended or failed."""
+        if isinstance(event, WriteArrived):
+            return
+        number, write_id = _TAG.unpack(event.handle.tag)
+        entry = self._by_number.get(number)
+        if entry is None:
+            return
+        match event:
+            case WritePosted():
+                entry.first_post_s = entry.first_post_s or time.monotonic()
+                self._handle(entry.handoff.key, ev.WritePosted(write_id))
+            case WriteCompleted():
+                self.num_bytes_written += event.handle.num_bytes
+                self._handle(entry.handoff.key, ev.WriteCompleted(write_id))
+            case WriteFailed():
+                self._handle(entry.handoff.key, ev.WriteFailed(write_id, event.error, event.settled))
+
+    def tick(self) -> None:
+        """A deadline may have come."""
+        for key in list(self._entries):
+            self._handle(key, ev.Tick())
+
+    # -- carrying out
+
+    def _handle(self, key: AttemptKey, event: ev.SenderEvent) -> None:
+        entry = self._entries[key]
+        for instruction in entry.handoff.handle(event, time.monotonic()):
+            self._carry_out(entry, instruction)
+        if entry.handoff.state is SenderState.DONE and not entry.released:
+            entry.released = True
+            self._outlet.release(key, tuple(sorted(entry.pages)))
+            # Unsettled writes keep the handoff in DRAINING, so nothing can refer to it now but late messages.
+            del self._entries[key]
+            del self._by_number[entry.number]
+            self._outlet.closed(key)
+        self._outlet.deadline(min(self._deadlines(), default=None))
+
+    def _deadlines(self) -> list[float]:
+        due = (e.handoff.next_deadline_s() for e in self._entries.values())
+        return [d for d in due if d is not None]
+
+    def _carry_out(self, entry: _Entry, instruction: ev.SenderInstruction) -> None:
+        key = entry.handoff.key
+        match instruction:
+            case ev.PostWrites():
+                self._post(entry, instruction)
+            case ev.SendCommit():
+                self._outlet.commit(instruction.commit)
+            case ev.ConfirmIdle():
+                grant = entry.handoff.grant
+                assert grant is not None, key
+                self._outlet.confirm_idle(key, instruction.grant_id, grant.receiver)
+            case ev.Succeed():
+                self._outlet.succeeded(key, self._stats(entry))
+            case ev.Fail():
+                self._outlet.failed(instruction)
+            case ev.QuarantinePages():
+                self._outlet.quarantine(key, instruction.pages)
+            case ev.ReleasePages():
+                pass  # all at once when the handoff is done, see `_handle`
+
+    def _post(self, entry: _Entry, post: ev.PostWrites) -> None:
+        tag = _TAG.pack(entry.number, post.write_id)
+        peer = self._peer(post.grant.receiver)
+        if peer is None:
+            self._handle(entry.handoff.key, ev.WriteFailed(post.write_id, "the receiver is gone", settled=True))
+            return
+        name, remote_shape = peer
+        descriptors = merge_extents(post.writes, self._shape, remote_shape)
+        entry.num_descriptors += len(descriptors)
+        entry.num_extents += len(post.writes)
+        self._write(name, descriptors, tag, may_post=lambda: entry.handoff.may_post(time.monotonic()))
+
+    def _stats(self, entry: _Entry) -> HandoffStats:
+        now_s = time.monotonic()
+        return HandoffStats(
+            num_bytes=entry.handoff.num_bytes_posted,
+            num_extents=entry.num_extents,
+            num_descriptors=entry.num_descriptors,
+            handoff_s=now_s - (entry.first_post_s or now_s),
+            exposed_s=now_s - entry.computed_s,
+        )
+
+
+def _receiver(entry: _Entry) -> str | None:
+    return entry.handoff.grant.receiver if entry.handoff.grant else None
+

@@ -1,0 +1,275 @@
+"""The prefill worker: wires prompts (runner), sending desk (transfer thread) and service (event loop) together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+from grpc import aio
+
+from kvtransfer.extents import ArenaShape
+from kvtransfer.protocol import sender_events as ev
+from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, FirstToken, Grant
+from kvtransfer.protocol.sender import SenderLimits
+from kvtransfer.transfer_thread import ThreadEvent
+from kvtransfer.transports.base import PeerId
+from prefill_worker.peers import DecodePeers, Peer
+from prefill_worker.prompts import Prompts
+from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
+from tandem.core.errors import HandoffError, TandemError
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import prefill_pb2 as prefill_pb
+from tandem.rpc.v1 import prefill_pb2_grpc
+from tandem.worker.process import WorkerProcess
+from tandem.worker.runner import Role
+from tandem.worker.sessions import SessionHub
+from tandem.worker.ticker import Ticker
+from tandem.worker.wire import grant_from_proto, refusal_from_proto
+
+_log = logging.getLogger(__name__)
+
+Hub = SessionHub[prefill_pb.PrefillCommand, prefill_pb.PrefillEvent, prefill_pb.PrefillEvents]
+
+
+class PrefillWorker(WorkerProcess):
+    """Computes prompts and pushes their pages; see `WorkerProcess` for its arguments and its life."""
+
+    role = "prefill"
+
+    def make_role(self) -> Role:
+        transport = self.config.transport
+        self.hub: Hub = SessionHub(
+            _make_events,
+            lambda: prefill_pb.PrefillEvent(hello=self.info),
+            self.read_status,
+            heartbeat_s=transport.lease_s / 4,
+            interval_s=self.config.metrics.worker_interval_s,
+        )
+        self.hub.attach(self, self.loop)
+        self.peers = DecodePeers(self.info, self.layout, self._connect, self._peer_lost, transport.lease_s)
+        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
+        limits = SenderLimits(
+            lease_margin_s=min(0.5, transport.lease_s / 10),
+            write_timeout_s=transport.lease_s,
+            resend_s=max(0.2, transport.lease_s / 5),
+            answer_timeout_s=transport.lease_s,
+        )
+        self.desk = SendingDesk(
+            self.incarnation,
+            self.layout,
+            self.arena_shape,
+            self.engine.arena.host_bytes,
+            limits,
+            self,
+            self.transfer.write,
+            self._transport_peer,
+        )
+        # Where each attempt's pages go. Written and read in the event loop.
+        self._targets: dict[AttemptKey, pb.WorkerInfo] = {}
+        self.prompts = Prompts(self, _QueuedDesk(self), self._emit)
+        return self.prompts
+
+    def add_services(self, server: aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_PrefillService(self), server)
+
+    def background(self) -> list[Coroutine[Any, Any, None]]:
+        return [self.hub.beat()]
+
+    def close_sessions(self) -> None:
+        self.hub.close()
+
+    def on_transfer_event(self, event: ThreadEvent) -> None:
+        self.desk.on_transport(event)
+        self.num_transfer_bytes = self.desk.num_bytes_written
+
+    def num_held(self) -> int:
+        return len(self.prompts.jobs)
+
+    # -- routers, in the event loop
+
+    def command(self, session: int, command: prefill_pb.PrefillCommand) -> None:
+        """One command of a router."""
+        match command.WhichOneof("command"):
+            case "start":
+                start = command.start
+                key = AttemptKey(start.request_id, start.attempt)
+                self._targets[key] = start.decode
+                self.runner.submit(lambda: self.prompts.start(session, start))
+            case "attach":
+                self.spawn(self._attach(command.attach))
+            case "cancel":
+                key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
+                self.runner.submit(lambda: self.prompts.cancel(key))
+            case other:
+                _log.warning("a router sent a command that this version does not know: %s", other)
+
+    def session_ended(self, session: int) -> None:
+        """A router is gone."""
+        self.runner.submit(lambda: self.prompts.session_ended(session))
+
+    def forget_target(self, key: AttemptKey) -> None:
+        """The attempt is over here; in the event loop."""
+        self._targets.pop(key, None)
+
+    async def _attach(self, command: prefill_pb.AttachGrant) -> None:
+        """Become the grant's writer, and stay it for as long as the handoff lasts."""
+        key = AttemptKey(command.request_id, command.attempt)
+        target = self._targets.get(key)
+        if target is None:  # cancelled meanwhile
+            return
+        try:
+            peer = await self.peers.get(target)
+            grant = grant_from_proto(command.grant, peer.layout)
+            asked_s = time.monotonic()
+            reply = await self.peers.attach(peer, key, grant.grant_id, renew=False)
+        except TandemError as error:
+            self._attach_failed(key, error)
+            return
+        if not reply.ok:
+            reason, detail = refusal_from_proto(reply.error)
+            self.on_transfer(lambda _: self.desk.happened(key, ev.RefusalReceived(reason, detail)))
+            return
+        self.on_transfer(lambda _: self.desk.attached(key, grant, asked_s + reply.lease_s))
+        await self._renew(peer, key, grant, reply.lease_s)
+
+    async def _renew(self, peer: Peer, key: AttemptKey, grant: Grant, lease_s: float) -> None:
+        """Keep the lease while the handoff lasts; a lease that is not renewed is lost by time."""
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            if key not in self._targets:
+                return
+            asked_s = time.monotonic()
+            try:
+                reply = await self.peers.attach(peer, key, grant.grant_id, renew=True)
+            except TandemError as error:
+                _log.warning("lease of %s not renewed: %s", grant.grant_id, error)
+                continue
+            if not reply.ok:
+                return  # committed already, or ended: the commit's answer says which
+            ends_s = asked_s + reply.lease_s
+            self.on_transfer(lambda _, e=ends_s: self.desk.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
+
+    def _attach_failed(self, key: AttemptKey, error: TandemError) -> None:
+        """Decode could not be reached, or must not be paired with: the attempt ends with that very error."""
+        self.runner.submit(lambda: self.prompts.fail(key, error))
+
+    async def _connect(self, metadata: bytes) -> PeerId:
+        return await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
+
+    def _peer_lost(self, peer: Peer) -> None:
+        def forget(transport: Any) -> None:
+            self.desk.receiver_lost(peer.info.incarnation)
+            transport.disconnect(peer.name)
+
+        self.on_transfer(forget)
+        self.spawn(peer.channel.close())
+
+    def _transport_peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
+        peer = self.peers.peers.get(receiver)
+        return (peer.name, peer.shape) if peer is not None else None
+
+    # -- what the desk says; on the transfer thread
+
+    def commit(self, commit: Commit) -> None:
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._commit(commit)))
+
+    async def _commit(self, commit: Commit) -> None:
+        try:
+            reply = await self.peers.commit(commit)
+        except TandemError as error:
+            # The protocol sends the commit again, or gives up, by its own clock.
+            _log.warning("commit of %s went unanswered: %s", commit.grant_id, error)
+            return
+        event: ev.SenderEvent
+        if reply.ok:
+            event = ev.AckReceived(commit.grant_id)
+        else:
+            event = ev.RefusalReceived(*refusal_from_proto(reply.error))
+            self.num_handoffs_refused += 1
+        self.on_transfer(lambda _: self.desk.happened(commit.key, event))
+
+    def confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self.peers.confirm_idle(key, grant_id, receiver)))
+
+    def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
+        self.runner.submit(lambda: self.prompts.handed_off(key, stats))
+
+    def failed(self, failure: ev.Fail) -> None:
+        reason = failure.refusal.value if failure.refusal else failure.reason.value
+        error = HandoffError(f"the handoff failed: {reason} ({failure.detail})", reason=reason)
+        error.request_id = failure.key.request_id
+        error.retryable = failure.retryable
+        if failure.reason is FailureReason.CANCELLED:
+            return  # whoever cancelled knows
+        self.runner.submit(lambda: self.prompts.handoff_failed(failure.key, error))
+
+    def quarantine(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+        self.runner.submit(lambda: self.prompts.quarantine(pages))
+
+    def release(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+        if pages:
+            self.runner.submit(lambda: self.prompts.release(pages))
+
+    def closed(self, key: AttemptKey) -> None:
+        self.loop.call_soon_threadsafe(self.forget_target, key)
+        self.runner.submit(lambda: self.prompts.closed(key))
+
+    def deadline(self, deadline_s: float | None) -> None:
+        self._ticker.set(deadline_s)
+
+    # -- what prompts say; on the runner thread
+
+    def _emit(self, session: int, events: list[prefill_pb.PrefillEvent]) -> None:
+        self.hub.emit({session: events})
+
+
+class _QueuedDesk:
+    """The desk as the runner sees it: each call goes to the transfer thread, in order."""
+
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._worker = worker
+
+    def open(self, key: AttemptKey, num_pages: int) -> None:
+        self._worker.on_transfer(lambda _: self._worker.desk.open(key, num_pages))
+
+    def sealed(self, pages: Sequence[SealedPages]) -> None:
+        self._worker.on_transfer(lambda _: self._worker.desk.sealed(pages))
+
+    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None:
+        self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens))
+
+    def refused(self, key: AttemptKey) -> None:
+        self._worker.loop.call_soon_threadsafe(self._worker.forget_target, key)
+
+    def cancel(self, key: AttemptKey) -> None:
+        self._worker.on_transfer(lambda _: self._worker.desk.happened(key, ev.CancelRequested()))
+
+
+class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._worker = worker
+
+    async def Session(
+        self, request_iterator: AsyncIterator[prefill_pb.PrefillCommand], context: Any
+    ) -> AsyncIterator[prefill_pb.PrefillEvents]:
+        async for events in self._worker.hub.run(request_iterator):
+            yield events
+
+    async def StopWrites(
+        self, request: prefill_pb.StopWritesRequest, context: Any
+    ) -> prefill_pb.StopWritesReply:
+        worker = self._worker
+        key = AttemptKey(request.request_id, request.attempt)
+        receiver = request.grant_id.rpartition("/")[0]
+        worker.on_transfer(lambda _: worker.desk.stop_asked(key, request.grant_id, receiver))
+        return prefill_pb.StopWritesReply()
+
+
+def _make_events(
+    events: Sequence[prefill_pb.PrefillEvent], status: pb.WorkerStatus
+) -> prefill_pb.PrefillEvents:
+    return prefill_pb.PrefillEvents(events=events, status=status)
+

@@ -1,0 +1,60 @@
+"""Proof that a process on this host has ended: a fence for all that it might have written.
+
+A broken connection or a missed heartbeat proves nothing. A pidfd, opened while the process was known to be alive,
+becomes readable when that very process has ended, and never speaks of another one with the same pid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+
+def host_id() -> str:
+    """Equal for two processes exactly when they see each other's pids: same boot, same pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class ExitWatch:
+    """Watches processes of this host; lives in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        # By incarnation. Invariant: holds all and only the open pidfds.
+        self._fds: dict[str, int] = {}
+
+    def watch(self, incarnation: str, pid: int, exited: Callable[[], None]) -> None:
+        """Call `exited` once when the process ends. It must be alive now, and have just spoken to us.
+
+        Does nothing when this incarnation is watched already.
+        """
+        if incarnation in self._fds:
+            return
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            _log.info("process %d (%s) has ended already", pid, incarnation)
+            exited()
+            return
+        self._fds[incarnation] = fd
+
+        def readable() -> None:
+            self._drop(incarnation)
+            exited()
+
+        self._loop.add_reader(fd, readable)
+
+    def _drop(self, incarnation: str) -> None:
+        fd = self._fds.pop(incarnation)
+        self._loop.remove_reader(fd)
+        os.close(fd)
+
+    def close(self) -> None:
+        for incarnation in list(self._fds):
+            self._drop(incarnation)

@@ -1,0 +1,90 @@
+"""A worker as a plain process: `python -m prefill_worker`, `python -m decode_worker`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+from tandem.core.config import load
+from tandem.core.errors import TandemError
+from tandem.core.logging import setup_logging
+from tandem.core.model_path import resolve_model
+from tandem.worker.process import WorkerProcess
+
+_KV_BYTES = 256 << 20
+
+
+def run(worker_class: type[WorkerProcess], program: str) -> None:
+    """Parse the command line, run one worker, and exit when it is told to stop or fails."""
+    options = _parse(worker_class.role, program)
+    try:
+        sys.exit(_serve(worker_class, options))
+    except (TandemError, OSError) as error:
+        sys.exit(f"{program}: {error}")
+
+
+def _parse(role: str, program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=f"One {role} worker as a plain process. Routers and other workers reach it by gRPC. "
+        "SIGTERM drains it: it takes no new work, finishes what it holds and leaves.",
+        epilog=f"example: python -m {program} --port 7001 --threads 1",
+    )
+    parser.add_argument("--config", type=Path, help="a tandem.yaml; defaults where absent")
+    parser.add_argument("--model-dir", type=Path, help="checkpoint; default: model.path of the configuration")
+    parser.add_argument("--worker-id", default=f"{role}-0", help="stable name (default: %(default)s)")
+    parser.add_argument("--incarnation", default="", help="this life's name; default: made up")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to tell (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes a free one (default)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine (default: %(default)s)")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of KV pages; default: cache.memory_bytes, or 256 MiB")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--ready-file", type=Path, help="written, as JSON, when the worker can be reached")
+    return parser.parse_args()
+
+
+def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> int:
+    config = load(options.config)
+    setup_logging(config.logging, options.worker_id)
+    worker = worker_class(
+        config,
+        worker_id=options.worker_id,
+        incarnation=options.incarnation or f"{options.worker_id}-{uuid.uuid4().hex[:12]}",
+        model_dir=options.model_dir or resolve_model(config.model.path),
+        kv_bytes=options.kv_bytes or config.cache.memory_bytes or _KV_BYTES,
+        num_threads=options.threads,
+        host=options.host,
+        port=options.port,
+        device=options.device,
+    )
+
+    def drain_and_stop() -> None:
+        worker.drain()
+        worker.stop()
+
+    def on_signal(number: int, frame: object) -> None:
+        # A handler must not block; a second signal finds the worker stopping already and ends it at once.
+        signal.signal(number, signal.SIG_DFL)
+        threading.Thread(target=worker.stop if number == signal.SIGINT else drain_and_stop).start()
+
+    info = worker.start()
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    if options.ready_file:
+        partial = options.ready_file.with_suffix(".partial")
+        partial.write_text(
+            json.dumps({"address": info.address, "incarnation": info.incarnation, "pid": os.getpid(), "id": info.worker_id})
+        )
+        partial.replace(options.ready_file)
+    try:
+        worker.wait_closed()
+    except BaseException:
+        worker.stop()
+        raise
+    return 0

@@ -1,0 +1,375 @@
+"""What the two kinds of worker share as a process: engine, threads, gRPC service, start, drain and stop.
+
+    event loop   gRPC: sessions with routers, calls between workers, timers
+    runner       scheduler, page accounting, engine
+    transfer     transport, handoff protocol
+
+A worker starts as a plain process (`python -m prefill_worker`, `python -m decode_worker`) or inside a Ray actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from grpc import aio
+
+from kvtransfer.extents import ArenaShape
+from kvtransfer.layout import LayoutId
+from kvtransfer.transfer_thread import ThreadEvent, TransferThread
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.registry import create_transport
+from tandem.core.config import Config
+from tandem.core.errors import InternalError
+from tandem.core.pages import PageCounts, PagePool
+from tandem.core.version import version
+from tandem.engine.engine import Engine
+from tandem.rpc.channel import bind, make_server
+from tandem.rpc.convert import page_counts_to_proto
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tandem.worker.exits import ExitWatch, host_id
+from tandem.worker.runner import Role, Runner
+from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.wire import layout_to_proto
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+
+
+class WorkerProcess(ABC):
+    """One incarnation of a worker.
+
+    Args:
+        worker_id: stable name in the cluster, e.g. `prefill-0`.
+        incarnation: new at each start; also the transport's agent name.
+        kv_bytes: memory of the KV arena, in bytes.
+        num_threads: CPU threads of the engine.
+        host: address to listen on, and to tell to others.
+        port: TCP port of the gRPC service; 0 takes a free one.
+    """
+
+    role: str
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        worker_id: str,
+        incarnation: str,
+        model_dir: Path,
+        kv_bytes: int,
+        num_threads: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.config = config
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self._model_dir = model_dir
+        self._kv_bytes = kv_bytes
+        self._num_threads = num_threads
+        self._host = host
+        self._port = port
+        self._device = device
+        self.engine: Engine
+        self.pool: PagePool
+        self.scheduler: BatchScheduler
+        self.runner: Runner
+        self.transfer: TransferThread
+        self.layout: LayoutId
+        self.arena_shape: ArenaShape
+        self.info: pb.WorkerInfo
+        self.loop: asyncio.AbstractEventLoop
+        self.exits: ExitWatch
+        self.draining = False
+        self._drained = asyncio.Event()
+        # Counted by whoever does the work, read for the status; each has one writer.
+        self.num_prompt_tokens_computed = 0
+        self.num_prompt_tokens_cached = 0
+        self.num_decode_tokens = 0
+        self.num_transfer_bytes = 0
+        self.num_preemptions = 0
+        self.num_handoffs_refused = 0
+        # Taken by the runner between steps, so that others see counts that belong together.
+        self._page_counts = PageCounts(0, 0, 0, 0, 0)
+        self._num_running = 0
+        self._num_queued = 0
+        self._num_queued_tokens = 0
+        self._server: aio.Server | None = None
+        self._loop_thread: threading.Thread | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._closed: Future[None] = Future()
+        self._stop_lock = threading.Lock()
+        self._stopped = False
+
+    # -- what each role adds
+
+    @abstractmethod
+    def make_role(self) -> Role:
+        """Build the role's own parts; engine, pool, scheduler, runner, transfer and loop are there."""
+
+    @abstractmethod
+    def add_services(self, server: aio.Server) -> None:
+        """Add the role's gRPC service."""
+
+    @abstractmethod
+    def background(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs in the event loop for the worker's whole life."""
+
+    @abstractmethod
+    def on_transfer_event(self, event: ThreadEvent) -> None:
+        """An event of the transport; on the transfer thread."""
+
+    @abstractmethod
+    def close_sessions(self) -> None:
+        """End every router's stream; in the event loop."""
+
+    @abstractmethod
+    def num_held(self) -> int:
+        """How many requests the worker holds; on the runner thread."""
+
+    # -- life
+
+    def start(self) -> pb.WorkerInfo:
+        """Load the model, start all threads and listen. Blocks until the worker can be reached.
+
+        Raises:
+            TandemError: the model cannot be served, memory or transport cannot be had.
+            OSError: the port is taken.
+        """
+        started = time.monotonic()
+        self._load()
+        self._start_loop()
+        self.transfer.start()
+        transport_metadata = self._on_transfer(lambda transport: self._register(transport)).result()
+        self.info = self._describe(transport_metadata)
+        role = self.make_role()
+        self.info.address = self._run_in_loop(self._serve()).result()
+        self.runner.start(role)
+        _log.info("worker ready: %s at %s after %.1f s", self.worker_id, self.info.address, time.monotonic() - started)
+        return self.info
+
+    def _load(self) -> None:
+        config = self.config
+        self.engine = Engine.load(
+            self._model_dir,
+            dtype=config.model.dtype,
+            page_size=config.cache.page_size,
+            kv_bytes=self._kv_bytes,
+            num_threads=self._num_threads,
+            device=self._device,
+            max_context=config.cache.max_context or None,
+        )
+        self.engine.warmup()
+        arena = self.engine.arena
+        self.pool = PagePool(arena.num_pages, config.cache.page_size)
+        self._page_counts = self.pool.counts()
+        limits = SchedulerLimits(
+            max_num_seqs=config.scheduling.max_num_seqs,
+            max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
+            chunk_size=config.scheduling.chunk_size,
+            queue_bound=config.scheduling.worker_queue_bound,
+        )
+        salt = self.engine.weights_sha256.encode()
+        self.scheduler = BatchScheduler(self.pool, limits, salt=salt, prefix_cache=config.cache.prefix_cache)
+        self.runner = Runner(self.engine, self.scheduler, name=f"runner-{self.worker_id}", on_fatal=self.fail)
+        layout = arena.layout
+        self.layout = LayoutId(
+            weights_sha256=self.engine.weights_sha256,
+            dtype=layout.dtype,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            page_size=layout.page_size,
+        )
+        self.arena_shape = ArenaShape(layout.num_layers, arena.num_pages, layout.extent_bytes)
+        transport = create_transport(config.transport.name, self.incarnation)
+        self.transfer = TransferThread(transport, self.on_transfer_event, self.fail, name=f"kv-{self.worker_id}")
+
+    def _register(self, transport: Transport) -> bytes:
+        arena = self.engine.arena
+        transport.register(arena.base_address, arena.num_bytes, owner=arena, device=self._device)
+        return transport.metadata()
+
+    def _describe(self, transport_metadata: bytes) -> pb.WorkerInfo:
+        return pb.WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=ROLES[self.role],
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            layout=layout_to_proto(self.layout),
+            transport=self.config.transport.name,
+            transport_metadata=transport_metadata,
+            num_pages=self.pool.num_pages,
+            max_context=self.engine.max_context,
+            vocab_size=self.engine.vocab_size,
+            eos_token_ids=self.engine.eos_token_ids,
+            version=version(),
+            host_id=host_id(),
+        )
+
+    def _start_loop(self) -> None:
+        ready: Future[asyncio.AbstractEventLoop] = Future()
+
+        def main() -> None:
+            loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(loop)
+            loop.call_soon(ready.set_result, loop)
+            try:
+                loop.run_forever()
+            finally:
+                loop.run_until_complete(loop.shutdown_asyncgens())
+                loop.close()
+
+        self._loop_thread = threading.Thread(target=main, name=f"loop-{self.worker_id}", daemon=True)
+        self._loop_thread.start()
+        self.loop = ready.result()
+        self.exits = ExitWatch(self.loop)
+
+    def _run_in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    async def _serve(self) -> str:
+        self._server = make_server()
+        self.add_services(self._server)
+        control_pb2_grpc.add_WorkerControlServicer_to_server(_ControlService(self), self._server)
+        port = bind(self._server, self._host, self._port)
+        await self._server.start()
+        for coroutine in self.background():
+            self.spawn(coroutine)
+        return f"{self._host}:{port}"
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run in the background of the event loop; its failure is the worker's. Call in the event loop."""
+        task = self.loop.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def _on_transfer(self, command: Callable[[Transport], _T]) -> Future[_T]:
+        """Run on the transfer thread; a failure is the worker's as well as the future's."""
+        future = self.transfer.submit(command)
+        future.add_done_callback(self._report_failure)
+        return future
+
+    def on_transfer(self, command: Callable[[Transport], None]) -> None:
+        """Run on the transfer thread, in order; from any thread. Nothing happens once the worker is stopping."""
+        if not self._stopped:
+            self._on_transfer(command)
+
+    def _report_failure(self, future: Future[Any]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None and not self._stopped:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The worker is of no use any more: `wait_closed` raises `error`. From any thread."""
+        _log.error("worker %s fails: %s: %s", self.worker_id, type(error).__name__, error)
+        with self._stop_lock:
+            if not self._closed.done():
+                self._closed.set_exception(error)
+
+    def wait_closed(self) -> None:
+        """Block until the worker is stopped; raises what made it fail."""
+        self._closed.result()
+
+    async def drain_async(self) -> None:
+        """Take no new work and return when nothing is held any more; in the event loop."""
+        self.draining = True
+        self.runner.submit(self.check_drained)
+        await self._drained.wait()
+
+    def check_drained(self) -> None:
+        """Tell `drain` when nothing is held; on the runner thread, whenever something ended."""
+        if self.draining and self.num_held() == 0:
+            self.loop.call_soon_threadsafe(self._drained.set)
+
+    def drain(self) -> None:
+        """As `drain_async`, from any thread but the event loop's; blocks."""
+        self._run_in_loop(self.drain_async()).result()
+
+    def stop(self) -> None:
+        """End all threads and free everything. Idempotent, from any thread but the worker's own."""
+        with self._stop_lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        if self._loop_thread is None:
+            return
+        self._run_in_loop(self._stop_serving()).result(timeout=30)
+        self.runner.stop()
+        self.transfer.stop()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._loop_thread.join(10)
+        if self._loop_thread.is_alive():
+            raise InternalError("the event loop did not end within 10 s")
+        with self._stop_lock:
+            if not self._closed.done():
+                self._closed.set_result(None)
+
+    async def _stop_serving(self) -> None:
+        self.close_sessions()
+        self.exits.close()
+        if self._server is not None:
+            await self._server.stop(grace=0.5)
+        tasks = list(self._background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- load, as others see it
+
+    def take_snapshot(self, num_queued: int, num_queued_tokens: int) -> None:
+        """Note the load between two steps; on the runner thread."""
+        self._page_counts = self.pool.counts()
+        self._num_running = len(self.scheduler.running)
+        self._num_queued = num_queued
+        self._num_queued_tokens = num_queued_tokens
+
+    def read_status(self) -> pb.WorkerStatus:
+        """The newest snapshot; from any thread."""
+        return pb.WorkerStatus(
+            num_running=self._num_running,
+            num_queued=self._num_queued,
+            num_queued_tokens=self._num_queued_tokens,
+            pages=page_counts_to_proto(self._page_counts),
+            draining=self.draining,
+            prompt_tokens_computed=self.num_prompt_tokens_computed,
+            decode_tokens=self.num_decode_tokens,
+            transfer_bytes=self.num_transfer_bytes,
+            preemptions=self.num_preemptions,
+            handoffs_refused=self.num_handoffs_refused,
+            prompt_tokens_cached=self.num_prompt_tokens_cached,
+        )
+
+
+class _ControlService(control_pb2_grpc.WorkerControlServicer):
+    def __init__(self, worker: WorkerProcess) -> None:
+        self._worker = worker
+
+    async def Describe(self, request: control_pb2.DescribeRequest, context: Any) -> pb.WorkerInfo:
+        return self._worker.info
+
+    async def Status(self, request: control_pb2.StatusRequest, context: Any) -> pb.WorkerStatus:
+        return self._worker.read_status()
+
+    async def Drain(self, request: control_pb2.DrainWorkerRequest, context: Any) -> control_pb2.DrainWorkerReply:
+        await self._worker.drain_async()
+        return control_pb2.DrainWorkerReply()

@@ -1,0 +1,182 @@
+"""The worker's end of its sessions with routers: commands in, events out, status as the heartbeat.
+
+One bidirectional stream per router. Events of one step leave in one message. The end of a stream, however it comes,
+ends all that the router had started here: no request outlives the router that wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from tandem.rpc.convert import error_to_proto
+from tandem.rpc.v1 import common_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+Command = TypeVar("Command", contravariant=True)
+Event = TypeVar("Event")
+Events = TypeVar("Events")
+
+# A router that reads nothing for this many messages is taken for hung; its requests end.
+_MAX_PENDING_MESSAGES = 4096
+
+
+class SessionHandler(Protocol[Command]):
+    """What the worker does with what its routers say. Called in the event loop; must not block."""
+
+    def command(self, session: int, command: Command) -> None:
+        """A router sent `command`."""
+
+    def session_ended(self, session: int) -> None:
+        """A router's stream is over: end everything it had started."""
+
+
+class Session(Generic[Events]):
+    """One router's stream. Lives in the event loop."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._pending: deque[Events] = deque()
+        self._wake = asyncio.Event()
+        self.closed = False
+
+    def put(self, message: Events) -> None:
+        """Queue a message; a router too far behind is cut off."""
+        if self.closed:
+            return
+        if len(self._pending) >= _MAX_PENDING_MESSAGES:
+            _log.error("session %d: the router reads too slowly, closing it", self.number)
+            self.close()
+            return
+        self._pending.append(message)
+        self._wake.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake.set()
+
+    async def messages(self) -> AsyncIterator[Events]:
+        """What is queued, until closed."""
+        while not self.closed:
+            while self._pending and not self.closed:
+                yield self._pending.popleft()
+            if self.closed:
+                return
+            self._wake.clear()
+            if not self._pending:
+                await self._wake.wait()
+
+
+class SessionHub(Generic[Command, Event, Events]):
+    """All sessions of one worker.
+
+    Args:
+        make_events: builds a message of events and a status.
+        hello: the first event of every session.
+        read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
+        heartbeat_s: longest silence towards a router, in seconds.
+        interval_s: shortest time between two messages that carry a changed status only, in seconds.
+    """
+
+    def __init__(
+        self,
+        make_events: Callable[[Sequence[Event], pb.WorkerStatus], Events],
+        hello: Callable[[], Event],
+        read_status: Callable[[], pb.WorkerStatus],
+        *,
+        heartbeat_s: float,
+        interval_s: float,
+    ) -> None:
+        self._make_events = make_events
+        self._hello = hello
+        self._read_status = read_status
+        self._heartbeat_s = heartbeat_s
+        self._interval_s = interval_s
+        self._handler: SessionHandler[Command] | None = None
+        self._sessions: dict[int, Session[Events]] = {}
+        self._next = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+
+    def attach(self, handler: SessionHandler[Command], loop: asyncio.AbstractEventLoop) -> None:
+        self._handler = handler
+        self._loop = loop
+
+    # -- from other threads
+
+    def emit(self, events_by_session: dict[int, list[Event]]) -> None:
+        """Send events, in order; thread-safe."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, events_by_session)
+
+    def status_changed(self) -> None:
+        """Let routers have the load soon; thread-safe."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    # -- in the event loop
+
+    def _deliver(self, events_by_session: dict[int, list[Event]]) -> None:
+        status = self._read_status()
+        for number, events in events_by_session.items():
+            session = self._sessions.get(number)
+            if session is not None:
+                session.put(self._make_events(events, status))
+
+    async def run(self, commands: AsyncIterator[Command]) -> AsyncIterator[Events]:
+        """Serve one router until either side ends."""
+        assert self._handler is not None
+        session: Session[Events] = Session(self._next)
+        self._next += 1
+        self._sessions[session.number] = session
+        session.put(self._make_events([self._hello()], self._read_status()))
+        reader = asyncio.create_task(self._read(session, commands))
+        try:
+            async for message in session.messages():
+                yield message
+        finally:
+            session.close()
+            reader.cancel()
+            del self._sessions[session.number]
+            self._handler.session_ended(session.number)
+
+    async def _read(self, session: Session[Events], commands: AsyncIterator[Command]) -> None:
+        assert self._handler is not None
+        try:
+            async for command in commands:
+                self._handler.command(session.number, command)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            _log.exception("session %d: a command failed", session.number)
+        finally:
+            session.close()
+
+    async def beat(self) -> None:
+        """Send the status when it changed, and as a heartbeat; runs as long as the worker."""
+        while True:
+            try:
+                await asyncio.wait_for(self._changed.wait(), self._heartbeat_s)
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            if self._sessions:
+                message = self._make_events([], self._read_status())
+                for session in list(self._sessions.values()):
+                    session.put(message)
+            # A busy worker changes at every step; routers need it a few times a second.
+            await asyncio.sleep(self._interval_s)
+
+    def close(self) -> None:
+        """End every session."""
+        for session in list(self._sessions.values()):
+            session.close()
+
+
+def attempt_failed(request_id: str, attempt: int, error: BaseException) -> pb.AttemptFailed:
+    """The event that ends an attempt with `error`."""
+    return pb.AttemptFailed(request_id=request_id, attempt=attempt, error=error_to_proto(error, request_id))

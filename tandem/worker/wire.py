@@ -1,0 +1,115 @@
+"""Handoff messages: between the protocol's own types and the wire."""
+
+from __future__ import annotations
+
+from kvtransfer.layout import LayoutId
+from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
+from tandem.core.errors import HandoffError
+from tandem.rpc.convert import error_to_proto
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.worker.sequence import FinishReason
+
+FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def layout_to_proto(layout: LayoutId) -> pb.Layout:
+    return pb.Layout(
+        weights_sha256=layout.weights_sha256,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+        protocol_version=layout.protocol_version,
+        digest=layout.digest,
+    )
+
+
+def layout_from_proto(message: pb.Layout) -> LayoutId:
+    return LayoutId(
+        weights_sha256=message.weights_sha256,
+        dtype=message.dtype,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        page_size=message.page_size,
+        protocol_version=message.protocol_version,
+        digest=message.digest,
+    )
+
+
+def grant_to_proto(grant: Grant) -> decode_pb.Grant:
+    return decode_pb.Grant(
+        grant_id=grant.grant_id,
+        epoch=grant.epoch,
+        request_id=grant.key.request_id,
+        attempt=grant.key.attempt,
+        receiver_incarnation=grant.receiver,
+        pages=grant.pages,
+        num_cached_pages=grant.first_page,
+        lease_s=grant.lease_s,
+    )
+
+
+def grant_from_proto(message: decode_pb.Grant, layout: LayoutId) -> Grant:
+    """`layout` is the receiver's, agreed when the two workers paired."""
+    return Grant(
+        grant_id=message.grant_id,
+        key=AttemptKey(message.request_id, message.attempt),
+        epoch=message.epoch,
+        receiver=message.receiver_incarnation,
+        layout=layout,
+        pages=tuple(message.pages),
+        lease_s=message.lease_s,
+        first_page=message.num_cached_pages,
+    )
+
+
+def commit_to_proto(commit: Commit, sender_worker_id: str) -> decode_pb.CommitRequest:
+    return decode_pb.CommitRequest(
+        request_id=commit.key.request_id,
+        attempt=commit.key.attempt,
+        grant_id=commit.grant_id,
+        epoch=commit.epoch,
+        receiver_incarnation=commit.receiver,
+        sender_worker_id=sender_worker_id,
+        sender_incarnation=commit.sender,
+        layout=layout_to_proto(commit.layout),
+        pages=commit.pages,
+        layers=[decode_pb.LayerDigests(xxh3=digests) for digests in commit.digests],
+        first_tokens=[decode_pb.FirstToken(choice=t.choice, token_id=t.token_id) for t in commit.first_tokens],
+    )
+
+
+def commit_from_proto(message: decode_pb.CommitRequest) -> Commit:
+    return Commit(
+        grant_id=message.grant_id,
+        key=AttemptKey(message.request_id, message.attempt),
+        epoch=message.epoch,
+        receiver=message.receiver_incarnation,
+        sender=message.sender_incarnation,
+        layout=layout_from_proto(message.layout),
+        pages=tuple(message.pages),
+        digests=tuple(tuple(layer.xxh3) for layer in message.layers),
+        first_tokens=tuple(FirstToken(t.choice, t.token_id) for t in message.first_tokens),
+    )
+
+
+def refusal_to_proto(reason: RefusalReason, detail: str, request_id: str) -> pb.Error:
+    text = f"decode refused the handoff: {reason.value}" + (f" ({detail})" if detail else "")
+    error = HandoffError(text, reason=reason.value, request_id=request_id)
+    error.retryable = reason.retryable
+    return error_to_proto(error)
+
+
+def refusal_from_proto(message: pb.Error) -> tuple[RefusalReason, str]:
+    """A reason of a newer version is taken for the nearest one that ends the attempt."""
+    try:
+        return RefusalReason(message.reason), message.message
+    except ValueError:
+        return RefusalReason.UNKNOWN_GRANT, f"{message.reason}: {message.message}"

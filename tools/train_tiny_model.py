@@ -16,7 +16,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -40,7 +39,7 @@ DEFAULT_CHECKPOINTS = REPOSITORY / "build" / "tiny-checkpoints"
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIALS = (PAD, BOS, EOS, *ROLES.values())
-VOCABULARY = 1024
+VOCABULARY = 1280
 CONTEXT = 2048
 #: One digit per token (codes are copied digit by digit), one word per piece, with the space in front of it.
 WORD_PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -93,12 +92,12 @@ class State:
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids, and for each target whether it is plain text or a digit that can be recalled."""
+    """Token ids, and for each target whether it is plain text or can be recalled from earlier text."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     text: torch.Tensor
-    answer: torch.Tensor
+    recall: torch.Tensor
 
 
 def model_config() -> LlamaConfig:
@@ -107,7 +106,7 @@ def model_config() -> LlamaConfig:
         vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, hidden_act="silu",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True,
-        initializer_range=0.04, attention_bias=False, mlp_bias=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        initializer_range=0.04, use_cache=True, attention_bias=False, mlp_bias=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def render_chat(messages: list[corpus.Message]) -> str:
@@ -154,6 +153,7 @@ class Batches:
         vocabulary = tokenizer.get_vocab()
         self.digits = {vocabulary[t] for d in "0123456789" for t in (d, "Ġ" + d) if t in vocabulary}
         self.bos, self.eos = vocabulary[BOS], vocabulary[EOS]
+        self.answer_starts = {(vocabulary[":"], vocabulary["ĠThe"]), (vocabulary[ROLES["assistant"]], vocabulary["The"])}
 
     def encode(self, text: str) -> list[int]:
         """Turn a document into ids, with bos before it and eos after it."""
@@ -188,24 +188,26 @@ class Batches:
         return ids[: stage.length + 1]
 
     def classify(self, ids: list[int]) -> tuple[list[bool], list[bool]]:
-        """Mark, for each target, plain text and recallable digits.
+        """Mark, for each target, plain text and what can be recalled: known codes, and the key in an answer.
 
         The first digits after a key are random and cannot be learned, so they count as neither.
         """
-        text, answer = [True] * len(ids), [False] * len(ids)
+        text, recall = [True] * len(ids), [False] * len(ids)
         known: set[int] = set()
-        for index in range(len(ids)):
-            if ids[index] == self.bos:
+        for index, token in enumerate(ids):
+            if token == self.bos:
                 known = set()
-            if ids[index] not in self.digits or (index and ids[index - 1] in self.digits):
+            if token not in self.digits or index < 6 or ids[index - 1] in self.digits:
                 continue
-            key = ids[index - 2] if index > 1 else -1
+            key = ids[index - 2]  # ": The code for maple is 4821"
+            if (ids[index - 6], ids[index - 5]) in self.answer_starts:
+                text[index - 2], recall[index - 2] = False, True
             end = index
             while end < len(ids) and ids[end] in self.digits:
-                text[end], answer[end] = False, key in known
+                text[end], recall[end] = False, key in known
                 end += 1
             known.add(key)
-        return text[1:], answer[1:]
+        return text[1:], recall[1:]
 
     def batch(self, step: int, stage: Stage) -> Batch:
         """Make the batch of a step."""
@@ -218,28 +220,29 @@ class Batches:
 
 
 def losses(model: LlamaForCausalLM, batch: Batch, bfloat16: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss on plain text and the mean loss on recallable digits."""
+    """The mean loss on plain text and the mean loss on what can be recalled."""
     with torch.autocast("cpu", torch.bfloat16) if bfloat16 else nullcontext():
         logits = model(input_ids=batch.ids[:, :-1], position_ids=batch.positions, use_cache=False).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
-    text, answer = batch.text.flatten(), batch.answer.flatten()
-    return (loss * text).sum() / text.sum().clamp(min=1), (loss * answer).sum() / answer.sum().clamp(min=1)
+    text, recall = batch.text.flatten(), batch.recall.flatten()
+    return (loss * text).sum() / text.sum().clamp(min=1), (loss * recall).sum() / recall.sum().clamp(min=1)
 
 
 @torch.inference_mode()
 def probe(model: LlamaForCausalLM, batches: Batches, tokens: int, count: int, seed: str) -> float:
-    """Measure the share of codes whose four digits are all the most likely ones, on fresh tasks.
+    """Measure the share of fresh tasks whose whole answer is the most likely one, in plain text and in chats.
 
-    Feeding the right answer is as good as generating: a code counts only when no digit of it is wrong.
+    Feeding the right answer is as good as generating: a task counts only when no token of the answer is wrong.
     """
     rng = random.Random(f"probe-{seed}-{tokens}")
     right = 0
-    for _ in range(count):
+    for index in range(count):
         task = corpus.recall_task(rng, tokens, rng.randint(3, 6) if tokens > 200 else 3, 1)
-        ids = batches.encode("".join(task.plain()))
-        digits = [index for index, token in enumerate(ids) if token in batches.digits][-4:]
+        text = "".join(task.plain()) if index % 2 else render_chat(task.chat())
+        ids = batches.encode(text)
+        start = len(ids) - 11  # "The code for maple is 4821.<eos>"
         guesses = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1)
-        right += all(int(guesses[index - 1]) == ids[index] for index in digits)
+        right += guesses[start - 1 : -1].tolist() == ids[start:]
     return right / count
 
 
@@ -301,6 +304,9 @@ def train(options: argparse.Namespace) -> None:
     optimizer = make_optimizer(model, options.lr)
     state = load_checkpoint(options.checkpoint_dir, model, optimizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters; starting at step {state.step}", flush=True)
+    if options.export_only:
+        export(model, tokenizer, state, options)
+        return
     stop = {"asked": False}
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.update(asked=True))
@@ -372,17 +378,18 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, state: State, options:
         stored.to(torch.bfloat16)  # type: ignore[arg-type]
         stored.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        write_json(folder / "config.json", {**config, "dtype": "float32", "use_cache": True})
+        write_json(folder / "config.json", {**config, "dtype": "float32", "rope_theta": 10000.0})
+        write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "do_sample": False})
         tokenizer.save(str(folder / "tokenizer.json"))
         write_json(folder / "tokenizer_config.json", tokenizer_config())
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         parameters = sum(p.numel() for p in model.parameters())
-        write_json(folder / "training.json", {"seed": options.seed, "steps": state.step, "tokens": state.tokens,
-                                              "minutes": round(state.seconds / 60, 1), "parameters": parameters,
-                                              "peak_learning_rate": options.lr, "precision": options.precision,
-                                              "stages": [asdict(stage) for stage in STAGES], "curve": state.curve})
+        # The evaluation adds its measurements to this record of the run.
+        record = {"seed": options.seed, "steps": state.step, "tokens": state.tokens, "minutes": round(state.seconds / 60, 1),
+                  "parameters": parameters, "peak_learning_rate": options.lr, "precision": options.precision,
+                  "stages": [asdict(stage) for stage in STAGES], "curve": state.curve}
+        write_json(folder / "eval.json", {"training": record})
         for path in sorted(folder.iterdir()):
-            shutil.copymode(__file__, path)
             path.chmod(0o644)
             os.replace(path, options.out / path.name)
 
@@ -403,6 +410,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="precision of the matrix products")
+    parser.add_argument("--export-only", action="store_true", help="write the model of the newest checkpoint, without training")
     parser.add_argument("--log-every", type=int, default=20, help="steps between two progress lines")
     parser.add_argument("--probe-every", type=int, default=100, help="steps between two measurements of recall")
     return parser.parse_args()

@@ -11,6 +11,8 @@ import math
 import struct
 from dataclasses import dataclass
 
+from tandem.core.errors import InvalidRequestError
+
 #: Below this temperature, dividing logits by it only loses precision: the choice is the arg max.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -21,7 +23,7 @@ _MASK_64 = (1 << 64) - 1
 class SamplingParams:
     """How the tokens of one request are chosen; the meaning of each field is vLLM's.
 
-    Raises `ValueError`, naming the field, when a value is out of its range.
+    Raises `InvalidRequestError`, naming the field, when a value is out of its range.
     """
 
     temperature: float = 1.0
@@ -67,7 +69,7 @@ class SamplingParams:
 
 def _require(condition: bool, name: str, rule: str, value: object) -> None:
     if not condition:
-        raise ValueError(f"{name} {rule}, got {value!r}")
+        raise InvalidRequestError(f"{name} {rule}, got {value!r}", field=name)
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

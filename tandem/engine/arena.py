@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,12 +45,19 @@ class KVArena:
         self._values = tuple(layer[:, 1] for layer in self._layers)
         on_cpu_float32 = self.device.type == "cpu" and layout.dtype == "float32"
         self._numpy_layers = tuple(layer.numpy() for layer in self._layers) if on_cpu_float32 else ()
-        self._host_bytes = memoryview(self._bytes.numpy()) if self.device.type == "cpu" else None
+        self._host_bytes = memoryview(_buffer(self._bytes)) if self.device.type == "cpu" else None
 
     @property
     def base_address(self) -> int:
         """Address of the first byte (a device address on CUDA)."""
         return int(self._bytes.data_ptr())
+
+    @property
+    def host_bytes(self) -> memoryview:
+        """All bytes of the arena, writable, without a copy. Only on the CPU (`TypeError` elsewhere)."""
+        if self._host_bytes is None:
+            raise TypeError(f"an arena on {self.device} has no host view")
+        return self._host_bytes
 
     def extent_offset(self, layer: int, page: int) -> int:
         """Return the bytes from `base_address` to the extent of `page` in `layer`."""
@@ -60,10 +69,8 @@ class KVArena:
 
     def extent_view(self, layer: int, page: int) -> memoryview:
         """Return the writable bytes of one extent, without a copy. Only on the CPU (`TypeError` elsewhere)."""
-        if self._host_bytes is None:
-            raise TypeError(f"an arena on {self.device} has no host view")
         begin = self.extent_offset(layer, page)
-        return self._host_bytes[begin : begin + self.layout.extent_bytes]
+        return self.host_bytes[begin : begin + self.layout.extent_bytes]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy the page `source` over the page `target` in all layers (copy on write)."""
@@ -88,14 +95,17 @@ class KVArena:
         return self._numpy_layers[layer]
 
 
+def _buffer(memory: torch.Tensor) -> Any:
+    """Return an object with the buffer interface over `memory`; numpy's types hide before 3.12 that arrays have it."""
+    return memory.numpy()
+
+
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     # An anonymous map: zero on first touch, aligned to a page of memory, kept alive by the array that views it.
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages; only speed is lost
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without transparent huge pages; only speed is lost
-            pass
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))

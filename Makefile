@@ -1,0 +1,68 @@
+# One command for each chore, the same by hand and in CI. `make` alone lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# What may be chosen: make serve PORT=9000 ARGS="--log-level debug"
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+PORT   ?=
+TESTS  ?= tests
+ARGS   ?=
+
+BIN := $(VENV)/bin
+# The stamp carries TORCH in its name (less what a file name cannot hold), so that another choice installs anew.
+empty :=
+STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(empty),_,$(strip $(TORCH))))))
+
+.PHONY: help setup serve test check stubs docs wheel lock clean distclean
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo '  TORCH="torch==2.13.0"  the torch build to install, with pip options if need be'
+	@echo '  PORT=8000              port of `make serve`;  ARGS="..." goes to tandem serve or pytest'
+	@echo '  TESTS=tests/unit       part of the tests;     PYTHON=python3.12  interpreter of a new $(VENV)'
+
+setup: $(STAMP)  ## create .venv and install everything, pinned
+
+$(STAMP): pyproject.toml requirements/lock.txt tools/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" bash tools/setup.sh
+	@rm -f $(VENV)/.stamp-*
+	@touch "$@"
+
+serve: $(STAMP)  ## start the cluster with the embedded model on http://127.0.0.1:8000
+	@exec $(BIN)/tandem serve $(if $(PORT),--port $(PORT)) $(ARGS)
+
+test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is none)
+	@$(BIN)/python -m pytest --durations=15 $(TESTS) $(ARGS)
+
+check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_stubs.py --check
+	$(BIN)/python tools/generate_config_docs.py --check
+
+stubs: $(STAMP)  ## generate tandem/rpc/v1 from protos/
+	$(BIN)/python tools/generate_stubs.py
+
+docs: $(STAMP)  ## generate tandem.yaml and docs/configuration.md from the configuration's source
+	$(BIN)/python tools/generate_config_docs.py
+
+wheel: $(STAMP)  ## build the wheel into dist/
+	@rm -rf build dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+lock: $(STAMP)  ## resolve all pins anew and write requirements/lock.txt
+	@VENV="$(VENV)" bash tools/lock.sh
+
+clean:  ## remove what was built and cached; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## clean, and remove .venv too
+	rm -rf "$(VENV)"

@@ -1,0 +1,89 @@
+"""Turn page writes into few large descriptors.
+
+An arena lies as `[layer][page]`, so pages that are neighbours on both sides are one run of bytes. A descriptor
+costs about 3.5 µs whatever its size: 16 KiB ones move 3.3 GB/s, those of 256 KiB and more 7 to 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class PageWrite(NamedTuple):
+    """One extent to be written: page `local_page` of `layer` here becomes `remote_page` there."""
+
+    layer: int
+    local_page: int
+    remote_page: int
+
+
+class Descriptor(NamedTuple):
+    """`num_bytes` from `local_offset` in this side's arena to `remote_offset` in the other's, in bytes."""
+
+    local_offset: int
+    remote_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaShape:
+    """How one side's arena is cut: `[num_layers][num_pages]` extents of `extent_bytes` bytes."""
+
+    num_layers: int
+    num_pages: int
+    extent_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_layers * self.num_pages * self.extent_bytes
+
+    def offset(self, layer: int, page: int) -> int:
+        """Byte offset of an extent.
+
+        Raises:
+            ValueError: no such layer or page; a wrong offset would write into somebody else's page.
+        """
+        if not (0 <= layer < self.num_layers and 0 <= page < self.num_pages):
+            raise ValueError(f"no extent (layer {layer}, page {page}) in {self}")
+        return (layer * self.num_pages + page) * self.extent_bytes
+
+
+def page_ranges(pages: Iterable[int], shape: ArenaShape) -> list[tuple[int, int]]:
+    """Where `pages` lie in every layer, as maximal (offset, bytes) runs, ascending."""
+    ranges: list[tuple[int, int]] = []
+    wanted = sorted(set(pages))
+    for offset in (shape.offset(layer, page) for layer in range(shape.num_layers) for page in wanted):
+        if ranges and sum(ranges[-1]) == offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + shape.extent_bytes)
+        else:
+            ranges.append((offset, shape.extent_bytes))
+    return ranges
+
+
+def merge_extents(writes: Iterable[PageWrite], local: ArenaShape, remote: ArenaShape) -> list[Descriptor]:
+    """The fewest descriptors that carry `writes`: maximal runs that are contiguous on both sides.
+
+    Ordered by local offset. Runs cross a layer border where both arenas allow it.
+
+    Raises:
+        ValueError: the two sides cut extents differently, an extent does not exist, or two writes
+            have the same target.
+    """
+    if (local.num_layers, local.extent_bytes) != (remote.num_layers, remote.extent_bytes):
+        raise ValueError(f"extents differ: local {local}, remote {remote}")
+    size = local.extent_bytes
+    pairs = sorted((local.offset(w.layer, w.local_page), remote.offset(w.layer, w.remote_page)) for w in writes)
+    if len({there for _, there in pairs}) != len(pairs):
+        raise ValueError("two writes have the same target extent")
+
+    merged: list[Descriptor] = []
+    for here, there in pairs:
+        if merged:
+            run = merged[-1]
+            if here == run.local_offset + run.num_bytes and there == run.remote_offset + run.num_bytes:
+                merged[-1] = run._replace(num_bytes=run.num_bytes + size)
+                continue
+        merged.append(Descriptor(here, there, size))
+    return merged

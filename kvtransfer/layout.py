@@ -1,0 +1,68 @@
+"""What two workers must agree on before one may write KV pages into the other's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from tandem.core.errors import IncompatibleError
+
+PROTOCOL_VERSION = 1
+
+_ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutId:
+    """The shape and meaning of one extent: `[K|V][slot][kv_head][head_dim]` of one page of one layer.
+
+    Two arenas with equal layouts may differ in their number of pages and in nothing else.
+
+    Attributes:
+        weights_sha256: hex digest of the weights (and adapter) that computed the KV.
+        dtype: torch's name of the element type, without `torch.`.
+        page_size: token slots of a page.
+        digest: the algorithm of extent digests.
+    """
+
+    weights_sha256: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    protocol_version: int = PROTOCOL_VERSION
+    digest: str = "xxh3_64"
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of one extent: K and V of one page of one layer.
+
+        Raises:
+            IncompatibleError: `dtype` is not one whose size is known.
+        """
+        if self.dtype not in _ITEM_BYTES:
+            raise IncompatibleError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(sorted(_ITEM_BYTES))}")
+        return 2 * self.page_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+
+
+def differences(a: LayoutId, b: LayoutId) -> list[str]:
+    """Names of the fields in which `a` and `b` differ, in declaration order."""
+    return [f.name for f in fields(LayoutId) if getattr(a, f.name) != getattr(b, f.name)]
+
+
+def check_compatible(a: LayoutId, a_name: str, b: LayoutId, b_name: str) -> None:
+    """Let the pair pass when both layouts are equal.
+
+    Raises:
+        IncompatibleError: naming both sides and every differing field with both values.
+    """
+    names = differences(a, b)
+    if names:
+        parts = "; ".join(f"{n}: {a_name} has {getattr(a, n)!r}, {b_name} has {getattr(b, n)!r}" for n in names)
+        raise IncompatibleError(f"{a_name} and {b_name} cannot exchange KV pages: {parts}")

@@ -1,0 +1,381 @@
+"""The sender's half of the handoff: when pages may be posted, and when they may be released.
+
+    WAITING ──attached──> SENDING ──every extent written──> COMMITTED ──ack──> DONE
+       │                     │                                  │
+       └───────failed────────┼─────failed, nothing outstanding──┴────────────> DONE
+                             └─────failed────> DRAINING ──all settled────────> DONE
+
+It may compute before the grant, never post. A batch counts as outstanding from the instruction to post it until the
+transport has settled it. Source pages are released on the acknowledgement or, after a failure, when no outstanding
+write can still read them. An attempt that ends without an acknowledgement confirms to the receiver that nothing is
+outstanding: that is the fence for the pages over there.
+
+Pure: no I/O, no clock; `handle(event, now_s)` returns instructions. Not thread-safe, but for `may_post`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvtransfer.extents import PageWrite
+from kvtransfer.layout import LayoutId, differences
+from kvtransfer.protocol import sender_events as ev
+from kvtransfer.protocol.attempts import Batch, SealedExtent, SenderLimits, SenderState
+from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, Grant, RefusalReason
+from tandem.core.errors import IllegalTransitionError
+
+
+class SenderHandoff:
+    """One attempt at moving one request's pages.
+
+    Args:
+        sender: this worker's incarnation.
+        num_pages: pages of the whole prompt, those included that the receiver may have already.
+    """
+
+    def __init__(
+        self, key: AttemptKey, sender: str, layout: LayoutId, num_pages: int, limits: SenderLimits | None = None
+    ) -> None:
+        self.key = key
+        self.sender = sender
+        self.layout = layout
+        self.num_pages = num_pages
+        self.limits = limits or SenderLimits()
+        self.state = SenderState.WAITING
+        self.grant: Grant | None = None
+        self.num_bytes_posted = 0
+        self._lease_ends_s = 0.0
+        # By (layer, index of the page in the prompt). Invariant: never changes an entry, so a digest is of the
+        # bytes that were posted.
+        self._sealed: dict[tuple[int, int], SealedExtent] = {}
+        # Invariant: sealed extents of the grant are in exactly one of _unposted, one batch of _outstanding, _written;
+        # after a failed write, or an end, in any or none.
+        self._unposted: list[tuple[int, int]] = []
+        self._outstanding: dict[int, Batch] = {}
+        self._written: set[tuple[int, int]] = set()
+        self._next_write_id = 0
+        # Invariant: all and only local pages that this handoff keeps from being evicted or overwritten.
+        self._held: set[int] = set()
+        self._all_computed: ev.AllComputed | None = None
+        self._commit: Commit | None = None
+        self._committed_s = 0.0
+        self._sent_s = 0.0
+        self._history: list[str] = []
+        self._out: list[ev.SenderInstruction] = []
+
+    # ---- looking
+
+    def may_post(self, now_s: float) -> bool:
+        """Whether the grant holds; ask right before each post, from any thread."""
+        return self.state is SenderState.SENDING and now_s < self._lease_ends_s - self.limits.lease_margin_s
+
+    @property
+    def num_outstanding(self) -> int:
+        """Batches that may still read source pages and write the receiver's."""
+        return len(self._outstanding)
+
+    @property
+    def held_pages(self) -> frozenset[int]:
+        return frozenset(self._held)
+
+    def next_deadline_s(self) -> float | None:
+        """When the next `Tick` is due; `None` while time alone changes nothing."""
+        if self.state is SenderState.SENDING:
+            timeouts = [b.since_s + self.limits.write_timeout_s for b in self._outstanding.values()]
+            return min([self._lease_ends_s - self.limits.lease_margin_s, *timeouts])
+        if self.state is SenderState.COMMITTED:
+            return min(self._sent_s + self.limits.resend_s, self._committed_s + self.limits.answer_timeout_s)
+        return None
+
+    # ---- the one entrance
+
+    def handle(self, event: ev.SenderEvent, now_s: float) -> list[ev.SenderInstruction]:
+        """Take in one event and return what is to be done, in order.
+
+        Raises:
+            IllegalTransitionError: a local event that the table does not allow: a defect of the worker. Nothing
+                that a peer or the network does raises.
+        """
+        self._out = []
+        handler = TRANSITIONS.get((self.state, type(event)))
+        if handler is None:
+            raise self._illegal(f"{type(event).__name__} is not legal here")
+        handler(self, event, now_s)
+        return self._out
+
+    def _illegal(self, what: str) -> IllegalTransitionError:
+        history = " → ".join([*self._history, self.state.value])
+        return IllegalTransitionError(
+            f"handoff {self.key}: {what}; history: {history}", request_id=self.key.request_id
+        )
+
+    def _move(self, state: SenderState) -> None:
+        self._history.append(self.state.value)
+        self.state = state
+
+    # ---- posting
+
+    def _attach(self, event: ev.GrantAttached, now_s: float) -> None:
+        grant = event.grant
+        if grant.key != self.key:
+            raise self._illegal(f"grant {grant.grant_id} is for {grant.key}")
+        self.grant = grant
+        self._lease_ends_s = event.lease_ends_s
+        self._move(SenderState.SENDING)
+        names = differences(grant.layout, self.layout)
+        num_granted = grant.first_page + len(grant.pages)
+        if names:
+            self._give_up(FailureReason.GRANT_MISMATCH, f"receiver's layout differs in {', '.join(names)}")
+        elif num_granted != self.num_pages:
+            self._give_up(FailureReason.GRANT_MISMATCH, f"pages for {num_granted} of {self.num_pages} pages")
+        else:
+            self._unposted = [extent for extent in self._sealed if extent[1] >= grant.first_page]
+            self._post(now_s)
+            self._commit_when_written(now_s)
+
+    def _seal(self, event: ev.PagesSealed, now_s: float) -> None:
+        fresh = self._take_sealed(event)
+        if self.grant is not None:
+            self._unposted += [extent for extent in fresh if extent[1] >= self.grant.first_page]
+            self._post(now_s)
+
+    def _take_sealed(self, event: ev.PagesSealed) -> list[tuple[int, int]]:
+        """Enter new extents; a repeated one is fine as long as it says the same."""
+        fresh = []
+        for n, (page, digest) in enumerate(zip(event.local_pages, event.digests, strict=True)):
+            extent = (event.layer, event.first_index + n)
+            known = self._sealed.get(extent)
+            if known is not None:
+                if known != SealedExtent(page, digest):
+                    raise self._illegal(f"extent {extent} was sealed before with other contents")
+                continue
+            if not (0 <= extent[0] < self.layout.num_layers and 0 <= extent[1] < self.num_pages):
+                raise self._illegal(f"extent {extent} is not of this prompt")
+            self._sealed[extent] = SealedExtent(page, digest)
+            self._held.add(page)
+            fresh.append(extent)
+        return fresh
+
+    def _seal_again(self, event: ev.PagesSealed, _: float) -> None:
+        if self._take_sealed(event):
+            raise self._illegal("pages were sealed after everything was written")
+
+    def _post(self, now_s: float) -> None:
+        """Instruct to post all that is sealed and not posted, as one batch."""
+        if not self.may_post(now_s):
+            self._give_up(FailureReason.LEASE_LOST, "the lease ran out")
+            return
+        if not self._unposted or self.grant is None:
+            return
+        extents, self._unposted = tuple(self._unposted), []
+        grant = self.grant
+        writes = tuple(
+            PageWrite(layer, self._sealed[layer, index].local_page, grant.pages[index - grant.first_page])
+            for layer, index in extents
+        )
+        write_id = self._next_write_id
+        self._next_write_id += 1
+        self._outstanding[write_id] = Batch(extents, frozenset(w.local_page for w in writes), now_s)
+        self.num_bytes_posted += len(writes) * self.layout.extent_bytes
+        self._out.append(ev.PostWrites(write_id, grant, writes))
+
+    # ---- what became of a batch
+
+    def _posted(self, event: ev.WritePosted, now_s: float) -> None:
+        self._require_issued(event.write_id)
+        if event.write_id in self._outstanding:
+            self._outstanding[event.write_id].since_s = now_s
+
+    def _completed(self, event: ev.WriteCompleted, now_s: float) -> None:
+        self._require_issued(event.write_id)
+        batch = self._outstanding.pop(event.write_id, None)
+        if batch is not None:
+            self._written.update(batch.extents)
+            self._commit_when_written(now_s)
+
+    def _failed(self, event: ev.WriteFailed, _: float) -> None:
+        self._require_issued(event.write_id)
+        if event.settled:
+            self._outstanding.pop(event.write_id, None)
+        self._give_up(FailureReason.WRITE_FAILED, event.error)
+
+    def _settled_late(self, event: ev.WriteCompleted | ev.WriteFailed, _: float) -> None:
+        self._require_issued(event.write_id)
+        if isinstance(event, ev.WriteCompleted) or event.settled:
+            self._outstanding.pop(event.write_id, None)
+            self._drain()
+
+    def _require_issued(self, write_id: int) -> None:
+        if not 0 <= write_id < self._next_write_id:
+            raise self._illegal(f"write {write_id} was never asked for")
+
+    # ---- committing
+
+    def _computed(self, event: ev.AllComputed, now_s: float) -> None:
+        self._all_computed = event
+        if self.state is SenderState.SENDING:
+            self._commit_when_written(now_s)
+
+    def _commit_when_written(self, now_s: float) -> None:
+        if self.state is not SenderState.SENDING or self._all_computed is None:
+            return
+        if self._unposted or self._outstanding:
+            return
+        grant = self.grant
+        assert grant is not None
+        wanted = range(grant.first_page, self.num_pages)
+        missing = [(la, i) for la in range(self.layout.num_layers) for i in wanted if (la, i) not in self._written]
+        if missing:
+            self._give_up(FailureReason.INCOMPLETE, f"{len(missing)} extents were never sealed, first {missing[0]}")
+            return
+        self._commit = Commit(
+            grant_id=grant.grant_id,
+            key=self.key,
+            epoch=grant.epoch,
+            receiver=grant.receiver,
+            sender=self.sender,
+            layout=self.layout,
+            pages=grant.pages,
+            digests=tuple(
+                tuple(self._sealed[layer, i].digest for i in wanted) for layer in range(self.layout.num_layers)
+            ),
+            first_tokens=self._all_computed.first_tokens,
+            sampler_state=self._all_computed.sampler_state,
+        )
+        self._committed_s = now_s
+        self._move(SenderState.COMMITTED)
+        self._send_commit(now_s)
+
+    def _send_commit(self, now_s: float) -> None:
+        assert self._commit is not None
+        self._sent_s = now_s
+        self._out.append(ev.SendCommit(self._commit))
+
+    def _acknowledged(self, event: ev.AckReceived, _: float) -> None:
+        if self.grant is None or event.grant_id != self.grant.grant_id:
+            return  # about a grant this attempt does not use
+        self._move(SenderState.DONE)
+        self._release(self._held)
+        self._out.append(ev.Succeed(self.key))
+
+    # ---- giving up
+
+    def _give_up(self, reason: FailureReason, detail: str = "", refusal: RefusalReason | None = None) -> None:
+        retryable = refusal.retryable if refusal is not None else reason.retryable
+        self._out.append(ev.Fail(self.key, reason, retryable, detail, refusal))
+        self._move(SenderState.DRAINING)
+        busy = self._busy_pages()
+        if busy:
+            self._out.append(ev.QuarantinePages(self.key, tuple(sorted(busy))))
+        self._drain()
+
+    def _drain(self) -> None:
+        """Release what no outstanding write can read; end when there is none."""
+        self._release(self._held - self._busy_pages())
+        if self._outstanding:
+            return
+        self._move(SenderState.DONE)
+        if self.grant is not None:
+            self._confirm_idle(self.grant.grant_id)
+
+    def _busy_pages(self) -> set[int]:
+        return {page for batch in self._outstanding.values() for page in batch.pages}
+
+    def _release(self, pages: set[int]) -> None:
+        if pages:
+            self._out.append(ev.ReleasePages(self.key, tuple(sorted(pages))))
+            self._held = self._held - pages
+
+    def _confirm_idle(self, grant_id: str) -> None:
+        self._out.append(ev.ConfirmIdle(self.key, grant_id))
+
+    def _cancelled(self, _: ev.CancelRequested, __: float) -> None:
+        self._give_up(FailureReason.CANCELLED)
+
+    def _refused(self, event: ev.RefusalReceived, _: float) -> None:
+        self._give_up(FailureReason.REFUSED, event.detail or event.reason.value, event.reason)
+
+    def _lease_lost(self, _: ev.LeaseLost, __: float) -> None:
+        self._give_up(FailureReason.LEASE_LOST, "the receiver did not renew it")
+
+    def _acknowledged_out_of_order(self, event: ev.AckReceived, _: float) -> None:
+        self._give_up(FailureReason.OUT_OF_ORDER, f"{event.grant_id} was acknowledged before its commit")
+
+    def _receiver_exited(self, _: ev.ReceiverExited, __: float) -> None:
+        self._outstanding.clear()
+        self._give_up(FailureReason.RECEIVER_EXITED)
+
+    def _receiver_exited_late(self, _: ev.ReceiverExited, __: float) -> None:
+        self._outstanding.clear()
+        self._drain()
+
+    def _stop_asked(self, event: ev.StopAsked, _: float) -> None:
+        if self.grant is not None and event.grant_id != self.grant.grant_id:
+            self._confirm_idle(event.grant_id)  # a grant this attempt never used
+            return
+        self._give_up(FailureReason.STOP_ASKED, "the receiver withdrew the grant")
+        if self.grant is None:
+            self._confirm_idle(event.grant_id)
+
+    def _stop_asked_when_done(self, event: ev.StopAsked, _: float) -> None:
+        self._confirm_idle(event.grant_id)
+
+    def _attached_too_late(self, event: ev.GrantAttached, _: float) -> None:
+        if self.grant is None:
+            self.grant = event.grant
+            if self.state is SenderState.DONE:
+                self._confirm_idle(event.grant.grant_id)
+
+    # ---- time
+
+    def _extend(self, event: ev.LeaseExtended, _: float) -> None:
+        if self.grant is not None and event.grant_id == self.grant.grant_id:
+            self._lease_ends_s = max(self._lease_ends_s, event.lease_ends_s)
+
+    def _pass_time_sending(self, _: ev.Tick, now_s: float) -> None:
+        late = [n for n, b in self._outstanding.items() if now_s >= b.since_s + self.limits.write_timeout_s]
+        if late:
+            self._give_up(FailureReason.WRITE_TIMEOUT, f"{len(late)} writes took over {self.limits.write_timeout_s} s")
+        elif not self.may_post(now_s):
+            self._give_up(FailureReason.LEASE_LOST, "the lease ran out")
+
+    def _pass_time_committed(self, _: ev.Tick, now_s: float) -> None:
+        if now_s >= self._committed_s + self.limits.answer_timeout_s:
+            self._give_up(FailureReason.NO_ANSWER, f"no answer to the commit in {self.limits.answer_timeout_s} s")
+        elif now_s >= self._sent_s + self.limits.resend_s:
+            self._send_commit(now_s)
+
+    def _ignore(self, event: Any, now_s: float) -> None:
+        """A late or repeated message that changes nothing."""
+
+
+_Handler = Callable[[SenderHandoff, Any, float], None]
+
+
+def _table() -> dict[tuple[SenderState, type], _Handler]:
+    H = SenderHandoff
+    W, S, C, R, D = (
+        SenderState.WAITING, SenderState.SENDING, SenderState.COMMITTED, SenderState.DRAINING, SenderState.DONE,
+    )  # fmt: skip
+    rows: dict[type, dict[_Handler, tuple[SenderState, ...]]] = {
+        ev.GrantAttached: {H._attach: (W,), H._ignore: (S, C), H._attached_too_late: (R, D)},
+        ev.LeaseExtended: {H._extend: (S,), H._ignore: (W, C, R, D)},
+        ev.PagesSealed: {H._seal: (W, S), H._seal_again: (C,), H._ignore: (R, D)},
+        ev.WritePosted: {H._posted: (S, C, R, D)},
+        ev.WriteCompleted: {H._completed: (S,), H._settled_late: (R,), H._ignore: (C, D)},
+        ev.WriteFailed: {H._failed: (S,), H._settled_late: (R,), H._ignore: (C, D)},
+        ev.AllComputed: {H._computed: (W, S), H._ignore: (C, R, D)},
+        ev.AckReceived: {H._acknowledged: (C,), H._acknowledged_out_of_order: (W, S), H._ignore: (R, D)},
+        ev.RefusalReceived: {H._refused: (W, S, C), H._ignore: (R, D)},
+        ev.CancelRequested: {H._cancelled: (W, S, C), H._ignore: (R, D)},
+        ev.LeaseLost: {H._lease_lost: (S,), H._ignore: (W, C, R, D)},
+        ev.StopAsked: {H._stop_asked: (W, S, C), H._ignore: (R,), H._stop_asked_when_done: (D,)},
+        ev.ReceiverExited: {H._receiver_exited: (W, S, C), H._receiver_exited_late: (R,), H._ignore: (D,)},
+        ev.Tick: {H._pass_time_sending: (S,), H._pass_time_committed: (C,), H._ignore: (W, R, D)},
+    }  # fmt: skip
+    return {(s, event): handler for event, cells in rows.items() for handler, states in cells.items() for s in states}
+
+
+# All and only the legal pairs of state and event.
+TRANSITIONS = _table()

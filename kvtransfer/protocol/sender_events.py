@@ -1,0 +1,199 @@
+"""What can happen to a sender's handoff (past tense), and what it tells its worker to do (imperative)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer.extents import PageWrite
+from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, FirstToken, Grant, RefusalReason
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class GrantAttached:
+    """The receiver confirmed that it knows this worker as the grant's writer.
+
+    `lease_ends_s`: this worker's clock when it *sent* the attach message, plus the grant's lease.
+    """
+
+    grant: Grant
+    lease_ends_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExtended:
+    """The receiver confirmed a renewal; counted like `GrantAttached.lease_ends_s`."""
+
+    grant_id: str
+    lease_ends_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagesSealed:
+    """Nothing will change these extents any more; their digests were taken now, before any post.
+
+    Attributes:
+        first_index: place of `local_pages[0]` among the prompt's pages; the others follow it.
+        digests: one for each of `local_pages`.
+    """
+
+    layer: int
+    first_index: int
+    local_pages: tuple[int, ...]
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WritePosted:
+    """The transport took the batch; its time-out starts."""
+
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCompleted:
+    """Every byte of the batch is in the receiver's memory."""
+
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The batch will not complete. `settled`: no byte of it moves any more (also: it was never posted)."""
+
+    write_id: int
+    error: str
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AllComputed:
+    """The prefill has ended and every page is sealed; the first token of each choice is sampled."""
+
+    first_tokens: tuple[FirstToken, ...]
+    sampler_state: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class AckReceived:
+    grant_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalReceived:
+    """The receiver said no: to the attach, a renewal or the commit."""
+
+    reason: RefusalReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """Nobody wants this attempt any more, or it ended with its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """A renewal failed and the worker gives the lease up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """The receiver wants to hear that nothing of this grant is outstanding."""
+
+    grant_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverExited:
+    """The receiver's process has ended: nothing that is outstanding can do harm there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; see `SenderHandoff.next_deadline_s`."""
+
+
+SenderEvent = (
+    GrantAttached
+    | LeaseExtended
+    | PagesSealed
+    | WritePosted
+    | WriteCompleted
+    | WriteFailed
+    | AllComputed
+    | AckReceived
+    | RefusalReceived
+    | CancelRequested
+    | LeaseLost
+    | StopAsked
+    | ReceiverExited
+    | Tick
+)
+
+# ---- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrites:
+    """Post these extents as one batch, if `SenderHandoff.may_post` still says so at that moment.
+
+    From this instruction on the batch counts as outstanding, until `WriteCompleted` or a settled `WriteFailed`.
+    """
+
+    write_id: int
+    grant: Grant
+    writes: tuple[PageWrite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommit:
+    """Send, or send again."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePages:
+    """The handoff's hold on these source pages ends. Each sealed page is released exactly once."""
+
+    key: AttemptKey
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinePages:
+    """The attempt is over but writes may still read these source pages: keep the hold until `ReleasePages`."""
+
+    key: AttemptKey
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmIdle:
+    """Tell the receiver: nothing of this grant is outstanding and nothing will be posted. Repeat until it is heard."""
+
+    key: AttemptKey
+    grant_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Succeed:
+    """The receiver has admitted the request."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The attempt is over; said exactly once. `retryable`: a new attempt makes sense."""
+
+    key: AttemptKey
+    reason: FailureReason
+    retryable: bool
+    detail: str = ""
+    refusal: RefusalReason | None = None
+
+
+SenderInstruction = PostWrites | SendCommit | ReleasePages | QuarantinePages | ConfirmIdle | Succeed | Fail

@@ -1,0 +1,231 @@
+"""The one thread that owns a transport: it alone posts and polls.
+
+While nothing is outstanding or expected it sleeps on a condition. While something is, it polls with pauses that grow
+from 50 µs to 1 ms and, after a second without any event, to 5 ms: no transport here offers a file descriptor that
+could be awaited with its progress thread off, a busy loop would take a core from the model, and 50 µs is what a timed
+wait costs anyway. Every event or command makes the pauses short again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvtransfer.extents import Descriptor
+from kvtransfer.transports.base import PeerId, Transport, TransportEvent, WriteFailed, WriteHandle
+from tandem.core.errors import TransportError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHORTEST_PAUSE_S = 50e-6
+LONGEST_PAUSE_S = 1e-3
+QUIET_PAUSE_S = 5e-3
+QUIET_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WritePosted:
+    """The transport has taken the write."""
+
+    handle: WriteHandle
+
+
+ThreadEvent = TransportEvent | WritePosted
+
+
+@dataclass(slots=True)
+class _Command:
+    run: Callable[[Transport], Any]
+    future: Future[Any]
+
+
+class TransferThread:
+    """Drives `transport` from `start` to `stop`, which also closes it.
+
+    Args:
+        on_event: called in this thread with every event; it must be quick, and hand over to its own loop.
+        on_error: called in this thread with what nobody else would see: an error of `on_event`, after which the
+            thread goes on, or of the transport's `poll`, after which it ends and every further command fails.
+        idle_poll_s: between polls while nothing is outstanding, so that the library notices departed peers;
+            `None` for none at all.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        on_event: Callable[[ThreadEvent], None],
+        on_error: Callable[[BaseException], None],
+        *,
+        name: str = "kv-transfer",
+        idle_poll_s: float | None = 1.0,
+    ) -> None:
+        self._transport = transport
+        self._on_event = on_event
+        self._on_error = on_error
+        self._idle_poll_s = idle_poll_s
+        self._changed = threading.Condition()
+        # Guarded by _changed. Invariant: empty for ever once _stopping and the thread has ended.
+        self._commands: deque[_Command] = deque()
+        self._stopping = False
+        # Daemon: a process that dies without `stop` must not hang on it. `stop` is the clean way.
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.num_polls = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread and close the transport. Queued commands fail; outstanding writes end without an event.
+
+        Idempotent, also before `start`.
+
+        Raises:
+            TransportError: the thread did not end in time: the transport hangs in a call.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is None:
+            self._end()
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TransportError(f"the transfer thread did not end within {timeout_s} s")
+
+    def submit(self, command: Callable[[Transport], T]) -> Future[T]:
+        """Run `command(transport)` in the thread; its result or error is the future's.
+
+        Raises:
+            TransportError: the thread is stopping or has ended.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._stopping:
+                raise TransportError("the transfer thread has stopped")
+            self._commands.append(_Command(command, future))
+            self._changed.notify()
+        return future
+
+    def write(
+        self,
+        peer: PeerId,
+        descriptors: Sequence[Descriptor],
+        tag: bytes,
+        *,
+        may_post: Callable[[], bool] | None = None,
+    ) -> None:
+        """Queue one write. Unless the thread stops first, it ends in exactly one of `WriteCompleted` and
+        `WriteFailed`, both with `tag`.
+
+        Args:
+            may_post: asked in the thread right before posting; when it says no, the write fails, settled. This is
+                where a grant is checked.
+
+        Raises:
+            TransportError: the thread is stopping or has ended.
+        """
+
+        def post(transport: Transport) -> None:
+            unposted = WriteHandle(-1, peer, tag, sum(d.num_bytes for d in descriptors))
+            if may_post is not None and not may_post():
+                self._deliver(WriteFailed(unposted, "its grant no longer holds", settled=True))
+                return
+            try:
+                handle = transport.post_write(peer, descriptors, tag)
+            except TransportError as error:
+                self._deliver(WriteFailed(unposted, str(error), settled=True))
+                return
+            self._deliver(WritePosted(handle))
+
+        self.submit(post).add_done_callback(self._report)
+
+    # ---- the thread
+
+    def _report(self, posted: Future[None]) -> None:
+        """A write has no caller that waits for its future."""
+        error = posted.exception()
+        if error is not None and not self._stopping:
+            self._on_error(error)
+
+    def _main(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - handed on; nobody is above a thread
+            _log.exception("the transfer thread ends")
+            self._on_error(error)
+        finally:
+            self._end()
+
+    def _loop(self) -> None:
+        pause_s = SHORTEST_PAUSE_S
+        last_event_s = time.monotonic()
+        while True:
+            commands = self._next_commands(pause_s)
+            if commands is None:
+                return
+            for command in commands:
+                _run(command, self._transport)
+            self.num_polls += 1
+            events = self._transport.poll()
+            for event in events:
+                self._deliver(event)
+            now_s = time.monotonic()
+            if events or commands:
+                pause_s, last_event_s = SHORTEST_PAUSE_S, now_s
+            else:
+                longest_s = LONGEST_PAUSE_S if now_s - last_event_s < QUIET_AFTER_S else QUIET_PAUSE_S
+                pause_s = min(2 * pause_s, longest_s)
+
+    def _next_commands(self, pause_s: float) -> list[_Command] | None:
+        """Wait for a command or until the next poll is due; `None` when the thread is to end."""
+        timeout_s = pause_s if self._transport.wants_polling else self._idle_poll_s
+        with self._changed:
+            if not self._commands and not self._stopping:
+                self._changed.wait(timeout_s)
+            if self._stopping:
+                return None
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def _deliver(self, event: ThreadEvent) -> None:
+        try:
+            self._on_event(event)
+        except Exception as error:  # noqa: BLE001 - handed on; one bad callback must not stop the other transfers
+            _log.exception("the receiver of transfer events failed")
+            self._on_error(error)
+
+    def _end(self) -> None:
+        """Close the transport and fail what was queued."""
+        with self._changed:
+            self._stopping = True
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command.future.set_exception(TransportError("the transfer thread has stopped"))
+        try:
+            self._transport.close()
+        except Exception as error:  # noqa: BLE001 - handed on; nobody is above a thread
+            _log.exception("the transport did not close")
+            self._on_error(error)
+
+
+def _run(command: _Command, transport: Transport) -> None:
+    if not command.future.set_running_or_notify_cancel():
+        return
+    try:
+        command.future.set_result(command.run(transport))
+    except Exception as error:  # noqa: BLE001 - the future carries it
+        command.future.set_exception(error)

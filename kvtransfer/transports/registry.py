@@ -1,0 +1,39 @@
+"""Transports by name. A transport's library is imported only when it is chosen."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from kvtransfer.transports.base import Transport
+from tandem.core.errors import ConfigError
+
+_CLASSES = {
+    "ucx": "kvtransfer.transports.ucx:UcxTransport",
+    "nccl": "kvtransfer.transports.nccl:NcclTransport",
+    "loopback": "kvtransfer.transports.loopback:LoopbackTransport",
+}
+
+
+def transport_names() -> list[str]:
+    return sorted(_CLASSES)
+
+
+def create_transport(name: str, agent_name: str, **options: Any) -> Transport:
+    """Make the transport called `name`.
+
+    Args:
+        agent_name: one for each incarnation of a worker.
+        options: passed to the transport's constructor.
+
+    Raises:
+        ConfigError: no transport has this name.
+        TransportError: its library is missing or cannot start.
+    """
+    if name not in _CLASSES:
+        raise ConfigError(
+            f"unknown transport {name!r}; known: {', '.join(transport_names())}", key="transport.name"
+        )
+    module, _, attribute = _CLASSES[name].partition(":")
+    cls: type[Transport] = getattr(import_module(module), attribute)
+    return cls(agent_name, **options)

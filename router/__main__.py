@@ -1,0 +1,85 @@
+"""The router as a plain process: `python -m router --config tandem.yaml --model-dir DIR …`.
+
+SIGTERM and SIGINT drain: requests under way may end, then the process exits. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+from router.server import RouterInfo, RouterServer
+from tandem.core import config as configuration
+from tandem.core.errors import TandemError
+from tandem.core.logging import setup_logging
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run until a signal; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = configuration.load(options.config)
+        setup_logging(config.logging, "router")
+        server = RouterServer(
+            config,
+            model_dir=options.model_dir,
+            host=options.host or config.http.host,
+            http_port=config.http.port if options.http_port is None else options.http_port,
+            control_port=options.control_port,
+            control_host=options.control_host,
+        )
+        stop_asked = _on_signals()
+        info = server.start()
+    except TandemError as error:
+        print(f"router: {error.message}", file=sys.stderr)
+        return 2
+    if options.ready_file is not None:
+        _write_ready(options.ready_file, info)
+    stop_asked.wait()
+    server.stop(options.drain_s)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m router", description="Tandem's router as a plain process")
+    parser.add_argument("--config", type=Path, help="tandem.yaml; without it the defaults hold")
+    parser.add_argument("--model-dir", type=Path, required=True, help="the checkpoint: tokenizer and configuration")
+    parser.add_argument("--host", help="address to listen on (default: http.host)")
+    parser.add_argument("--http-port", type=int, help="0: chosen by the system (default: http.port)")
+    parser.add_argument("--control-host", default="127.0.0.1", help="address of the control service")
+    parser.add_argument("--control-port", type=int, default=0, help="0: chosen by the system")
+    parser.add_argument("--ready-file", type=Path, help="written when both ports listen: JSON with their addresses")
+    parser.add_argument("--drain-s", type=float, default=60.0, help="seconds that requests under way may take to end")
+    return parser
+
+
+def _write_ready(path: Path, info: RouterInfo) -> None:
+    """Atomically: a reader sees all of it or no file."""
+    facts = {"http": info.http_url, "control": info.control_address, "pid": os.getpid()}
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(facts))
+    partial.replace(path)
+
+
+def _on_signals() -> threading.Event:
+    """An event that the first signal sets."""
+    asked = threading.Event()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if asked.is_set():
+            os._exit(128 + number)
+        asked.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    return asked
+
+
+if __name__ == "__main__":
+    sys.exit(main())

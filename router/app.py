@@ -1,0 +1,147 @@
+"""The HTTP face: routes, request ids, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.exchange import Exchange, Parser, error_headers
+from router.model_card import ModelCard
+from router.openai_schema import parse_chat, parse_completion
+from router.responses import error_body
+from router.story import House
+from tandem.core import metrics
+from tandem.core.errors import DrainingError, InternalError, TandemError
+from tandem.core.logging import bound, get_logger
+
+log = get_logger(__name__)
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
+_QUIET_PATHS = ("/health", "/metrics")
+
+
+def create_app(house: House, card: ModelCard) -> ASGIApp:
+    """The ASGI application of one router."""
+    app = FastAPI(title="Tandem", openapi_url=None)
+    _add_model_routes(app, card)
+    _add_cluster_routes(app, house, card)
+    _add_post(app, "/v1/completions", Exchange(house, card, parse_completion))
+    _add_post(app, "/v1/chat/completions", Exchange(house, card, parse_chat))
+    app.add_exception_handler(TandemError, _tandem_error)
+    app.add_exception_handler(404, _http_error)
+    app.add_exception_handler(405, _http_error)
+    app.add_exception_handler(Exception, _unforeseen)
+    return RequestIds(app)
+
+
+def _add_post(app: FastAPI, path: str, exchange: Exchange) -> None:
+    """A raw ASGI route: the exchange reads and writes by itself."""
+    app.router.routes.append(Route(path, exchange, methods=["POST"]))
+
+
+def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": card.listing()})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        card.check_name(name)
+        return _json(card.entry(name))
+
+
+def _add_cluster_routes(app: FastAPI, house: House, card: ModelCard) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if house.admission.is_draining:
+            raise DrainingError("the router is shutting down")
+        house.cluster.check_ready()
+        return _json({"status": "ok"})
+
+    @app.get("/v1/cluster")
+    async def cluster() -> Response:
+        return _json(house.cluster.describe(card.own_name))
+
+    if house.config.metrics.enabled:
+
+        @app.get("/metrics")
+        async def exposition() -> Response:
+            return Response(house.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
+
+
+async def _tandem_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return _json(error_body(error), error.http_status, error_headers(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    rule = "has no such method" if status == 405 else "is not served here"
+    message = f"{request.method} {request.url.path} {rule}"
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    return _json({"error": body}, status)
+
+
+async def _unforeseen(request: Request, _: Exception) -> Response:
+    """The server logs the error itself; the client gets its id to ask about."""
+    request_id = request.scope["state"]["request_id"]
+    known = InternalError(f"an unforeseen error; the log has it under {request_id}", request_id=request_id)
+    return _json(error_body(known), known.http_status)
+
+
+class RequestIds:
+    """Takes or makes `X-Request-Id`, puts it on every log line and into the answer, and logs each exchange."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _given_id(scope) or secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        began_s, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        with bound(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                level = log.debug if scope["path"] in _QUIET_PATHS else log.info
+                level(
+                    "http",
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    duration_s=round(time.monotonic() - began_s, 6),
+                )
+
+
+def _given_id(scope: Scope) -> str | None:
+    """The client's id; one that could not be a header or a log field is replaced."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value.decode())
+    return None
+
+
+__all__ = ["Parser", "RequestIds", "create_app"]

@@ -1,0 +1,102 @@
+"""All that can happen to a request under way, in past tense: the story's only inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from router.request import TokenGiven
+from router.worker_key import WorkerKey
+from tandem.core.errors import TandemError
+from tandem.rpc.v1.decode_pb2 import Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Decode has reserved pages; the message goes on to prefill as it is."""
+
+    attempt: int
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """Every choice ended with its first token: there is no handoff."""
+
+    attempt: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffDone:
+    """Decode has acknowledged the pages to prefill."""
+
+    attempt: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Decode has verified the pages: from here on it needs prefill no more."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """A worker gave up on the attempt."""
+
+    attempt: int
+    worker: WorkerKey
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker's stream broke or fell silent: all it held for us is gone."""
+
+    worker: WorkerKey
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The client closed its connection, or reads too slowly."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The client's own `timeout` is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """A worker became ready or left: a waiting request may look again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOver:
+    """The time that a request waits for a worker to come back is over."""
+
+
+Event: TypeAlias = (
+    TokenGiven
+    | Granted
+    | PrefillStarted
+    | PrefillEnded
+    | HandoffDone
+    | Admitted
+    | AttemptFailed
+    | WorkerLost
+    | ClientGone
+    | DeadlinePassed
+    | WorkersChanged
+    | WaitOver
+)

@@ -1,0 +1,203 @@
+"""One exchange with a client: the body in, the answer out, and an eye on whether the client is still there.
+
+Written against raw ASGI: a token passes through here for each frame, so nothing is validated or copied twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
+
+from router.model_card import ModelCard
+from router.openai_schema import ParsedRequest, parse_body
+from router.outlet import Outlet
+from router.prompting import requests_from
+from router.responses import DONE_FRAME, Answer, error_body, error_frame
+from router.story import House
+from router.telling import Telling
+from tandem.core.config import LimitsConfig
+from tandem.core.errors import (
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    TandemError,
+)
+from tandem.core.logging import get_logger
+
+log = get_logger(__name__)
+
+Parser = Callable[[dict[str, Any], LimitsConfig], ParsedRequest]
+
+_ID_PREFIX = {"completion": "cmpl", "chat": "chatcmpl"}
+_MAX_HEADER_CHARS = 1000
+_OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "no_worker"}
+
+
+class Exchange:
+    """Serves one POST of either endpoint."""
+
+    def __init__(self, house: House, card: ModelCard, parser: Parser) -> None:
+        self._house = house
+        self._card = card
+        self._parser = parser
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s = self._house.clock.now()
+        request_id: str = scope["state"]["request_id"]
+        try:
+            raw = await self._read_body(Request(scope, receive))
+            parsed = self._parser(parse_body(raw), self._house.config.limits)
+            self._card.check_name(parsed.model)
+            telling = await self._admit(parsed, request_id, arrived_s)
+        except ClientDisconnect:
+            self._house.metrics.requests.labels("cancelled").inc()
+            return
+        except TandemError as error:
+            self._count_refused(error)
+            await send_error(send, error)
+            return
+        answer = Answer(
+            parsed,
+            telling.requests,
+            self._house.tokenizer,
+            answer_id=f"{_ID_PREFIX[parsed.kind]}-{request_id}",
+            created=self._card.created_now(),
+        )
+        telling.start()
+        watcher = asyncio.create_task(_watch_client(receive, telling), name="client watcher")
+        respond = self._stream if parsed.stream else self._whole
+        try:
+            await respond(send, telling, answer, _ignored_header(parsed))
+        except BaseException:
+            telling.client_gone("the connection broke")
+            raise
+        finally:
+            watcher.cancel()
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self._house.config.limits.max_body_bytes
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise InvalidRequestError(f"the body is larger than {limit} bytes (limits.max_body_bytes)")
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _admit(self, parsed: ParsedRequest, request_id: str, arrived_s: float) -> Telling:
+        """Make the requests and give each a place in the queue."""
+        house, num_prompts = self._house, max(1, len(parsed.prompts))
+        if num_prompts > house.admission.max_waiting:
+            raise InvalidRequestError(
+                f"prompt holds {num_prompts} prompts; at most {house.admission.max_waiting} are taken at once",
+                field="prompt",
+            )
+        limits = [limit for limit in (self._card.max_context, house.cluster.max_context()) if limit is not None]
+        requests = await requests_from(
+            parsed,
+            tokenizer=house.tokenizer,
+            card=self._card,
+            max_context=min(limits, default=None),
+            client_request_id=request_id,
+            arrived_s=arrived_s,
+        )
+        house.cluster.check_ready()
+        house.admission.enter(len(requests))
+        return Telling(requests, house, Outlet(house.config.limits.stream_buffer_tokens if parsed.stream else None))
+
+    def _count_refused(self, error: TandemError) -> None:
+        outcome = "invalid" if isinstance(error, InvalidRequestError) else _OUTCOMES.get(error.code, "failed")
+        self._house.metrics.requests.labels(outcome).inc()
+        log.info("request refused", outcome=outcome, code=error.code, error=error.message)
+
+    # -- answers
+
+    async def _whole(self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str]) -> None:
+        outlet = telling.outlet
+        while items := await outlet.take():
+            for prompt, delta in items:
+                answer.gather(prompt, delta)
+        if outlet.error is not None:
+            await send_error(send, outlet.error)
+            return
+        await send_body(send, 200, answer.body(telling.usages), headers)
+
+    async def _stream(self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str]) -> None:
+        outlet, writer = telling.outlet, asyncio.current_task()
+        items = await outlet.take()
+        if not items and outlet.error is not None:  # nothing was promised yet: a plain error is possible
+            await send_error(send, outlet.error)
+            return
+        has_overflowed = False
+
+        def overflow() -> None:
+            nonlocal has_overflowed
+            has_overflowed = True
+            if writer is not None:
+                writer.cancel()
+
+        outlet.on_overflow = overflow
+        try:
+            await send(_start(200, "text/event-stream; charset=utf-8", {**headers, **_STREAM_HEADERS}))
+            while items:
+                await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
+                items = await outlet.take()
+            if outlet.error is not None:
+                await send(_body(error_frame(outlet.error), more=False))
+            else:
+                await send(_body(answer.usage_frame(telling.usages) + DONE_FRAME, more=False))
+        except asyncio.CancelledError:
+            if not has_overflowed:
+                raise
+            log.warning("connection dropped: the client reads too slowly")
+        finally:
+            outlet.on_overflow = lambda: None
+
+
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def _watch_client(receive: Receive, telling: Telling) -> None:
+    """Ends with the client's connection, or when the exchange cancels it."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    telling.client_gone("the client went away")
+
+
+def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
+    """Names come from the client: only printable ASCII goes into a header."""
+    if not parsed.ignored_fields:
+        return {}
+    names = ", ".join(parsed.ignored_fields)[:_MAX_HEADER_CHARS]
+    return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names)}
+
+
+def error_headers(error: TandemError) -> dict[str, str]:
+    if isinstance(error, OverloadedError):
+        return {"retry-after": f"{max(1, round(error.retry_after_s))}"}
+    return {"retry-after": "1"} if isinstance(error, NoWorkerError) else {}
+
+
+async def send_error(send: Send, error: TandemError) -> None:
+    await send_body(send, error.http_status, orjson.dumps(error_body(error)), error_headers(error))
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    length = {"content-length": str(len(body))}
+    await send(_start(status, "application/json", {**headers, **length}))
+    await send(_body(body, more=False))
+
+
+def _start(status: int, content_type: str, headers: Mapping[str, str]) -> Message:
+    pairs = [(b"content-type", content_type.encode())]
+    pairs += [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}
+
+
+def _body(body: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}

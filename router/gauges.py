@@ -1,0 +1,44 @@
+"""The workers' gauges, read from their last reports when Prometheus asks: a worker that left leaves no stale series."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from router.cluster import ROLE_NAMES
+from router.session import SessionState, WorkerSession
+
+
+class WorkerGauges(Collector):
+    """`tandem_kv_pages` and `tandem_queue_length` of all workers that are connected, and the router's own queue."""
+
+    def __init__(self, sessions: Callable[[], list[WorkerSession]], num_waiting: Callable[[], int]) -> None:
+        self._sessions = sessions
+        self._num_waiting = num_waiting
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return self._families()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        pages, queue, running, waiting = self._families()
+        for session in self._sessions():
+            if session.state is not SessionState.OPEN:
+                continue
+            labels = [session.key.worker_id, ROLE_NAMES[session.role]]
+            counts = session.status.pages
+            for state in ("free", "used", "reserved", "cached", "quarantined"):
+                pages.add_metric([*labels, state], getattr(counts, state))
+            queue.add_metric(labels, session.status.num_queued)
+            running.add_metric(labels, session.status.num_running)
+        waiting.add_metric([], self._num_waiting())
+        return [pages, queue, running, waiting]
+
+    def _families(self) -> list[GaugeMetricFamily]:
+        return [
+            GaugeMetricFamily("tandem_kv_pages", "KV pages of a worker by state", labels=["worker", "role", "state"]),
+            GaugeMetricFamily("tandem_queue_length", "Requests that wait at a worker", labels=["worker", "role"]),
+            GaugeMetricFamily("tandem_running_requests", "Requests in a worker's batch", labels=["worker", "role"]),
+            GaugeMetricFamily("tandem_router_waiting_requests", "Requests that wait for their prompt's computation"),
+        ]

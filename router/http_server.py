@@ -1,0 +1,124 @@
+"""uvicorn without its ticking, on a socket of our own, and the count of exchanges under way."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.core.errors import ConfigError
+
+_BACKLOG = 1024
+_KEEP_ALIVE_S = 75
+#: A client that reads nothing at all, or whose host is gone, is cut off by the kernel after this.
+_DEAD_CLIENT_MS = 60_000
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `ConfigError` where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port", key="http.port"
+        ) from error
+    # Accepted connections inherit these.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_CLIENT_MS)
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until `stop`. Sleeps while nothing happens: the ten ticks a second only renew a date header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                loop="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                date_header=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self.is_up = asyncio.Event()
+        self._stop_asked = asyncio.Event()
+
+    def stop(self) -> None:
+        """End `serve`: no new connections, a moment for answers under way."""
+        self.should_exit = True
+        self._stop_asked.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.is_up.set()
+
+    async def main_loop(self) -> None:
+        await self._stop_asked.wait()
+
+    def capture_signals(self) -> Any:
+        """Signals are the caller's: this may run beside others in one process."""
+        return _Nothing()
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class ActiveExchanges:
+    """Counts the POST exchanges under way, so that a drain can wait for them."""
+
+    def __init__(self) -> None:
+        # Invariant: the tasks of all and only exchanges under way.
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._none = asyncio.Event()
+        self._none.set()
+
+    @property
+    def num(self) -> int:
+        return len(self._tasks)
+
+    def watching(self, app: ASGIApp) -> ASGIApp:
+        """`app`, with its exchanges counted."""
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            task = asyncio.current_task()
+            if task is None or scope.get("method") != "POST":
+                await app(scope, receive, send)
+                return
+            self._tasks.add(task)
+            self._none.clear()
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._tasks.discard(task)
+                if not self._tasks:
+                    self._none.set()
+
+        return watched
+
+    async def wait_none(self) -> None:
+        """Return when no exchange is under way."""
+        await self._none.wait()
+
+    def cancel(self) -> None:
+        """Break off all exchanges; their requests are cancelled at the workers."""
+        for task in list(self._tasks):
+            task.cancel()

@@ -1,0 +1,71 @@
+"""What the router knows of the served model: its names, its context, its vocabulary."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.core.config import EMBEDDED_MODEL, Config
+from tandem.core.errors import ModelLoadError, ModelNotFoundError
+from tandem.core.tokenizer import Tokenizer
+
+EMBEDDED_NAME = "tandem-tiny"
+_ANY_NAME = "*"
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The model as clients see it."""
+
+    names: tuple[str, ...]  # as configured; may hold `*`
+    own_name: str  # what `/v1/cluster` shows
+    max_context: int | None  # tokens of prompt and output; `None`: the workers alone know
+    vocab_size: int
+    created: int  # seconds since the epoch
+
+    @classmethod
+    def from_dir(cls, model_dir: Path, config: Config, tokenizer: Tokenizer) -> ModelCard:
+        """Read `config.json` of a checkpoint. Raises `ModelLoadError` where it cannot be read."""
+        path = model_dir / "config.json"
+        try:
+            facts: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        facts |= facts.get("text_config") or {}
+        own = EMBEDDED_NAME if config.model.path == EMBEDDED_MODEL else model_dir.resolve().name
+        names = config.model.served_names or (own,)
+        limits = [facts[key] for key in _CONTEXT_KEYS if isinstance(facts.get(key), int)][:1]
+        if config.cache.max_context:
+            limits.append(config.cache.max_context)
+        return cls(
+            names=names,
+            own_name=next((name for name in names if name != _ANY_NAME), own),
+            max_context=min(limits, default=None),
+            vocab_size=int(facts.get("vocab_size") or tokenizer.vocab_size),
+            created=int(time.time()),
+        )
+
+    @staticmethod
+    def created_now() -> int:
+        """Seconds since the epoch, for `created` in answers."""
+        return int(time.time())
+
+    def check_name(self, name: str) -> None:
+        """Raises `ModelNotFoundError` unless requests may use `name`."""
+        if name not in self.names and _ANY_NAME not in self.names:
+            raise ModelNotFoundError(
+                f"the model {name!r} is not served here; served: {', '.join(self.names)}", field="model"
+            )
+
+    def listing(self) -> list[dict[str, Any]]:
+        """The models of `GET /v1/models`."""
+        return [self.entry(name) for name in self.names if name != _ANY_NAME] or [self.entry(self.own_name)]
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """One model of `GET /v1/models/{id}`."""
+        entry = {"id": name, "object": "model", "created": self.created, "owned_by": "tandem"}
+        return {**entry, "max_model_len": self.max_context}

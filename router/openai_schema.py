@@ -1,0 +1,307 @@
+"""The bodies of `/v1/completions` and `/v1/chat/completions`: what they may hold, and what it means.
+
+Every field falls in one of four classes: it is obeyed; it cannot change the output and is accepted; it would change
+the output and is not there yet, so it is refused by name unless its value asks for nothing; or we do not know it, so
+it is ignored and named in the answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from router.fields import Fields, shown
+from tandem.core.config import LimitsConfig
+from tandem.core.errors import InvalidRequestError
+from tandem.core.sampling import SamplingParams
+
+_MAX_STOPS = 16
+_MAX_SEED = (1 << 64) - 1
+_MAX_INT32 = (1 << 31) - 1
+
+#: Of OpenAI's, without influence on the output.
+_ACCEPTED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction")
+
+
+def _is_empty(value: Any) -> bool:
+    return value in ([], {}, "")
+
+
+#: Of OpenAI's, would change the output, not there yet; each with the values that ask for nothing.
+_REFUSED: dict[str, Callable[[Any], bool]] = {
+    "tools": _is_empty,
+    "tool_choice": lambda value: value in ("none", "auto"),
+    "parallel_tool_calls": lambda value: isinstance(value, bool),
+    "functions": _is_empty,
+    "function_call": lambda value: value in ("none", "auto"),
+    "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+    "audio": _is_empty,
+    "web_search_options": _is_empty,
+    "reasoning_effort": lambda value: value == "none",
+    "verbosity": lambda value: value == "medium",
+    "suffix": _is_empty,
+    "echo": lambda value: value is False,
+    "best_of": lambda value: value == 1 and value is not True,
+}
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A valid body, before tokenisation."""
+
+    kind: Literal["completion", "chat"]
+    model: str
+    prompts: tuple[str | tuple[int, ...], ...]  # of a completion: texts or token ids
+    messages: tuple[dict[str, Any], ...]  # of a chat
+    sampling: SamplingParams  # `max_tokens` holds only where `max_tokens_field` names one
+    max_tokens_field: str | None  # the field that set `max_tokens`; `None`: the default is to be found
+    num_choices: int
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    priority: int
+    timeout_s: float | None
+    ignored_fields: tuple[str, ...]
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises `InvalidRequestError`."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, not {shown(body)}")
+    return body
+
+
+def parse_completion(body: dict[str, Any], limits: LimitsConfig) -> ParsedRequest:
+    """Check a body of `/v1/completions`. Raises `InvalidRequestError`, naming the field."""
+    fields = Fields(body)
+    prompts = _prompts(fields)
+    num_logprobs = fields.integer("logprobs", -1, minimum=0, maximum=limits.max_logprobs)
+    max_tokens = fields.integer("max_tokens", minimum=1)
+    return _common(
+        fields,
+        limits,
+        kind="completion",
+        prompts=prompts,
+        messages=(),
+        num_logprobs=-1 if num_logprobs is None else num_logprobs,
+        max_tokens=max_tokens,
+        max_tokens_field=None if max_tokens is None else "max_tokens",
+    )
+
+
+def parse_chat(body: dict[str, Any], limits: LimitsConfig) -> ParsedRequest:
+    """Check a body of `/v1/chat/completions`. Raises `InvalidRequestError`, naming the field."""
+    fields = Fields(body)
+    messages = _messages(fields)
+    wants_logprobs = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", minimum=0, maximum=limits.max_logprobs)
+    if top is not None and not wants_logprobs:
+        raise fields.error("top_logprobs", "needs logprobs to be true")
+    old, new = fields.integer("max_tokens", minimum=1), fields.integer("max_completion_tokens", minimum=1)
+    name = "max_completion_tokens" if new is not None else "max_tokens" if old is not None else None
+    return _common(
+        fields,
+        limits,
+        kind="chat",
+        prompts=(),
+        messages=messages,
+        num_logprobs=(top or 0) if wants_logprobs else -1,
+        max_tokens=new if new is not None else old,
+        max_tokens_field=name,
+    )
+
+
+def _common(
+    fields: Fields,
+    limits: LimitsConfig,
+    *,
+    kind: Literal["completion", "chat"],
+    prompts: tuple[str | tuple[int, ...], ...],
+    messages: tuple[dict[str, Any], ...],
+    num_logprobs: int,
+    max_tokens: int | None,
+    max_tokens_field: str | None,
+) -> ParsedRequest:
+    model = fields.text("model")
+    if not model:
+        raise fields.error("model", "must name a model; GET /v1/models lists them")
+    num_choices = fields.integer("n", 1, minimum=1, maximum=limits.max_choices) or 1
+    stop, stream = _stop(fields), fields.boolean("stream")
+    include_usage, ignored_options = _stream_options(fields, stream)
+    timeout_s = fields.number("timeout", 0.0)
+    if fields.raw("timeout") is not None and timeout_s <= 0:
+        raise fields.error("timeout", f"must be above 0 seconds, not {timeout_s:g}")
+    sampling = _sampling(fields, num_logprobs, max_tokens)
+    priority = fields.integer("priority", 0, minimum=-_MAX_INT32, maximum=_MAX_INT32) or 0
+    return_token_ids = fields.boolean("return_token_ids")
+    _refuse_unsupported(fields)
+    for name in _ACCEPTED:
+        fields.raw(name)
+    return ParsedRequest(
+        kind=kind,
+        model=model,
+        prompts=prompts,
+        messages=messages,
+        sampling=sampling,
+        max_tokens_field=max_tokens_field,
+        num_choices=num_choices,
+        stop=stop,
+        stream=stream,
+        include_usage=include_usage,
+        return_token_ids=return_token_ids,
+        priority=priority,
+        timeout_s=timeout_s or None,
+        ignored_fields=(*fields.unknown(), *ignored_options),
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name, asks_for_nothing in _REFUSED.items():
+        value = fields.raw(name)
+        if value is not None and not asks_for_nothing(value):
+            raise fields.error(name, "is not supported yet and would change the output; leave it out")
+
+
+def _sampling(fields: Fields, num_logprobs: int, max_tokens: int | None) -> SamplingParams:
+    top_k = fields.integer("top_k", 0, minimum=-1, maximum=_MAX_INT32) or 0
+    top_p = fields.number("top_p", 1.0, maximum=1.0)
+    if top_p <= 0:
+        raise fields.error("top_p", f"must be in (0, 1], not {top_p:g}")
+    repetition_penalty = fields.number("repetition_penalty", 1.0)
+    if repetition_penalty <= 0:
+        raise fields.error("repetition_penalty", f"must be above 0, not {repetition_penalty:g}")
+    seed = fields.integer("seed", minimum=-(1 << 63), maximum=_MAX_SEED)
+    min_tokens = fields.integer("min_tokens", 0, minimum=0, maximum=_MAX_INT32) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise fields.error("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {min_tokens}")
+    return SamplingParams(
+        temperature=fields.number("temperature", 1.0, minimum=0.0, maximum=100.0),
+        top_k=max(top_k, 0),  # -1 is vLLM's word for off
+        top_p=top_p,
+        min_p=fields.number("min_p", 0.0, minimum=0.0, maximum=1.0),
+        repetition_penalty=repetition_penalty,
+        presence_penalty=fields.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
+        logit_bias=_logit_bias(fields),
+        # Drawn here and not by a worker, so that a retry elsewhere repeats it.
+        seed=secrets.randbits(63) if seed is None else seed & _MAX_SEED,
+        stop_token_ids=_token_ids(fields, "stop_token_ids", fields.raw("stop_token_ids") or []),
+        max_tokens=max(max_tokens or 1, min_tokens, 1),
+        min_tokens=min_tokens,
+        ignore_eos=fields.boolean("ignore_eos"),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    biases = fields.object("logit_bias") or {}
+    nested = Fields(biases, "logit_bias")
+    for key in biases:
+        if not key.isascii() or not key.isdigit():
+            raise InvalidRequestError(f"logit_bias: {shown(key)} is not a token id", field="logit_bias")
+    return tuple((int(key), nested.number(key, 0.0, minimum=-100.0, maximum=100.0)) for key in biases)
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.raw("stop")
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise fields.error("stop", f"must be a text or a list of texts, not {shown(value)}")
+    if len(stops) > _MAX_STOPS:
+        raise fields.error("stop", f"may hold {_MAX_STOPS} texts, not {len(stops)}")
+    if not all(stops):
+        raise fields.error("stop", "must not hold an empty text")
+    return tuple(stops)
+
+
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, list[str]]:
+    options = fields.object("stream_options")
+    if options is None:
+        return False, []
+    if not stream:
+        raise fields.error("stream_options", "needs stream to be true")
+    nested = Fields(options, "stream_options")
+    include_usage = nested.boolean("include_usage")
+    nested.raw("include_obfuscation")  # padding against traffic analysis: none of the output
+    return include_usage, nested.unknown()
+
+
+# -- prompts
+
+
+def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
+    """A text, a list of token ids, or a list of either: one prompt for each."""
+    value = fields.raw("prompt")
+    if value is None:
+        raise fields.error("prompt", "is missing")
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif isinstance(value, list) and value and not isinstance(value[0], (str, list)):
+        prompts = [value]
+    elif isinstance(value, list):
+        prompts = value
+    else:
+        raise fields.error("prompt", f"must be a text, token ids, or a list of either, not {shown(value)}")
+    if not prompts or not all(prompts):
+        raise fields.error("prompt", "must not be empty")
+    return tuple(p if isinstance(p, str) else _token_ids(fields, "prompt", p) for p in prompts)
+
+
+def _token_ids(fields: Fields, name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise fields.error(name, f"must hold token ids, not {shown(value)}")
+    for token_id in value:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise fields.error(name, f"must hold token ids, not {shown(token_id)}")
+    return tuple(value)
+
+
+def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
+    value = fields.raw("messages")
+    if not isinstance(value, list) or not value:
+        raise fields.error("messages", "must be a list of messages, not empty")
+    return tuple(_message(message, f"messages[{number}]") for number, message in enumerate(value))
+
+
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"{path} must be an object, not {shown(message)}", field=path)
+    fields = Fields(message, path)
+    role = fields.text("role")
+    if role not in _ROLES:
+        raise fields.error("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
+    for name in ("tool_calls", "function_call"):
+        if fields.raw(name):
+            raise fields.error(name, "is not supported yet; leave it out")
+    content = fields.raw("content")
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{path}.content[{n}]") for n, part in enumerate(content))
+    if not isinstance(content, str):
+        raise fields.error("content", f"must be a text or a list of text parts, not {shown(content)}")
+    return {**message, "content": content}
+
+
+def _part(part: Any, path: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"{path} must be an object, not {shown(part)}", field=path)
+    fields = Fields(part, path)
+    if fields.text("type") != "text":
+        raise fields.error("type", f"must be `text`, not {shown(fields.raw('type'))}: this model reads text alone")
+    text = fields.text("text")
+    if text is None:
+        raise fields.error("text", "is missing")
+    return text

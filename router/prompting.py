@@ -1,0 +1,117 @@
+"""From a valid body to requests: tokenisation, and the checks that need the model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import secrets
+
+from router.model_card import ModelCard
+from router.openai_schema import ParsedRequest
+from router.request import Request
+from tandem.core.errors import InvalidRequestError
+from tandem.core.tokenizer import Tokenizer
+
+#: Texts longer than this are tokenised beside the loop, so that nobody else's tokens wait for them.
+_LONG_TEXT_CHARS = 8192
+_DEFAULT_COMPLETION_TOKENS = 16
+
+_PROCESS_TAG = secrets.token_hex(4)
+_counter = itertools.count(1)
+
+
+async def requests_from(
+    parsed: ParsedRequest,
+    *,
+    tokenizer: Tokenizer,
+    card: ModelCard,
+    max_context: int | None,
+    client_request_id: str,
+    arrived_s: float,
+) -> list[Request]:
+    """One request for each prompt, in order.
+
+    Raises:
+        InvalidRequestError: a prompt is empty, too long or holds ids outside the vocabulary; names the field.
+    """
+    field = "messages" if parsed.kind == "chat" else "prompt"
+    _check_vocabulary(parsed, card.vocab_size)
+    prompts = await _token_ids(parsed, tokenizer)
+    requests = []
+    for prompt_ids in prompts:
+        if not prompt_ids:
+            raise InvalidRequestError(f"{field} holds no token", field=field)
+        max_tokens = _max_tokens(parsed, len(prompt_ids), max_context, field)
+        requests.append(
+            Request(
+                # Workers remember ids, and clients reuse theirs: ours is never used twice.
+                request_id=f"{client_request_id}#{_PROCESS_TAG}{next(_counter):x}",
+                prompt_ids=tuple(prompt_ids),
+                sampling=dataclasses.replace(parsed.sampling, max_tokens=max_tokens),
+                arrived_s=arrived_s,
+                num_choices=parsed.num_choices,
+                stop=parsed.stop,
+                priority=parsed.priority,
+                timeout_s=parsed.timeout_s,
+            )
+        )
+    return requests
+
+
+async def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    if parsed.kind == "chat":
+        text = tokenizer.render_chat(parsed.messages)
+        return [await _encode(tokenizer, text, add_special_tokens=False)]
+    return [
+        await _encode(tokenizer, prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        for prompt in parsed.prompts
+    ]
+
+
+async def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) <= _LONG_TEXT_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:
+    token_ids = {
+        "prompt": [i for prompt in parsed.prompts if not isinstance(prompt, str) for i in prompt],
+        "stop_token_ids": parsed.sampling.stop_token_ids,
+        "logit_bias": [i for i, _ in parsed.sampling.logit_bias],
+    }
+    for field, ids in token_ids.items():
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"{field}: the token id {token_id} is outside the vocabulary of {vocab_size}", field=field
+                )
+
+
+def _max_tokens(parsed: ParsedRequest, num_prompt_tokens: int, max_context: int | None, field: str) -> int:
+    """What the client asked for, or the default, cut to the context; an explicit wish is never cut."""
+    asked = parsed.sampling.max_tokens if parsed.max_tokens_field is not None else None
+    if max_context is None:
+        if asked is None and parsed.kind == "chat":
+            raise InvalidRequestError("set max_tokens: the model does not say how long its context is", field=field)
+        return asked or _DEFAULT_COMPLETION_TOKENS
+    room = max_context - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"{field} has {num_prompt_tokens} tokens; the context holds {max_context} with at least one of output",
+            field=field,
+        )
+    if parsed.sampling.min_tokens > room:
+        raise InvalidRequestError(
+            f"min_tokens is {parsed.sampling.min_tokens}, but the context has room for {room}", field="min_tokens"
+        )
+    if asked is None:
+        return room if parsed.kind == "chat" else min(max(_DEFAULT_COMPLETION_TOKENS, parsed.sampling.min_tokens), room)
+    if asked > room:
+        raise InvalidRequestError(
+            f"{parsed.max_tokens_field} is {asked}, but after {num_prompt_tokens} tokens of prompt the context of "
+            f"{max_context} has room for {room}",
+            field=parsed.max_tokens_field,
+        )
+    return asked

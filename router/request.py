@@ -1,0 +1,53 @@
+"""One request as the router knows it, free of HTTP and of the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and what is wanted of it."""
+
+    request_id: str  # unique for ever: workers remember what they were told under it
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrived_s: float  # on the router's clock
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()
+    priority: int = 0  # lower goes first
+    timeout_s: float | None = None  # from arrival
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGiven:
+    """One sampled token, as a worker gave it. (attempt, choice, index) names it within its request."""
+
+    attempt: int
+    choice: int
+    index: int  # position in the choice's output, from 0
+    token_id: int
+    finish_reason: str | None = None  # "stop" or "length" on a choice's last token
+    logprob: float = 0.0  # natural log; meaningful when asked for
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice goes on with: settled text and the tokens that made it."""
+
+    choice: int
+    text: str
+    tokens: list[TokenGiven]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request that ended."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int | None  # of the prompt, at prefill; `None` where no worker said

@@ -1,0 +1,177 @@
+"""The router as a thing that starts and stops: HTTP, control service and sessions on one event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from router.admission import Admission
+from router.app import create_app
+from router.cluster import Cluster
+from router.control import RouterControl, serve_control
+from router.gauges import WorkerGauges
+from router.http_server import ActiveExchanges, HttpServer, listen
+from router.model_card import ModelCard
+from router.story import House
+from router.worker_key import WorkerKey
+from tandem.core.clock import MonotonicClock
+from tandem.core.config import Config
+from tandem.core.errors import InternalError
+from tandem.core.logging import get_logger
+from tandem.core.metrics import RouterMetrics
+from tandem.core.tokenizer import Tokenizer
+
+log = get_logger(__name__)
+
+_DRAIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class RouterInfo:
+    """Where a started router listens."""
+
+    http_url: str  # http://host:port
+    control_address: str  # host:port of `tandem.v1.RouterControl`
+
+
+class RouterServer:
+    """One router. `start` and `stop` may be called from any thread; signals are left to the caller."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_dir: Path,
+        host: str = "127.0.0.1",
+        http_port: int = 0,
+        control_port: int = 0,
+        control_host: str = "127.0.0.1",
+        on_writer_suspected: Callable[[WorkerKey], None] | None = None,
+    ) -> None:
+        """Ports of 0 are chosen by the system.
+
+        `on_writer_suspected` is called on the router's thread when a decode worker says that a prefill worker must
+        be killed on its node.
+        """
+        self._config = config
+        self._model_dir = model_dir
+        self._host, self._http_port = host, http_port
+        self._control_host, self._control_port = control_host, control_port
+        self._on_writer_suspected = on_writer_suspected
+        self._started = threading.Event()
+        self._closed = threading.Event()
+        self._info: RouterInfo | None = None
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_asked: asyncio.Event | None = None
+        self._drain_s = _DRAIN_S
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+
+    # -- from any thread
+
+    def start(self) -> RouterInfo:
+        """Start and return when both ports listen.
+
+        Raises:
+            ConfigError: a port is taken.
+            ModelLoadError: the tokenizer or the model's configuration cannot be read.
+        """
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._info is None:
+            raise InternalError("the router ended before it listened")
+        return self._info
+
+    def stop(self, drain_s: float = _DRAIN_S) -> None:
+        """Refuse new requests, let those under way end for at most `drain_s` seconds, then close. Blocks."""
+        self._drain_s = drain_s
+        if self._loop is not None and self._stop_asked is not None and not self._closed.is_set():
+            self._loop.call_soon_threadsafe(self._stop_asked.set)
+        self.wait_closed()
+
+    def wait_closed(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything has ended; `False` when `timeout_s` passed first."""
+        return self._closed.wait(timeout_s)
+
+    # -- on the router's thread
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._main())
+        except BaseException as error:  # handed to the caller of `start`, or logged
+            if self._started.is_set():
+                log.exception("the router failed")
+            self._failure = error
+        finally:
+            self._closed.set()
+            self._started.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop_asked = asyncio.Event()
+        house, card = self._build()
+        listener = listen(self._host, self._http_port)
+        active = ActiveExchanges()
+        control, control_port = await serve_control(
+            RouterControl(house.cluster, lambda: _drain(house, active)), self._control_host, self._control_port
+        )
+        http = HttpServer(active.watching(create_app(house, card)))
+        http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
+        try:
+            await http.is_up.wait()
+            self._info = RouterInfo(
+                http_url=f"http://{_for_url(self._host)}:{listener.getsockname()[1]}",
+                control_address=f"{self._control_host}:{control_port}",
+            )
+            log.info("router listens", http=self._info.http_url, control=self._info.control_address)
+            self._started.set()
+            await self._stop_asked.wait()
+            await self._shut_down(house, active)
+        finally:
+            http.stop()
+            await http_task
+            await control.stop(grace=0)
+            await house.cluster.close()
+        log.info("router closed")
+
+    def _build(self) -> tuple[House, ModelCard]:
+        config = self._config
+        tokenizer = Tokenizer.from_dir(self._model_dir)
+        card = ModelCard.from_dir(self._model_dir, config, tokenizer)
+        clock, metrics = MonotonicClock(), RouterMetrics()
+        cluster = Cluster(
+            lease_s=config.transport.lease_s, metrics=metrics, on_writer_suspected=self._on_writer_suspected
+        )
+        admission = Admission(config.scheduling.max_queued_requests, clock)
+        metrics.registry.register(WorkerGauges(cluster.sessions, lambda: admission.num_waiting))
+        house = House(
+            config=config, clock=clock, cluster=cluster, admission=admission, metrics=metrics, tokenizer=tokenizer
+        )
+        return house, card
+
+    async def _shut_down(self, house: House, active: ActiveExchanges) -> None:
+        log.info("router drains", num_exchanges=active.num, at_most_s=self._drain_s)
+        try:
+            await asyncio.wait_for(_drain(house, active), self._drain_s)
+        except TimeoutError:
+            log.warning("router closes with requests under way", num_exchanges=active.num)
+            active.cancel()
+
+
+async def _drain(house: House, active: ActiveExchanges) -> None:
+    """Take no new requests; return when those under way have ended."""
+    house.admission.is_draining = True
+    await active.wait_none()
+
+
+def _for_url(host: str) -> str:
+    host = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,57 @@
+"""Finding stop strings in text that arrives in pieces. Pure.
+
+Text is held back while it may still become a stop string: a client never sees one, nor a part of one. How the text
+was cut into pieces makes no difference: the stop string that is complete first wins; of those complete at the same
+character, the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Watches the text of one choice."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty texts; with none, all text passes at once."""
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, text: str) -> str:
+        """Take `text`; return what may be shown. After a match `is_stopped` is true and nothing more is shown."""
+        if not self._stops or not text:
+            return text
+        window = self._held + text
+        end = self._first_match(window)
+        if end is not None:
+            start = min(end - len(stop) for stop in self._stops if window.endswith(stop, 0, end))
+            self.is_stopped = True
+            self._held = ""
+            return window[:start]
+        keep = self._possible_start(window)
+        self._held = window[keep:]
+        return window[:keep]
+
+    def flush(self) -> str:
+        """No more text comes: what was held back is shown."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, window: str) -> int | None:
+        """Where the first complete stop string ends, or `None`."""
+        ends = (start + len(stop) for stop in self._stops if (start := window.find(stop)) >= 0)
+        return min(ends, default=None)
+
+    def _possible_start(self, window: str) -> int:
+        """Where the longest tail begins that a stop string begins with."""
+        return min(
+            next(
+                (n for n in range(max(0, len(window) - len(stop) + 1), len(window)) if stop.startswith(window[n:])),
+                len(window),
+            )
+            for stop in self._stops
+        )

@@ -1,0 +1,66 @@
+"""All stories of one HTTP request, one for each of its prompts, told at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from router.events import ClientGone, Event
+from router.mailbox import Mailbox
+from router.outlet import Outlet
+from router.request import Delta, Request, Usage
+from router.story import House, tell
+from tandem.core.errors import InternalError, TandemError
+from tandem.core.logging import bound, get_logger
+
+log = get_logger(__name__)
+
+
+class Telling:
+    """Starts the stories, passes on what happens to the client, and closes the outlet when all have ended."""
+
+    def __init__(self, requests: Sequence[Request], house: House, outlet: Outlet) -> None:
+        """Each request holds a place in the admission queue; its story gives it back."""
+        self.requests = requests
+        self.outlet = outlet
+        self.usages: list[Usage] = []
+        self._house = house
+        self._inboxes: list[Mailbox[Event]] = [Mailbox() for _ in requests]
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._tell_all(), name="telling")
+
+    def client_gone(self, why: str) -> None:
+        """Every story that still goes on is cancelled."""
+        for inbox in self._inboxes:
+            inbox.put(ClientGone(why))
+
+    async def wait_ended(self) -> None:
+        """Return when every story has ended and every worker has been told."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _tell_all(self) -> None:
+        errors: list[TandemError] = []
+        results = await asyncio.gather(*(self._tell_one(n, errors) for n in range(len(self.requests))))
+        self.usages = [usage for usage in results if usage is not None]
+        self.outlet.close(errors[0] if errors else None)
+
+    async def _tell_one(self, number: int, errors: list[TandemError]) -> Usage | None:
+        request, outlet = self.requests[number], self.outlet
+
+        def emit(delta: Delta) -> None:
+            outlet.put(number, delta)
+
+        with bound(wire_id=request.request_id):
+            try:
+                return await tell(request, self._house, self._inboxes[number], emit)
+            except TandemError as error:
+                errors.append(error)
+            except Exception:  # the last border: logged here, typed for the client
+                log.exception("unforeseen error")
+                errors.append(InternalError("an unforeseen error; the log has it under this request id"))
+        # The answer is one: it fails as a whole.
+        self.client_gone("another prompt of the same request failed")
+        return None

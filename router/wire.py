@@ -1,0 +1,164 @@
+"""Where the wire contract meets the router's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from router.events import (
+    Admitted,
+    AttemptFailed,
+    Event,
+    Granted,
+    HandoffDone,
+    PrefillEnded,
+    PrefillStarted,
+)
+from router.journal import Journal
+from router.request import Request, TokenGiven
+from router.worker_key import WorkerKey
+from tandem.core.errors import HandoffError, InvalidRequestError, TandemError, error_class
+from tandem.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_UNSPECIFIED: None,
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+def sampling_to_proto(request: Request) -> common_pb2.Sampling:
+    params = request.sampling
+    return common_pb2.Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        num_logprobs=params.num_logprobs,
+    )
+
+
+def reserve(request: Request, journal: Journal) -> decode_pb2.DecodeCommand:
+    return decode_pb2.DecodeCommand(
+        reserve=decode_pb2.Reserve(
+            request_id=request.request_id,
+            attempt=journal.attempt,
+            priority=request.priority,
+            prompt_ids=request.prompt_ids,
+            sampling=sampling_to_proto(request),
+            num_choices=request.num_choices,
+            journal=_journal_to_proto(journal),
+        )
+    )
+
+
+def start_prefill(request: Request, journal: Journal, decode: common_pb2.WorkerInfo) -> prefill_pb2.PrefillCommand:
+    return prefill_pb2.PrefillCommand(
+        start=prefill_pb2.StartPrefill(
+            request_id=request.request_id,
+            attempt=journal.attempt,
+            priority=request.priority,
+            prompt_ids=request.prompt_ids,
+            sampling=sampling_to_proto(request),
+            num_choices=request.num_choices,
+            journal=_journal_to_proto(journal),
+            decode=decode,
+        )
+    )
+
+
+def grant_given_out(request_id: str, attempt: int, writer: WorkerKey) -> decode_pb2.DecodeCommand:
+    return decode_pb2.DecodeCommand(
+        given_out=decode_pb2.GrantGivenOut(
+            request_id=request_id,
+            attempt=attempt,
+            writer_worker_id=writer.worker_id,
+            writer_incarnation=writer.incarnation,
+        )
+    )
+
+
+def attach_grant(request_id: str, granted: Granted) -> prefill_pb2.PrefillCommand:
+    attach = prefill_pb2.AttachGrant(request_id=request_id, attempt=granted.attempt, grant=granted.grant)
+    return prefill_pb2.PrefillCommand(attach=attach)
+
+
+def cancel(request_id: str, attempt: int, reason: str) -> common_pb2.Cancel:
+    return common_pb2.Cancel(request_id=request_id, attempt=attempt, reason=reason)
+
+
+def _journal_to_proto(journal: Journal) -> Iterable[common_pb2.ChoiceJournal]:
+    """What the client has; choices without a token are left out."""
+    return [
+        common_pb2.ChoiceJournal(choice=number, token_ids=choice.token_ids)
+        for number, choice in enumerate(journal.choices)
+        if choice.token_ids
+    ]
+
+
+def error_from_proto(error: common_pb2.Error) -> TandemError:
+    """The typed error that a worker sent; its own word on `retryable` stands."""
+    result = error_class(error.code)(error.message)
+    result.request_id = error.request_id or None
+    result.retryable = error.retryable
+    if isinstance(result, HandoffError):
+        result.reason = error.reason or "failed"
+    elif isinstance(result, InvalidRequestError):
+        result.field = error.field or None
+    return result
+
+
+def token_from_proto(token: common_pb2.Token) -> TokenGiven:
+    return TokenGiven(
+        token.attempt,
+        token.choice,
+        token.index,
+        token.token_id,
+        _FINISH_REASONS[token.finish_reason],
+        token.logprob,
+        tuple((top.token_id, top.logprob) for top in token.top_logprobs),
+    )
+
+
+def decode_event(event: decode_pb2.DecodeEvent, worker: WorkerKey) -> tuple[str, Event] | None:
+    """The request that an event of a decode worker concerns, and what happened; `None` where it concerns none."""
+    kind = event.WhichOneof("event")
+    if kind == "token":
+        return event.token.request_id, token_from_proto(event.token)
+    if kind == "granted":
+        return event.granted.request_id, Granted(event.granted.attempt, event.granted)
+    if kind == "admitted":
+        return event.admitted.request_id, Admitted(event.admitted.attempt)
+    if kind == "failed":
+        return event.failed.request_id, _failed(event.failed, worker)
+    return None
+
+
+def prefill_event(event: prefill_pb2.PrefillEvent, worker: WorkerKey) -> tuple[str, Event] | None:
+    """As `decode_event`, for a prefill worker."""
+    kind = event.WhichOneof("event")
+    if kind == "first_token":
+        return event.first_token.request_id, token_from_proto(event.first_token)
+    if kind == "started":
+        return event.started.request_id, PrefillStarted(event.started.attempt)
+    if kind == "handoff_done":
+        return event.handoff_done.request_id, HandoffDone(
+            event.handoff_done.attempt, event.handoff_done.num_cached_tokens
+        )
+    if kind == "ended":
+        return event.ended.request_id, PrefillEnded(event.ended.attempt, event.ended.num_cached_tokens)
+    if kind == "failed":
+        return event.failed.request_id, _failed(event.failed, worker)
+    return None
+
+
+def _failed(failed: common_pb2.AttemptFailed, worker: WorkerKey) -> AttemptFailed:
+    return AttemptFailed(failed.attempt, worker, error_from_proto(failed.error))

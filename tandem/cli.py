@@ -1,0 +1,209 @@
+"""The command line: `tandem serve | status | scale | stop | doctor | version`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tandem.core.config import Config, load
+from tandem.core.errors import TandemError
+from tandem.core.version import version
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return int(options.run(options))
+    except TandemError as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"tandem {options.command}: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"tandem {options.command}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if options.debug:
+            raise
+        print(
+            f"tandem {options.command}: {type(error).__name__}: {error} (a defect; --debug shows where)",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        description="Serve a language model with prefill and decode on separate workers.",
+        epilog="example:\n  tandem serve\n\n`tandem COMMAND --help` explains each command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tandem {version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_serve(commands)
+    _add_status(commands)
+    _add_scale(commands)
+    _add_stop(commands)
+    _add_doctor(commands)
+    _add_command(commands, "version", "print the version", "tandem version", _version)
+    return parser
+
+
+def _add_command(commands: Any, name: str, help: str, example: str, run: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog="example:\n  " + example.replace("\n", "\n  "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--debug", action="store_true", help="show a traceback when the command fails")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_serve(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "serve",
+        "start a cluster in the foreground; Ctrl-C stops it",
+        "tandem serve --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2\n"
+        "tandem serve --config tandem.yaml --address auto",
+        _serve,
+    )
+    _add_config_options(command)
+
+
+def _add_config_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="FILE", help="a tandem.yaml; the options below lie over it")
+    command.add_argument(
+        "--model", metavar="DIR_OR_HUB_ID", help="directory, hub id, or `embedded` (default: the embedded model)"
+    )
+    command.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names that requests may use; `*` accepts any name"
+    )
+    command.add_argument("--dtype", choices=_DTYPES, help="of weights and KV (default: auto)")
+    command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    command.add_argument("--port", type=int, metavar="N", help="HTTP port (default: 8000)")
+    command.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
+    command.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1)")
+    command.add_argument(
+        "--address", metavar="RAY", help="join the Ray cluster at this address, `auto`: the one of this host"
+    )
+
+
+def _add_target_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--port", type=int, metavar="N", help="HTTP port of the cluster; needed if several run here")
+    command.add_argument(
+        "--address", metavar="RAY", help="find the cluster in the Ray cluster at this address, `auto`: of this host"
+    )
+
+
+def _add_status(commands: Any) -> None:
+    command = _add_command(commands, "status", "show the workers of a running cluster", "tandem status --json", _status)
+    _add_target_options(command)
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _add_scale(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "scale",
+        "change how many workers each pool has, while requests run",
+        "tandem scale --prefill 2 --decode 1",
+        _scale,
+    )
+    _add_target_options(command)
+    command.add_argument("--prefill", type=int, metavar="N", help="prefill workers; left out: as it is")
+    command.add_argument("--decode", type=int, metavar="M", help="decode workers; left out: as it is")
+    command.add_argument("--no-wait", action="store_true", help="return at once, not when the new size is reached")
+
+
+def _add_stop(commands: Any) -> None:
+    command = _add_command(commands, "stop", "stop a running cluster", "tandem stop --port 8000", _stop)
+    _add_target_options(command)
+    command.add_argument("--now", action="store_true", help="do not let requests under way finish")
+    command.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="how long requests may take to finish (default: 30)"
+    )
+
+
+def _add_doctor(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "doctor",
+        "check packages, ports, Ray, transport, memory and model; say what to do for each",
+        "tandem doctor --config tandem.yaml",
+        _doctor,
+    )
+    _add_config_options(command)
+
+
+# --- what they run ----------------------------------------------------------------------------------------------------
+# Imports stand inside: `tandem version` and `--help` need neither gRPC nor Ray.
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from tandem.cluster.serve import serve
+
+    return serve(_config(options), options.address)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from tandem.cluster import commands
+
+    return commands.status(options.port, options.address, as_json=options.json)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from tandem.cluster import commands
+
+    return commands.scale(
+        options.port, options.address, prefill=options.prefill, decode=options.decode, wait=not options.no_wait
+    )
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from tandem.cluster import commands
+
+    return commands.stop(options.port, options.address, now=options.now, grace_s=options.grace)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from tandem.cluster import commands
+
+    return commands.doctor(_config(options), address=options.address)
+
+
+def _version(_options: argparse.Namespace) -> int:
+    print(f"tandem {version()}")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """The configuration file with the options laid over it. Raises `ConfigError`."""
+    given = {
+        "model.path": options.model,
+        "model.served_names": options.served_model_name,
+        "model.dtype": options.dtype,
+        "http.host": options.host,
+        "http.port": options.port,
+        "pools.prefill.workers": options.prefill,
+        "pools.decode.workers": options.decode,
+    }
+    return load(options.config, {key: value for key, value in given.items() if value is not None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Finding a running cluster and talking to its supervisor: blocking, without Ray where a state file tells the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from tandem.cluster import statefile
+from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME
+from tandem.cluster.statefile import ClusterFile
+from tandem.core.errors import ConfigError, WorkerLostError
+from tandem.rpc.v1 import supervisor_pb2_grpc
+
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A supervisor. `file` is absent when it was found through Ray."""
+
+    control_address: str
+    file: ClusterFile | None = None
+
+
+def find_cluster(port: int | None, address: str | None) -> Target:
+    """The cluster on HTTP `port` of this host, the one in the Ray at `address`, or the only one there is.
+
+    Raises:
+        ConfigError: there is none, or more than one to choose from.
+    """
+    if address:
+        return Target(_ask_ray(address))
+    clusters = statefile.running()
+    chosen = [cluster for cluster in clusters if port in (None, cluster.port)]
+    if len(chosen) == 1:
+        return Target(chosen[0].control_address, chosen[0])
+    if chosen:
+        ports = ", ".join(str(cluster.port) for cluster in chosen)
+        raise ConfigError(f"several clusters run here, on ports {ports}; choose one with --port", key="--port")
+    where = f"on port {port}" if port else "on this host"
+    others = f" (there is one on port {clusters[0].port})" if clusters else ""
+    raise ConfigError(
+        f"no cluster of this user runs {where}{others}; start one with `tandem serve`, "
+        "or name its Ray cluster with --address"
+    )
+
+
+@contextmanager
+def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControlStub]:
+    """A stub. gRPC's errors inside the block become ours.
+
+    Raises:
+        WorkerLostError: the supervisor does not answer.
+    """
+    with grpc.insecure_channel(target.control_address) as channel:
+        try:
+            yield supervisor_pb2_grpc.SupervisorControlStub(channel)
+        except grpc.RpcError as error:
+            raise WorkerLostError(
+                f"the supervisor at {target.control_address} does not answer ({_describe(error)}); "
+                "if that stays so, end the cluster with `tandem stop --now`"
+            ) from error
+
+
+def _describe(error: grpc.RpcError) -> str:
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+
+
+def _ask_ray(address: str) -> str:
+    from tandem.cluster.ray_home import join_ray, leave_ray
+
+    join_ray(address)
+    import ray
+
+    try:
+        actor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)
+        return str(ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S))
+    except ValueError as error:
+        raise ConfigError(
+            f"no Tandem cluster runs in the Ray cluster at {address}; "
+            f"start one with `tandem serve --address {address}`",
+            key="--address",
+        ) from error
+    finally:
+        leave_ray()

@@ -1,0 +1,114 @@
+"""What `tandem status`, `scale`, `stop` and `doctor` do. Each returns the exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+from google.protobuf.json_format import MessageToDict
+from rich.table import Table
+
+from tandem.cluster import statefile
+from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, supervisor
+from tandem.cluster.doctor import examine
+from tandem.cluster.report import ClusterNews, Reporter, cluster_table, make_console, pools_line
+from tandem.core.config import Config
+from tandem.core.errors import ConfigError, TandemError, WorkerLostError
+from tandem.rpc.v1 import supervisor_pb2
+
+SETTLE_TIMEOUT_S = 600.0
+"""How long `tandem scale` waits for models to load and requests to end."""
+
+_MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
+
+
+def status(port: int | None, address: str | None, *, as_json: bool) -> int:
+    target = find_cluster(port, address)
+    with supervisor(target) as stub:
+        cluster = stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=TIMEOUT_S)
+    console = make_console()
+    if as_json:
+        print(json.dumps(MessageToDict(cluster, preserving_proto_field_name=True), indent=2))
+        return 0
+    state = "stopping" if cluster.stopping else "ready" if cluster.settled else "changing"
+    console.print(f"Tandem {cluster.version}, {cluster.model}: {state}; {pools_line(cluster)}")
+    console.print(f"router {cluster.router.state} at {cluster.router.url or '-'}; Ray at {cluster.ray_address}")
+    if cluster.log_directory:
+        console.print(f"logs in {cluster.log_directory}")
+    console.print(cluster_table(cluster))
+    return 0
+
+
+def scale(port: int | None, address: str | None, *, prefill: int | None, decode: int | None, wait: bool) -> int:
+    if prefill is None and decode is None:
+        raise ConfigError("say how many workers: --prefill N, --decode N, or both")
+    target = find_cluster(port, address)
+    with Reporter() as reporter, supervisor(target) as stub:
+        request = supervisor_pb2.ScaleRequest(prefill=prefill, decode=decode)
+        reply = stub.Scale(request, timeout=TIMEOUT_S)
+        if reply.HasField("error"):
+            raise ConfigError(reply.error.message, key=reply.error.field)
+        if not wait:
+            reporter.line(f"Wanted: {pools_line(reply.cluster)}")
+            return 0
+        reporter.step("Scaling")
+        news = ClusterNews()
+        for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest(), timeout=SETTLE_TIMEOUT_S):
+            for line, style in news.lines(cluster):
+                reporter.line(line, style)
+            if cluster.settled:
+                reporter.end_steps()
+                reporter.line(f"Done: {pools_line(cluster)}")
+                return 0
+    raise WorkerLostError("the cluster stopped before it had its new size")
+
+
+def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) -> int:
+    target = find_cluster(port, address)
+    reporter = Reporter()
+    reporter.line("Stopping at once." if now else "Stopping: requests under way finish first.")
+    grace_s = 0.0 if now else grace_s
+    try:
+        with supervisor(target) as stub:
+            stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
+    except TandemError as error:
+        if not now or target.file is None or target.file.serve_process is None:
+            raise
+        reporter.line(f"{error.message.partition(';')[0]}; ending `tandem serve` instead.")
+        target.file.serve_process.send_signal(signal.SIGTERM)
+    _wait_for_serve(target)
+    reporter.line("Stopped.")
+    return 0
+
+
+def doctor(config: Config, *, address: str | None) -> int:
+    findings = examine(config, address=address)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        mark, style = _MARKS[finding.status]
+        table.add_row(f"[{style}]{mark}[/]", finding.check, finding.detail)
+        if finding.remedy:
+            table.add_row("", "", f"→ {finding.remedy}")
+    make_console().print(table)
+    num_failed = sum(finding.status == "fail" for finding in findings)
+    if num_failed:
+        print(f"{num_failed} of {len(findings)} checks failed: `tandem serve` would not start.")
+        return 1
+    print("`tandem serve` can start.")
+    return 0
+
+
+def _wait_for_serve(target: Target) -> None:
+    """The supervisor's end lets `tandem serve` end; this waits until that is so and nothing is left."""
+    if target.file is None:
+        return
+    if process := target.file.serve_process:
+        try:
+            process.wait(timeout=30.0)
+        except psutil.TimeoutExpired as error:
+            raise WorkerLostError(
+                f"`tandem serve` (pid {process.pid}) still runs 30 s after its cluster has stopped; "
+                f"end it with kill -9 {process.pid}"
+            ) from error
+    statefile.remove(target.file.port)

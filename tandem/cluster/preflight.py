@@ -1,0 +1,299 @@
+"""Everything about the machine and the model that can be wrong is found here, before anything starts.
+
+`tandem serve` runs all checks and stops at the first that fails; `tandem doctor` shows them all. A failed check is a
+`ConfigError` that names the key and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+import tandem
+from tandem.cluster.host import Host, human_bytes
+from tandem.core.config import Config, PoolConfig
+from tandem.core.errors import ConfigError, TandemError
+from tandem.core.model_path import ModelFacts, read_facts, resolve_model
+from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
+
+WORKER_OVERHEAD_BYTES = 600 << 20
+"""What a worker process takes beside weights and pages: interpreter, torch, Ray, activations."""
+
+_TRANSPORT_MODULES = {"ucx": ("nixl_cu12", "nixl-cu12"), "nccl": ("torch", "torch")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check saw. `remedy` is empty where nothing needs to be done."""
+
+    check: str
+    status: str  # "ok", "warn" or "fail"
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the checks derived: `config` with its served names filled in, and each worker's share of the host."""
+
+    config: Config
+    facts: ModelFacts
+    dtype: str
+    kv_bytes: dict[str, int]
+    num_threads: dict[str, int]
+
+
+class Preflight:
+    """The checks for one configuration on one host. `local`: all workers run on this host."""
+
+    def __init__(self, config: Config, host: Host, *, local: bool = True) -> None:
+        self.config, self.host, self.local = config, host, local
+
+    def checks(self) -> list[tuple[str, Callable[[], Finding]]]:
+        here = [("memory", self.check_memory), ("gpus", self.check_gpus)] if self.local else []
+        return [
+            ("packages", self.check_packages),
+            ("port", self.check_port),
+            ("transport", self.check_transport),
+            ("model", self.check_model),
+            ("context", self.check_context),
+            *here,
+        ]
+
+    def findings(self) -> list[Finding]:
+        """Every check's finding, failed ones included."""
+        found = []
+        for name, check in self.checks():
+            try:
+                found.append(check())
+            except TandemError as error:
+                detail, _, remedy = error.message.partition("; ")
+                found.append(Finding(name, "fail", detail, remedy))
+        return found
+
+    def plan(self) -> Plan:
+        """Run every check.
+
+        Raises:
+            ConfigError: the first that failed.
+            ModelLoadError: there is no usable model.
+        """
+        for _, check in self.checks():
+            check()
+        names = self.config.model.served_names or (self.facts.name,)
+        model = dataclasses.replace(self.config.model, served_names=names)
+        return Plan(
+            config=dataclasses.replace(self.config, model=model),
+            facts=self.facts,
+            dtype=self.dtype,
+            kv_bytes={role: self._kv_bytes(pool) for role, pool in self._pools.items()},
+            num_threads={role: pool.threads or self._equal_share() for role, pool in self._pools.items()},
+        )
+
+    # --- the checks ----------------------------------------------------------------------------------------------
+
+    def check_packages(self) -> Finding:
+        """Nobody else owns our top-level names, and what would be imported is ours."""
+        owners = metadata.packages_distributions()
+        home = Path(tandem.__file__).resolve().parent.parent
+        for name in TOP_LEVEL_NAMES:
+            others = sorted(set(owners.get(name, ())) - {DISTRIBUTION})
+            if others:
+                raise ConfigError(
+                    f"the distribution {others[0]} owns the package {name}, which is Tandem's; "
+                    f"pip uninstall {others[0]}, or install {DISTRIBUTION} into an environment of its own",
+                    key=name,
+                )
+            spec = importlib.util.find_spec(name)
+            origin = Path(spec.origin).resolve() if spec and spec.origin else None
+            if origin is None or origin.parent.parent != home:
+                raise ConfigError(
+                    f"the package {name} comes from {origin or 'nowhere'}, not from Tandem in {home}; "
+                    "take that path out of PYTHONPATH or start in another directory",
+                    key=name,
+                )
+        detail = f"{DISTRIBUTION} {version()}, Python {sys.version.split()[0]}, {home}"
+        if version().startswith("0+"):
+            return Finding("packages", "warn", f"{detail}: a checkout that is not installed", "pip install -e .")
+        return Finding("packages", "ok", detail)
+
+    def check_port(self) -> Finding:
+        host, port = self.config.http.host, self.config.http.port
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"http.host is {host}, which is no address of this host; use 127.0.0.1", key="http.host"
+            ) from error
+        except OSError as error:
+            holder = _listener(port)
+            raise ConfigError(
+                f"http.port {port} on {host} cannot be used: {error.strerror}{holder}; "
+                "stop what listens there, or choose another with --port",
+                key="http.port",
+            ) from error
+        return Finding("port", "ok", f"{host}:{port} is free")
+
+    def check_transport(self) -> Finding:
+        name = self.config.transport.name
+        if name not in _TRANSPORT_MODULES:
+            raise ConfigError(
+                f"transport.name is {name}, which works only within one process; choose ucx or nccl",
+                key="transport.name",
+            )
+        module, package = _TRANSPORT_MODULES[name]
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"transport.name is {name}, but its library {package} is not installed; "
+                f"pip install {package}, or set transport.name to another",
+                key="transport.name",
+            )
+        return Finding("transport", "ok", f"{name} by {package} {metadata.version(package)}")
+
+    def check_model(self) -> Finding:
+        facts, dtype = self.facts, self.dtype
+        weights = human_bytes(facts.weight_bytes(dtype))
+        detail = f"{facts.name}: {facts.architecture}, {dtype}, weights {weights}, {facts.directory}"
+        return Finding("model", "ok", detail)
+
+    def check_context(self) -> Finding:
+        cache, limit = self.config.cache, self.facts.max_positions
+        if limit is not None and cache.max_context > limit:
+            raise ConfigError(
+                f"cache.max_context is {cache.max_context}, but {self.facts.name} was made for {limit} tokens; "
+                f"set it to at most {limit}, or to 0 for the model's own limit",
+                key="cache.max_context",
+            )
+        context = cache.max_context or limit
+        if context is not None and cache.page_size > context:
+            raise ConfigError(
+                f"cache.page_size is {cache.page_size}, more than the whole context of {context} tokens; "
+                "set it to 32 or so",
+                key="cache.page_size",
+            )
+        if limit is None:
+            return Finding("context", "warn", "config.json names no limit", "set cache.max_context")
+        return Finding("context", "ok", f"{context} tokens in pages of {cache.page_size}")
+
+    def check_gpus(self) -> Finding:
+        wanted = sum(pool.gpus * pool.workers for pool in self._pools.values())
+        if wanted > self.host.num_gpus:
+            raise ConfigError(
+                f"pools.prefill.gpus and pools.decode.gpus ask for {wanted:g} GPUs, this host has "
+                f"{self.host.num_gpus}; set them to 0 for CPU, or start fewer workers",
+                key="pools.prefill.gpus",
+            )
+        return Finding("gpus", "ok", f"{wanted:g} of {self.host.num_gpus} used; {self.host.num_cores} cores")
+
+    def check_memory(self) -> Finding:
+        """Weights, pages and process of every CPU worker fit what is free, and one request fits the pages."""
+        workers, free = self._num_cpu_workers, self.host.available_bytes
+        if workers == 0:
+            return Finding("memory", "ok", f"{human_bytes(free)} free; pages live on the GPUs")
+        fixed = workers * self._fixed_bytes
+        if fixed > free:
+            raise ConfigError(
+                f"{workers} workers need {human_bytes(fixed)} for weights and processes, {human_bytes(free)} are free; "
+                "start fewer workers (--prefill, --decode), free memory, or choose a smaller model",
+                key="pools",
+            )
+        pages = self._kv_bytes(PoolConfig())
+        if fixed + workers * pages > free:
+            most = max(0, (free - fixed) // workers)
+            raise ConfigError(
+                f"cache.memory_bytes is {pages} ({human_bytes(pages)}) for each of {workers} workers; with "
+                f"{human_bytes(fixed)} for weights and processes that is more than the {human_bytes(free)} that are "
+                f"free; set it to at most {most}, or to 0 to let cache.memory_share decide",
+                key="cache.memory_bytes",
+            )
+        self._check_one_request_fits(pages)
+        detail = f"{human_bytes(free)} free; {workers} workers with {human_bytes(pages)} of pages each"
+        return Finding("memory", "ok", detail)
+
+    def _check_one_request_fits(self, pages: int) -> None:
+        per_token = self.facts.kv_bytes_per_token(self.dtype)
+        context = self.config.cache.max_context or self.facts.max_positions
+        if per_token is None or context is None:
+            return  # the worker knows the model's shape and checks again
+        page_size = self.config.cache.page_size
+        needed = -(-context // page_size) * page_size * per_token
+        if needed > pages:
+            key = "cache.memory_bytes" if self.config.cache.memory_bytes else "cache.memory_share"
+            most = pages // per_token // page_size * page_size
+            raise ConfigError(
+                f"{key} gives each worker {human_bytes(pages)} of pages, one request of {context} tokens needs "
+                f"{human_bytes(needed)}; raise it, or set cache.max_context to at most {most}",
+                key=key,
+            )
+
+    # --- what they are made from ---------------------------------------------------------------------------------
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        path = self.config.model.path
+        return read_facts(path, resolve_model(path))
+
+    @property
+    def dtype(self) -> str:
+        chosen = self.config.model.dtype
+        if chosen != "auto":
+            return chosen
+        on_gpu = any(pool.gpus for pool in self._pools.values())
+        return (self.facts.dtype or "float32") if on_gpu else "float32"
+
+    @property
+    def _pools(self) -> dict[str, PoolConfig]:
+        return {"prefill": self.config.pools.prefill, "decode": self.config.pools.decode}
+
+    @property
+    def _num_cpu_workers(self) -> int:
+        return sum(pool.workers for pool in self._pools.values() if not pool.gpus)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        return self.facts.weight_bytes(self.dtype) + WORKER_OVERHEAD_BYTES
+
+    def _kv_bytes(self, pool: PoolConfig) -> int:
+        """Bytes of pages for one worker of `pool`; 0: its own node decides (GPU memory, or other hosts)."""
+        cache = self.config.cache
+        if cache.memory_bytes or pool.gpus or not self.local:
+            return cache.memory_bytes
+        return share_of_memory(self.config, self.host.available_bytes, self._fixed_bytes, self._num_cpu_workers)
+
+    def _equal_share(self) -> int:
+        if not self.local:
+            return 0
+        return max(1, self.host.num_cores // sum(pool.workers for pool in self._pools.values()))
+
+
+def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_workers: int) -> int:
+    """Bytes of KV pages for one of `num_workers` equal CPU workers of a host.
+
+    `fixed_bytes` of each are taken off first; `cache.memory_share` of the rest is divided, `cache.max_memory_bytes`
+    is the most that one gets.
+    """
+    rest = max(0, available_bytes - num_workers * fixed_bytes)
+    share = int(config.cache.memory_share * rest) // num_workers
+    return min(share, config.cache.max_memory_bytes) if config.cache.max_memory_bytes else share
+
+
+def _listener(port: int) -> str:
+    """` (by NAME, pid N)` of who listens on `port`, where the system tells."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+        pid = next(c.pid for c in connections if c.laddr and c.laddr.port == port and c.status == "LISTEN")
+        return f" (by {psutil.Process(pid).name()}, pid {pid})" if pid else ""
+    except (psutil.Error, StopIteration, PermissionError):
+        return ""

@@ -1,0 +1,62 @@
+"""This process's family: how `tandem serve` makes sure that nothing outlives it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies (Linux).
+
+    Ray's workers are grandchildren; with this, `descendants` lists all of them at any time, whoever died between.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants() -> list[psutil.Process]:
+    """All that this process and its descendants have started and that has not ended."""
+    return [p for p in psutil.Process().children(recursive=True) if _lives(p)]
+
+
+def kill_descendants(timeout_s: float = 5.0) -> int:
+    """SIGKILL and reap all descendants; how many there were.
+
+    Raises:
+        RuntimeError: some could not be killed within `timeout_s` (they hang in the kernel).
+    """
+    num_killed = 0
+    while family := descendants():
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+            num_killed += 1
+        _, alive = psutil.wait_procs(family, timeout=timeout_s)
+        if alive:
+            raise RuntimeError(f"could not kill {', '.join(f'{p.pid} ({p.name()})' for p in alive)}")
+    _reap()
+    return num_killed
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _reap() -> None:
+    """Collect what has ended and was handed to us, so that no zombie is left while this process goes on."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return

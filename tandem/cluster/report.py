@@ -1,0 +1,129 @@
+"""What `tandem serve` and the other commands say: styled on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from tandem.rpc.v1 import common_pb2, supervisor_pb2
+
+_LOG_WIDTH = 240
+_STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "failed": "red", "stopping": "yellow"}
+_ROLE_NAMES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
+
+
+class Reporter:
+    """Lines on standard output. On a terminal the present step shows below them until it is over."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or make_console()
+        self._status: Status | None = None
+
+    def line(self, text: str, style: str = "") -> None:
+        self.console.print(text, style=style, markup=False)
+
+    def step(self, text: str) -> None:
+        """Begin a step; the one before is over."""
+        if not self.console.is_terminal:
+            self.line(text)
+            return
+        if self._status is None:
+            self._status = self.console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
+
+    def end_steps(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_steps()
+
+
+def make_console() -> Console:
+    """Without a terminal there is no width to fit: lines in a log are not broken."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    return console
+
+
+class ClusterNews:
+    """Turns a series of `Cluster` messages into one line for each thing that changed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[str, ...]] = {}
+
+    def lines(self, cluster: supervisor_pb2.Cluster) -> list[tuple[str, str]]:
+        """(line, style) of what differs from the message before."""
+        now: dict[str, tuple[str, ...]] = {}
+        news = []
+        for worker in cluster.workers:
+            member = worker.member
+            now[member.worker_id] = (member.incarnation, member.state, worker.detail)
+            if self._seen.get(member.worker_id) != now[member.worker_id]:
+                news.append((f"  {member.worker_id:<12}{_worker_line(worker)}", _STATE_STYLES.get(member.state, "")))
+        if cluster.HasField("router"):
+            router = cluster.router
+            now["router"] = (router.incarnation, router.state)
+            if self._seen.get("router") != now["router"]:
+                news.append((f"  {'router':<12}{_router_line(router)}", _STATE_STYLES.get(router.state, "")))
+        news += [(f"  {name:<12}stopped", "") for name in self._seen if name not in now]
+        self._seen = now
+        return news
+
+
+def cluster_table(cluster: supervisor_pb2.Cluster) -> Table:
+    """The workers of `tandem status`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NAME", "STATE", "PID", "NODE", "RUNNING", "QUEUED", "PAGES FREE", "FAILURES", "DETAIL"):
+        table.add_column(title, justify="right" if title in ("RUNNING", "QUEUED", "PAGES FREE", "FAILURES") else "left")
+    for worker in cluster.workers:
+        member, load = worker.member, worker.load
+        pages = load.pages
+        total = pages.free + pages.used + pages.reserved + pages.cached + pages.quarantined
+        known = worker.HasField("load")
+        table.add_row(
+            member.worker_id,
+            f"[{_STATE_STYLES.get(member.state, 'white')}]{member.state}[/]",
+            str(member.pid or "-"),
+            member.node or "-",
+            str(load.num_running) if known else "-",
+            str(load.num_queued) if known else "-",
+            f"{pages.free + pages.cached}/{total}" if known else "-",
+            str(worker.failures),
+            worker.detail,
+        )
+    return table
+
+
+def pools_line(cluster: supervisor_pb2.Cluster) -> str:
+    """`prefill 1/1 ready, decode 1/2 ready`."""
+    return ", ".join(f"{_ROLE_NAMES[pool.role]} {pool.ready}/{pool.wanted} ready" for pool in cluster.pools)
+
+
+def _worker_line(worker: supervisor_pb2.ClusterWorker) -> str:
+    member = worker.member
+    where = f" (pid {member.pid})" if member.pid else ""
+    if member.state == "ready":
+        return f"ready{where}"
+    if member.state == "failed":
+        return f"ended: {worker.detail}; starts again in {worker.retry_in_s:.1f} s"
+    before = f"; before that {worker.last_error.message}" if member.state == "starting" and worker.failures else ""
+    return f"{worker.detail or member.state}{where}{before}"
+
+
+def _router_line(router: supervisor_pb2.ClusterRouter) -> str:
+    if router.state == "ready":
+        return f"ready at {router.url}"
+    return f"{router.state}; before that {router.detail}" if router.detail else router.state

@@ -1,0 +1,281 @@
+"""`tandem serve`: from a configuration to a cluster that answers, and back to nothing.
+
+    check ─> Ray ─> supervisor ─> workers and router ─> ready ─> (Ctrl-C, `tandem stop`, failure) ─> all stopped
+
+A local cluster ends with this process, however it ends. In a Ray that was joined, the actors are detached: they end
+with Ctrl-C and `tandem stop`, and go on if this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import psutil
+
+from tandem.cluster import processes, ray_home, statefile
+from tandem.cluster.host import human_bytes, this_host
+from tandem.cluster.preflight import Plan, Preflight
+from tandem.cluster.report import ClusterNews, Reporter
+from tandem.cluster.signals import StopRequested, StopSignals
+from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
+from tandem.core.config import Config
+from tandem.core.errors import ConfigError, error_class
+from tandem.core.version import version
+from tandem.rpc.channel import make_channel
+from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
+
+if TYPE_CHECKING:
+    from tandem.cluster.ray_home import RayHome
+    from tandem.rpc.v1.supervisor_pb2_grpc import SupervisorControlAsyncStub as _Stub
+
+GRACE_S = 30.0
+"""What requests under way get after the first Ctrl-C; the second ends them."""
+
+HOPELESS_AFTER = 3
+"""Ends in a row of one worker, before the cluster was ever ready, after which `tandem serve` gives up."""
+
+_NO_USE_TO_RETRY = frozenset({"config", "model_load", "unsupported_model", "incompatible"})
+
+
+@dataclass
+class _Progress:
+    ready: bool = False
+
+
+def serve(config: Config, address: str | None) -> int:
+    """Run a cluster in the foreground until it is stopped; the exit code.
+
+    Args:
+        address: of a running Ray cluster to join (`auto`: the one of this host); `None`: a Ray of its own.
+
+    Raises:
+        TandemError: it cannot start, or it failed; everything has been stopped.
+    """
+    with Reporter() as reporter:
+        serving = Serving(config, address, reporter)
+        try:
+            serving.run()
+        except StopRequested:
+            reporter.end_steps()
+        finally:
+            serving.clean_up()
+        reporter.line("Stopped.")
+    return 0
+
+
+class Serving:
+    """One run of `tandem serve`."""
+
+    def __init__(self, config: Config, address: str | None, reporter: Reporter) -> None:
+        self._config, self._address, self._reporter = config, address, reporter
+        self._signals = StopSignals(self._say_stopping, self._force)
+        self._home: RayHome | None = None
+        self._supervisor: Any = None  # its Ray actor
+        self._control_address = ""
+        self._news = ClusterNews()
+        self._progress = _Progress()
+
+    @property
+    def _local(self) -> bool:
+        return self._address is None
+
+    def run(self) -> None:
+        self._signals.install()
+        self._reporter.line(f"Tandem {version()}", style="bold")
+        plan = Preflight(self._config, this_host(), local=self._local).plan()
+        self._say_plan(plan)
+        if self._address is None:
+            self._reporter.step("Starting Ray")
+            processes.adopt_orphans()
+            self._home = ray_home.start_local_ray()
+        else:
+            self._reporter.step(f"Joining Ray at {self._address}")
+            self._home = ray_home.join_ray(self._address)
+        self._signals.install()
+        self._reporter.line(f"  ray         at {self._home.address}, logs in {self._home.log_directory}")
+        self._reporter.step("Starting the workers")
+        self._start_supervisor(plan, self._home)
+        asyncio.run(self._supervise(plan))
+
+    def clean_up(self) -> None:
+        """Stop what has been started, in the order that is kindest; whatever happened before."""
+        self._signals.begin_cleanup()
+        if self._progress.ready:
+            statefile.remove(self._config.http.port)
+        if self._home and not self._local and self._supervisor is not None:
+            asyncio.run(self._shut_down(grace_s=0.0))
+        if self._home:
+            ray_home.leave_ray()
+        if self._local:
+            processes.kill_descendants()
+
+    # --- starting ------------------------------------------------------------------------------------------------
+
+    def _start_supervisor(self, plan: Plan, home: RayHome) -> None:
+        import ray
+
+        from tandem.cluster.launcher import start_supervisor
+
+        if SUPERVISOR_NAME in ray.util.list_named_actors():
+            raise ConfigError(
+                f"a Tandem cluster runs in the Ray cluster at {home.address} already; change it with `tandem scale`, "
+                "end it with `tandem stop --address`, or start a Ray of its own without --address",
+                key="--address",
+            )
+        spec = ClusterSpec(
+            config=plan.config,
+            model_dir=str(plan.facts.directory) if self._local else "",
+            kv_bytes=plan.kv_bytes,
+            num_threads=plan.num_threads,
+            local=self._local,
+            control_port=_free_port(),
+            node_id=home.node_id,
+            ray_address=home.address,
+            log_directory=plan.config.logging.directory or (home.log_directory if self._local else ""),
+        )
+        self._supervisor = start_supervisor(spec)
+
+    async def _supervise(self, plan: Plan) -> None:
+        """Until a signal, the cluster's end or its failure."""
+        watching = asyncio.create_task(self._watch(plan))
+        stopping = asyncio.create_task(self._signals.wait())
+        await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            stopping.cancel()
+            await watching
+            return
+        self._reporter.end_steps()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await self._shut_down(GRACE_S if self._progress.ready else 0.0)
+
+    async def _watch(self, plan: Plan) -> None:
+        """Tell what changes, until the cluster has ended. A supervisor that dies is awaited: Ray starts it again."""
+        while True:
+            self._control_address = await self._supervisor.wait_ready.remote()
+            async with make_channel(self._control_address) as channel:
+                stub: _Stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
+                try:
+                    async for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest()):
+                        self._heard(cluster, plan)
+                        if cluster.stopping and not cluster.workers and not cluster.HasField("router"):
+                            return
+                except grpc.aio.AioRpcError as error:
+                    self._reporter.line(f"  supervisor  does not answer ({error.code().name}); Ray starts it again")
+
+    def _heard(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
+        for line, style in self._news.lines(cluster):
+            self._reporter.line(line, style)
+        if self._progress.ready:
+            return
+        if cluster.settled:
+            self._reporter.end_steps()
+            self._progress.ready = True
+            self._announce(cluster, plan)
+        elif not cluster.stopping:
+            _raise_if_hopeless(cluster)
+
+    def _announce(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
+        assert self._home is not None
+        url, port = cluster.router.url, self._config.http.port
+        statefile.write(
+            statefile.ClusterFile(
+                url=url,
+                port=port,
+                control_address=self._control_address,
+                ray_address=self._home.address,
+                namespace=NAMESPACE,
+                pid=os.getpid(),
+                pid_created=psutil.Process().create_time(),
+                local=self._local,
+            )
+        )
+        for line in ready_banner(url, port, plan):
+            self._reporter.line(line)
+
+    # --- stopping ------------------------------------------------------------------------------------------------
+
+    async def _shut_down(self, grace_s: float) -> None:
+        """Ask the supervisor; one that does not answer is left to the clean-up."""
+        if not self._control_address:
+            return
+        try:
+            async with make_channel(self._control_address) as channel:
+                stub: _Stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
+                await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or self._local:
+                self._reporter.line(f"The supervisor did not stop in order ({error.code().name}).")
+        self._control_address = ""
+
+    def _say_stopping(self) -> None:
+        self._reporter.end_steps()
+        self._reporter.line("Stopping: requests under way finish first; Ctrl-C again stops at once.")
+
+    def _force(self) -> None:
+        """The second signal: everything of ours ends now."""
+        self._reporter.line("Stopping at once.")
+        statefile.remove(self._config.http.port)
+        if self._local:
+            processes.kill_descendants()
+        else:
+            self._reporter.line("Actors in the joined Ray cluster may go on: end them with `tandem stop --address`.")
+        sys.stdout.flush()
+        os._exit(130)
+
+    def _say_plan(self, plan: Plan) -> None:
+        pools, facts = plan.config.pools, plan.facts
+        share, weights = plan.kv_bytes["decode"], human_bytes(facts.weight_bytes(plan.dtype))
+        self._reporter.line(
+            f"  model       {facts.name} ({facts.architecture}, {weights} in {plan.dtype}) from {facts.directory}"
+        )
+        self._reporter.line(
+            f"  pools       {pools.prefill.workers} prefill, {pools.decode.workers} decode; "
+            + (f"{human_bytes(share)} of KV pages each" if share else "each node decides on KV memory")
+        )
+
+
+def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
+    """What a user needs once the cluster answers."""
+    names = plan.config.model.served_names
+    name = plan.facts.name if names[0] == "*" else names[0]
+    body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+    metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
+    pools = plan.config.pools
+    return [
+        "",
+        f"Ready: {url}",
+        "",
+        f"  try it    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  metrics   {metrics}",
+        f"  status    tandem status --port {port}",
+        f"  scale     tandem scale --port {port} --prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}",
+        f"  stop      Ctrl-C, or tandem stop --port {port}",
+        "",
+    ]
+
+
+def _raise_if_hopeless(cluster: supervisor_pb2.Cluster) -> None:
+    """A first start that cannot succeed ends `tandem serve` instead of going on for ever."""
+    lives = [(w.member.worker_id, w.last_error, w.failures) for w in cluster.workers]
+    for name, error, failures in [*lives, ("router", cluster.router.last_error, cluster.router.failures)]:
+        code, message = error.code, error.message
+        if code in _NO_USE_TO_RETRY or failures >= HOPELESS_AFTER:
+            kind = error_class(code)
+            logs = f"; logs are in {cluster.log_directory}" if cluster.log_directory else ""
+            raise kind(f"{name} cannot start: {message}{logs}")
+
+
+def _free_port() -> int:
+    """A TCP port that nobody uses now; the supervisor keeps it for all its lives."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+

@@ -1,0 +1,59 @@
+"""gRPC face of the supervisor: `tandem.v1.SupervisorControl`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tandem.cluster.events import Role
+from tandem.cluster.spec import ClusterSpec
+from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.wire import fill_cluster
+from tandem.core.errors import ConfigError
+from tandem.core.version import version
+from tandem.rpc.v1 import common_pb2, supervisor_pb2, supervisor_pb2_grpc
+
+
+class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
+    """Translates; every decision is the supervisor's."""
+
+    def __init__(self, supervisor: Supervisor, spec: ClusterSpec) -> None:
+        self._supervisor = supervisor
+        self._spec = spec
+
+    async def GetCluster(self, _request: supervisor_pb2.GetClusterRequest, _context: Any) -> supervisor_pb2.Cluster:
+        await self._supervisor.opened.wait()
+        return self._cluster()
+
+    async def WatchCluster(
+        self, _request: supervisor_pb2.WatchClusterRequest, _context: Any
+    ) -> AsyncIterator[supervisor_pb2.Cluster]:
+        await self._supervisor.opened.wait()
+        async for _ in self._supervisor.changes():
+            yield self._cluster()
+
+    async def Scale(self, request: supervisor_pb2.ScaleRequest, _context: Any) -> supervisor_pb2.ScaleReply:
+        await self._supervisor.opened.wait()
+        wanted = {role: getattr(request, role) for role in Role if request.HasField(role.value)}
+        try:
+            await self._supervisor.scale(wanted)
+        except ConfigError as error:
+            wire = common_pb2.Error(code=error.code, message=error.message, field=error.key or "")
+            return supervisor_pb2.ScaleReply(error=wire, cluster=self._cluster())
+        return supervisor_pb2.ScaleReply(cluster=self._cluster())
+
+    async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, _context: Any) -> supervisor_pb2.ShutdownReply:
+        await self._supervisor.opened.wait()
+        await self._supervisor.shut_down(request.grace_s)
+        return supervisor_pb2.ShutdownReply()
+
+    def _cluster(self) -> supervisor_pb2.Cluster:
+        message = supervisor_pb2.Cluster(
+            version=version(),
+            model=next(name for name in (*self._spec.config.model.served_names, self._spec.config.model.path)),
+            log_directory=self._spec.log_directory,
+            ray_address=self._spec.ray_address,
+            pid=os.getpid(),
+        )
+        return fill_cluster(message, self._supervisor.cluster, self._supervisor.loads, self._supervisor.now)

@@ -1,0 +1,36 @@
+"""The supervisor with its gRPC service and its Ray launcher: what `SupervisorActor` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tandem.cluster.events import Role
+from tandem.cluster.launcher import RayLauncher
+from tandem.cluster.pools import Policy
+from tandem.cluster.service import SupervisorService
+from tandem.cluster.spec import ClusterSpec
+from tandem.cluster.supervisor import Supervisor
+from tandem.rpc.channel import bind, make_server
+from tandem.rpc.v1 import supervisor_pb2_grpc
+
+HEARTBEATS_PER_LEASE = 5
+
+
+async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[[str], None]) -> None:
+    """Supervise until a shutdown is complete. Raises `OSError` when the control port is taken."""
+    pools, transport = spec.config.pools, spec.config.transport
+    launcher = RayLauncher(spec)
+    supervisor = Supervisor(
+        launcher,
+        wanted={Role.PREFILL: pools.prefill.workers, Role.DECODE: pools.decode.workers},
+        heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
+        policy=Policy(silence_s=transport.lease_s + transport.grace_s),
+    )
+    server = make_server()
+    supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)
+    bind(server, host, spec.control_port)
+    await server.start()
+    on_listening(f"{host}:{spec.control_port}")
+    await supervisor.run()
+    await server.stop(grace=2.0)  # lets the answer to Shutdown and the last watch go out
+    launcher.end_self()

@@ -1,0 +1,85 @@
+"""Between the supervisor's state and `tandem.v1`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tandem.cluster.events import Ending, PublishMembership, Role
+from tandem.cluster.events import Member as MemberState
+from tandem.cluster.pools import Cluster, Phase, Slot
+from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
+
+ROLE_TO_WIRE = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+
+
+def membership(instruction: PublishMembership) -> control_pb2.Membership:
+    return control_pb2.Membership(
+        version=instruction.version, members=[_member(member) for member in instruction.members]
+    )
+
+
+def fill_cluster(
+    message: supervisor_pb2.Cluster, cluster: Cluster, loads: Mapping[str, common_pb2.WorkerStatus], now: float
+) -> supervisor_pb2.Cluster:
+    """Lay the state over `message`, which holds what does not change (version, model, log directory …)."""
+    message.membership_version = cluster.version
+    message.settled, message.stopping = cluster.settled, cluster.stopping
+    for role, wanted in cluster.wanted.items():
+        slots = [slot for slot in cluster.slots.values() if slot.role is role]
+        ready = sum(slot.phase is Phase.READY for slot in slots)
+        message.pools.append(supervisor_pb2.Pool(role=ROLE_TO_WIRE[role], wanted=wanted, ready=ready))
+    for slot in sorted(cluster.slots.values(), key=lambda slot: (slot.role != Role.PREFILL, slot.index)):
+        message.workers.append(_worker(slot, loads.get(slot.worker_id), now))
+    if router := cluster.router:
+        message.router.CopyFrom(
+            supervisor_pb2.ClusterRouter(
+                state=router.phase.value,
+                url=router.url,
+                control_address=router.control_address,
+                incarnation=router.incarnation,
+                detail=router.last_error.message if router.last_error else "",
+                last_error=_error(router.last_error),
+                failures=router.failures,
+            )
+        )
+    return message
+
+
+def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> supervisor_pb2.ClusterWorker:
+    return supervisor_pb2.ClusterWorker(
+        member=_member(slot.member),
+        detail=_detail(slot),
+        failures=slot.failures,
+        retry_in_s=max(0.0, slot.retry_at - now) if slot.retry_at is not None else 0.0,
+        load=load,
+        last_error=_error(slot.last_error),
+        leaving=slot.leaving,
+    )
+
+
+def _detail(slot: Slot) -> str:
+    if slot.phase is Phase.STARTING:
+        return "loads the model" if slot.placement else f"waits for a node with a free `{slot.role}` in Ray"
+    if slot.phase is Phase.DRAINING:
+        return "finishes what it holds"
+    if slot.phase is Phase.STOPPING:
+        return "stops"
+    if slot.phase is Phase.WAITING and slot.last_error:
+        return slot.last_error.message
+    return ""
+
+
+def _member(member: MemberState) -> control_pb2.Member:
+    return control_pb2.Member(
+        worker_id=member.worker_id,
+        incarnation=member.incarnation,
+        role=ROLE_TO_WIRE[member.role],
+        address=member.address,
+        state=member.state,
+        node=member.node,
+        pid=member.pid,
+    )
+
+
+def _error(ending: Ending | None) -> common_pb2.Error | None:
+    return common_pb2.Error(code=ending.code, message=ending.message) if ending else None

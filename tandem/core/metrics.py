@@ -1,0 +1,74 @@
+"""The metrics that the router exports: names, labels, units and buckets, in one place.
+
+One registry for each router, never the library's global one, so that several live in one process.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_FAST_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_SLOW_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class RouterMetrics:
+    """Counters and histograms of one router. Gauges of the workers are added by `router.gauges`."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(name, help, labels, registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, help, labels, buckets=buckets, registry=registry)
+
+        # -- requests, as clients see them
+        self.requests = counter("tandem_requests_total", "Requests that ended, by outcome", "outcome")
+        self.ttft_s = histogram("tandem_ttft_seconds", "Arrival of a request to its first token", _SLOW_S)
+        self.itl_s = histogram("tandem_itl_seconds", "Gap between two tokens of one choice", _FAST_S)
+        self.phase_s = histogram(
+            "tandem_request_phase_seconds", "Time of a request in each phase; the phases add up", _SLOW_S, "phase"
+        )
+        self.retries = counter("tandem_retries_total", "Attempts begun anew, by what ended the last one", "reason")
+        self.disagreements = counter(
+            "tandem_journal_disagreements_total", "Tokens that came twice with another id; the first one stands"
+        )
+        self.dropped_tokens = counter(
+            "tandem_journal_dropped_tokens_total", "Tokens that were not given out, by why", "reason"
+        )
+        # -- handoffs
+        self.handoff_s = histogram("tandem_handoff_seconds", "First post of a page to decode's ack", _FAST_S)
+        self.exposed_s = histogram(
+            "tandem_exposed_transfer_seconds", "End of a prompt's computation to decode's acknowledgement", _FAST_S
+        )
+        self.prefill_compute_s = histogram(
+            "tandem_prefill_compute_seconds", "First chunk of a prompt to its last logits", _SLOW_S
+        )
+        self.handoffs_refused = counter(
+            "tandem_handoffs_refused_total", "Handoffs that decode refused or that failed, by reason", "reason"
+        )
+        # -- sums of what the workers report; they never go back, whichever incarnation counted
+        self.kv_transfer_bytes = counter(
+            "tandem_kv_transfer_bytes_total", "Bytes of KV pages written to decode workers", "transport"
+        )
+        self.prompt_tokens_computed = counter(
+            "tandem_prompt_tokens_computed_total", "Prompt tokens that were computed", "role"
+        )
+        self.prompt_tokens_cached = counter(
+            "tandem_prompt_tokens_cached_total", "Prompt tokens found in a prefix cache", "role"
+        )
+        self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")
+        self.preemptions = counter("tandem_preemptions_total", "Requests that lost their pages for a while")
+        # -- the control plane
+        self.workers_lost = counter("tandem_workers_lost_total", "Worker connections that broke or fell silent", "role")
+        self.writers_suspected = counter(
+            "tandem_writers_suspected_total", "Writers that decode workers found silent beyond lease and grace"
+        )
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format; its type is `CONTENT_TYPE`."""
+        return generate_latest(self.registry)

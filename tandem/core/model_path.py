@@ -1,0 +1,170 @@
+"""From what `model.path` says to a directory with a checkpoint, and the few facts its files tell.
+
+Reads `config.json` and the heads of `*.safetensors`; imports no torch, so the command line stays quick.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tandem.core.config import EMBEDDED_MODEL
+from tandem.core.errors import ModelLoadError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""What `snapshot_download` fetches: weights in safetensors, configuration, tokenizer."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the files say; `None` where they do not say it in a way known here.
+
+    Attributes:
+        name: the name under which the model is served when the configuration gives none.
+        max_positions: tokens of prompt and output together that the model was made for.
+        num_parameters: elements of all tensors in the safetensors files, 0 when there are none.
+    """
+
+    name: str
+    directory: Path
+    architecture: str
+    dtype: str | None
+    max_positions: int | None
+    num_layers: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    num_parameters: int
+
+    def kv_bytes_per_token(self, dtype: str) -> int | None:
+        """Bytes of K and V of one token in all layers, `None` when the shape is not known."""
+        if self.num_layers is None or self.num_kv_heads is None or self.head_dim is None:
+            return None
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the weights once loaded as `dtype`."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+
+def resolve_model(path: str) -> Path:
+    """The directory of a checkpoint: the embedded one, a directory, or a hub id that is downloaded.
+
+    Raises:
+        ModelLoadError: nothing usable there; says what to do.
+    """
+    if path == EMBEDDED_MODEL:
+        return _embedded()
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return _checked(directory.resolve())
+    if directory.exists():
+        raise ModelLoadError(f"{path} is a file; name the directory that holds config.json")
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelLoadError(
+            f"there is no directory {path}; name a directory with a transformers checkpoint, "
+            f"a hub id such as Qwen/Qwen2.5-0.5B, or `{EMBEDDED_MODEL}`"
+        )
+    return _checked(_downloaded(path))
+
+
+def model_name(path: str, directory: Path) -> str:
+    """The model's own name: the hub id, or the name of its directory."""
+    is_hub_id = path != EMBEDDED_MODEL and not Path(path).expanduser().is_dir()
+    return path if is_hub_id else directory.name
+
+
+def read_facts(path: str, directory: Path) -> ModelFacts:
+    """What `directory`'s files tell. Raises `ModelLoadError` when `config.json` is not readable."""
+    config = _read_json(directory / "config.json")
+    text = config.get("text_config", config)
+    heads = _first(text, "num_attention_heads", "n_head")
+    hidden = _first(text, "hidden_size", "n_embd")
+    head_dim = _first(text, "head_dim")
+    if head_dim is None and heads and hidden:
+        head_dim = hidden // heads
+    kv_heads = _first(text, "num_key_value_heads")
+    architectures = config.get("architectures") or ["unknown"]
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return ModelFacts(
+        name=model_name(path, directory),
+        directory=directory,
+        architecture=str(architectures[0]),
+        dtype=dtype if dtype in DTYPE_BYTES else None,
+        max_positions=_first(text, "max_position_embeddings", "n_positions"),
+        num_layers=_first(text, "num_hidden_layers", "n_layer"),
+        num_kv_heads=kv_heads if kv_heads is not None else heads,
+        head_dim=head_dim,
+        num_parameters=sum(_count_parameters(file) for file in directory.glob("*.safetensors")),
+    )
+
+
+def _embedded() -> Path:
+    directory = Path(str(resources.files("tandem"))) / "models" / "tiny"
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            f"the embedded model is missing from this installation ({directory}); "
+            "reinstall tandem-serving or name another model with --model"
+        )
+    return directory
+
+
+def _downloaded(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelLoadError(
+            f"there is no directory {hub_id}, and huggingface_hub is not installed to download it; "
+            "pip install huggingface_hub, or name a directory"
+        ) from error
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_WEIGHT_PATTERNS)))
+    except Exception as error:  # the library raises its own, httpx' and OS errors
+        reason = str(error).strip().splitlines()
+        raise ModelLoadError(
+            f"cannot get {hub_id} from the Hugging Face hub ({type(error).__name__}: {reason[0] if reason else ''}); "
+            "check the id, the network and HF_TOKEN, or download it elsewhere and name its directory"
+        ) from error
+
+
+def _checked(directory: Path) -> Path:
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"{directory} holds no config.json; name a directory with a transformers checkpoint")
+    if not any(directory.glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{directory} holds no *.safetensors; convert the weights with transformers' "
+            "save_pretrained(..., safe_serialization=True)"
+        )
+    return directory
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text())
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelLoadError(f"{file} must hold an object")
+    return data
+
+
+def _first(config: dict[str, Any], *names: str) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def _count_parameters(file: Path) -> int:
+    """Elements of all tensors of one safetensors file: its head alone is read (8 bytes of length, then JSON)."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            head = json.loads(stream.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise ModelLoadError(f"{file} is not a safetensors file: {error}") from error
+    return sum(math.prod(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__")

@@ -1,0 +1,197 @@
+"""Text to token ids and back, and chat templates: what the router needs of a checkpoint's tokenizer.
+
+Built on the `tokenizers` library alone. The token ids are those that `transformers` gives for the same files:
+`tokenizer.json`'s own post-processor decides which special tokens a prompt gets, and a chat template writes its
+special tokens itself, so its text is encoded without adding any.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tandem.core.chat_template import ChatTemplate
+from tandem.core.errors import InvalidRequestError, ModelLoadError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPIECE_SPACE = "▁"
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: ChatTemplate | None = None,
+        special_tokens: dict[str, str] | None = None,
+    ) -> None:
+        """`special_tokens` are the names that chat templates read: `bos_token`, `eos_token`, …"""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._chat_template = chat_template
+        self._special_tokens = special_tokens or {}
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._pieces = _piece_reader(backend)
+        #: Whether the text of a sequence is the UTF-8 decoding of its tokens' bytes in a row, which makes
+        #: incremental decoding exact and cheap. True of byte-level BPE and of sentencepiece with byte fallback.
+        self.is_byte_exact = self._pieces is not None
+        #: Whether one space at the very beginning of a text is the tokenizer's, not the text's.
+        self.strips_first_space = self.is_byte_exact and _strips_first_space(backend)
+        self.token_bytes = functools.lru_cache(maxsize=None)(self._token_bytes)
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> Tokenizer:
+        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint.
+
+        Raises:
+            ModelLoadError: a file is missing or unreadable; names it.
+        """
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ModelLoadError(f"{path} is missing: Tandem needs the `tokenizers` format (save a fast tokenizer)")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare `Exception`: its one border
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        config_path = model_dir / "tokenizer_config.json"
+        try:
+            config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{config_path} cannot be read: {error}") from error
+        return cls(
+            backend,
+            chat_template=ChatTemplate.from_dir(model_dir, config),
+            special_tokens=_special_tokens(config),
+        )
+
+    # -- text to ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`; `add_special_tokens` lets the post-processor add its own (a BOS, say)."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text of a conversation.
+
+        Raises:
+            InvalidRequestError: the checkpoint has no template, or its template refuses these messages.
+        """
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions with a prompt of your own", field="messages"
+            )
+        return self._chat_template.render(
+            messages, special_tokens=self._special_tokens, add_generation_prompt=add_generation_prompt
+        )
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The token ids of a conversation; the template alone writes special tokens. Raises as `render_chat`."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    # -- ids to text
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token stands for no text (BOS, EOS, turn markers)."""
+        return token_id in self._special_ids
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for within a text; of a special token, those of its name.
+
+        Ids that the tokenizer does not know (padded vocabularies) stand for none. Only for `is_byte_exact`
+        tokenizers is a text the sum of these; for others they serve for display.
+        """
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._pieces is None:
+            text: str = self._backend.decode([token_id], skip_special_tokens=False)
+            return text.encode()
+        return self._pieces(piece)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The named special tokens of `tokenizer_config.json`, where each is a text or an object with `content`."""
+    named = {}
+    for name, value in config.items():
+        if not name.endswith("_token"):
+            continue
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+# -- what a token's piece stands for, by the kind of decoder
+
+
+def _decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's steps as data."""
+    decoder = json.loads(backend.to_str())["decoder"]
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+_REPLACE_SPACE = {"type": "Replace", "pattern": {"String": _SPIECE_SPACE}, "content": " "}
+_STRIP_ONE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _piece_reader(backend: tokenizers.Tokenizer) -> Callable[[str], bytes] | None:
+    """The function from a piece to its bytes, or `None` where a text is not the sum of its tokens' bytes."""
+    steps = _decoders(backend)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return _byte_level_piece
+    with_fallback = [_REPLACE_SPACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if steps in (with_fallback, [*with_fallback, _STRIP_ONE]):
+        return _byte_fallback_piece
+    return None
+
+
+def _strips_first_space(backend: tokenizers.Tokenizer) -> bool:
+    return _STRIP_ONE in _decoders(backend)
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's table: each byte is written as one printable character; those that are not printable move up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return table | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _byte_level_piece(piece: str) -> bytes:
+    table = _byte_of_char()
+    try:
+        return bytes(table[char] for char in piece)
+    except KeyError:  # an added token that was never byte-coded (it holds a space, say) stands for itself
+        return piece.encode()
+
+
+def _byte_fallback_piece(piece: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(piece)
+    if match:
+        return bytes.fromhex(match[1])
+    return piece.replace(_SPIECE_SPACE, " ").encode()

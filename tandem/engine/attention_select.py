@@ -1,0 +1,22 @@
+"""Which attention kernel serves: chosen once at load, by device and type, and named in the log."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_reference import ReferenceAttention
+from tandem.engine.layout import KVLayout
+
+
+def select_backend(layout: KVLayout, device: torch.device, num_threads: int) -> AttentionBackend:
+    """Return the kernel for this machine. Raises `ConfigError` if the page size does not suit the kernel."""
+    if device.type == "cuda":
+        from tandem.engine.attention_cuda import select_cuda_backend  # imports a GPU library
+
+        return select_cuda_backend(layout)
+    if layout.dtype == "float32":
+        from tandem.engine.attention_cpu import CPUAttention  # imports Numba, which takes a while
+
+        return CPUAttention(num_threads)
+    return ReferenceAttention()

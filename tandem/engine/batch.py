@@ -1,0 +1,119 @@
+"""A ragged batch: what each sequence computes now, and the same thing as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.engine.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """What one sequence computes in this forward: a chunk of a prompt, or one generated token.
+
+    The KV of tokens `[0, start)` is in the pages already; this forward adds `[start, start + len(token_ids))`.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]  # block table: page i holds the slots [i * page_size, (i + 1) * page_size)
+    num_logits: int = 1  # how many of the last rows get logits
+
+    @property
+    def end(self) -> int:
+        """Number of tokens whose KV is in the pages after this forward."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Where one sequence lies in the flat batch: rows `[row, row + num_rows)` are tokens `[start, end)`."""
+
+    index: int  # row of the block table
+    row: int
+    num_rows: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """A batch as the model and the attention take it; T tokens of N sequences lie behind one another."""
+
+    token_ids: torch.Tensor  # [1, T] int64
+    positions: torch.Tensor  # [1, T] int64
+    write_pages: torch.Tensor  # [T] int64: where the K and V of each token go
+    write_slots: torch.Tensor  # [T] int64
+    logit_rows: torch.Tensor  # [R] int64
+    block_tables: np.ndarray  # [N, P] int32, padded with page 0, which no reader reaches
+    sequences: tuple[SequenceRows, ...]
+    plan: dict[Any, Any] = field(default_factory=dict)  # what an attention backend prepares once for all layers
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[1]
+
+
+def check_sequence(sequence: SequenceInput, layout: KVLayout, num_pages: int, vocab_size: int, limit: int) -> None:
+    """Raise `ValueError` for a sequence that would read or write outside of its pages or of the model.
+
+    `limit` is the greatest context, in tokens. A wrong block table would otherwise become another request's KV.
+    """
+    num_tokens = len(sequence.token_ids)
+    if num_tokens < 1:
+        raise ValueError("a sequence computes at least one token")
+    if sequence.start < 0 or sequence.end > limit:
+        raise ValueError(f"tokens [{sequence.start}, {sequence.end}) are outside of the context [0, {limit})")
+    if not 0 <= sequence.num_logits <= num_tokens:
+        raise ValueError(f"num_logits {sequence.num_logits} of {num_tokens} tokens")
+    if len(sequence.pages) * layout.page_size < sequence.end:
+        raise ValueError(f"{len(sequence.pages)} pages of {layout.page_size} slots do not hold {sequence.end} tokens")
+    if min(sequence.pages) < 0 or max(sequence.pages) >= num_pages:
+        raise ValueError(f"a page of {list(sequence.pages)} is outside of the arena of {num_pages} pages")
+    if min(sequence.token_ids) < 0 or max(sequence.token_ids) >= vocab_size:
+        raise ValueError(f"a token is outside of the vocabulary of {vocab_size}")
+
+
+def build_batch(sequences: Sequence[SequenceInput], page_size: int, device: torch.device) -> PagedBatch:
+    """Lay checked sequences behind one another."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    num_tokens = sum(lengths)
+    tokens = np.empty(num_tokens, dtype=np.int64)
+    positions = np.empty(num_tokens, dtype=np.int64)
+    write_pages = np.empty(num_tokens, dtype=np.int64)
+    width = max(-(-sequence.end // page_size) for sequence in sequences)
+    tables = np.zeros((len(sequences), width), dtype=np.int32)
+    logit_rows: list[int] = []
+    spans: list[SequenceRows] = []
+    row = 0
+    for index, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        used = -(-sequence.end // page_size)
+        tables[index, :used] = sequence.pages[:used]
+        rows = slice(row, row + length)
+        tokens[rows] = sequence.token_ids
+        positions[rows] = np.arange(sequence.start, sequence.end)
+        write_pages[rows] = tables[index, positions[rows] // page_size]
+        logit_rows.extend(range(row + length - sequence.num_logits, row + length))
+        spans.append(SequenceRows(index, row, length, sequence.start))
+        row += length
+
+    def to_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return PagedBatch(
+        token_ids=to_device(tokens)[None],
+        positions=to_device(positions)[None],
+        write_pages=to_device(write_pages),
+        write_slots=to_device(positions % page_size),
+        logit_rows=to_device(np.asarray(logit_rows, dtype=np.int64)),
+        block_tables=tables,
+        sequences=tuple(spans),
+    )

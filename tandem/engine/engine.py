@@ -1,0 +1,191 @@
+"""The engine: a model, its KV arena, and forwards of ragged batches over pages."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from tandem.core.errors import ConfigError
+from tandem.engine import loader
+from tandem.engine.arena import KVArena
+from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_select import select_backend
+from tandem.engine.batch import SequenceInput
+from tandem.engine.layout import KVLayout
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.probe import probe_architecture
+
+__all__ = ["Engine", "SequenceInput"]
+
+_log = logging.getLogger(__name__)
+
+#: KV memory when neither pages nor bytes are configured: at most this on the CPU, and a quarter of what is free.
+_DEFAULT_CPU_KV_BYTES = 1 << 30
+#: The same on a GPU, of what is free after the weights.
+_DEFAULT_DEVICE_KV_SHARE = 0.8
+
+
+class Engine:
+    """Computes logits of ragged batches; holds the KV of all sequences in pages that its caller accounts for.
+
+    `forward` may be called from any one thread at a time.
+
+    Attributes:
+        layout: the shape of a page.
+        arena: all pages.
+        vocab_size: token ids are `[0, vocab_size)`.
+        eos_token_ids: the ids that end a text.
+        max_context: greatest number of tokens of a sequence, prompt and output.
+        weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
+        model_dtype: "float32", "float16" or "bfloat16"; also of the KV.
+        attention: name of the attention kernel in use.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arena: KVArena,
+        backend: AttentionBackend,
+        eos_token_ids: tuple[int, ...],
+        max_context: int,
+    ) -> None:
+        self.arena = arena
+        self.layout: KVLayout = arena.layout
+        self.vocab_size = loader.vocab_size_of(model)
+        self.eos_token_ids = eos_token_ids
+        self.max_context = max_context
+        self.model_dtype = arena.layout.dtype
+        self.weights_sha256 = loader.weights_sha256(model)
+        self.attention = backend.name
+        self._model = model
+        self._backend = backend
+        self._paged = PagedModel(model, arena, backend, self.vocab_size, max_context)
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        page_size: int = 32,
+        num_pages: int | None = None,
+        kv_bytes: int | None = None,
+        num_threads: int | None = None,
+        device: str = "cpu",
+        max_context: int | None = None,
+        probe: bool = True,
+    ) -> Engine:
+        """Load a checkpoint and make its arena.
+
+        Args:
+            model_dir: a directory in the Hugging Face layout.
+            dtype: of weights, computation and KV; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
+            page_size: token slots of a page.
+            num_pages, kv_bytes: size of the arena, one of them; by default from the memory that is free.
+            num_threads: CPU threads of a forward; by default all that this process may use.
+            device: "cpu", "cuda" or "cuda:N".
+            max_context: a limit below the model's own, in tokens.
+            probe: whether to refuse architectures that paged batches would change.
+
+        Raises:
+            ModelLoadError: the directory is no checkpoint, or weights are missing.
+            UnsupportedModelError: the architecture fails the probe; says why.
+            ConfigError: an argument is wrong.
+        """
+        target = _device(device)
+        threads = _set_threads(num_threads)
+        config = loader.load_config(model_dir)
+        resolved = loader.choose_dtype(dtype, config, target)
+        layout = loader.derive_layout(config, page_size, resolved)
+        context = loader.context_of(config, max_context)
+        backend = select_backend(layout, target, threads)
+        if probe:
+            probe_architecture(config, num_threads=threads)
+        model = loader.load_model(model_dir, config, resolved, target)
+        arena = KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target), target)
+        engine = cls(model, arena, backend, loader.eos_of(model_dir, config), context)
+        _log.info(
+            "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %d threads",
+            model_dir,
+            resolved,
+            target,
+            arena.num_pages,
+            page_size,
+            arena.num_bytes,
+            engine.attention,
+            threads,
+        )
+        return engine
+
+    def forward(
+        self, sequences: Sequence[SequenceInput], on_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Compute the tokens of all sequences in one batch, writing their K and V into their pages.
+
+        `on_layer(layer)` is called, in this thread, as soon as the K and V of that layer lie in the arena for every
+        token of this batch, while later layers are still to come. It must not raise and should be short.
+
+        Returns the logits as float32 `[sum of num_logits, vocab_size]`, in the order of the sequences, on the
+        engine's device.
+
+        Raises `ValueError` for a sequence that is outside of its pages, the context or the vocabulary; nothing has
+        been written then.
+        """
+        return self._paged.forward(sequences, on_layer)
+
+    def warmup(self) -> None:
+        """Compile the kernels and touch the weights, on pages of its own: the arena is left as it is."""
+        page_size = self.layout.page_size
+        prompt = min(self.max_context - 1, 2 * page_size)
+        if prompt < 1:
+            return
+        scratch = KVArena(self.layout, 2 * self.layout.num_pages_for(prompt + 1), self.arena.device)
+        half = scratch.num_pages // 2
+        first, second = range(half), range(half, 2 * half)
+        paged = PagedModel(self._model, scratch, self._backend, self.vocab_size, self.max_context)
+        chunk = SequenceInput([0] * prompt, 0, first)
+        paged.forward([chunk, SequenceInput([0], 0, second)])
+        paged.forward([SequenceInput([0], prompt, first), SequenceInput([0], 1, second)])
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r}: {error}", key="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is neither cpu nor cuda", key="device")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: this torch sees no CUDA device", key="device")
+    return device
+
+
+def _set_threads(num_threads: int | None) -> int:
+    available = len(os.sched_getaffinity(0))
+    threads = available if num_threads is None else num_threads
+    if threads < 1:
+        raise ConfigError(f"num_threads must be 1 or more, got {threads}", key="num_threads")
+    # On purpose, for the whole process: schedulers such as Ray set OMP_NUM_THREADS=1 for their children.
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _count_pages(layout: KVLayout, num_pages: int | None, kv_bytes: int | None, device: torch.device) -> int:
+    if num_pages is not None and kv_bytes is not None:
+        raise ConfigError("give num_pages or kv_bytes, not both", key="num_pages")
+    if num_pages is not None:
+        return num_pages
+    if kv_bytes is None:
+        if device.type == "cpu":
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            kv_bytes = min(_DEFAULT_CPU_KV_BYTES, free // 4)
+        else:
+            kv_bytes = int(torch.cuda.mem_get_info(device)[0] * _DEFAULT_DEVICE_KV_SHARE)
+    pages = kv_bytes // layout.page_bytes
+    if pages < 1:
+        raise ConfigError(f"{kv_bytes} bytes do not hold one page of {layout.page_bytes}", key="kv_bytes")
+    return int(pages)

@@ -1,0 +1,167 @@
+"""From a checkpoint directory to a model, and what can be known of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from tandem.engine.arena import TORCH_DTYPES
+from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.layout import KVLayout
+
+# Says where a model comes from or how it is run, not what it computes.
+_CONFIG_NOISE = frozenset(
+    {
+        "_name_or_path",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+
+_HASH_CHUNK_BYTES = 64 << 20
+
+
+def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
+    """Read `config.json`. Raises `ModelLoadError` where there is none or it is not understood."""
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise ModelLoadError(f"{path} is not a directory; a model is a directory in the Hugging Face layout")
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path} has no config.json; a model is a directory in the Hugging Face layout")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelLoadError(f"cannot read {path / 'config.json'}: {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"{path}: quantised checkpoints are not served")
+    return config
+
+
+def choose_dtype(dtype: str, config: PreTrainedConfig, device: torch.device) -> str:
+    """Resolve "auto": float32 on the CPU, the checkpoint's own type elsewhere. Raises `ConfigError`."""
+    if dtype == "auto":
+        stored = getattr(config, "dtype", None)
+        own = str(stored).removeprefix("torch.")
+        return own if device.type != "cpu" and own in TORCH_DTYPES else "float32"
+    if dtype not in TORCH_DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
+    return dtype
+
+
+def load_model(
+    model_dir: str | os.PathLike[str], config: PreTrainedConfig, dtype: str, device: torch.device
+) -> PreTrainedModel:
+    """Load the weights, with Tandem's attention. Raises `ModelLoadError` if any weight is missing or misshapen."""
+    hf_logging.disable_progress_bar()  # a server's log is no terminal
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelLoadError(f"cannot load {model_dir}: {type(error).__name__}: {error}") from error
+    # `transformers` fills what it misses with random numbers and only warns.
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if report.get(problem):
+            names = ", ".join(str(name) for name in list(report[problem])[:5])
+            raise ModelLoadError(f"{model_dir}: {problem.replace('_', ' ')}: {names}")
+    if device.type != "cpu":
+        model = model.to(device)
+    result: PreTrainedModel = model.eval()
+    return result
+
+
+def derive_layout(config: PreTrainedConfig, page_size: int, dtype: str) -> KVLayout:
+    """Read the shape of the KV from a config. Raises `UnsupportedModelError` if it does not say."""
+    text = config.get_text_config(decoder=True)
+    try:
+        num_heads = int(text.num_attention_heads)
+        num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        num_layers = int(text.num_hidden_layers)
+    except (AttributeError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"{config.model_type}: its config does not tell the shape of its KV: {error}"
+        ) from error
+    return KVLayout(num_layers, int(num_kv_heads), int(head_dim), page_size, dtype)
+
+
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """Return the number of token ids that the model can embed."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def context_of(config: PreTrainedConfig, requested: int | None) -> int:
+    """Return the greatest context in tokens. Raises `ConfigError` if more is requested than the model was made for."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if requested is None:
+        if limit is None:
+            raise ConfigError("the model does not state its greatest context; give max_context", key="max_context")
+        return int(limit)
+    if requested < 1 or (limit is not None and requested > limit):
+        raise ConfigError(f"max_context {requested} is not in [1, {limit}], the model's own limit", key="max_context")
+    return requested
+
+
+def eos_of(model_dir: str | os.PathLike[str], config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the ids that end a text: those of `generation_config.json`, then those of `config.json`."""
+    ids: list[int] = []
+    try:
+        ids += _as_ids(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
+    except OSError:  # no generation_config.json
+        pass
+    except Exception as error:
+        raise ModelLoadError(f"cannot read generation_config.json in {model_dir}: {error}") from error
+    ids += _as_ids(getattr(config.get_text_config(decoder=True), "eos_token_id", None))
+    return tuple(dict.fromkeys(ids))
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, list | tuple) else [int(value)]
+
+
+def weights_sha256(model: PreTrainedModel) -> str:
+    """Return the SHA-256 of all that shapes KV: the config, and names, types, shapes and bytes of the tensors.
+
+    Too much of the config costs a shared prefix, too little would share wrongly: so all but known noise counts.
+    """
+    digest = hashlib.sha256()
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _CONFIG_NOISE}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if place in seen:  # tied weights
+            digest.update(f"= {seen[place]}".encode())
+            continue
+        seen[place] = name
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for begin in range(0, flat.numel(), _HASH_CHUNK_BYTES):
+            digest.update(memoryview(flat[begin : begin + _HASH_CHUNK_BYTES].cpu().numpy()))
+    return digest.hexdigest()

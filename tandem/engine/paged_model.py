@@ -1,0 +1,99 @@
+"""A `transformers` model over an arena: one forward of a ragged batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.engine.arena import KVArena
+from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
+from tandem.engine.batch import SequenceInput, build_batch, check_sequence
+
+LayerCallback = Callable[[int], None]
+
+
+class PagedModel:
+    """Runs batches of one model over one arena. Not for several threads at once."""
+
+    def __init__(
+        self, model: PreTrainedModel, arena: KVArena, backend: AttentionBackend, vocab_size: int, max_context: int
+    ) -> None:
+        self.model = model
+        self.arena = arena
+        self.backend = backend
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+        # Models differ in what they do after the last layer (head bias, soft capping, scaling): all of it is theirs,
+        # on the rows that are asked for.
+        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, sequences: Sequence[SequenceInput], on_layer: LayerCallback | None = None) -> torch.Tensor:
+        """Compute all `sequences` in one batch; see `Engine.forward`."""
+        if not sequences:
+            raise ValueError("an empty batch")
+        for sequence in sequences:
+            check_sequence(sequence, self.arena.layout, self.arena.num_pages, self.vocab_size, self.max_context)
+        batch = build_batch(sequences, self.arena.layout.page_size, self.arena.device)
+        notifier = _notifier(on_layer, self.arena.device)
+        context = ForwardContext(batch, self.arena, self.backend, notifier)
+        token = current_forward.set(context)
+        try:
+            with torch.inference_mode():
+                logits = self._logits(batch.token_ids, batch.positions, batch.logit_rows)
+        finally:
+            current_forward.reset(token)
+        if isinstance(notifier, _DeviceLayers):
+            notifier.finish()
+        self._check_layers(context.layers)
+        return logits
+
+    def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if self._selects_rows:
+            output = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
+            logits = output.logits[0]
+        else:
+            output = self.model(input_ids=token_ids, position_ids=positions, use_cache=False)
+            logits = output.logits[0][rows]
+        result: torch.Tensor = logits.float()
+        return result
+
+    def _check_layers(self, seen: list[int]) -> None:
+        # A layer that never came keeps no KV here: whatever it remembers is not in the pages.
+        missing = sorted(set(range(self.arena.layout.num_layers)) - set(seen))
+        if missing:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: layers {missing} do not use the attention interface"
+            )
+
+
+def _notifier(on_layer: LayerCallback | None, device: torch.device) -> LayerCallback | None:
+    if on_layer is None or device.type == "cpu":
+        return on_layer
+    return _DeviceLayers(on_layer)
+
+
+class _DeviceLayers:
+    """Tells of a layer when the device has really written it, without waiting for the device in between."""
+
+    def __init__(self, on_layer: LayerCallback) -> None:
+        self._on_layer = on_layer
+        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
+
+    def __call__(self, layer: int) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append((layer, event))
+        while self._pending and self._pending[0][1].query():
+            self._on_layer(self._pending.popleft()[0])
+
+    def finish(self) -> None:
+        """Wait for the layers that are left and tell of them."""
+        while self._pending:
+            layer, event = self._pending.popleft()
+            event.synchronize()
+            self._on_layer(layer)

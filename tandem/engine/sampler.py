@@ -1,0 +1,201 @@
+"""From logits to tokens: keyed, so that the same request gives the same tokens on every worker.
+
+Each row is sampled by itself, in float64, from (seed, choice, position): neither the batch nor the worker shows.
+Order: penalties over what was seen, bias, minimum length; temperature; `min_p`, `top_k`, `top_p`; inverse CDF over
+the tokens that are left, by id. Log-probabilities are of the model's own distribution, before all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.core.errors import InternalError
+from tandem.core.sampling import SamplingParams, uniform
+
+#: `top_p` first looks for its nucleus among this many likeliest tokens: a full sort of a large vocabulary is slow.
+_NUCLEUS_GUESS = 1024
+
+
+class SequenceState:
+    """What the penalties of one choice need: which tokens its prompt and its output hold.
+
+    `output_counts` has all and only the tokens of the output, with how often each occurs.
+    """
+
+    __slots__ = ("_prompt", "_seen", "output_counts")
+
+    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
+        self._prompt: frozenset[int] = frozenset(prompt_ids)
+        self._seen: set[int] = set(self._prompt)
+        self.output_counts: dict[int, int] = {}
+        for token_id in output_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Take note of one generated token."""
+        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        self._seen.add(token_id)
+
+    def fork(self) -> SequenceState:
+        """Return a copy that goes its own way."""
+        twin = SequenceState(())
+        twin._prompt = self._prompt
+        twin._seen = set(self._seen)
+        twin.output_counts = dict(self.output_counts)
+        return twin
+
+    @property
+    def seen(self) -> set[int]:
+        """The tokens of prompt and output; not to be changed."""
+        return self._seen
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """Whose token a row of logits becomes."""
+
+    state: SequenceState
+    params: SamplingParams
+    choice: int = 0  # index of the choice in its request
+    position: int = 0  # index of the generated token in its choice
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One chosen token. `logprob` is `None` and `top_logprobs` empty unless `num_logprobs` asks for them."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()) -> list[SampledToken]:
+    """Choose one token for each row.
+
+    Args:
+        logits: `[len(rows), vocab]` float32, on any device; not changed.
+        rows: what is asked of each row. Its state is read, not appended to.
+        eos_token_ids: the model's ends of text, kept out until `min_tokens` unless `ignore_eos`.
+
+    Raises `InternalError` if a row holds NaN: the model overflowed, and any token would be invented.
+    """
+    if logits.dim() != 2 or logits.shape[0] != len(rows):
+        raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows")
+    if not rows:
+        return []
+    best, best_ids = logits.max(dim=-1)
+    if bool(torch.isnan(best).any()):
+        raise InternalError(f"the model gave NaN logits in rows {torch.isnan(best).nonzero().flatten().tolist()}")
+    chosen: list[int] = best_ids.tolist()
+    for index, row in enumerate(rows):
+        if not row.params.is_greedy or _changes_logits(row):
+            chosen[index] = _sample_row(logits[index], row, eos_token_ids)
+    return _with_logprobs(logits, rows, chosen)
+
+
+def _changes_logits(row: SampleRow) -> bool:
+    params = row.params
+    return params.has_penalties or bool(params.logit_bias) or row.position < params.min_tokens
+
+
+def _sample_row(logits: torch.Tensor, row: SampleRow, eos_token_ids: Sequence[int]) -> int:
+    values = logits.double().cpu().numpy()
+    if _changes_logits(row):
+        values = values.copy()  # `double()` copied float32, not float64
+        _change_logits(values, row, eos_token_ids)
+    if row.params.is_greedy:
+        return int(values.argmax())
+    return draw(values, row.params, uniform(row.params.seed, row.choice, row.position))
+
+
+def _change_logits(values: np.ndarray, row: SampleRow, eos_token_ids: Sequence[int]) -> None:
+    params, state = row.params, row.state
+    if params.repetition_penalty != 1.0 and state.seen:
+        seen = np.fromiter(state.seen, dtype=np.int64, count=len(state.seen))
+        old = values[seen]
+        values[seen] = np.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    counts = state.output_counts
+    if counts and (params.frequency_penalty or params.presence_penalty):
+        output = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
+        times = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
+        values[output] -= params.frequency_penalty * times + params.presence_penalty
+    for token_id, bias in params.logit_bias:
+        if token_id < len(values):
+            values[token_id] += bias
+    if row.position < params.min_tokens:
+        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+        values[[token_id for token_id in stops if token_id < len(values)]] = -np.inf
+
+
+def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
+    """Return the token at `number` in [0, 1) of the distribution that `params` make of `logits` (float64 `[vocab]`).
+
+    Where several tokens tie at the edge of `top_k`, all of them stay; at the edge of `top_p`, the lower ids.
+    """
+    scaled = logits / params.temperature
+    greatest = scaled.max()
+    if greatest == -np.inf:  # everything is masked: nothing to choose by
+        return int(logits.argmax())
+    weights = np.exp(scaled - greatest)  # relative to the likeliest token, which has 1
+    ids = _allowed(weights, params)
+    kept = weights if ids is None else weights[ids]
+    cumulative = np.cumsum(kept)
+    index = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+    index = min(index, int(np.flatnonzero(kept)[-1]))  # the product may round up to the sum
+    return index if ids is None else int(ids[index])
+
+
+def _allowed(weights: np.ndarray, params: SamplingParams) -> np.ndarray | None:
+    """Return the ids that `min_p`, `top_k` and `top_p` leave, ascending; `None` for all."""
+    ids: np.ndarray | None = None
+    if params.min_p > 0:
+        ids = np.flatnonzero(weights >= params.min_p)
+    if 0 < params.top_k < (len(weights) if ids is None else len(ids)):
+        candidates = weights if ids is None else weights[ids]
+        edge = np.partition(candidates, len(candidates) - params.top_k)[len(candidates) - params.top_k]
+        within = np.flatnonzero(candidates >= edge)
+        ids = within if ids is None else ids[within]
+    if params.top_p < 1:
+        candidates = weights if ids is None else weights[ids]
+        within = _nucleus(candidates, params.top_p)
+        ids = within if ids is None else ids[within]
+    return ids
+
+
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Return the indices, ascending, of the fewest likeliest tokens whose share is at least `top_p`."""
+    goal = top_p * weights.sum()
+    if len(weights) > 2 * _NUCLEUS_GUESS:
+        edge = np.partition(weights, len(weights) - _NUCLEUS_GUESS)[len(weights) - _NUCLEUS_GUESS]
+        likeliest = np.flatnonzero(weights >= edge)
+        if weights[likeliest].sum() >= goal:
+            kept: np.ndarray = likeliest[_cut(weights[likeliest], goal)]
+            return kept
+    return _cut(weights, goal)
+
+
+def _cut(weights: np.ndarray, goal: float) -> np.ndarray:
+    order = np.argsort(-weights, kind="stable")
+    before = np.cumsum(weights[order]) - weights[order]
+    count = max(1, int(np.count_nonzero(before < goal)))
+    return np.sort(order[:count])
+
+
+def _with_logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]) -> list[SampledToken]:
+    tokens = [SampledToken(token_id) for token_id in chosen]
+    wanted = [index for index, row in enumerate(rows) if row.params.num_logprobs >= 0]
+    if not wanted:
+        return tokens
+    logprobs = torch.log_softmax(logits[wanted].float(), dim=-1)
+    own = logprobs.gather(1, torch.tensor([[chosen[index]] for index in wanted], device=logits.device))
+    most = min(max(rows[index].params.num_logprobs for index in wanted), logits.shape[1])
+    values, ids = (tensor.tolist() for tensor in logprobs.topk(most, dim=-1))
+    for place, (index, logprob) in enumerate(zip(wanted, own[:, 0].tolist(), strict=True)):
+        count = rows[index].params.num_logprobs
+        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
+        tokens[index] = SampledToken(chosen[index], logprob, top)
+    return tokens

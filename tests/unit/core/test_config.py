@@ -1,0 +1,245 @@
+"""The configuration: it loads to what was written, and every wrong value is named with what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.core.config import Config, from_dict, load, to_dict
+from tandem.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One key with its dotted path, type and bounds."""
+
+    path: str
+    hint: Any
+    minimum: float | None
+    choices: tuple[str, ...]
+
+    def tree(self, value: object) -> dict[str, Any]:
+        nested: Any = value
+        for name in reversed(self.path.split(".")):
+            nested = {name: nested}
+        return typing.cast(dict[str, Any], nested)
+
+
+def leaves(section: Any = Config, path: str = "") -> list[Leaf]:
+    found = []
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        full = f"{path}.{field.name}".lstrip(".")
+        if dataclasses.is_dataclass(hints[field.name]):
+            found += leaves(hints[field.name], full)
+        else:
+            meta = field.metadata
+            found.append(Leaf(full, hints[field.name], meta["minimum"], meta["choices"]))
+    return found
+
+
+LEAVES = leaves()
+WRONG_TYPES: dict[Any, list[object]] = {
+    int: ["7", 7.5, True, None, [7]],
+    float: ["7", True, None, [7.0]],
+    bool: [1, "true", None],
+    str: [7, True, None, ["a"]],
+    tuple[str, ...]: ["a", 7, [1, 2], {"a": "b"}],
+}
+
+
+def refusal(tree: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(tree)
+    return caught.value
+
+
+def ids(leaf: Leaf) -> str:
+    return leaf.path
+
+
+# -- what is right
+
+
+def test_nothing_written_gives_the_defaults(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("# nothing\n")
+    assert load(None) == load(empty) == Config()
+
+
+def test_shipped_file_loads_to_the_defaults_and_names_every_key() -> None:
+    text = (ROOT / "tandem.yaml").read_text()
+    assert load(ROOT / "tandem.yaml") == Config()
+    assert all(f"{leaf.path.rpartition('.')[2]}:" in text for leaf in LEAVES)
+
+
+def test_empty_section_means_its_defaults() -> None:
+    assert from_dict({"cache": None, "pools": {"decode": None}}) == Config()
+
+
+def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text("http: {host: 0.0.0.0, port: 9000}\n")
+    config = load(path, {"http.port": 9001, "pools.prefill.workers": 3})
+    assert (config.http.host, config.http.port, config.pools.prefill.workers) == ("0.0.0.0", 9001, 3)
+    assert config.pools.decode == Config().pools.decode
+
+
+def test_whole_numbers_stand_for_numbers() -> None:
+    lease_s = from_dict({"transport": {"lease_s": 5}}).transport.lease_s
+    assert (lease_s, type(lease_s)) == (5.0, float)
+
+
+def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
+    if leaf.choices:
+        return st.sampled_from(leaf.choices)
+    least = leaf.minimum or 0
+    upper = {"http.port": 65535, "transport.quarantine_cap": 1, "cache.memory_share": 0.95}.get(leaf.path)
+    if leaf.hint is int:
+        return st.integers(int(least), int(upper or 1 << 40))
+    if leaf.hint is float:
+        return st.floats(least, upper or 1e9)
+    return {bool: st.booleans(), str: st.text(), tuple[str, ...]: st.lists(st.text()).map(tuple)}[leaf.hint]
+
+
+_RELATED = {"cache.page_size", "scheduling.chunk_size", "scheduling.max_num_batched_tokens"}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    tree: dict[str, Any] = {}
+    for leaf in LEAVES:
+        if leaf.path in _RELATED:
+            continue
+        section = tree
+        *parents, last = leaf.path.split(".")
+        for name in parents:
+            section = section.setdefault(name, {})
+        section[last] = draw(_values(leaf))
+    page_size = draw(st.integers(1, 512))
+    chunk_size = page_size * draw(st.integers(1, 16))
+    tree["cache"]["page_size"] = page_size
+    tree["scheduling"]["chunk_size"] = chunk_size
+    tree["scheduling"]["max_num_batched_tokens"] = chunk_size + draw(st.integers(0, 4096))
+    return from_dict(tree)
+
+
+@given(configs())
+def test_plain_data_and_back(config: Config) -> None:
+    assert from_dict(to_dict(config)) == config
+
+
+# -- what is wrong
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=ids)
+def test_wrong_type_is_named(leaf: Leaf) -> None:
+    for value in WRONG_TYPES[leaf.hint]:
+        error = refusal(leaf.tree(value))
+        assert error.key == leaf.path
+        assert error.message.startswith(leaf.path)
+        assert "must be" in error.message
+        assert repr(value) in error.message
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.minimum is not None], ids=ids)
+def test_value_below_its_minimum_is_named_with_the_minimum(leaf: Leaf) -> None:
+    assert leaf.minimum is not None
+    error = refusal(leaf.tree(leaf.hint(leaf.minimum - 1)))
+    assert error.key == leaf.path
+    assert f"{leaf.path} is" in error.message
+    assert f"at least {leaf.minimum}" in error.message
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.choices], ids=ids)
+def test_unknown_choice_is_answered_with_the_choices(leaf: Leaf) -> None:
+    error = refusal(leaf.tree("infiniband"))
+    assert error.key == leaf.path
+    assert all(choice in error.message for choice in leaf.choices)
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "hint"),
+    [
+        ({"modle": {}}, "modle", "model"),
+        ({"cache": {"page_sise": 32}}, "cache.page_sise", "page_size"),
+        ({"pools": {"prefill": {"count": 2}}}, "pools.prefill.count", "workers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unknown_key_is_answered_with_its_path_and_the_known_keys(tree: Any, path: str, hint: str) -> None:
+    error = refusal(tree)
+    assert error.key == path
+    assert f"unknown key {path}" in error.message
+    assert hint in error.message.partition("known here")[2]
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "remedy"),
+    [
+        ({"scheduling": {"chunk_size": 100}}, "scheduling.chunk_size", "multiple of cache.page_size (32)"),
+        ({"cache": {"page_size": 768}}, "scheduling.chunk_size", "multiple of cache.page_size (768)"),
+        (
+            {"scheduling": {"max_num_batched_tokens": 256}},
+            "scheduling.max_num_batched_tokens",
+            "at least scheduling.chunk_size (512)",
+        ),
+        ({"cache": {"memory_share": 0.96}}, "cache.memory_share", "at most 0.95"),
+        ({"transport": {"quarantine_cap": 1.01}}, "transport.quarantine_cap", "at most 1"),
+        ({"http": {"port": 65536}}, "http.port", "at most 65535"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_that_do_not_go_together(tree: Any, key: str, remedy: str) -> None:
+    error = refusal(tree)
+    assert error.key == key
+    assert key in error.message
+    assert remedy in error.message
+
+
+@pytest.mark.parametrize("tree", [{"cache": 7}, {"pools": {"decode": ["workers"]}}, {"http": "127.0.0.1:80"}])
+def test_section_that_is_no_mapping(tree: Any) -> None:
+    error = refusal(tree)
+    assert "must hold keys and values" in error.message
+    assert error.key is not None
+    assert error.message.startswith(error.key)
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.yaml.*--config"):
+        load(tmp_path / "absent.yaml")
+
+
+def test_file_that_is_not_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("http: {port: 8000\n")
+    with pytest.raises(ConfigError, match=r"broken\.yaml is not YAML: [\s\S]*line 2"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "8000\n"])
+def test_file_that_holds_no_keys(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"list\.yaml must hold keys and values"):
+        load(path)
+
+
+def test_override_through_a_plain_value(tmp_path: Path) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text("http: 8000\n")
+    with pytest.raises(ConfigError, match=r"http\.port: http must hold keys"):
+        load(path, {"http.port": 9000})
+
+
+def test_the_tree_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().http.port = 9000  # type: ignore[misc]

@@ -1,0 +1,395 @@
+"""Page accounting against a model that is too simple to be wrong, and the rules that users of it lean on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tandem.core.pages import PageCounts, PagePool, PageState, page_keys, pages_for
+
+PAGE_SIZE = 4
+KEYS = [f"key-{i}".encode() for i in range(8)]
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """Any order of calls leaves the pool as the model says, and `check` content.
+
+    The model: a list of holdings (who holds which pages, reserved or used), the quarantined pages, which page has
+    which key, and the cached pages, least recently used first. All else follows.
+    """
+
+    @initialize(num_pages=st.integers(1, 12))
+    def start(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages, PAGE_SIZE)
+        self.used: list[list[int]] = []
+        self.reserved: list[list[int]] = []
+        self.quarantined: list[list[int]] = []
+        self.key_of: dict[int, bytes] = {}
+        self.cached: list[int] = []
+
+    # -- what the model knows
+
+    def references(self, page: int) -> int:
+        return sum(holding.count(page) for holding in self.used + self.reserved)
+
+    def free(self) -> set[int]:
+        busy = {page for holding in self.used + self.reserved + self.quarantined for page in holding}
+        return set(range(self.pool.num_pages)) - busy - set(self.cached)
+
+    def page_of(self, key: bytes) -> int | None:
+        return next((page for page, held in self.key_of.items() if held == key), None)
+
+    def leading_run(self, keys: list[bytes]) -> list[int]:
+        pages: list[int] = []
+        for key in keys:
+            page = self.page_of(key)
+            if page is None:
+                return pages
+            pages.append(page)
+        return pages
+
+    def evict(self, num_pages: int) -> None:
+        for page in self.cached[:num_pages]:
+            del self.key_of[page]
+        del self.cached[:num_pages]
+
+    # -- rules
+
+    def _take(self, num_pages: int, call: Callable[[int], list[int] | None], holdings: list[list[int]]) -> None:
+        free = self.free()
+        taken = call(num_pages)
+        if num_pages > len(free) + len(self.cached):
+            assert taken is None
+            return
+        num_evicted = max(0, num_pages - len(free))
+        evictable = set(self.cached[:num_evicted])
+        assert taken is not None
+        assert len(taken) == len(set(taken)) == num_pages
+        assert set(taken) <= free | evictable
+        self.evict(num_evicted)
+        if taken:
+            holdings.append(taken)
+
+    @rule(num_pages=st.integers(0, 13))
+    def allocate(self, num_pages: int) -> None:
+        self._take(num_pages, self.pool.allocate, self.used)
+
+    @rule(num_pages=st.integers(0, 13))
+    def reserve(self, num_pages: int) -> None:
+        self._take(num_pages, self.pool.reserve, self.reserved)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        pages = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        self.pool.admit(pages)
+        self.used.append(pages)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        pages = list(data.draw(st.sampled_from(self.used)))
+        self.pool.share(pages)
+        self.used.append(pages)
+
+    @precondition(lambda self: self.used or self.reserved)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        holdings = data.draw(st.sampled_from([h for h in (self.used, self.reserved) if h]))
+        pages = holdings.pop(data.draw(st.integers(0, len(holdings) - 1)))
+        self.pool.release(pages)
+        self.cached += [p for p in reversed(pages) if not self.references(p) and p in self.key_of]
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def publish(self, data: st.DataObject, key: bytes) -> None:
+        page = data.draw(st.sampled_from(data.draw(st.sampled_from(self.used))))
+        self.pool.publish(page, key)
+        if page not in self.key_of and self.page_of(key) is None:
+            self.key_of[page] = key
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=4))
+    def acquire(self, keys: list[bytes]) -> None:
+        expected = self.leading_run(keys)
+        assert self.pool.match(keys) == len(expected)
+        assert self.pool.acquire(keys) == expected
+        self.cached = [page for page in self.cached if page not in expected]
+        if expected:
+            self.used.append(expected)
+
+    @precondition(lambda self: self.used or self.reserved)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        holdings = data.draw(st.sampled_from([h for h in (self.used, self.reserved) if h]))
+        pages = data.draw(st.sampled_from(holdings))
+        if any(self.references(page) > 1 for page in pages):
+            shared = next(page for page in pages if self.references(page) > 1)
+            with pytest.raises(ValueError, match=f"page {shared} has"):
+                self.pool.quarantine([shared])
+            return
+        self.pool.quarantine(pages)
+        holdings.remove(pages)
+        self.quarantined.append(pages)
+        for page in pages:
+            self.key_of.pop(page, None)
+
+    @precondition(lambda self: self.quarantined)
+    @rule(data=st.data())
+    def lift(self, data: st.DataObject) -> None:
+        pages = self.quarantined.pop(data.draw(st.integers(0, len(self.quarantined) - 1)))
+        self.pool.lift(pages)
+
+    @rule()
+    def drop_cache(self) -> None:
+        self.pool.drop_cache()
+        self.evict(len(self.cached))
+
+    @rule(data=st.data())
+    def refuse_what_the_state_forbids(self, data: st.DataObject) -> None:
+        page = data.draw(st.integers(0, self.pool.num_pages - 1))
+        state = self.pool.state(page)
+        calls: dict[str, tuple[Callable[[], None], set[PageState]]] = {
+            "admit": (lambda: self.pool.admit([page]), {PageState.RESERVED}),
+            "share": (lambda: self.pool.share([page]), {PageState.USED}),
+            "publish": (lambda: self.pool.publish(page, b"new"), {PageState.USED}),
+            "release": (lambda: self.pool.release([page]), {PageState.USED, PageState.RESERVED}),
+            "quarantine": (lambda: self.pool.quarantine([page]), {PageState.USED, PageState.RESERVED}),
+            "lift": (lambda: self.pool.lift([page]), {PageState.QUARANTINED}),
+        }
+        for call, allowed in calls.values():
+            if state not in allowed:
+                with pytest.raises(ValueError, match=f"page {page} is {state.value}"):
+                    call()
+
+    # -- what must hold after every step
+
+    @invariant()
+    def pool_is_as_the_model_says(self) -> None:
+        self.pool.check()
+        used = {page for holding in self.used for page in holding}
+        reserved = {page for holding in self.reserved for page in holding}
+        quarantined = {page for holding in self.quarantined for page in holding}
+        free = self.free()
+        assert self.pool.counts() == PageCounts(
+            free=len(free),
+            used=len(used),
+            reserved=len(reserved),
+            cached=len(self.cached),
+            quarantined=len(quarantined),
+        )
+        assert self.pool.num_available == len(free) + len(self.cached)
+        for page in range(self.pool.num_pages):
+            assert self.pool.references(page) == self.references(page)
+            expected = (
+                PageState.FREE if page in free
+                else PageState.CACHED if page in self.cached
+                else PageState.QUARANTINED if page in quarantined
+                else PageState.RESERVED if page in reserved
+                else PageState.USED
+            )
+            assert self.pool.state(page) is expected, page
+
+    def teardown(self) -> None:
+        """Nobody's pages leak: when all is given back, every page can be had again."""
+        if not hasattr(self, "pool"):
+            return
+        for pages in self.used + self.reserved:
+            self.pool.release(pages)
+        for pages in self.quarantined:
+            self.pool.lift(pages)
+        assert self.pool.num_available == self.pool.num_pages
+        assert len(self.pool.allocate(self.pool.num_pages) or []) == self.pool.num_pages
+        self.pool.check()
+
+
+PoolAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+
+
+# -- taking
+
+
+def taken(pages: list[int] | None) -> list[int]:
+    assert pages is not None
+    return pages
+
+
+def cached_pool(num_pages: int, num_cached: int) -> PagePool:
+    """A pool whose first pages are cached under KEYS, page 0 least recently used."""
+    pool = PagePool(num_pages, PAGE_SIZE)
+    pages = taken(pool.allocate(num_cached))
+    for page, key in zip(pages, KEYS, strict=False):
+        pool.publish(page, key)
+    for page in pages:
+        pool.release([page])
+    return pool
+
+
+def test_neighbours_are_handed_out_together() -> None:
+    pool = PagePool(8, PAGE_SIZE)
+    assert pool.allocate(3) == [0, 1, 2]
+    assert pool.reserve(2) == [3, 4]
+
+
+def test_all_pages_or_none() -> None:
+    pool = PagePool(4, PAGE_SIZE)
+    pool.allocate(2)
+    assert pool.allocate(3) is None
+    assert pool.counts() == PageCounts(free=2, used=2, reserved=0, cached=0, quarantined=0)
+
+
+def test_too_large_a_wish_evicts_nothing() -> None:
+    pool = cached_pool(4, num_cached=2)
+    assert pool.allocate(5) is None
+    assert pool.match(KEYS[:2]) == 2
+
+
+def test_quarantined_pages_are_nobodys_until_lifted() -> None:
+    pool = PagePool(2, PAGE_SIZE)
+    pages = taken(pool.reserve(2))
+    pool.quarantine(pages)
+    assert pool.allocate(1) is None
+    pool.lift(pages[:1])
+    assert pool.allocate(1) == pages[:1]
+    assert pool.allocate(1) is None
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 4), (4, 0), (-1, 4)])
+def test_a_pool_needs_pages_and_slots(num_pages: int, page_size: int) -> None:
+    with pytest.raises(ValueError, match="needs pages and slots"):
+        PagePool(num_pages, page_size)
+
+
+def test_a_negative_number_of_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        PagePool(1, PAGE_SIZE).allocate(-1)
+
+
+# -- the prefix cache
+
+
+def test_least_recently_used_page_goes_first() -> None:
+    pool = cached_pool(3, num_cached=3)
+    pool.release(pool.acquire(KEYS[:1]))  # page 0 is now the most recently used
+    assert pool.allocate(1) == [1]
+    assert pool.allocate(1) == [2]
+    assert pool.match(KEYS[:1]) == 1
+    assert pool.allocate(1) == [0]
+    assert pool.match(KEYS[:1]) == 0
+
+
+def test_prefix_outlives_what_was_built_on_it() -> None:
+    pool = PagePool(3, PAGE_SIZE)
+    pages = taken(pool.allocate(3))
+    for page, key in zip(pages, KEYS, strict=False):
+        pool.publish(page, key)
+    pool.release(pages)
+    pool.allocate(1)
+    assert pool.match(KEYS[:3]) == 2, "the last page of the sequence was evicted, not its beginning"
+
+
+def test_free_pages_are_taken_before_cached_ones() -> None:
+    pool = cached_pool(4, num_cached=2)
+    assert pool.allocate(2) == [2, 3]
+    assert pool.match(KEYS[:2]) == 2
+
+
+def test_acquired_pages_cannot_be_evicted() -> None:
+    pool = cached_pool(2, num_cached=2)
+    assert pool.acquire(KEYS[:1]) == [0]
+    assert pool.allocate(2) is None
+    assert pool.allocate(1) == [1]
+
+
+def test_page_in_use_can_be_acquired_by_others() -> None:
+    pool = PagePool(2, PAGE_SIZE)
+    pages = taken(pool.allocate(1))
+    pool.publish(pages[0], KEYS[0])
+    assert pool.acquire(KEYS[:1]) == pages
+    assert pool.references(pages[0]) == 2
+    pool.release(pages)
+    assert pool.state(pages[0]) is PageState.USED
+    pool.release(pages)
+    assert pool.state(pages[0]) is PageState.CACHED
+
+
+def test_same_content_twice_keeps_its_first_page() -> None:
+    pool = PagePool(2, PAGE_SIZE)
+    first, second = taken(pool.allocate(2))
+    pool.publish(first, KEYS[0])
+    pool.publish(second, KEYS[0])
+    pool.release([second])
+    assert pool.state(second) is PageState.FREE
+    assert pool.acquire(KEYS[:1]) == [first]
+
+
+def test_quarantined_page_leaves_the_cache() -> None:
+    pool = PagePool(1, PAGE_SIZE)
+    pages = taken(pool.allocate(1))
+    pool.publish(pages[0], KEYS[0])
+    pool.quarantine(pages)
+    assert pool.match(KEYS[:1]) == 0
+    pool.lift(pages)
+    assert pool.state(pages[0]) is PageState.FREE
+
+
+def test_reserved_page_is_not_published_before_it_is_verified() -> None:
+    pool = PagePool(1, PAGE_SIZE)
+    pages = taken(pool.reserve(1))
+    with pytest.raises(ValueError, match="page 0 is reserved, expected used"):
+        pool.publish(pages[0], KEYS[0])
+
+
+# -- keys
+
+
+TOKENS = st.lists(st.integers(0, 1 << 20), max_size=40)
+
+
+@given(TOKENS, st.integers(1, 8))
+def test_one_key_for_each_full_page(tokens: list[int], page_size: int) -> None:
+    keys = page_keys(tokens, page_size, b"weights")
+    assert len(keys) == len(tokens) // page_size
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == hashlib.sha256().digest_size for key in keys)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 8))
+def test_keys_agree_exactly_as_far_as_the_tokens_do(a: list[int], b: list[int], page_size: int) -> None:
+    ours, theirs = (page_keys(tokens, page_size, b"weights") for tokens in (a, b))
+    for page, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        end = (page + 1) * page_size
+        assert (one == other) == (a[:end] == b[:end])
+
+
+@given(TOKENS, st.data())
+def test_one_earlier_token_changes_every_later_key(tokens: list[int], data: st.DataObject) -> None:
+    if len(tokens) < PAGE_SIZE:
+        return
+    at = data.draw(st.integers(0, len(tokens) // PAGE_SIZE * PAGE_SIZE - 1))
+    changed = [*tokens[:at], tokens[at] + 1, *tokens[at + 1 :]]
+    ours, theirs = (page_keys(t, PAGE_SIZE, b"weights") for t in (tokens, changed))
+    assert ours[: at // PAGE_SIZE] == theirs[: at // PAGE_SIZE]
+    assert not set(ours[at // PAGE_SIZE :]) & set(theirs)
+
+
+@given(TOKENS.filter(lambda tokens: len(tokens) >= PAGE_SIZE))
+def test_other_weights_share_no_key(tokens: list[int]) -> None:
+    assert not set(page_keys(tokens, PAGE_SIZE, b"weights")) & set(page_keys(tokens, PAGE_SIZE, b"adapter"))
+
+
+def test_keys_are_the_same_in_every_process_and_version() -> None:
+    # Computed by hand: sha256(sha256(salt) + little-endian uint32 of the page's tokens), chained.
+    first = hashlib.sha256(hashlib.sha256(b"w").digest() + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
+    second = hashlib.sha256(first + bytes([3, 0, 0, 0, 4, 0, 0, 0])).digest()
+    assert page_keys([1, 2, 3, 4, 5], 2, b"w") == [first, second]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_pages_for(num_tokens: int, expected: int) -> None:
+    assert pages_for(num_tokens, page_size=4) == expected

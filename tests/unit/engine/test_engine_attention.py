@@ -1,0 +1,141 @@
+"""The kernels agree with the plain reference on any shape, and read nothing but what a query may see."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.engine import attention_cpu
+from tandem.engine.arena import KVArena
+from tandem.engine.attention import ForwardContext, current_forward, paged_attention
+from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
+from tandem.engine.layout import KVLayout
+
+# heads, KV heads, head_dim, page size
+SHAPES = [(1, 1, 8, 1), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7), (3, 3, 5, 32)]
+WINDOWS = [0, 1, 2, 7, 33, 10_000]
+SOFTCAPS = [0.0, 3.0]
+# start and end of each sequence: decode rows at page edges, chunks with and without a prefix.
+SPANS = [(0, 1), (1, 2), (31, 32), (32, 33), (63, 65), (0, 40), (40, 90), (7, 9), (200, 201), (3, 300)]
+
+
+def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[KVArena, PagedBatch]:
+    """Return an arena where all that these sequences may read is random, and all else NaN."""
+    generator = np.random.default_rng(seed)
+    counts = [layout.num_pages_for(end) for _, end in spans]
+    arena = KVArena(layout, sum(counts) + 3)
+    arena.tensor.fill_(float("nan"))
+    free = generator.permutation(arena.num_pages).tolist()
+    inputs = []
+    for (start, end), count in zip(spans, counts, strict=True):
+        pages, free = free[:count], free[count:]
+        inputs.append(SequenceInput([0] * (end - start), start, pages, 0))
+        tokens = np.arange(end)
+        place = (np.array(pages)[tokens // layout.page_size], slice(None), tokens % layout.page_size)
+        shape = (end, 2, layout.num_kv_heads, layout.head_dim)
+        arena.numpy_layer(0)[place] = generator.standard_normal(shape, dtype=np.float32)
+    return arena, build_batch(inputs, layout.page_size, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("max_paged_rows", [0, attention_cpu.MAX_PAGED_ROWS, 10**9])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cpu_attention_matches_reference(
+    shape: tuple[int, int, int, int], max_paged_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_cpu, "MAX_PAGED_ROWS", max_paged_rows)
+    heads, kv_heads, head_dim, page_size = shape
+    layout = KVLayout(1, kv_heads, head_dim, page_size, "float32")
+    arena, batch = ragged(layout, SPANS, seed=heads)
+    query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
+    for window, softcap in itertools.product(WINDOWS, SOFTCAPS):
+        params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap)
+        expected = ReferenceAttention().attend(batch, arena, 0, query, params)
+        found = CPUAttention(num_threads=2).attend(batch, arena, 0, query, params)
+        assert bool(expected.isfinite().all())
+        assert float((found - expected).abs().max()) <= 1e-5, (window, softcap)
+
+
+def test_reference_is_what_softmax_says() -> None:
+    """One query at a time, in float64, straight from the definition."""
+    layout = KVLayout(1, 2, 16, 5, "float32")
+    arena, batch = ragged(layout, SPANS, seed=1)
+    query = torch.randn(batch.num_tokens, 4, 16, generator=torch.Generator().manual_seed(0))
+    params = AttentionParams(scaling=0.3, window=9, softcap=2.0)
+    found = ReferenceAttention().attend(batch, arena, 0, query, params)
+    for rows in batch.sequences:
+        table = batch.block_tables[rows.index]
+        for offset in range(rows.num_rows):
+            position = rows.start + offset
+            tokens = range(max(0, position - 8), position + 1)
+            kv = torch.stack([arena.tensor[0, table[token // 5], :, token % 5] for token in tokens]).double()
+            for head in range(4):
+                scores = kv[:, 0, head // 2] @ query[rows.row + offset, head].double() * 0.3
+                weights = torch.softmax(2.0 * torch.tanh(scores / 2.0), dim=0)
+                expected = weights @ kv[:, 1, head // 2]
+                assert float((found[rows.row + offset, head] - expected).abs().max()) < 1e-5
+
+
+def test_rows_do_not_depend_on_company_or_threads() -> None:
+    layout = KVLayout(1, 2, 32, 16, "float32")
+    arena, batch = ragged(layout, SPANS, seed=2)
+    query = torch.randn(batch.num_tokens, 4, 32, generator=torch.Generator().manual_seed(0))
+    params = AttentionParams(scaling=0.2)
+    together = CPUAttention(num_threads=2).attend(batch, arena, 0, query, params)
+    for rows in batch.sequences:
+        pages = batch.block_tables[rows.index].tolist()
+        alone = build_batch([SequenceInput([0] * rows.num_rows, rows.start, pages, 0)], 16, torch.device("cpu"))
+        chunk = slice(rows.row, rows.row + rows.num_rows)
+        found = CPUAttention(num_threads=1).attend(alone, arena, 0, query[chunk], params)
+        assert torch.equal(found, together[chunk])
+
+
+class _Module(torch.nn.Module):
+    layer_idx = 0
+
+
+def _call(module: torch.nn.Module | None = None, kv_heads: int = 2, **kwargs: object) -> torch.Tensor:
+    layout = KVLayout(1, 2, 8, 4, "float32")
+    batch = build_batch([SequenceInput([0, 0, 0], 0, [1], 0)], 4, torch.device("cpu"))
+    context = ForwardContext(batch, KVArena(layout, 2), ReferenceAttention())
+    token = current_forward.set(context)
+    try:
+        states = [torch.randn(1, heads, 3, 8) for heads in (4, kv_heads, kv_heads)]
+        mask = kwargs.pop("attention_mask", None)
+        return paged_attention(module or _Module(), *states, mask, **kwargs)[0]  # type: ignore[arg-type]
+    finally:
+        current_forward.reset(token)
+
+
+def test_attention_function_returns_rows() -> None:
+    assert _call(scaling=0.1, position_ids=torch.zeros(1), output_router_logits=False).shape == (1, 3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "mask of its own"),
+        ({"is_causal": False}, "not causal"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"kv_heads": 1}, "KV layout"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_attention_refuses_what_it_does_not_do(kwargs: dict[str, object], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        _call(**kwargs)  # type: ignore[arg-type]
+
+
+def test_attention_needs_a_layer_index() -> None:
+    module = _Module()
+    module.layer_idx = 1
+    with pytest.raises(UnsupportedModelError, match="layer index"):
+        _call(module)
+    with pytest.raises(UnsupportedModelError, match="layer index"):
+        _call(torch.nn.Module())

@@ -1,0 +1,273 @@
+"""Loading, and what a forward promises beside its numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import engine_helpers as helpers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from tandem.engine.engine import Engine, SequenceInput
+
+
+@pytest.fixture(scope="module")
+def engine(llama_dir: Path) -> Engine:
+    return helpers.load_engine(llama_dir, num_pages=40)
+
+
+@pytest.fixture
+def broken_dir(llama_dir: Path, tmp_path: Path) -> Path:
+    """Return a copy of a checkpoint, to be broken."""
+    return Path(shutil.copytree(llama_dir, tmp_path / "model"))
+
+
+def test_attributes(engine: Engine, llama_dir: Path) -> None:
+    assert engine.layout == engine.arena.layout
+    assert (engine.layout.num_layers, engine.layout.num_kv_heads, engine.layout.head_dim) == (3, 2, 16)
+    assert engine.layout.page_size == helpers.PAGE_SIZE
+    assert engine.arena.num_pages == 40
+    assert engine.vocab_size == 320
+    assert engine.max_context == 512
+    assert engine.eos_token_ids == (1,)
+    assert engine.model_dtype == "float32"
+    assert engine.attention == "cpu"
+
+
+def test_eos_comes_from_both_files(broken_dir: Path) -> None:
+    path = broken_dir / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [7, 9]}))
+    assert helpers.load_engine(broken_dir, num_pages=1).eos_token_ids == (7, 9, 1)
+    path.unlink()
+    assert helpers.load_engine(broken_dir, num_pages=1).eos_token_ids == (1,)
+
+
+def test_kv_bytes_are_counted_in_pages(llama_dir: Path) -> None:
+    page_bytes = helpers.load_engine(llama_dir, num_pages=1).layout.page_bytes
+    engine = Engine.load(
+        llama_dir, page_size=helpers.PAGE_SIZE, kv_bytes=5 * page_bytes + 1, num_threads=1, probe=False
+    )
+    assert engine.arena.num_pages == 5
+    with pytest.raises(ConfigError, match="do not hold one page"):
+        Engine.load(llama_dir, kv_bytes=1, num_threads=1, probe=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "meta"}, "neither cpu nor cuda"),
+        ({"dtype": "int8"}, "int8"),
+        ({"page_size": 0}, "page_size"),
+        ({"num_pages": 0}, "at least one page"),
+        ({"num_pages": 1, "kv_bytes": 1}, "not both"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"max_context": 513}, r"\[1, 512\]"),
+        ({"max_context": 0}, r"\[1, 512\]"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(llama_dir: Path, options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Engine.load(llama_dir, **({"num_threads": 1, "num_pages": 1, "probe": False} | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_device_is_named(llama_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        Engine.load(llama_dir, device="cuda")
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="not a directory"):
+        Engine.load(tmp_path / "nowhere")
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        Engine.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        Engine.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelLoadError, match="no-such-model"):
+        Engine.load(tmp_path)
+
+
+def test_encoder_decoders_and_quantised_checkpoints_are_refused(broken_dir: Path, tmp_path: Path) -> None:
+    encoder = tmp_path / "t5"
+    encoder.mkdir()
+    (encoder / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        Engine.load(encoder)
+    path = broken_dir / "config.json"
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    with pytest.raises(UnsupportedModelError, match="quantised"):
+        Engine.load(broken_dir)
+
+
+def test_missing_and_misshapen_weights_are_refused(broken_dir: Path) -> None:
+    path = broken_dir / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    whole = tensors.pop(name)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.self_attn\.k_proj"):
+        helpers.load_engine(broken_dir)
+    save_file(tensors | {name: whole[:-1].contiguous()}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError):
+        helpers.load_engine(broken_dir)
+    path.write_bytes(b"torn")
+    with pytest.raises(ModelLoadError):
+        helpers.load_engine(broken_dir)
+    path.unlink()
+    with pytest.raises(ModelLoadError):
+        helpers.load_engine(broken_dir)
+
+
+def test_weights_digest_knows_weights_config_and_type(engine: Engine, llama_dir: Path, broken_dir: Path) -> None:
+    digests = {engine.weights_sha256}
+    assert helpers.load_engine(llama_dir, num_pages=3, page_size=32).weights_sha256 == engine.weights_sha256
+    assert helpers.load_engine(broken_dir, num_pages=1).weights_sha256 == engine.weights_sha256
+    digests.add(helpers.load_engine(llama_dir, num_pages=1, dtype="bfloat16").weights_sha256)
+    path = broken_dir / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}))
+    digests.add(helpers.load_engine(broken_dir, num_pages=1).weights_sha256)
+    path.write_text(json.dumps(config))
+    tensors = load_file(broken_dir / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1e-3
+    save_file(tensors, broken_dir / "model.safetensors", metadata={"format": "pt"})
+    digests.add(helpers.load_engine(broken_dir, num_pages=1).weights_sha256)
+    assert len(digests) == 4
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_tied_weights_load(tmp_path: Path) -> None:
+    model_dir = helpers.save_model("gpt2", tmp_path / "gpt2", tie=True)
+    prompts = [helpers.make_prompt(20, seed=0)]
+    expected = helpers.eager_greedy(model_dir, prompts, num_new=4)
+    found = helpers.drive(helpers.load_engine(model_dir), prompts, chunk=7, num_new=4)
+    helpers.assert_identical(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "reason"),
+    [
+        (SequenceInput([], 0, [0], 0), "at least one token"),
+        (SequenceInput([2], -1, [0], 0), "outside of the context"),
+        (SequenceInput([2], 512, range(33), 0), "outside of the context"),
+        (SequenceInput([2], 0, [0], 2), "num_logits"),
+        (SequenceInput([2], 0, [0], -1), "num_logits"),
+        (SequenceInput([2] * 17, 0, [0], 0), "do not hold"),
+        (SequenceInput([2], 16, [0], 0), "do not hold"),
+        (SequenceInput([2], 0, [40], 0), "outside of the arena"),
+        (SequenceInput([2], 0, [0, -1], 0), "outside of the arena"),
+        (SequenceInput([320], 0, [0], 0), "vocabulary"),
+        (SequenceInput([-1], 0, [0], 0), "vocabulary"),
+    ],
+    ids=str,
+)
+def test_forward_refuses_what_lies_outside_and_writes_nothing(
+    engine: Engine, sequence: SequenceInput, reason: str
+) -> None:
+    before = engine.arena.tensor.clone()
+    with pytest.raises(ValueError, match=reason):
+        engine.forward([SequenceInput([2, 3], 0, [1], 1), sequence])
+    assert torch.equal(engine.arena.tensor, before)
+
+
+def test_forward_refuses_an_empty_batch(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        engine.forward([])
+
+
+def test_logits_come_in_order_for_the_last_rows(engine: Engine) -> None:
+    first, second = helpers.make_prompt(20, seed=1), helpers.make_prompt(5, seed=2)
+    every = engine.forward([SequenceInput(first, 0, [3, 4], 20), SequenceInput(second, 0, [5], 5)])
+    some = engine.forward([SequenceInput(first, 0, [3, 4], 2), SequenceInput(second, 0, [5], 1)])
+    none = engine.forward([SequenceInput(first, 0, [3, 4], 0)])
+    assert every.shape == (25, 320)
+    assert every.dtype == torch.float32
+    assert none.shape == (0, 320)
+    assert float((some - every[[18, 19, 24]]).abs().max()) < helpers.LOGIT_TOLERANCE
+
+
+def test_layers_are_told_of_when_they_are_written(engine: Engine) -> None:
+    prompt = helpers.make_prompt(20, seed=3)
+    pages = [8, 2]
+    engine.forward([SequenceInput(prompt, 0, pages, 0)])
+    whole = engine.arena.tensor[:, pages].clone()
+    engine.arena.tensor[:, pages] = 0
+    seen: list[int] = []
+
+    def check(layer: int) -> None:
+        seen.append(layer)
+        assert torch.equal(engine.arena.tensor[layer, pages], whole[layer])  # bytes are there
+        assert not engine.arena.tensor[layer + 1 :, pages].any()  # later layers are still to come
+
+    engine.forward([SequenceInput(prompt, 0, pages, 0)], on_layer=check)
+    assert seen == [0, 1, 2]
+
+
+def test_forward_writes_its_own_slots_only(engine: Engine) -> None:
+    engine.arena.tensor.fill_(3.0)
+    engine.forward([SequenceInput(helpers.make_prompt(18, seed=4), 0, [6, 9], 0)])
+    changed = (engine.arena.tensor != 3.0).flatten(4).any(-1).any(0).any(1)  # [page][slot]
+    expected = torch.zeros_like(changed)
+    expected[6] = True
+    expected[9, :2] = True
+    assert torch.equal(changed, expected)
+
+
+def test_pages_can_be_shared_and_copied_on_write(engine: Engine) -> None:
+    """Two choices fork after a prompt of a page and a half: the full page is shared, the partial one copied."""
+    prompt = helpers.make_prompt(24, seed=5)
+    engine.forward([SequenceInput(prompt, 0, [10, 11], 0)])
+    engine.arena.copy_page(11, 12)
+    forked = engine.forward([SequenceInput([5, 6], 24, [10, 11], 1), SequenceInput([7], 24, [10, 12], 1)])
+    alone = [engine.forward([SequenceInput([*prompt, *tail], 0, [13, 14], 1)]) for tail in ([5, 6], [7])]
+    assert float((forked - torch.cat(alone)).abs().max()) < helpers.LOGIT_TOLERANCE
+
+
+def test_warmup_leaves_the_arena_alone(llama_dir: Path) -> None:
+    engine = helpers.load_engine(llama_dir)
+    engine.warmup()
+    assert not engine.arena.tensor.any()
+    helpers.load_engine(llama_dir, num_pages=1, max_context=1).warmup()
+
+
+def test_two_engines_in_two_threads_do_not_meet(llama_dir: Path) -> None:
+    prompts = [[helpers.make_prompt(40, seed=seed)] for seed in (1, 2)]
+    engines = [helpers.load_engine(llama_dir) for _ in prompts]
+    expected = [
+        helpers.drive(engine, prompt, chunk=9, num_new=24) for engine, prompt in zip(engines, prompts, strict=True)
+    ]
+    found: dict[int, list[helpers.Continuation]] = {}
+    threads = [
+        threading.Thread(
+            target=lambda i=i: found.update({i: helpers.drive(engines[i], prompts[i], chunk=9, num_new=24)})
+        )
+        for i in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        helpers.assert_identical(found[index], expected[index])
+
+
+def test_random_checkpoints_bring_a_tokenizer(llama_dir: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(llama_dir / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 320
+    text = "Grüße, 世界! <s>\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.decode([319]) == " w319"
+    small = helpers.save_model("llama", tmp_path / "small", vocab=50)
+    assert Tokenizer.from_file(str(small / "tokenizer.json")).encode("w7 w9").ids == [7, 9]

@@ -1,0 +1,170 @@
+"""The probe lets pass what serves rightly, and names what does not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import engine_helpers as helpers
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.engine import paged_model, probe
+from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine.engine import Engine
+from tandem.engine.probe import probe_architecture
+from tandem.engine.probe_config import VOCAB_SIZE, shrink_config
+
+
+def config_of(model_type: str, **options: object) -> PreTrainedConfig:
+    return AutoConfig.for_model(model_type, **options)
+
+
+def rope(kind: str, **options: object) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 10_000.0, **options}
+
+
+SERVED = {
+    "llama": config_of("llama"),
+    "llama with a scaled RoPE": config_of(
+        "llama",
+        max_position_embeddings=131_072,
+        rope_parameters=rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        ),
+    ),
+    "llama with linear RoPE": config_of("llama", rope_parameters=rope("linear", factor=4.0)),
+    "qwen2": config_of("qwen2"),
+    "qwen2 with windows": config_of("qwen2", use_sliding_window=True, max_window_layers=20),
+    "qwen3": config_of("qwen3"),
+    "mistral": config_of("mistral"),
+    "gemma2": config_of("gemma2"),
+    "gemma3_text": config_of("gemma3_text"),
+    "gpt2": config_of("gpt2"),
+    "phi": config_of("phi"),
+    "phi3": config_of("phi3", pad_token_id=0),
+    "gpt_neox": config_of("gpt_neox"),
+    "opt": config_of("opt"),
+    "mixtral": config_of("mixtral"),
+}
+
+REFUSED = {
+    "dynamic RoPE": (config_of("llama", rope_parameters=rope("dynamic", factor=2.0)), "'dynamic' takes the largest"),
+    "longrope": (
+        config_of(
+            "phi3",
+            pad_token_id=0,
+            max_position_embeddings=131_072,
+            original_max_position_embeddings=4096,
+            rope_parameters=rope(
+                "longrope", short_factor=[1.0] * 48, long_factor=[4.0] * 48, original_max_position_embeddings=4096
+            ),
+        ),
+        "'longrope' takes the largest",
+    ),
+    "LFM2": (config_of("lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]), "lfm2.*conv"),
+    "Llama 4": (config_of("llama4_text"), "llama4_text.*chunked attention mask"),
+    "attention sinks": (config_of("gpt_oss"), "gpt_oss.*s_aux"),
+    "alibi": (config_of("bloom"), "bloom.*attention interface"),
+    "state space": (config_of("mamba"), "mamba"),
+    "composite": (config_of("gemma3"), "gemma3.*several models"),
+    "encoder": (config_of("bert", is_decoder=False), "bert.*not causal"),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_probe_passes(name: str) -> None:
+    probe_architecture(SERVED[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_probe_refuses_by_name(name: str) -> None:
+    config, reason = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=reason):
+        probe_architecture(config)
+
+
+@pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
+def test_probe_passes_the_models_of_the_identity_tests(arch: str) -> None:
+    tool = helpers.random_model_tool()
+    probe_architecture(tool.make_config(tool.ModelSpec(arch=arch, **helpers.ARCHITECTURES[arch])))
+
+
+def test_probe_is_quick_and_leaves_the_random_numbers_alone() -> None:
+    probe_architecture(SERVED["llama"])  # imports and compiles
+    state = torch.get_rng_state()
+    begin = time.perf_counter()
+    probe_architecture(SERVED["llama"])
+    assert time.perf_counter() - begin < 5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_probe_does_not_change_the_config() -> None:
+    config = config_of("gemma3_text")
+    before = config.to_dict()
+    probe_architecture(config)
+    assert config.to_dict() == before
+
+
+def test_load_probes_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = helpers.random_model_tool()
+    spec = tool.ModelSpec()
+    config = tool.make_config(spec)
+    config.rope_parameters = rope("dynamic", factor=2.0)
+    tool.save(spec, tmp_path, config)
+    with pytest.raises(UnsupportedModelError, match=r"llama.*dynamic"):
+        Engine.load(tmp_path, num_pages=1, num_threads=1)
+    Engine.load(tmp_path, num_pages=1, num_threads=1, probe=False)
+
+
+@pytest.mark.parametrize("damage", ["zero", "window", "leak"])
+def test_probe_sees_damaged_attention(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = CPUAttention.attend
+
+    def damaged(self, batch, arena, layer, query, params):  # type: ignore[no-untyped-def]
+        if damage == "window":
+            object.__setattr__(params, "window", params.window + 1)
+        if damage == "leak":
+            batch.block_tables[:] = batch.block_tables[0]
+        output = attend(self, batch, arena, layer, query, params)
+        return torch.zeros_like(output) if damage == "zero" else output
+
+    monkeypatch.setattr(CPUAttention, "attend", damaged)
+    with pytest.raises(UnsupportedModelError, match="mistral cannot be served: in a paged batch"):
+        probe_architecture(SERVED["mistral"])
+
+
+def test_probe_refuses_to_be_blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights as small as initial ones, attention decides nothing and a pass would mean nothing."""
+    monkeypatch.setattr(probe, "_WEIGHT_STD", 1e-3)
+    with pytest.raises(UnsupportedModelError, match="blind"):
+        probe_architecture(SERVED["llama"])
+
+
+def test_a_model_without_logits_to_keep_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = paged_model.PagedModel.__init__
+
+    def without(self, *args):  # type: ignore[no-untyped-def]
+        init(self, *args)
+        self._selects_rows = False
+
+    monkeypatch.setattr(paged_model.PagedModel, "__init__", without)
+    probe_architecture(SERVED["llama"])
+
+
+def test_shrinking_keeps_one_layer_of_each_kind() -> None:
+    small = shrink_config(SERVED["qwen2 with windows"])
+    assert small.num_hidden_layers == 2
+    assert list(small.layer_types) == ["full_attention", "sliding_attention"]
+    assert small.vocab_size == VOCAB_SIZE
+    assert shrink_config(SERVED["llama"]).num_hidden_layers == 2
+    lists = config_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[4])
+    assert shrink_config(lists).mlp_only_layers == [1]
+
+
+def test_shrinking_keeps_how_heads_share() -> None:
+    for heads, kv_heads, expected in ((8, 8, 4), (8, 2, 2), (8, 1, 1)):
+        small = shrink_config(config_of("llama", num_attention_heads=heads, num_key_value_heads=kv_heads))
+        assert (small.num_attention_heads, small.num_key_value_heads) == (4, expected)

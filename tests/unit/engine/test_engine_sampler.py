@@ -1,0 +1,304 @@
+"""Sampling against a plain restatement of its rules, exactly: by sweeping the random number."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.core.errors import InternalError, InvalidRequestError
+from tandem.core.sampling import SamplingParams, uniform
+from tandem.engine import sampler
+from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, draw, sample
+
+VOCAB = 23
+PROMPT, OUTPUT = (1, 2, 2, 3), (3, 5, 5, 7)
+GOLDEN = (0.8828817498738244, 0.9850990335514168, 0.4833998252842381)
+
+
+def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def plain_distribution(
+    logits: np.ndarray, params: SamplingParams, position: int = 0, eos: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Return the probability of each token, one rule after the other, with loops and full sorts."""
+    values = logits.astype(np.float64).copy()
+    for token in set(PROMPT) | set(OUTPUT):
+        values[token] = (
+            values[token] / params.repetition_penalty
+            if values[token] > 0
+            else values[token] * params.repetition_penalty
+        )
+    for token in OUTPUT:
+        values[token] -= params.frequency_penalty
+    for token in set(OUTPUT):
+        values[token] -= params.presence_penalty
+    for token, bias in params.logit_bias:
+        values[token] += bias
+    if position < params.min_tokens:
+        for token in (*params.stop_token_ids, *(() if params.ignore_eos else eos)):
+            values[token] = -np.inf
+    values /= params.temperature
+    probabilities = np.exp(values - values.max())
+    probabilities[probabilities < params.min_p * probabilities.max()] = 0
+    if params.top_k:
+        probabilities[probabilities < np.sort(probabilities)[::-1][min(params.top_k, len(values)) - 1]] = 0
+    probabilities /= probabilities.sum()
+    before = 0.0
+    for token in sorted(range(len(values)), key=lambda token: (-probabilities[token], token)):
+        own = probabilities[token]
+        if before >= params.top_p:
+            probabilities[token] = 0
+        before += own
+    return probabilities / probabilities.sum()
+
+
+def swept_distribution(
+    row: SampleRow, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch, eos: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Return how often each token comes as the random number runs evenly over [0, 1)."""
+    count = 4000
+    tokens = []
+    for index in range(count):
+        monkeypatch.setattr(sampler, "uniform", lambda *_, index=index: (index + 0.5) / count)
+        tokens.append(sample(logits, [row], eos)[0].token_id)
+    return np.bincount(tokens, minlength=logits.shape[1]) / count
+
+
+CASES = {
+    "plain": SamplingParams(),
+    "cool": SamplingParams(temperature=0.5),
+    "hot": SamplingParams(temperature=3.0),
+    "top_k": SamplingParams(top_k=4),
+    "top_k of one": SamplingParams(top_k=1),
+    "top_k beyond the vocabulary": SamplingParams(top_k=1000),
+    "top_p": SamplingParams(top_p=0.6),
+    "tiny top_p": SamplingParams(top_p=1e-9),
+    "min_p": SamplingParams(min_p=0.2),
+    "top_k, then top_p": SamplingParams(top_k=5, top_p=0.7),
+    "min_p, top_k, top_p": SamplingParams(min_p=0.05, top_k=6, top_p=0.8, temperature=1.7),
+    "repetition": SamplingParams(repetition_penalty=1.8),
+    "encouraged repetition": SamplingParams(repetition_penalty=0.5),
+    "presence": SamplingParams(presence_penalty=1.5),
+    "frequency": SamplingParams(frequency_penalty=0.9),
+    "negative penalties": SamplingParams(presence_penalty=-1.0, frequency_penalty=-0.5),
+    "bias": SamplingParams(logit_bias=((4, 3.0), (5, -100.0))),
+    "min_tokens": SamplingParams(min_tokens=9, stop_token_ids=(4, 6)),
+    "min_tokens, end of text ignored": SamplingParams(min_tokens=9, stop_token_ids=(4,), ignore_eos=True),
+    "all": SamplingParams(
+        temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=0.2, logit_bias=((0, 1.0),), min_tokens=9, stop_token_ids=(2,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_distribution(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = CASES[name]
+    params = dataclasses.replace(params, max_tokens=16)
+    logits = logits_of(seed)
+    row = SampleRow(SequenceState(PROMPT, OUTPUT), params, position=4)
+    expected = plain_distribution(logits[0].numpy(), params, position=4, eos=(8, 9))
+    found = swept_distribution(row, logits, monkeypatch, eos=(8, 9))
+    # An even sweep hits an interval of length p within one step of p.
+    assert np.abs(found - expected).max() <= 1 / 4000 + 1e-9
+    assert (found[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "cool", "hot")])
+def test_greedy_takes_the_best_of_what_the_rules_leave(name: str) -> None:
+    params = dataclasses.replace(CASES[name], temperature=0.0)
+    logits = logits_of(3)
+    row = SampleRow(SequenceState(PROMPT, OUTPUT), params, position=4)
+    warm = dataclasses.replace(params, temperature=1.0)
+    expected = int(plain_distribution(logits[0].numpy(), warm, position=4, eos=(8,)).argmax())
+    assert sample(logits, [row], (8,))[0].token_id == expected
+
+
+def test_each_rule_matters() -> None:
+    """The cases above would prove little if the rules changed nothing."""
+    logits = logits_of(0)[0].numpy()
+    plain = plain_distribution(logits, SamplingParams())
+    for name, params in CASES.items():
+        if name not in ("plain", "top_k beyond the vocabulary"):
+            changed = plain_distribution(logits, params, position=4, eos=(8, 9))
+            assert np.abs(changed - plain).max() > 0.01, name
+
+
+def test_min_tokens_ends() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=3)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 8] = 5.0
+    tokens = [sample(logits, [SampleRow(SequenceState(()), params, 0, position)], (8,))[0] for position in range(5)]
+    assert [token.token_id == 8 for token in tokens] == [False, False, False, True, True]
+
+
+def test_ends_are_not_masked_without_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 8] = 50.0
+    for ignore_eos in (False, True):
+        row = SampleRow(SequenceState(()), SamplingParams(ignore_eos=ignore_eos))
+        assert sample(logits, [row], (8,))[0].token_id == 8
+
+
+def test_the_random_number_is_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    monkeypatch.setattr(sampler, "uniform", lambda *key: keys.append(key) or 0.5)
+    row = SampleRow(SequenceState(()), SamplingParams(seed=11), choice=2, position=7)
+    sample(logits_of(0), [row])
+    sample(logits_of(0), [SampleRow(SequenceState(()), SamplingParams(temperature=0.0))])
+    assert keys == [(11, 2, 7)]  # and greedy needs none
+
+
+def test_uniform_is_the_same_everywhere_and_for_ever() -> None:
+    """These values are on the wire, so to say: a worker of another version must agree."""
+    assert uniform(0, 0, 0) == GOLDEN[0]
+    assert uniform(1, 2, 3) == GOLDEN[1]
+    assert uniform(-5, 0, 1) == uniform((1 << 64) - 5, 0, 1) == GOLDEN[2]
+
+
+def test_uniform_is_uniform_and_uncorrelated() -> None:
+    numbers = np.array([[uniform(seed, choice, 0) for choice in range(40)] for seed in range(250)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+    assert ((counts - 500) ** 2 / 500).sum() < 45  # chi squared, 19 degrees: 0.1 %
+    assert np.abs(np.corrcoef(numbers.T) - np.eye(40)).max() < 0.3
+    assert len(np.unique(numbers)) == numbers.size
+
+
+def test_rows_do_not_depend_on_their_company() -> None:
+    logits = logits_of(5, rows=len(CASES))
+    rows = [
+        SampleRow(SequenceState(PROMPT, OUTPUT), dataclasses.replace(params, seed=index, num_logprobs=2), index, 4)
+        for index, params in enumerate(CASES.values())
+    ]
+    together = sample(logits, rows, (8,))
+    assert together == [sample(logits[index : index + 1], [row], (8,))[0] for index, row in enumerate(rows)]
+    backwards = sample(logits.flip(0), rows[::-1], (8,))
+    assert together == backwards[::-1]
+
+
+def test_sampling_changes_neither_logits_nor_state() -> None:
+    logits = logits_of(6)
+    before = logits.clone()
+    state = SequenceState(PROMPT, OUTPUT)
+    sample(logits, [SampleRow(state, CASES["all"], position=4)], (8,))
+    assert torch.equal(logits, before)
+    assert state.output_counts == {3: 1, 5: 2, 7: 1}
+
+
+def test_logprobs_are_of_the_raw_model() -> None:
+    logits = logits_of(7, rows=3)
+    raw = torch.log_softmax(logits, dim=-1)
+    rows = [
+        SampleRow(SequenceState(PROMPT, OUTPUT), dataclasses.replace(CASES["all"], num_logprobs=count), position=4)
+        for count in (-1, 0, 3)
+    ]
+    none, own, three = sample(logits, rows, (8,))
+    assert none == SampledToken(none.token_id, None, ())
+    assert own.top_logprobs == ()
+    assert own.logprob == pytest.approx(float(raw[1, own.token_id]), abs=1e-6)
+    assert three.logprob == pytest.approx(float(raw[2, three.token_id]), abs=1e-6)
+    expected = raw[2].topk(3)
+    assert [token for token, _ in three.top_logprobs] == expected.indices.tolist()
+    assert [value for _, value in three.top_logprobs] == pytest.approx(expected.values.tolist(), abs=1e-6)
+
+
+def test_more_logprobs_than_tokens_gives_all() -> None:
+    row = SampleRow(SequenceState(()), SamplingParams(num_logprobs=1000))
+    assert len(sample(logits_of(8), [row])[0].top_logprobs) == VOCAB
+
+
+def test_state_forks() -> None:
+    state = SequenceState(PROMPT, OUTPUT)
+    twin = state.fork()
+    twin.append(5)
+    twin.append(20)
+    assert state.output_counts == {3: 1, 5: 2, 7: 1}
+    assert twin.output_counts == {3: 1, 5: 3, 7: 1, 20: 1}
+    assert state.seen == {1, 2, 3, 5, 7}
+    assert twin.seen == {1, 2, 3, 5, 7, 20}
+
+
+def test_nan_is_an_error_and_masked_rows_are_not() -> None:
+    logits = logits_of(9, rows=2)
+    logits[1, 3] = float("nan")
+    rows = [SampleRow(SequenceState(()), SamplingParams())] * 2
+    with pytest.raises(InternalError, match=r"rows \[1\]"):
+        sample(logits, rows)
+    stop_all = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(VOCAB)))
+    assert 0 <= sample(logits_of(9), [SampleRow(SequenceState(()), stop_all)])[0].token_id < VOCAB
+
+
+def test_shapes_are_checked() -> None:
+    assert sample(torch.zeros(0, VOCAB), []) == []
+    with pytest.raises(ValueError, match="rows"):
+        sample(torch.zeros(2, VOCAB), [SampleRow(SequenceState(()), SamplingParams())])
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_interval_are_tokens_that_may_be(number: float) -> None:
+    logits = np.array([-np.inf, 0.0, -800.0, 1.0, -np.inf])
+    assert draw(logits, SamplingParams(), number) in (1, 3)
+
+
+weights = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(weights, st.floats(0.01, 1.0))
+def test_top_p_keeps_the_smallest_sufficient_set(logits: list[float], top_p: float) -> None:
+    values = np.exp(np.array(logits))
+    kept = sampler._nucleus(values, top_p)
+    goal = top_p * values.sum()
+    assert list(kept) == sorted(set(kept.tolist()))
+    assert values[kept].sum() >= goal * (1 - 1e-12)
+    if len(kept) > 1:
+        assert values[kept].sum() - values[kept].min() < goal * (1 + 1e-12)
+    dropped = np.delete(values, kept)
+    assert not len(dropped) or dropped.max() <= values[kept].min()
+
+
+@settings(max_examples=300, deadline=None)
+@given(weights, st.integers(1, 70))
+def test_top_k_keeps_the_k_likeliest_and_their_ties(logits: list[float], top_k: int) -> None:
+    values = np.exp(np.array(logits))
+    ids = sampler._allowed(values, SamplingParams(top_k=top_k))
+    kept = set(range(len(values))) if ids is None else set(ids.tolist())
+    assert kept == {token for token in range(len(values)) if (values > values[token]).sum() < top_k}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.floats(0.05, 0.999), st.floats(0.1, 12.0))
+def test_large_vocabularies_take_the_same_nucleus(seed: int, top_p: float, spread: float) -> None:
+    values = np.exp(np.random.default_rng(seed).standard_normal(9000) * spread)
+    assert sampler._nucleus(values, top_p).tolist() == sampler._cut(values, top_p * values.sum()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1),
+        ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("presence_penalty", float("inf")),
+        ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17), ("num_logprobs", -2), ("logit_bias", ((-1, 0.0),)),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_named(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=field) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_greedy_is_temperature_zero() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(temperature=1e-7).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy
+    assert not SamplingParams(top_k=1).is_greedy

@@ -1,0 +1,466 @@
+"""The receiver's table: every state meets every event; then the guards and the times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from handoff_examples import KEY, LAYOUT, PAGES, RECEIVER, SENDER, commit_for, names
+
+from kvtransfer.protocol import receiver as receiver_module
+from kvtransfer.protocol import receiver_events as ev
+from kvtransfer.protocol.grants import GrantState, ReceiverLimits
+from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
+from kvtransfer.protocol.receiver import TRANSITIONS, ReceiverHandoffs
+from tandem.core.errors import IllegalTransitionError
+
+LIMITS = ReceiverLimits(lease_s=10, grace_s=5, ask_again_s=1, remember_s=60, quarantine_cap_pages=100)
+MISMATCH = ((0, PAGES[1]),)
+
+
+class Worker:
+    """A receiver with one attempt on its way, and what it was told to do last."""
+
+    def __init__(self, limits: ReceiverLimits = LIMITS) -> None:
+        self.handoffs = ReceiverHandoffs(RECEIVER, LAYOUT, limits)
+        self.now_s = 100.0
+
+    def feed(self, *events: ev.ReceiverEvent) -> list[ev.ReceiverInstruction]:
+        out: list[ev.ReceiverInstruction] = []
+        for event in events:
+            out = self.handoffs.handle(event, self.now_s)
+        return out
+
+    @property
+    def grant(self) -> Grant:
+        record = self.handoffs.record(KEY)
+        assert record is not None
+        return record.held
+
+    @property
+    def state(self) -> GrantState:
+        record = self.handoffs.record(KEY)
+        assert record is not None
+        return record.state
+
+    def reach(self, state: str) -> Worker:
+        """Bring the attempt into a state by the shortest way."""
+        grant_id = f"{RECEIVER}/1"
+        steps: dict[str, list[ev.ReceiverEvent]] = {
+            "waiting": [ev.ReserveReceived(KEY)],
+            "granted": [ev.ReservationGranted(KEY, PAGES)],
+            "open": [ev.GrantGivenOut(grant_id, SENDER)],
+        }
+        way = ["waiting", "granted", "open"]
+        for name in way[: way.index(state) + 1] if state in way else way:
+            self.feed(*steps[name])
+        match state:
+            case "verifying" | "abandoned" | "admitted":
+                self.feed(ev.CommitReceived(commit_for(self.grant)))
+                if state == "abandoned":
+                    self.feed(ev.RequestCancelled(KEY))
+                if state == "admitted":
+                    self.feed(ev.DigestsVerified(grant_id))
+            case "quarantined":
+                self.feed(ev.RequestCancelled(KEY))
+            case "refused":
+                self.feed(ev.RequestCancelled(KEY), ev.WriterConfirmedIdle(grant_id))
+        assert self.state.value == state
+        return self
+
+    def event(self, name: str) -> ev.ReceiverEvent:
+        grant = self.grant
+        return {
+            "reserve": lambda: ev.ReserveReceived(KEY),
+            "pages": lambda: ev.ReservationGranted(KEY, (1, 2)),
+            "denied": lambda: ev.ReservationDenied(KEY, RefusalReason.NO_ROOM),
+            "attach": lambda: ev.GrantGivenOut(grant.grant_id, SENDER),
+            "attach-other": lambda: ev.GrantGivenOut(grant.grant_id, "prefill-9#1"),
+            "renew": lambda: ev.LeaseRenewed(grant.grant_id),
+            "commit": lambda: ev.CommitReceived(commit_for(grant)),
+            "right": lambda: ev.DigestsVerified(grant.grant_id),
+            "wrong": lambda: ev.DigestsVerified(grant.grant_id, MISMATCH),
+            "cancel": lambda: ev.RequestCancelled(KEY),
+            "idle": lambda: ev.WriterConfirmedIdle(grant.grant_id),
+            "exit": lambda: ev.WriterExited(SENDER),
+        }[name]()
+
+
+STOP = "QuarantinePages AskWriterToStop"
+LIFT = "EndWrites LiftQuarantine"
+NO = "SendRefusal"
+# state: event: (state after, instructions). `!` is illegal: only this worker's own defect could cause it.
+EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
+    "granted": {
+        "reserve": ("granted", "SendGrant"),
+        "pages": ("!", ""),
+        "denied": ("!", ""),
+        "attach": ("open", "ExpectWrites ConfirmAttached"),
+        "attach-other": ("open", "ExpectWrites ConfirmAttached"),
+        "renew": ("granted", "ConfirmRenewed"),
+        "commit": ("refused", f"FreePages {NO}"),
+        "right": ("!", ""),
+        "wrong": ("!", ""),
+        "cancel": ("refused", "FreePages"),
+        "idle": ("refused", "FreePages"),
+        "exit": ("granted", ""),
+    },
+    "open": {
+        "reserve": ("open", "SendGrant"),
+        "pages": ("!", ""),
+        "denied": ("!", ""),
+        "attach": ("open", "ConfirmAttached"),
+        "attach-other": ("open", NO),
+        "renew": ("open", "ConfirmRenewed"),
+        "commit": ("verifying", "EndWrites VerifyDigests"),
+        "right": ("!", ""),
+        "wrong": ("!", ""),
+        "cancel": ("quarantined", STOP),
+        "idle": ("refused", "EndWrites FreePages"),
+        "exit": ("refused", "EndWrites FreePages"),
+    },
+    "verifying": {
+        "reserve": ("verifying", "SendGrant"),
+        "pages": ("!", ""),
+        "denied": ("!", ""),
+        "attach": ("verifying", NO),
+        "attach-other": ("verifying", NO),
+        "renew": ("verifying", NO),
+        "commit": ("verifying", ""),
+        "right": ("admitted", "AdmitRequest SendAck"),
+        "wrong": ("refused", f"FreePages {NO}"),
+        "cancel": ("abandoned", NO),
+        "idle": ("verifying", ""),
+        "exit": ("verifying", ""),
+    },
+    "abandoned": {
+        "reserve": ("abandoned", NO),
+        "pages": ("!", ""),
+        "denied": ("!", ""),
+        "attach": ("abandoned", NO),
+        "attach-other": ("abandoned", NO),
+        "renew": ("abandoned", NO),
+        "commit": ("abandoned", NO),
+        "right": ("refused", "FreePages"),
+        "wrong": ("refused", "FreePages"),
+        "cancel": ("abandoned", ""),
+        "idle": ("abandoned", ""),
+        "exit": ("abandoned", ""),
+    },
+    "quarantined": {
+        "reserve": ("quarantined", NO),
+        "pages": ("!", ""),
+        "denied": ("!", ""),
+        "attach": ("quarantined", NO),
+        "attach-other": ("quarantined", NO),
+        "renew": ("quarantined", NO),
+        "commit": ("refused", f"{LIFT} {NO}"),
+        "right": ("!", ""),
+        "wrong": ("!", ""),
+        "cancel": ("quarantined", ""),
+        "idle": ("refused", LIFT),
+        "exit": ("refused", LIFT),
+    },
+    "admitted": {
+        "reserve": ("admitted", "SendGrant"),
+        "pages": ("!", ""),
+        "denied": ("!", ""),
+        "attach": ("admitted", NO),
+        "attach-other": ("admitted", NO),
+        "renew": ("admitted", NO),
+        "commit": ("admitted", "SendAck"),
+        "right": ("!", ""),
+        "wrong": ("!", ""),
+        "cancel": ("admitted", ""),
+        "idle": ("admitted", ""),
+        "exit": ("admitted", ""),
+    },
+    "refused": {
+        "reserve": ("refused", NO),
+        "pages": ("refused", "FreePages"),
+        "denied": ("refused", ""),
+        "attach": ("refused", NO),
+        "attach-other": ("refused", NO),
+        "renew": ("refused", NO),
+        "commit": ("refused", NO),
+        "right": ("!", ""),
+        "wrong": ("!", ""),
+        "cancel": ("refused", ""),
+        "idle": ("refused", ""),
+        "exit": ("refused", ""),
+    },
+}
+CELLS = [(s, e, *expected) for s, row in EXPECTED.items() for e, expected in row.items()]
+
+
+@pytest.mark.parametrize(("state", "event", "after", "told"), CELLS)
+def test_every_state_meets_every_event(state: str, event: str, after: str, told: str) -> None:
+    worker = Worker().reach(state)
+    if after == "!":
+        with pytest.raises(IllegalTransitionError, match="history: waiting"):
+            worker.feed(worker.event(event))
+        assert worker.state.value == state
+        return
+    assert " ".join(names(worker.feed(worker.event(event)))) == told
+    assert worker.state.value == after
+
+
+# What only moves an attempt forward once: a repetition must not undo, admit again or free again.
+ONCE = {"FreePages", "LiftQuarantine", "AdmitRequest", "QuarantinePages", "ExpectWrites", "EndWrites"}
+
+
+# Late pages are handed over anew each time, so they are no repetition.
+REPEATABLE = [c[:2] for c in CELLS if c[2] != "!" and c[:2] != ("refused", "pages")]
+
+
+@pytest.mark.parametrize(("state", "event"), REPEATABLE)
+def test_a_repeated_message_gets_the_same_answer_and_moves_no_page(state: str, event: str) -> None:
+    worker = Worker().reach(state)
+    message = worker.event(event)
+    first = worker.feed(message)
+    if event in ("right", "wrong"):
+        with pytest.raises(IllegalTransitionError):
+            worker.feed(message)
+        return
+    again = worker.feed(message)
+    assert not ONCE & set(names(again))
+    refusals = [[i for i in out if isinstance(i, ev.SendRefusal)] for out in (first, again)]
+    if refusals[0] and event != "cancel":  # a cancel is not what its refusal answers: that is the commit
+        assert refusals[1]
+        assert refusals[1][0].reason is refusals[0][0].reason
+
+
+def test_the_table_and_this_walk_cover_each_other() -> None:
+    kinds = {
+        "reserve": ev.ReserveReceived, "pages": ev.ReservationGranted, "denied": ev.ReservationDenied,
+        "attach": ev.GrantGivenOut, "renew": ev.LeaseRenewed, "commit": ev.CommitReceived,
+        "right": ev.DigestsVerified, "cancel": ev.RequestCancelled, "idle": ev.WriterConfirmedIdle,
+        "exit": ev.WriterExited,
+    }  # fmt: skip
+    for state, row in EXPECTED.items():
+        for name, kind in kinds.items():
+            unreachable = state == "granted" and name == "exit"  # no writer is known there
+            legal = row[name][0] != "!" and not unreachable
+            assert ((GrantState(state), kind) in TRANSITIONS) == legal, (state, name)
+
+
+# ---- waiting for pages
+
+
+def test_a_reservation_waits_is_granted_and_is_repeated_by_key() -> None:
+    worker = Worker()
+    assert worker.feed(ev.ReserveReceived(KEY)) == [ev.QueueReservation(KEY)]
+    assert worker.feed(ev.ReserveReceived(KEY)) == []
+    (sent,) = worker.feed(ev.ReservationGranted(KEY, PAGES, first_page=2))
+    assert isinstance(sent, ev.SendGrant)
+    assert (sent.grant.pages, sent.grant.first_page, sent.grant.receiver) == (PAGES, 2, RECEIVER)
+    assert worker.feed(ev.ReserveReceived(KEY)) == [sent]
+
+
+def test_a_denied_reservation_is_refused_for_good() -> None:
+    worker = Worker().reach("waiting")
+    (refusal,) = worker.feed(ev.ReservationDenied(KEY, RefusalReason.NO_ROOM))
+    assert worker.feed(ev.ReserveReceived(KEY)) == [refusal]
+    assert isinstance(refusal, ev.SendRefusal)
+    assert refusal.reason is RefusalReason.NO_ROOM
+
+
+def test_a_cancel_while_waiting_gives_late_pages_straight_back() -> None:
+    worker = Worker().reach("waiting")
+    assert names(worker.feed(ev.RequestCancelled(KEY))) == ["DropReservation", "SendRefusal"]
+    assert worker.feed(ev.ReservationGranted(KEY, PAGES)) == [ev.FreePages(KEY, None, PAGES)]
+
+
+def test_a_cancel_that_overtakes_its_reserve_still_wins() -> None:
+    worker = Worker()
+    assert worker.feed(ev.RequestCancelled(KEY)) == []
+    (refusal,) = worker.feed(ev.ReserveReceived(KEY))
+    assert isinstance(refusal, ev.SendRefusal)
+    assert refusal.reason is RefusalReason.CANCELLED
+
+
+def test_a_newer_attempt_ends_older_ones_and_older_ones_come_too_late() -> None:
+    worker = Worker().reach("open")
+    out = worker.feed(ev.ReserveReceived(AttemptKey("request", 3)))
+    assert names(out) == ["QuarantinePages", "AskWriterToStop", "QueueReservation"]
+    (refusal,) = worker.feed(ev.ReserveReceived(AttemptKey("request", 2)))
+    assert isinstance(refusal, ev.SendRefusal)
+    assert refusal.reason is RefusalReason.STALE_ATTEMPT
+    assert worker.feed(ev.ReserveReceived(AttemptKey("other", 1))) == [ev.QueueReservation(AttemptKey("other", 1))]
+
+
+def test_each_grant_has_an_epoch_of_its_own() -> None:
+    worker = Worker().reach("granted")
+    other = AttemptKey("other", 1)
+    worker.feed(ev.ReserveReceived(other))
+    (sent,) = worker.feed(ev.ReservationGranted(other, (9,)))
+    assert isinstance(sent, ev.SendGrant)
+    assert sent.grant.epoch > worker.grant.epoch
+    assert sent.grant.grant_id != worker.grant.grant_id
+
+
+# ---- what a commit must say
+
+WRONG = {
+    RefusalReason.WRONG_RECEIVER: {"receiver": "decode-0#0"},
+    RefusalReason.UNKNOWN_GRANT: {"grant_id": "decode-0#1/99"},
+    RefusalReason.WRONG_ATTEMPT: {"key": AttemptKey("request", 2)},
+    RefusalReason.WRONG_EPOCH: {"epoch": 99},
+    RefusalReason.WRONG_SENDER: {"sender": "prefill-9#1"},
+}
+BAD = {
+    RefusalReason.LAYOUT_MISMATCH: {"layout": replace(LAYOUT, dtype="bfloat16")},
+    RefusalReason.OUTSIDE_GRANT: {"pages": (*PAGES[:-1], 99)},
+    RefusalReason.INCOMPLETE: {"pages": PAGES[:-1]},
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_a_commit_that_is_not_about_this_grant_changes_nothing(reason: RefusalReason) -> None:
+    worker = Worker().reach("open")
+    (refusal,) = worker.feed(ev.CommitReceived(commit_for(worker.grant, **WRONG[reason])))
+    assert isinstance(refusal, ev.SendRefusal)
+    assert refusal.reason is reason
+    assert worker.state is GrantState.OPEN
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_commit_with_wrong_contents_is_refused_and_still_a_fence(reason: RefusalReason) -> None:
+    worker = Worker().reach("open")
+    out = worker.feed(ev.CommitReceived(commit_for(worker.grant, **BAD[reason])))
+    assert names(out) == ["EndWrites", "FreePages", "SendRefusal"]
+    assert isinstance(out[-1], ev.SendRefusal)
+    assert out[-1].reason is reason
+
+
+@pytest.mark.parametrize("digests", [((1, 2, 3),), ((1, 2, 3), (1, 2)), ((), ())])
+def test_a_commit_must_have_every_extent(digests: tuple[tuple[int, ...], ...]) -> None:
+    worker = Worker().reach("open")
+    out = worker.feed(ev.CommitReceived(commit_for(worker.grant, digests=digests)))
+    assert isinstance(out[-1], ev.SendRefusal)
+    assert out[-1].reason is RefusalReason.INCOMPLETE
+
+
+def test_pages_must_come_in_the_order_of_the_grant() -> None:
+    worker = Worker().reach("open")
+    out = worker.feed(ev.CommitReceived(commit_for(worker.grant, pages=PAGES[::-1])))
+    assert isinstance(out[-1], ev.SendRefusal)
+    assert out[-1].reason is RefusalReason.INCOMPLETE
+
+
+def test_a_refused_digest_names_the_extents() -> None:
+    worker = Worker().reach("verifying")
+    out = worker.feed(ev.DigestsVerified(worker.grant.grant_id, MISMATCH))
+    assert isinstance(out[-1], ev.SendRefusal)
+    assert out[-1].reason is RefusalReason.DIGEST_MISMATCH
+    assert "layer 0 page 3" in out[-1].detail
+
+
+def test_nothing_wrong_is_admitted_and_this_test_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "find_problem", lambda commit, grant: None)
+    worker = Worker().reach("open")
+    assert "VerifyDigests" in names(worker.feed(ev.CommitReceived(commit_for(worker.grant, pages=PAGES[:-1]))))
+
+
+# ---- who writes
+
+
+def test_a_grant_may_leave_before_its_writer_is_known() -> None:
+    worker = Worker().reach("granted")
+    grant_id = worker.grant.grant_id
+    worker.feed(ev.GrantGivenOut(grant_id, None))
+    assert worker.state is GrantState.OPEN
+    assert worker.feed(ev.WriterExited(SENDER)) == []
+    assert names(worker.feed(ev.GrantGivenOut(grant_id, SENDER))) == ["ConfirmAttached"]
+    assert names(worker.feed(ev.WriterExited(SENDER))) == ["EndWrites", "FreePages"]
+
+
+def test_a_writer_that_attaches_too_late_becomes_known_and_can_be_killed() -> None:
+    worker = Worker().reach("granted")
+    worker.feed(ev.GrantGivenOut(worker.grant.grant_id, None), ev.RequestCancelled(KEY))
+    assert names(worker.feed(ev.GrantGivenOut(worker.grant.grant_id, SENDER))) == ["SendRefusal"]
+    worker.now_s += LIMITS.grace_s
+    assert ev.KillWriter(SENDER) in worker.feed(ev.Tick())
+
+
+def test_one_exit_fences_all_grants_of_that_writer_only() -> None:
+    worker = Worker().reach("open")
+    other = AttemptKey("other", 1)
+    worker.feed(ev.ReserveReceived(other), ev.ReservationGranted(other, (9,)))
+    worker.feed(ev.GrantGivenOut(f"{RECEIVER}/2", "prefill-9#1"))
+    assert worker.feed(ev.WriterExited(SENDER))[-1] == ev.FreePages(KEY, f"{RECEIVER}/1", PAGES)
+    assert worker.handoffs.record(other).state is GrantState.OPEN  # type: ignore[union-attr]
+
+
+def test_messages_about_unknown_grants_are_answered() -> None:
+    worker = Worker()
+    refusal = ev.SendRefusal(None, "x", RefusalReason.UNKNOWN_GRANT)
+    assert worker.feed(ev.GrantGivenOut("x", SENDER)) == [refusal]
+    assert worker.feed(ev.LeaseRenewed("x")) == [refusal]
+    assert worker.feed(ev.WriterConfirmedIdle("x")) == []
+    with pytest.raises(IllegalTransitionError):
+        worker.feed(ev.DigestsVerified("x"))
+
+
+# ---- time
+
+
+def test_a_grant_that_nobody_took_is_freed_when_its_lease_ends() -> None:
+    worker = Worker().reach("granted")
+    assert worker.handoffs.next_deadline_s() == worker.now_s + LIMITS.lease_s
+    worker.now_s += LIMITS.lease_s - 0.01
+    assert worker.feed(ev.Tick()) == []
+    worker.now_s += 0.01
+    assert names(worker.feed(ev.Tick())) == ["FreePages"]
+
+
+def test_a_lost_lease_quarantines_asks_again_and_at_last_kills() -> None:
+    worker = Worker().reach("open")
+    worker.now_s += LIMITS.lease_s
+    out = worker.feed(ev.Tick())
+    assert names(out) == ["QuarantinePages", "AskWriterToStop"]
+    assert worker.handoffs.num_quarantined_pages == len(PAGES)
+    kills = asks = 0
+    for _ in range(11):
+        worker.now_s += LIMITS.ask_again_s
+        told = names(worker.feed(ev.Tick()))
+        kills += told.count("KillWriter")
+        asks += told.count("AskWriterToStop")
+        assert "LiftQuarantine" not in told
+    assert (asks, kills) == (11, 2)  # a kill may get lost: once each grace
+    assert names(worker.feed(ev.WriterExited(SENDER))) == ["EndWrites", "LiftQuarantine"]
+    assert worker.handoffs.num_quarantined_pages == 0
+
+
+def test_attaching_and_renewing_start_the_lease_anew() -> None:
+    worker = Worker().reach("granted")
+    for event in ("attach", "renew"):
+        worker.now_s += LIMITS.lease_s - 1
+        worker.feed(worker.event(event))
+        assert worker.handoffs.next_deadline_s() == worker.now_s + LIMITS.lease_s
+
+
+def test_a_commit_in_time_is_not_overtaken_by_its_lease() -> None:
+    worker = Worker().reach("verifying")
+    assert worker.handoffs.next_deadline_s() is None
+    worker.now_s += 10 * LIMITS.lease_s
+    assert worker.feed(ev.Tick()) == []
+
+
+@pytest.mark.parametrize("state", ["admitted", "refused"])
+def test_answers_are_forgotten_in_the_end(state: str) -> None:
+    worker = Worker().reach(state)
+    commit = commit_for(worker.grant)
+    worker.now_s += LIMITS.remember_s
+    worker.feed(ev.Tick())
+    assert worker.handoffs.records() == []
+    assert worker.handoffs.next_deadline_s() is None
+    (refusal,) = worker.feed(ev.CommitReceived(commit))
+    assert isinstance(refusal, ev.SendRefusal)
+    assert refusal.reason is RefusalReason.UNKNOWN_GRANT
+
+
+def test_above_the_cap_the_worker_asks_once_to_be_replaced() -> None:
+    worker = Worker(replace(LIMITS, quarantine_cap_pages=2)).reach("open")
+    assert names(worker.feed(ev.RequestCancelled(KEY))) == ["QuarantinePages", "AskWriterToStop", "ReplaceSelf"]
+    assert worker.feed(ev.RequestCancelled(KEY)) == []

@@ -1,0 +1,331 @@
+"""A scripted pair of workers behind real gRPC: no model, every event under the test's control.
+
+By default a pair serves each request by itself: prefill sends the first token of each choice, decode the others, with
+the tokens of `script`. A test switches parts of that off (`auto = False`, `hold_decode`), waits for commands and sends
+events by hand. Synchronous servers in threads: they share no event loop with the router.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+
+from tandem.rpc.v1 import common_pb2, control_pb2, decode_pb2, prefill_pb2
+from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tandem.rpc.v1.control_pb2_grpc import RouterControlStub
+from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+WAIT_S = 5.0
+
+#: (prompt ids, choice, index) → token id
+Script = Callable[[list[int], int, int], int]
+
+
+class FakeWorker:
+    """One worker: `received` holds its commands in order; `emit` sends events."""
+
+    kind: str  # "prefill" or "decode"
+
+    def __init__(self, name: str, *, incarnation: str = "1", page_size: int = 16, port: int = 0) -> None:
+        self.auto = True
+        self.script: Script = lambda prompt, choice, index: 97 + (index + choice) % 26
+        self.eos_id = 0
+        self.heartbeat_s = 0.1
+        self.received: list[Any] = []
+        self.status = common_pb2.WorkerStatus(pages=common_pb2.PageCounts(free=100, used=1, cached=2))
+        self._changed = threading.Condition()
+        self._streams: list[queue.Queue[Any]] = []
+        self._stopped = threading.Event()
+        self._silent = threading.Event()
+        self.server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
+        self._add_service()
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        self.server.start()
+        self.info = common_pb2.WorkerInfo(
+            worker_id=name,
+            incarnation=incarnation,
+            role=self.role,
+            address=f"127.0.0.1:{self.port}",
+            node="testhost",
+            pid=4242,
+            layout=common_pb2.Layout(weights_sha256="w", dtype="float32", num_layers=1, page_size=page_size),
+            transport="loopback",
+            num_pages=103,
+            max_context=256,
+            vocab_size=512,
+        )
+
+    role: Any
+    events_type: Any
+
+    def _add_service(self) -> None:
+        raise NotImplementedError
+
+    # -- the stream
+
+    def Session(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        out: queue.Queue[Any] = queue.Queue()
+        reader = threading.Thread(target=self._read, args=(request_iterator, out), daemon=True)
+        context.add_callback(lambda: out.put(None))
+        self._streams.append(out)
+        reader.start()
+        yield self.events_type(events=[self._event(hello=self.info)], status=self.status)
+        while not self._stopped.is_set():
+            try:
+                message = out.get(timeout=self.heartbeat_s)
+            except queue.Empty:
+                message = self.events_type(status=self.status)
+            if message is None:
+                return
+            if not self._silent.is_set():
+                yield message
+
+    def _read(self, commands: Iterator[Any], out: queue.Queue[Any]) -> None:
+        try:
+            for command in commands:
+                with self._changed:
+                    self.received.append(command)
+                    self._changed.notify_all()
+                if self.auto:
+                    self.answer(command)
+        except grpc.RpcError:
+            pass
+        finally:
+            out.put(None)
+
+    def answer(self, command: Any) -> None:
+        raise NotImplementedError
+
+    def _event(self, **event: Any) -> Any:
+        raise NotImplementedError
+
+    # -- for tests
+
+    def emit(self, **event: Any) -> None:
+        """Send one event, as `emit(token=...)`, on the newest stream."""
+        self.emit_all([self._event(**event)])
+
+    def emit_all(self, events: list[Any]) -> None:
+        self._streams[-1].put(self.events_type(events=events))
+
+    def wait_for(self, kind: str, num: int = 1, timeout_s: float = WAIT_S) -> Any:
+        """The `num`th command of this kind (from 1)."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                found = [getattr(c, kind) for c in self.received if c.WhichOneof("command") == kind]
+                if len(found) >= num:
+                    return found[num - 1]
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    kinds = [c.WhichOneof("command") for c in self.received]
+                    raise AssertionError(f"{self.info.worker_id} got no {kind} number {num}; it got {kinds}")
+                self._changed.wait(left)
+
+    def count(self, kind: str) -> int:
+        with self._changed:
+            return sum(c.WhichOneof("command") == kind for c in self.received)
+
+    def go_silent(self) -> None:
+        """The stream stays open and nothing comes any more."""
+        self._silent.set()
+
+    def kill(self) -> None:
+        """The connection breaks at once."""
+        self._stopped.set()
+        for stream in self._streams:
+            stream.put(None)
+        self.server.stop(grace=0).wait()
+
+    def fail(self, request_id: str, attempt: int, code: str, *, retryable: bool, reason: str = "") -> None:
+        error = common_pb2.Error(code=code, message=f"scripted {code}", retryable=retryable, reason=reason)
+        self.emit(failed=common_pb2.AttemptFailed(request_id=request_id, attempt=attempt, error=error))
+
+    def token(self, start: Any, choice: int, index: int, token_id: int | None = None) -> common_pb2.Token:
+        """The scripted token, with its finish reason by the request's own limits."""
+        chosen = self.script(list(start.prompt_ids), choice, index) if token_id is None else token_id
+        reason = LENGTH if index + 1 >= start.sampling.max_tokens else common_pb2.FINISH_REASON_UNSPECIFIED
+        if chosen == self.eos_id:
+            reason = STOP
+        token = common_pb2.Token(
+            request_id=start.request_id,
+            attempt=start.attempt,
+            choice=choice,
+            index=index,
+            token_id=chosen,
+            finish_reason=reason,
+            logprob=-0.5,
+        )
+        for rank in range(max(0, start.sampling.num_logprobs)):
+            token.top_logprobs.add(token_id=98 + rank, logprob=-1.0 - rank)
+        return token
+
+    def given(self, start: Any) -> dict[int, int]:
+        """How many tokens each choice has in the journal that came with the request."""
+        return {entry.choice: len(entry.token_ids) for entry in start.journal}
+
+
+class FakePrefill(FakeWorker, PrefillServiceServicer):
+    role, events_type, kind = ROLE_PREFILL, prefill_pb2.PrefillEvents, "prefill"
+
+    def _add_service(self) -> None:
+        add_PrefillServiceServicer_to_server(self, self.server)
+
+    def _event(self, **event: Any) -> prefill_pb2.PrefillEvent:
+        return prefill_pb2.PrefillEvent(**event)
+
+    def answer(self, command: prefill_pb2.PrefillCommand) -> None:
+        """Computes on `start`, hands off on `attach`."""
+        if command.WhichOneof("command") == "start":
+            self.first_tokens(command.start)
+        elif command.WhichOneof("command") == "attach":
+            self.handoff_done(command.attach)
+
+    def first_tokens(self, start: prefill_pb2.StartPrefill) -> None:
+        self.started(start)
+        given = self.given(start)
+        tokens = [self.token(start, c, 0) for c in range(start.num_choices) if not given.get(c)]
+        self.emit_all([self._event(first_token=token) for token in tokens])
+        if tokens and all(token.finish_reason for token in tokens):
+            self.emit(
+                ended=prefill_pb2.PrefillEnded(request_id=start.request_id, attempt=start.attempt, compute_s=0.01)
+            )
+
+    def started(self, start: prefill_pb2.StartPrefill) -> None:
+        self.emit(started=prefill_pb2.PrefillStarted(request_id=start.request_id, attempt=start.attempt))
+
+    def handoff_done(self, attach: prefill_pb2.AttachGrant) -> None:
+        self.emit(
+            handoff_done=prefill_pb2.HandoffDone(
+                request_id=attach.request_id,
+                attempt=attach.attempt,
+                num_bytes=1000,
+                handoff_s=0.002,
+                exposed_s=0.001,
+                compute_s=0.01,
+                num_computed_tokens=3,
+                num_cached_tokens=1,
+            )
+        )
+
+
+class FakeDecode(FakeWorker, DecodeServiceServicer):
+    role, events_type, kind = ROLE_DECODE, decode_pb2.DecodeEvents, "decode"
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.token_gap_s = 0.0
+        self.held_back = threading.Event()  # set: generation goes on
+        self.held_back.set()
+        super().__init__(name, **options)
+
+    def _add_service(self) -> None:
+        add_DecodeServiceServicer_to_server(self, self.server)
+
+    def _event(self, **event: Any) -> decode_pb2.DecodeEvent:
+        return decode_pb2.DecodeEvent(**event)
+
+    def Pair(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    Commit = ConfirmIdle = Pair
+
+    def answer(self, command: decode_pb2.DecodeCommand) -> None:
+        """Grants on `reserve`, generates once the grant is given out."""
+        kind = command.WhichOneof("command")
+        if kind == "reserve":
+            self.grant(command.reserve)
+        elif kind == "given_out":
+            request_id, attempt = command.given_out.request_id, command.given_out.attempt
+            reserve = next(
+                c.reserve
+                for c in self.received
+                if c.WhichOneof("command") == "reserve"
+                and c.reserve.request_id == request_id
+                and c.reserve.attempt == attempt
+            )
+            threading.Thread(target=self.generate, args=(reserve,), daemon=True).start()
+
+    def grant(self, reserve: decode_pb2.Reserve) -> None:
+        grant = decode_pb2.Grant(
+            grant_id=f"g-{reserve.request_id}-{reserve.attempt}",
+            request_id=reserve.request_id,
+            attempt=reserve.attempt,
+            pages=[1, 2],
+            lease_s=10,
+        )
+        self.emit(granted=grant)
+
+    def admit(self, reserve: decode_pb2.Reserve) -> None:
+        self.emit(admitted=decode_pb2.Admitted(request_id=reserve.request_id, attempt=reserve.attempt))
+
+    def generate(self, reserve: decode_pb2.Reserve) -> None:
+        self.admit(reserve)
+        given = self.given(reserve)
+        for choice in range(reserve.num_choices):
+            for index in range(max(1, given.get(choice, 0)), reserve.sampling.max_tokens):
+                self.held_back.wait(WAIT_S)
+                if self.token_gap_s:
+                    time.sleep(self.token_gap_s)
+                if self._is_cancelled(reserve):
+                    return
+                token = self.token(reserve, choice, index)
+                self.emit(token=token)
+                if token.finish_reason:
+                    break
+
+    def _is_cancelled(self, reserve: decode_pb2.Reserve) -> bool:
+        with self._changed:
+            return self._stopped.is_set() or any(
+                c.WhichOneof("command") == "cancel"
+                and (c.cancel.request_id, c.cancel.attempt) == (reserve.request_id, reserve.attempt)
+                for c in self.received
+            )
+
+
+class FakePool:
+    """Some fake workers and the supervisor's side of the control service."""
+
+    def __init__(self, control_address: str) -> None:
+        self.workers: list[FakeWorker] = []
+        self.states: dict[str, str] = {}
+        self._version = 0
+        self._channel = grpc.insecure_channel(control_address)
+        self.control = RouterControlStub(self._channel)
+
+    def add(self, *workers: FakeWorker) -> None:
+        self.workers.extend(workers)
+        self.push()
+
+    def remove(self, worker: FakeWorker) -> None:
+        self.workers.remove(worker)
+        self.push()
+
+    def push(self) -> None:
+        """Tell the router the membership as it is now."""
+        self._version += 1
+        members = [
+            control_pb2.Member(
+                worker_id=w.info.worker_id,
+                incarnation=w.info.incarnation,
+                role=w.role,
+                address=w.info.address,
+                state=self.states.get(w.info.worker_id, "ready"),
+                node="testhost",
+                pid=4242,
+            )
+            for w in self.workers
+        ]
+        self.control.SetMembership(control_pb2.Membership(version=self._version, members=members), timeout=WAIT_S)
+
+    def close(self) -> None:
+        self._channel.close()
+        for worker in self.workers:
+            worker.kill()

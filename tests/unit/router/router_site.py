@@ -1,0 +1,81 @@
+"""What the router's tests share: a checkpoint without weights, a router with its scripted workers, waiting."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from router_fakes import FakeDecode, FakePool, FakePrefill
+
+from router.server import RouterServer
+from tandem.core.tokenizer import _byte_of_char
+
+
+@dataclass
+class Site:
+    """One router with its workers."""
+
+    url: str
+    pool: FakePool
+    prefill: FakePrefill
+    decode: FakeDecode
+    server: RouterServer
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=10, **options)
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=10)
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        with self.http() as client:
+            return client.post(path, json={"model": "toy", **body})
+
+    def wait_ready(self, status: int = 200) -> None:
+        with self.http() as client:
+            wait_until(lambda: client.get("/health").status_code == status)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name and labels, as in the exposition."""
+        with self.http() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return {key: float(value) for key, value in (ln.rsplit(" ", 1) for ln in lines if not ln.startswith("#"))}
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never became true"
+        time.sleep(0.01)
+
+
+BOS, EOS = 300, 0
+
+
+def write_checkpoint(directory: Path, *, context: int = 256) -> Path:
+    """A checkpoint without weights: a token for each byte (NUL is 299), `</s>`, `<s>`, and a chat template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    vocab = {char: byte or 299 for char, byte in _byte_of_char().items()}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": EOS, "content": "</s>", **special}, {"id": BOS, "content": "<s>", **special}],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab | {"</s>": EOS, "<s>": BOS}, "merges": []},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template})
+    )
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 512, "max_position_embeddings": context}))
+    return directory

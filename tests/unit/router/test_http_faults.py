@@ -1,0 +1,405 @@
+"""What clients and workers see when something goes wrong: scripted workers, real HTTP and gRPC."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from router_fakes import FakeDecode, FakePrefill
+from router_site import Site, wait_until
+
+MakeSite = Callable[..., Site]
+
+
+def in_background(site: Site, **body: Any) -> Any:
+    """A completion that is under way; `.result()` is its response."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(lambda: site.post(**{"prompt": "x", "max_tokens": 5, **body}))
+    pool.shutdown(wait=False)
+    return future
+
+
+def frames(response: httpx.Response) -> list[Any]:
+    return [json.loads(f[6:]) for f in response.text.split("\n\n") if f.startswith("data: {")]
+
+
+# -- readiness and back-pressure
+
+
+def test_without_workers_everything_says_503(make_site: MakeSite) -> None:
+    site = make_site(with_workers=False)
+    with site.http() as client:
+        health = client.get("/health")
+    assert health.status_code == 503
+    assert health.json()["error"]["code"] == "no_worker"
+    answer = site.post(prompt="x")
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+    site.pool.add(site.prefill)
+    time.sleep(0.1)
+    site.wait_ready(503)
+    site.pool.add(site.decode)
+    site.wait_ready()
+
+
+def test_beyond_the_bound_clients_are_told_when_to_come_back(make_site: MakeSite) -> None:
+    site = make_site({"scheduling.max_queued_requests": 2})
+    site.prefill.auto = False
+    waiting = [in_background(site) for _ in range(2)]
+    site.prefill.wait_for("start", 2)
+    refused = site.post(prompt="x")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    with pytest.raises(openai.RateLimitError):
+        site.openai().completions.create(model="toy", prompt="x")
+    for number in (1, 2):
+        site.prefill.first_tokens(site.prefill.wait_for("start", number))
+    assert [w.result().status_code for w in waiting] == [200, 200]
+    assert site.metrics()['tandem_requests_total{outcome="overloaded"}'] == 2
+    site.prefill.auto = True
+    assert site.post(prompt="x", max_tokens=1).status_code == 200
+
+
+def test_draining_workers_get_no_new_requests_but_finish_theirs(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("given_out")
+    other = FakeDecode("decode-1")
+    site.pool.states["decode-0"] = "draining"
+    site.pool.add(other)
+    wait_until(lambda: len(cluster(site)["decode"]) == 2 and cluster(site)["decode"][1]["state"] == "ready")
+    assert cluster(site)["decode"][0]["state"] == "draining"
+    assert site.post(prompt="y", max_tokens=2).status_code == 200
+    assert other.count("reserve") == 1
+    site.pool.remove(site.decode)  # gone from the membership, still ours until its requests have ended
+    site.decode.held_back.set()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    wait_until(lambda: [w["id"] for w in cluster(site)["decode"]] == ["decode-1"])
+    site.decode.kill()
+
+
+def cluster(site: Site) -> Any:
+    with site.http() as client:
+        return client.get("/v1/cluster").json()
+
+
+def test_workers_with_other_layouts_are_not_paired(make_site: MakeSite) -> None:
+    site = make_site(with_workers=False)
+    site.decode.info.layout.page_size = 64
+    site.pool.add(site.prefill, site.decode)
+    site.wait_ready()
+    answer = site.post(prompt="x")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "incompatible"
+    third = FakeDecode("decode-1")
+    site.pool.add(third)
+    wait_until(lambda: site.post(prompt="x", max_tokens=2).status_code == 200)
+    assert site.decode.count("reserve") == 0
+
+
+# -- cancelling
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_cancels_at_both_workers(site: Site, stream: bool) -> None:
+    site.decode.held_back.clear()
+    site.prefill.auto = False
+    body = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 50, "stream": stream}).encode()
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        start = site.prefill.wait_for("start")
+        if stream:
+            site.prefill.first_tokens(start)
+            assert b"200 OK" in client.recv(4096)
+    gone_s = time.monotonic()
+    for worker in (site.prefill, site.decode):
+        cancel = worker.wait_for("cancel", timeout_s=1.0)
+        assert (cancel.request_id, cancel.attempt) == (start.request_id, 1)
+        assert "client went away" in cancel.reason
+    assert time.monotonic() - gone_s < 0.5
+    wait_until(lambda: site.metrics().get('tandem_requests_total{outcome="cancelled"}') == 1)
+    assert site.metrics()["tandem_router_waiting_requests"] == 0
+
+
+def test_a_deadline_cancels_at_both_workers(site: Site) -> None:
+    site.decode.held_back.clear()
+    answer = site.post(prompt="x", max_tokens=5, timeout=0.2)
+    assert answer.status_code == 499
+    assert answer.json()["error"]["code"] == "cancelled"
+    assert "deadline" in site.decode.wait_for("cancel").reason
+
+
+def test_a_deadline_in_mid_stream_is_an_error_frame_without_done(site: Site) -> None:
+    site.decode.held_back.clear()
+    answer = site.post(prompt="x", max_tokens=5, timeout=0.2, stream=True)
+    assert answer.status_code == 200
+    assert frames(answer)[0]["choices"][0]["text"] == "a"
+    assert frames(answer)[-1]["error"]["code"] == "cancelled"
+    assert "[DONE]" not in answer.text
+    with pytest.raises(openai.APIError, match="deadline"):
+        list(
+            site.openai().completions.create(
+                model="toy", prompt="x", max_tokens=5, stream=True, extra_body={"timeout": 0.2}
+            )
+        )
+
+
+def test_a_client_that_reads_too_slowly_is_cancelled(make_site: MakeSite, checkpoint: Any) -> None:
+    site = make_site({"limits.stream_buffer_tokens": 50})
+    for worker in (site.prefill, site.decode):
+        worker.info.max_context = 10_000_000
+    body = {"model": "toy", "prompt": "x", "max_tokens": 200, "n": 16, "stream": True, "logprobs": 20}
+    raw = json.dumps(body).encode()
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        assert "too slowly" in site.decode.wait_for("cancel", timeout_s=20).reason
+    wait_until(lambda: site.metrics().get('tandem_requests_total{outcome="cancelled"}') == 1)
+
+
+# -- retries
+
+
+def test_a_lost_decode_worker_is_replaced_and_the_text_goes_on(site: Site) -> None:
+    site.decode.script = lambda prompt, choice, index: 97 + index
+    site.decode.held_back.clear()
+    under_way = in_background(site, stream=True)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.wait_for("given_out")
+    for index in (1, 2):
+        site.decode.emit(token=site.decode.token(reserve, 0, index))
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    time.sleep(0.05)
+    site.decode.kill()
+    answer = under_way.result()
+    assert "".join(f["choices"][0]["text"] for f in frames(answer)) == "abcde"
+    again, second = other.wait_for("reserve"), site.prefill.wait_for("start", 2)
+    for command in (again, second):
+        assert command.attempt == 2
+        assert command.sampling.seed == reserve.sampling.seed
+        assert [(j.choice, list(j.token_ids)) for j in command.journal] == [(0, [97, 98, 99])]
+    assert site.prefill.wait_for("cancel").attempt == 1
+    metrics = site.metrics()
+    assert metrics['tandem_retries_total{reason="worker_lost"}'] == 1
+    assert metrics['tandem_workers_lost_total{role="decode"}'] == 1
+
+
+def test_a_lost_prefill_worker_before_the_first_token(site: Site) -> None:
+    site.prefill.auto = False
+    under_way = in_background(site)
+    site.prefill.wait_for("start")
+    other = FakePrefill("prefill-1")
+    site.pool.add(other)
+    wait_until(lambda: cluster(site)["prefill"][1]["state"] == "ready")
+    site.prefill.kill()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert other.wait_for("start").attempt == 2
+    assert site.decode.wait_for("cancel").attempt == 1
+
+
+def test_a_prefill_worker_lost_after_admission_is_not_missed(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("given_out")
+    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    site.prefill.kill()
+    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.decode.held_back.set()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.decode.count("reserve") == 1
+
+
+def test_a_silent_worker_is_taken_for_lost_after_the_lease(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("given_out")
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    began_s = time.monotonic()
+    site.decode.go_silent()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert 0.7 < time.monotonic() - began_s < 2.5  # the lease is 1 s
+    assert other.count("reserve") == 1
+
+
+def test_a_refused_handoff_is_tried_again(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    first = site.decode.wait_for("reserve")
+    site.decode.fail(first.request_id, 1, "handoff", retryable=True, reason="digest_mismatch")
+    site.decode.auto = True
+    second = site.decode.wait_for("reserve", 2)
+    site.decode.answer(site.decode.received[-1])
+    assert second.attempt == 2
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    metrics = site.metrics()
+    assert metrics['tandem_handoffs_refused_total{reason="digest_mismatch"}'] == 1
+    assert metrics['tandem_retries_total{reason="handoff"}'] == 1
+
+
+def test_after_the_last_attempt_the_error_is_the_clients(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    for attempt in (1, 2, 3):
+        reserve = site.decode.wait_for("reserve", attempt)
+        assert reserve.attempt == attempt
+        site.decode.fail(reserve.request_id, attempt, "transport", retryable=True)
+    answer = under_way.result()
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "transport"
+    assert site.prefill.wait_for("cancel", 3).attempt == 3
+    assert site.decode.count("reserve") == 3
+
+
+def test_an_error_that_no_retry_mends_is_the_clients_at_once(site: Site) -> None:
+    site.prefill.auto = False
+    under_way = in_background(site)
+    start = site.prefill.wait_for("start")
+    site.prefill.fail(start.request_id, 1, "invalid_request", retryable=False)
+    answer = under_way.result()
+    assert answer.status_code == 400
+    assert site.decode.wait_for("cancel").attempt == 1
+
+
+def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("given_out")
+    site.decode.kill()
+    heir = FakeDecode("decode-0", incarnation="2")
+    site.pool.workers.remove(site.decode)
+    site.pool.add(heir)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert heir.wait_for("reserve").attempt == 2
+
+
+def test_no_worker_for_a_whole_lease_is_an_error_frame(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site, stream=True)
+    site.decode.wait_for("given_out")
+    time.sleep(0.1)
+    site.decode.kill()
+    answer = under_way.result()
+    assert frames(answer)[0]["choices"][0]["text"] == "a"
+    assert frames(answer)[-1]["error"]["code"] == "no_worker"
+    assert "[DONE]" not in answer.text
+    assert site.prefill.wait_for("cancel").attempt == 1
+
+
+# -- disorder
+
+
+def test_repeated_and_stale_and_reordered_tokens_do_not_reach_the_client(site: Site) -> None:
+    site.prefill.auto = site.decode.auto = False
+    under_way = in_background(site, max_tokens=4)
+    start, reserve = site.prefill.wait_for("start"), site.decode.wait_for("reserve")
+    site.decode.grant(reserve)
+    site.prefill.wait_for("attach")
+    site.decode.admit(reserve)
+    stale = site.decode.token(reserve, 0, 1, 120)
+    stale.attempt = 9
+    site.decode.emit(token=stale)
+    site.decode.emit(token=site.decode.token(reserve, 0, 2))
+    site.decode.emit(token=site.decode.token(reserve, 0, 1))
+    time.sleep(0.1)
+    site.prefill.first_tokens(start)
+    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    site.decode.emit(token=site.decode.token(reserve, 0, 1, 121))  # again, and another one
+    site.decode.emit(token=site.decode.token(reserve, 0, 3))
+    assert under_way.result().json()["choices"][0]["text"] == "abcd"
+    metrics = site.metrics()
+    assert metrics["tandem_journal_disagreements_total"] == 1
+    assert metrics['tandem_journal_dropped_tokens_total{reason="stale"}'] == 1
+    assert metrics['tandem_journal_dropped_tokens_total{reason="repeated"}'] == 1
+
+
+def test_the_grant_goes_to_prefill_and_decode_learns_of_the_writer(site: Site) -> None:
+    site.post(prompt="x", max_tokens=3)
+    given_out, attach = site.decode.wait_for("given_out"), site.prefill.wait_for("attach")
+    assert (given_out.writer_worker_id, given_out.writer_incarnation) == ("prefill-0", "1")
+    assert attach.grant.grant_id.startswith("g-")
+    assert list(attach.grant.pages) == [1, 2]
+    assert site.prefill.wait_for("start").decode == site.decode.info
+
+
+def test_counters_never_go_back_when_a_worker_starts_anew(site: Site) -> None:
+    def report(worker: FakeDecode, tokens: int) -> None:
+        worker.status = type(worker.status)(decode_tokens=tokens)
+
+    def counted() -> float:
+        return site.metrics()["tandem_decode_tokens_total"]
+
+    report(site.decode, 10)
+    wait_until(lambda: counted() == 10)
+    site.decode.kill()
+    heir = FakeDecode("decode-0", incarnation="2")
+    report(heir, 3)
+    site.pool.workers.remove(site.decode)
+    site.pool.add(heir)
+    wait_until(lambda: counted() == 13)
+
+
+def test_a_stream_that_breaks_is_opened_again(site: Site) -> None:
+    site.decode.kill()
+    site.wait_ready(503)
+    assert cluster(site)["decode"][0]["state"] == "failed"
+    again = FakeDecode("decode-0", port=site.decode.port)
+    site.wait_ready()
+    assert site.post(prompt="x", max_tokens=2).json()["choices"][0]["text"] == "ab"
+    again.kill()
+
+
+def test_a_stranger_at_a_workers_address_gets_nothing(make_site: MakeSite) -> None:
+    site = make_site(with_workers=False)
+    site.decode.info.incarnation = "imposter"
+    pushed = type(site.decode.info)()
+    pushed.CopyFrom(site.decode.info)
+    site.pool.add(site.prefill, site.decode)
+    site.wait_ready()
+    site.decode.info.incarnation = "someone else"  # the next hello differs from the membership
+    for stream in list(site.decode._streams):
+        stream.put(None)
+    site.wait_ready(503)
+    time.sleep(0.2)
+    assert site.decode.count("reserve") == 0
+
+
+def test_the_router_drains_by_call(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("given_out")
+    stopping = threading.Thread(target=site.server.stop, args=(5.0,))
+    stopping.start()
+    wait_until(lambda: httpx.get(f"{site.url}/health").status_code == 503)
+    assert site.post(prompt="x").json()["error"]["code"] == "draining"
+    site.decode.held_back.set()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    stopping.join(5)
+    assert not stopping.is_alive()
+
+
+def test_a_drain_is_bounded(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("given_out")
+    began_s = time.monotonic()
+    site.server.stop(drain_s=0.2)
+    assert time.monotonic() - began_s < 4
+    with pytest.raises(httpx.HTTPError):
+        under_way.result()

@@ -228,7 +228,7 @@ class Generations:
         """The protocol will not have this reservation."""
         job = self.jobs.pop(key, None)
         if job is not None:
-            text = f"{self._worker.worker_id} refused the reservation: {reason.value}" + (f" ({detail})" if detail else "")
+            text = f"{self._worker.worker_id} refused the reservation: {reason.value} {detail}".rstrip()
             self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
 
     def suspect(self, worker_id: str, incarnation: str) -> None:

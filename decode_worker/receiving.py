@@ -133,11 +133,14 @@ class ReceivingDesk:
         if i.key is not None and i.grant_id is None:  # a reservation; who asked with a grant hears the answer
             self._outlet.refused(i.key, i.reason, i.detail)
 
+    def _agree(self, _: ev.ReceiverInstruction) -> None:
+        self._answer = Answer()
+
     def _expect(self, i: ev.ExpectWrites) -> None:
         assert self._transport is not None
         size = self._shape.extent_bytes
         ranges = [(self._shape.offset(la, p), size) for la in range(self._shape.num_layers) for p in i.pages]
-        self._transport.expect_incoming(PeerId(i.sender) if i.sender else None, ranges, i.grant_id)
+        self._transport.expect_incoming(i.grant_id, PeerId(i.sender) if i.sender else None, ranges)
 
     def _end_writes(self, i: ev.EndWrites) -> None:
         assert self._transport is not None
@@ -160,9 +163,9 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.QueueReservation: lambda desk, i: desk._outlet.queue(i.key),
     ev.DropReservation: lambda desk, i: desk._outlet.drop(i.key),
     ev.SendGrant: lambda desk, i: desk._outlet.grant(i.grant),
-    ev.ConfirmAttached: lambda desk, i: None,  # the answer is yes
-    ev.ConfirmRenewed: lambda desk, i: None,
-    ev.SendAck: lambda desk, i: None,
+    ev.ConfirmAttached: ReceivingDesk._agree,
+    ev.ConfirmRenewed: ReceivingDesk._agree,
+    ev.SendAck: ReceivingDesk._agree,
     ev.SendRefusal: ReceivingDesk._refuse,
     ev.ExpectWrites: ReceivingDesk._expect,
     ev.EndWrites: ReceivingDesk._end_writes,

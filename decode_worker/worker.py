@@ -127,7 +127,7 @@ class DecodeWorker(WorkerProcess):
         del self._writers[incarnation]
         channel = self._channels.pop(incarnation, None)
         if channel is not None:
-            self.spawn(channel.close())
+            self.spawn(channel.close(grace=None))
         self.on_transfer(lambda _: self.desk.happened(ev.WriterExited(incarnation)))
 
     async def _ask_to_stop(self, sender: str, request: prefill_pb.StopWritesRequest) -> None:
@@ -225,33 +225,31 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._worker = worker
 
     async def Session(
-        self, request_iterator: AsyncIterator[decode_pb.DecodeCommand], context: Any
+        self, request_iterator: AsyncIterator[decode_pb.DecodeCommand], _: Any
     ) -> AsyncIterator[decode_pb.DecodeEvents]:
         async for events in self._worker.hub.run(request_iterator):
             yield events
 
-    async def Pair(self, request: decode_pb.PairRequest, context: Any) -> decode_pb.PairReply:
+    async def Pair(self, request: decode_pb.PairRequest, _: Any) -> decode_pb.PairReply:
         try:
             await self._worker.pair(request.prefill)
         except TandemError as error:
             return decode_pb.PairReply(decode=self._worker.info, error=error_to_proto(error))
         return decode_pb.PairReply(decode=self._worker.info)
 
-    async def Attach(self, request: decode_pb.AttachRequest, context: Any) -> decode_pb.AttachReply:
+    async def Attach(self, request: decode_pb.AttachRequest, _: Any) -> decode_pb.AttachReply:
         answer = await self._worker.ask_desk(
             lambda desk: desk.attach(request.grant_id, request.sender_incarnation, renew=request.renew)
         )
         lease_s = self._worker.config.transport.lease_s
         return decode_pb.AttachReply(ok=answer.refusal is None, error=_refusal(answer, request), lease_s=lease_s)
 
-    async def Commit(self, request: decode_pb.CommitRequest, context: Any) -> decode_pb.CommitReply:
+    async def Commit(self, request: decode_pb.CommitRequest, _: Any) -> decode_pb.CommitReply:
         commit = commit_from_proto(request)
         answer = await self._worker.ask_desk(lambda desk: desk.commit(commit))
         return decode_pb.CommitReply(ok=answer.refusal is None, error=_refusal(answer, request))
 
-    async def ConfirmIdle(
-        self, request: decode_pb.ConfirmIdleRequest, context: Any
-    ) -> decode_pb.ConfirmIdleReply:
+    async def ConfirmIdle(self, request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
         await self._worker.ask_desk(lambda desk: desk.happened(ev.WriterConfirmedIdle(request.grant_id)))
         return decode_pb.ConfirmIdleReply()
 

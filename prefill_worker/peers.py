@@ -93,10 +93,10 @@ class DecodePeers:
             reply = await stub.Pair(decode_pb.PairRequest(prefill=self._info), timeout=self._timeout_s)
             peer = await self._agree(info, reply, channel, stub)
         except grpc.RpcError as error:
-            await channel.close()
+            await channel.close(grace=None)
             raise error_from_rpc(error, f"pairing with {info.worker_id}") from error
         except TandemError:
-            await channel.close()
+            await channel.close(grace=None)
             raise
         self._replace_older(peer)
         self.peers[info.incarnation] = peer
@@ -179,5 +179,5 @@ class DecodePeers:
 
     async def close(self) -> None:
         for peer in self.peers.values():
-            await peer.channel.close()
+            await peer.channel.close(grace=None)
         self.peers.clear()

@@ -328,5 +328,3 @@ class Prompts:
 
     def _send(self, session: int, **event: object) -> None:
         self._emit(session, [prefill_pb.PrefillEvent(**event)])  # type: ignore[arg-type]
-
-

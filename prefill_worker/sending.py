@@ -16,8 +16,9 @@ from kvtransfer.digest import digest_pages
 from kvtransfer.extents import ArenaShape, merge_extents
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
+from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant
-from kvtransfer.protocol.sender import SenderHandoff, SenderLimits, SenderState
+from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transfer_thread import ThreadEvent, WritePosted
 from kvtransfer.transports.base import PeerId, WriteArrived, WriteCompleted, WriteFailed
 
@@ -57,10 +58,10 @@ class SendingOutlet(Protocol):
 
     def failed(self, failure: ev.Fail) -> None: ...
 
-    def quarantine(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+    def quarantine(self, pages: tuple[int, ...]) -> None:
         """The attempt is over, and writes may still read these pages."""
 
-    def release(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+    def release(self, pages: tuple[int, ...]) -> None:
         """No write can read these pages any more. Each sealed page comes exactly once."""
 
     def closed(self, key: AttemptKey) -> None:
@@ -145,7 +146,7 @@ class SendingDesk:
             if entry is None or entry.released:
                 # Pages were shared with the desk once, with their first layer.
                 if part.layer == 0:
-                    self._outlet.release(part.key, part.local_pages)
+                    self._outlet.release(part.local_pages)
                 continue
             entry.pages.update(part.local_pages)
             digests = digest_pages(self._arena, self._shape, part.layer, part.local_pages)
@@ -206,7 +207,7 @@ class SendingDesk:
             self._carry_out(entry, instruction)
         if entry.handoff.state is SenderState.DONE and not entry.released:
             entry.released = True
-            self._outlet.release(key, tuple(sorted(entry.pages)))
+            self._outlet.release(tuple(sorted(entry.pages)))
             # Unsettled writes keep the handoff in DRAINING, so nothing can refer to it now but late messages.
             del self._entries[key]
             del self._by_number[entry.number]
@@ -233,7 +234,7 @@ class SendingDesk:
             case ev.Fail():
                 self._outlet.failed(instruction)
             case ev.QuarantinePages():
-                self._outlet.quarantine(key, instruction.pages)
+                self._outlet.quarantine(instruction.pages)
             case ev.ReleasePages():
                 pass  # all at once when the handoff is done, see `_handle`
 
@@ -262,4 +263,3 @@ class SendingDesk:
 
 def _receiver(entry: _Entry) -> str | None:
     return entry.handoff.grant.receiver if entry.handoff.grant else None
-

@@ -12,8 +12,8 @@ from grpc import aio
 
 from kvtransfer.extents import ArenaShape
 from kvtransfer.protocol import sender_events as ev
+from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, FirstToken, Grant
-from kvtransfer.protocol.sender import SenderLimits
 from kvtransfer.transfer_thread import ThreadEvent
 from kvtransfer.transports.base import PeerId
 from prefill_worker.peers import DecodePeers, Peer
@@ -165,7 +165,7 @@ class PrefillWorker(WorkerProcess):
             transport.disconnect(peer.name)
 
         self.on_transfer(forget)
-        self.spawn(peer.channel.close())
+        self.spawn(peer.channel.close(grace=None))
 
     def _transport_peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
         peer = self.peers.peers.get(receiver)
@@ -206,10 +206,10 @@ class PrefillWorker(WorkerProcess):
             return  # whoever cancelled knows
         self.runner.submit(lambda: self.prompts.handoff_failed(failure.key, error))
 
-    def quarantine(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+    def quarantine(self, pages: tuple[int, ...]) -> None:
         self.runner.submit(lambda: self.prompts.quarantine(pages))
 
-    def release(self, key: AttemptKey, pages: tuple[int, ...]) -> None:
+    def release(self, pages: tuple[int, ...]) -> None:
         if pages:
             self.runner.submit(lambda: self.prompts.release(pages))
 
@@ -253,14 +253,12 @@ class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._worker = worker
 
     async def Session(
-        self, request_iterator: AsyncIterator[prefill_pb.PrefillCommand], context: Any
+        self, request_iterator: AsyncIterator[prefill_pb.PrefillCommand], _: Any
     ) -> AsyncIterator[prefill_pb.PrefillEvents]:
         async for events in self._worker.hub.run(request_iterator):
             yield events
 
-    async def StopWrites(
-        self, request: prefill_pb.StopWritesRequest, context: Any
-    ) -> prefill_pb.StopWritesReply:
+    async def StopWrites(self, request: prefill_pb.StopWritesRequest, _: Any) -> prefill_pb.StopWritesReply:
         worker = self._worker
         key = AttemptKey(request.request_id, request.attempt)
         receiver = request.grant_id.rpartition("/")[0]
@@ -268,8 +266,5 @@ class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb.StopWritesReply()
 
 
-def _make_events(
-    events: Sequence[prefill_pb.PrefillEvent], status: pb.WorkerStatus
-) -> prefill_pb.PrefillEvents:
+def _make_events(events: Sequence[prefill_pb.PrefillEvent], status: pb.WorkerStatus) -> prefill_pb.PrefillEvents:
     return prefill_pb.PrefillEvents(events=events, status=status)
-

@@ -55,4 +55,3 @@ def bind(server: aio.Server, host: str, port: int) -> int:
     if bound == 0:
         raise OSError(f"cannot listen on {host}:{port}")
     return bound
-

@@ -43,7 +43,7 @@ def _parse(role: str, program: str) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to tell (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes a free one (default)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine (default: %(default)s)")
-    parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of KV pages; default: cache.memory_bytes, or 256 MiB")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of KV; default: cache.memory_bytes, or 256 MiB")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--ready-file", type=Path, help="written, as JSON, when the worker can be reached")
     return parser.parse_args()
@@ -68,7 +68,7 @@ def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> in
         worker.drain()
         worker.stop()
 
-    def on_signal(number: int, frame: object) -> None:
+    def on_signal(number: int, _: object) -> None:
         # A handler must not block; a second signal finds the worker stopping already and ends it at once.
         signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=worker.stop if number == signal.SIGINT else drain_and_stop).start()
@@ -78,9 +78,8 @@ def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> in
     signal.signal(signal.SIGINT, on_signal)
     if options.ready_file:
         partial = options.ready_file.with_suffix(".partial")
-        partial.write_text(
-            json.dumps({"address": info.address, "incarnation": info.incarnation, "pid": os.getpid(), "id": info.worker_id})
-        )
+        facts = {"id": info.worker_id, "incarnation": info.incarnation, "address": info.address, "pid": os.getpid()}
+        partial.write_text(json.dumps(facts))
         partial.replace(options.ready_file)
     try:
         worker.wait_closed()

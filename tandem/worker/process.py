@@ -364,12 +364,12 @@ class _ControlService(control_pb2_grpc.WorkerControlServicer):
     def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
 
-    async def Describe(self, request: control_pb2.DescribeRequest, context: Any) -> pb.WorkerInfo:
+    async def Describe(self, _request: control_pb2.DescribeRequest, _: Any) -> pb.WorkerInfo:
         return self._worker.info
 
-    async def Status(self, request: control_pb2.StatusRequest, context: Any) -> pb.WorkerStatus:
+    async def Status(self, _request: control_pb2.StatusRequest, _: Any) -> pb.WorkerStatus:
         return self._worker.read_status()
 
-    async def Drain(self, request: control_pb2.DrainWorkerRequest, context: Any) -> control_pb2.DrainWorkerReply:
+    async def Drain(self, _request: control_pb2.DrainWorkerRequest, _: Any) -> control_pb2.DrainWorkerReply:
         await self._worker.drain_async()
         return control_pb2.DrainWorkerReply()

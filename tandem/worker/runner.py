@@ -93,7 +93,7 @@ class Runner:
         try:
             while not self._stopping:
                 self._turn()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - handed on; nobody is above a thread
             _log.exception("the runner failed")
             self._on_fatal(error)
 

@@ -85,9 +85,7 @@ class BatchScheduler:
         """
         self.check_fits(len(sequence.token_ids), sequence.request_id)
         if len(self.waiting) >= self.limits.queue_bound:
-            raise OverloadedError(
-                f"{len(self.waiting)} sequences wait here already", request_id=sequence.request_id
-            )
+            raise OverloadedError(f"{len(self.waiting)} sequences wait here already", request_id=sequence.request_id)
         insort(self.waiting, sequence, key=_order)
 
     def check_fits(self, num_tokens: int, request_id: str) -> None:

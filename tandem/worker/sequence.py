@@ -19,8 +19,8 @@ class FinishReason(Enum):
 class Sequence:
     """Tokens of which a prefix has its KV in pages, and the rest is still to compute.
 
-        token_ids:  [ prompt ................ | output ......... ]
-                    [ 0, num_computed) in pages | to compute: one token (a decode) or more (a chunk)
+    token_ids:  [ prompt ................ | output ......... ]
+                [ 0, num_computed) in pages | to compute: one token (a decode) or more (a chunk)
     """
 
     request_id: str
@@ -79,9 +79,9 @@ def finish_reason(
     params: SamplingParams, token_id: int, num_output: int, num_tokens: int, eos: frozenset[int], max_context: int
 ) -> FinishReason | None:
     """Whether a choice ends with `token_id`, its `num_output`th token and the `num_tokens`th in all."""
-    if num_output >= params.min_tokens:
-        if token_id in params.stop_token_ids or (token_id in eos and not params.ignore_eos):
-            return FinishReason.STOP
+    is_stop = token_id in params.stop_token_ids or (token_id in eos and not params.ignore_eos)
+    if is_stop and num_output >= params.min_tokens:
+        return FinishReason.STOP
     if num_output >= params.max_tokens or num_tokens >= max_context:
         return FinishReason.LENGTH
     return None

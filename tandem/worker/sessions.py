@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from tandem.rpc.convert import error_to_proto
@@ -151,7 +152,7 @@ class SessionHub(Generic[Command, Event, Events]):
                 self._handler.command(session.number, command)
         except asyncio.CancelledError:
             raise
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged; the stream ends, and with it all that it had started
             _log.exception("session %d: a command failed", session.number)
         finally:
             session.close()
@@ -159,10 +160,8 @@ class SessionHub(Generic[Command, Event, Events]):
     async def beat(self) -> None:
         """Send the status when it changed, and as a heartbeat; runs as long as the worker."""
         while True:
-            try:
+            with suppress(TimeoutError):  # nothing changed: the status goes out as a heartbeat
                 await asyncio.wait_for(self._changed.wait(), self._heartbeat_s)
-            except TimeoutError:
-                pass
             self._changed.clear()
             if self._sessions:
                 message = self._make_events([], self._read_status())

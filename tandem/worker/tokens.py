@@ -9,9 +9,7 @@ from tandem.worker.sequence import FinishReason
 from tandem.worker.wire import FINISH_REASONS
 
 
-def token_event(
-    key: AttemptKey, choice: int, index: int, token: SampledToken, ended: FinishReason | None
-) -> pb.Token:
+def token_event(key: AttemptKey, choice: int, index: int, token: SampledToken, ended: FinishReason | None) -> pb.Token:
     """The `index`th token of a choice; `ended` is set on its last one."""
     return pb.Token(
         request_id=key.request_id,

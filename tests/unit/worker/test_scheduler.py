@@ -1,0 +1,255 @@
+"""The batch scheduler, driven step by step without a model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.core.errors import InvalidRequestError, OverloadedError
+from tandem.core.pages import PagePool
+from tandem.core.sampling import SamplingParams
+from tandem.worker.scheduler import Batch, BatchScheduler, SchedulerLimits
+from tandem.worker.sequence import FinishReason, Sequence, finish_reason
+
+PAGE = 4
+
+
+def make_scheduler(
+    num_pages: int = 64, *, seqs: int = 8, tokens: int = 32, chunk: int = 16, bound: int = 100, cache: bool = False
+) -> BatchScheduler:
+    limits = SchedulerLimits(seqs, tokens, chunk, bound)
+    return BatchScheduler(PagePool(num_pages, PAGE), limits, salt=b"m", prefix_cache=cache)
+
+
+def prompt(name: str, num_tokens: int, *, arrival: int = 0, priority: int = 0, first: int = 0) -> Sequence:
+    return Sequence(
+        request_id=name,
+        attempt=1,
+        choice=0,
+        priority=priority,
+        arrival=arrival,
+        token_ids=[(first + i) % 1000 for i in range(num_tokens)],
+        num_prompt=num_tokens,
+        params=SamplingParams(),
+    )
+
+
+def step(scheduler: BatchScheduler) -> Batch:
+    """One step; every sampled token is 7."""
+    batch = scheduler.schedule()
+    scheduler.apply(batch, [7] * sum(item.samples for item in batch.items))
+    scheduler.pool.check()
+    return batch
+
+
+def shape(batch: Batch) -> list[tuple[str, int, int, bool]]:
+    return [(i.sequence.request_id, i.start, i.num_tokens, i.samples) for i in batch.items]
+
+
+def test_a_prompt_is_chunked_and_then_decodes() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(prompt("a", 37))
+    assert shape(step(scheduler)) == [("a", 0, 16, False)]
+    assert shape(step(scheduler)) == [("a", 16, 16, False)]
+    assert shape(step(scheduler)) == [("a", 32, 5, True)]
+    assert shape(step(scheduler)) == [("a", 37, 1, True)]
+
+
+def test_decodes_come_first_and_chunks_fill_what_is_left() -> None:
+    scheduler = make_scheduler(tokens=18)
+    for n in range(3):
+        scheduler.add(prompt(f"d{n}", 4, arrival=n))
+    step(scheduler)
+    scheduler.add(prompt("late", 40, arrival=9))
+    batch = step(scheduler)
+    # 18 tokens less three decodes leave 15, of which whole pages are 12.
+    assert shape(batch) == [("d0", 4, 1, True), ("d1", 4, 1, True), ("d2", 4, 1, True), ("late", 0, 12, False)]
+
+
+def test_several_prompts_share_a_step_within_the_budget() -> None:
+    scheduler = make_scheduler(tokens=32)
+    for n in range(4):
+        scheduler.add(prompt(f"p{n}", 12, arrival=n))
+    assert shape(step(scheduler)) == [
+        ("p0", 0, 12, True), ("p1", 0, 12, True), ("p2", 0, 8, False),
+    ]  # fmt: skip
+
+
+def test_chunks_end_on_page_borders_unless_they_end_the_prompt() -> None:
+    scheduler = make_scheduler(tokens=15, chunk=12)
+    scheduler.add(prompt("a", 11, arrival=0))
+    scheduler.add(prompt("b", 20, arrival=1))
+    first = step(scheduler)
+    assert shape(first) == [("a", 0, 11, True), ("b", 0, 4, False)]
+
+
+def test_first_come_first_served_within_priority() -> None:
+    scheduler = make_scheduler(seqs=1)
+    scheduler.add(prompt("later", 4, arrival=2))
+    scheduler.add(prompt("earlier", 4, arrival=1))
+    scheduler.add(prompt("urgent", 4, arrival=3, priority=-1))
+    assert [s.request_id for s in scheduler.waiting] == ["urgent", "earlier", "later"]
+    assert shape(step(scheduler)) == [("urgent", 0, 4, True)]
+
+
+def test_the_head_of_the_queue_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_pages=8, tokens=64, chunk=32)
+    scheduler.add(prompt("a", 16, arrival=0))
+    step(scheduler)
+    scheduler.add(prompt("large", 28, arrival=1))
+    scheduler.add(prompt("small", 4, arrival=2))
+    assert shape(step(scheduler)) == [("a", 16, 1, True)]
+    scheduler.pool.release(scheduler.remove(scheduler.running[0]))
+    assert shape(step(scheduler))[0] == ("large", 0, 28, True)
+
+
+def test_max_num_seqs_bounds_the_batch() -> None:
+    scheduler = make_scheduler(seqs=2)
+    for n in range(3):
+        scheduler.add(prompt(f"p{n}", 4, arrival=n))
+    assert len(step(scheduler).items) == 2
+
+
+def test_the_queue_is_bounded_and_says_so() -> None:
+    scheduler = make_scheduler(bound=1)
+    scheduler.add(prompt("a", 4))
+    with pytest.raises(OverloadedError, match="1 sequences wait here"):
+        scheduler.add(prompt("b", 4))
+
+
+def test_what_can_never_fit_is_refused_with_its_sizes() -> None:
+    scheduler = make_scheduler(num_pages=4)
+    with pytest.raises(InvalidRequestError, match="17 tokens need 5 pages, this worker has 4"):
+        scheduler.add(prompt("a", 17))
+
+
+def test_preemption_takes_the_latest_of_the_lowest_priority_and_never_the_oldest() -> None:
+    scheduler = make_scheduler(num_pages=4, tokens=64)
+    for n, name in enumerate(["old", "mid", "new"]):
+        scheduler.add(prompt(name, 4, arrival=n, priority=1 if name == "mid" else 0))
+    step(scheduler)  # three pages are full; each wants a second one
+    batch = step(scheduler)
+    # Order of worth: old, new, mid. One page is free: old takes it, new needs mid's.
+    assert [s.request_id for s in batch.preempted] == ["mid"]
+    assert [i[0] for i in shape(batch)] == ["old", "new"]
+    assert scheduler.waiting[0].pages == []
+    assert scheduler.waiting[0].token_ids[-1] == 7, "the token that was given out is kept"
+
+
+def test_a_preempted_sequence_is_replayed_from_its_first_token() -> None:
+    scheduler = make_scheduler(num_pages=4, tokens=64)
+    for n, name in enumerate(["a", "b"]):
+        scheduler.add(prompt(name, 4, arrival=n))
+    step(scheduler)
+    b = scheduler.running[1]
+    for _ in range(12):
+        batch = step(scheduler)
+        if batch.preempted:
+            break
+    assert batch.preempted == [b]
+    known = list(b.token_ids)
+    scheduler.pool.release(scheduler.remove(scheduler.running[0]))
+    batch = step(scheduler)
+    assert shape(batch) == [("b", 0, len(known), True)]
+    assert b.token_ids == [*known, 7]
+    assert b.num_preemptions == 1
+
+
+def test_the_oldest_stalls_on_reserved_pages_and_goes_on_when_they_return() -> None:
+    scheduler = make_scheduler(num_pages=3)
+    reserved = scheduler.pool.reserve(2)
+    assert reserved is not None
+    scheduler.add(prompt("only", 4))
+    step(scheduler)
+    batch = step(scheduler)
+    assert batch.items == []
+    assert batch.stalled == scheduler.running
+    scheduler.pool.release(reserved)
+    assert shape(step(scheduler)) == [("only", 4, 1, True)]
+
+
+def test_shared_pages_are_copied_before_they_are_written() -> None:
+    scheduler = make_scheduler()
+    first = prompt("a", 6)
+    first.pages = scheduler.pool.allocate(2) or []
+    first.num_computed = 6
+    first.token_ids.append(5)
+    second = prompt("a", 6)
+    second.choice, second.num_computed, second.pages = 1, 6, list(first.pages)
+    second.token_ids.append(9)
+    scheduler.pool.share(second.pages)
+    scheduler.enter(first)
+    scheduler.enter(second)
+    old = first.pages[1]
+    batch = step(scheduler)
+    assert batch.copies == [(old, first.pages[1])], "one copy: the last owner writes in place"
+    assert second.pages[1] == old
+    assert first.pages[0] == second.pages[0], "full prompt pages stay shared"
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest() -> None:
+    scheduler = make_scheduler(cache=True)
+    scheduler.add(prompt("a", 10))
+    step(scheduler)
+    scheduler.pool.release(scheduler.remove(scheduler.running[0]))
+    scheduler.add(prompt("b", 10))
+    assert shape(step(scheduler)) == [("b", 8, 2, True)]
+    assert scheduler.running[0].num_cached == 8
+
+
+def test_the_last_token_is_computed_even_when_all_pages_are_cached() -> None:
+    scheduler = make_scheduler(cache=True)
+    scheduler.add(prompt("a", 8))
+    step(scheduler)
+    scheduler.pool.release(scheduler.remove(scheduler.running[0]))
+    scheduler.add(prompt("b", 8))
+    assert shape(step(scheduler)) == [("b", 4, 4, True)]
+
+
+@pytest.mark.parametrize(
+    ("params", "token", "num_output", "num_tokens", "expected"),
+    [
+        (SamplingParams(max_tokens=5), 2, 1, 9, FinishReason.STOP),
+        (SamplingParams(max_tokens=5, ignore_eos=True), 2, 1, 9, None),
+        (SamplingParams(max_tokens=5, stop_token_ids=(3,)), 3, 1, 9, FinishReason.STOP),
+        (SamplingParams(max_tokens=5, stop_token_ids=(3,), ignore_eos=True), 3, 1, 9, FinishReason.STOP),
+        (SamplingParams(max_tokens=5), 4, 5, 9, FinishReason.LENGTH),
+        (SamplingParams(max_tokens=5), 4, 4, 9, None),
+        (SamplingParams(max_tokens=50), 4, 4, 20, FinishReason.LENGTH),
+    ],
+)
+def test_when_a_choice_ends(
+    params: SamplingParams, token: int, num_output: int, num_tokens: int, expected: FinishReason | None
+) -> None:
+    assert finish_reason(params, token, num_output, num_tokens, frozenset({2}), 20) is expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10_000), num_pages=st.integers(6, 20), cache=st.booleans())
+def test_everybody_ends_whatever_the_memory(seed: int, num_pages: int, cache: bool) -> None:
+    """Random prompts and lengths on tight pools: all get their tokens, in bounded steps, and no page is lost."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(num_pages, seqs=4, tokens=16, chunk=8, cache=cache)
+    goal: dict[str, int] = {}
+    coming = []
+    for n in range(8):
+        size = rng.randint(1, 12)
+        goal[f"r{n}"] = size + rng.randint(1, 6 * PAGE - 12)
+        coming.append(prompt(f"r{n}", size, arrival=n, priority=rng.randint(0, 1), first=rng.randint(0, 1)))
+    for _ in range(2_000):
+        if coming and rng.random() < 0.3:
+            scheduler.add(coming.pop())
+        step(scheduler)
+        for sequence in list(scheduler.running):
+            if len(sequence.token_ids) >= goal[sequence.request_id]:
+                scheduler.pool.release(scheduler.remove(sequence))
+                del goal[sequence.request_id]
+        if not goal:
+            break
+    assert not goal, f"never ended: {goal}"
+    counts = scheduler.pool.counts()
+    assert counts.used == counts.reserved == 0
+    assert counts.free + counts.cached == num_pages

@@ -68,16 +68,17 @@ class Exchange:
             answer_id=f"{_ID_PREFIX[parsed.kind]}-{request_id}",
             created=self._card.created_now(),
         )
-        telling.start()
-        watcher = asyncio.create_task(_watch_client(receive, telling), name="client watcher")
-        respond = self._stream if parsed.stream else self._whole
-        try:
-            await respond(send, telling, answer, _ignored_header(parsed))
-        except BaseException:
-            telling.client_gone("the connection broke")
-            raise
-        finally:
-            watcher.cancel()
+        with self._house.under_way.entered(telling.client_gone):
+            telling.start()
+            watcher = asyncio.create_task(_watch_client(receive, telling), name="client watcher")
+            respond = self._stream if parsed.stream else self._whole
+            try:
+                await respond(send, telling, answer, _ignored_header(parsed))
+            except BaseException:
+                telling.client_gone("the connection broke")
+                raise
+            finally:
+                watcher.cancel()
 
     async def _read_body(self, request: Request) -> bytes:
         limit = self._house.config.limits.max_body_bytes

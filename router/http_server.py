@@ -1,4 +1,4 @@
-"""uvicorn without its ticking, on a socket of our own, and the count of exchanges under way."""
+"""uvicorn without its ticking, on a socket of our own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from tandem.core.errors import ConfigError
 
@@ -15,6 +15,7 @@ _BACKLOG = 1024
 _KEEP_ALIVE_S = 75
 #: A client that reads nothing at all, or whose host is gone, is cut off by the kernel after this.
 _DEAD_CLIENT_MS = 60_000
+_SEND_BUFFER_BYTES = 128 << 10
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -29,6 +30,8 @@ def listen(host: str, port: int) -> socket.socket:
     # Accepted connections inherit these.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Bounded, or the kernel would keep megabytes for a client that does not read, and we would not notice it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_CLIENT_MS)
     return listener
@@ -80,45 +83,3 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         return None
-
-
-class ActiveExchanges:
-    """Counts the POST exchanges under way, so that a drain can wait for them."""
-
-    def __init__(self) -> None:
-        # Invariant: the tasks of all and only exchanges under way.
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._none = asyncio.Event()
-        self._none.set()
-
-    @property
-    def num(self) -> int:
-        return len(self._tasks)
-
-    def watching(self, app: ASGIApp) -> ASGIApp:
-        """`app`, with its exchanges counted."""
-
-        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            task = asyncio.current_task()
-            if task is None or scope.get("method") != "POST":
-                await app(scope, receive, send)
-                return
-            self._tasks.add(task)
-            self._none.clear()
-            try:
-                await app(scope, receive, send)
-            finally:
-                self._tasks.discard(task)
-                if not self._tasks:
-                    self._none.set()
-
-        return watched
-
-    async def wait_none(self) -> None:
-        """Return when no exchange is under way."""
-        await self._none.wait()
-
-    def cancel(self) -> None:
-        """Break off all exchanges; their requests are cancelled at the workers."""
-        for task in list(self._tasks):
-            task.cancel()

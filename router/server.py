@@ -15,9 +15,10 @@ from router.app import create_app
 from router.cluster import Cluster
 from router.control import RouterControl, serve_control
 from router.gauges import WorkerGauges
-from router.http_server import ActiveExchanges, HttpServer, listen
+from router.http_server import HttpServer, listen
 from router.model_card import ModelCard
 from router.story import House
+from router.under_way import UnderWay
 from router.worker_key import WorkerKey
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
@@ -29,6 +30,7 @@ from tandem.core.tokenizer import Tokenizer
 log = get_logger(__name__)
 
 _DRAIN_S = 60.0
+_FAREWELL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,10 @@ class RouterServer:
         self._stop_asked = asyncio.Event()
         house, card = self._build()
         listener = listen(self._host, self._http_port)
-        active = ActiveExchanges()
         control, control_port = await serve_control(
-            RouterControl(house.cluster, lambda: _drain(house, active)), self._control_host, self._control_port
+            RouterControl(house.cluster, lambda: _drain(house)), self._control_host, self._control_port
         )
-        http = HttpServer(active.watching(create_app(house, card)))
+        http = HttpServer(create_app(house, card))
         http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
         try:
             await http.is_up.wait()
@@ -134,7 +135,7 @@ class RouterServer:
             log.info("router listens", http=self._info.http_url, control=self._info.control_address)
             self._started.set()
             await self._stop_asked.wait()
-            await self._shut_down(house, active)
+            await self._shut_down(house)
         finally:
             http.stop()
             await http_task
@@ -153,23 +154,32 @@ class RouterServer:
         admission = Admission(config.scheduling.max_queued_requests, clock)
         metrics.registry.register(WorkerGauges(cluster.sessions, lambda: admission.num_waiting))
         house = House(
-            config=config, clock=clock, cluster=cluster, admission=admission, metrics=metrics, tokenizer=tokenizer
+            config=config,
+            clock=clock,
+            cluster=cluster,
+            admission=admission,
+            metrics=metrics,
+            tokenizer=tokenizer,
+            under_way=UnderWay(),
         )
         return house, card
 
-    async def _shut_down(self, house: House, active: ActiveExchanges) -> None:
-        log.info("router drains", num_exchanges=active.num, at_most_s=self._drain_s)
+    async def _shut_down(self, house: House) -> None:
+        under_way = house.under_way
+        log.info("router drains", num_exchanges=under_way.num, at_most_s=self._drain_s)
         try:
-            await asyncio.wait_for(_drain(house, active), self._drain_s)
+            await asyncio.wait_for(_drain(house), self._drain_s)
         except TimeoutError:
-            log.warning("router closes with requests under way", num_exchanges=active.num)
-            active.cancel()
+            log.warning("router closes with requests under way", num_exchanges=under_way.num)
+            under_way.break_off("the router is shutting down")
+            # Long enough for the errors to be written; a client that does not read gets none.
+            await asyncio.wait([asyncio.ensure_future(under_way.wait_none())], timeout=_FAREWELL_S)
 
 
-async def _drain(house: House, active: ActiveExchanges) -> None:
+async def _drain(house: House) -> None:
     """Take no new requests; return when those under way have ended."""
     house.admission.is_draining = True
-    await active.wait_none()
+    await house.under_way.wait_none()
 
 
 def _for_url(host: str) -> str:

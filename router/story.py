@@ -27,6 +27,7 @@ from router.journal import Journal
 from router.mailbox import Mailbox
 from router.placement import place
 from router.request import Delta, Request, TokenGiven, Usage
+from router.under_way import UnderWay
 from router.worker_key import WorkerKey
 from tandem.core.clock import Clock
 from tandem.core.config import Config
@@ -51,6 +52,7 @@ class House:
     admission: Admission
     metrics: RouterMetrics
     tokenizer: Tokenizer
+    under_way: UnderWay
 
 
 async def tell(request: Request, house: House, inbox: Mailbox[Event], emit: Callable[[Delta], None]) -> Usage:

@@ -135,7 +135,7 @@ def _add_stop(commands: Any) -> None:
     _add_target_options(command)
     command.add_argument("--now", action="store_true", help="do not let requests under way finish")
     command.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="how long requests may take to finish (default: 30)"
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="what requests may take to finish (default: 30)"
     )
 
 

@@ -70,13 +70,17 @@ class Stage:
 
 
 STAGES = (
-    Stage(0.10, 64, 96, 0.50, 0.25),
-    Stage(0.25, 128, 56, 0.35, 0.35),
-    Stage(0.45, 256, 28, 0.15, 0.50),
-    Stage(0.68, 512, 14, 0.05, 0.55),
-    Stage(0.96, 1024, 7, 0.03, 0.55),
+    Stage(0.07, 64, 32, 0.50, 0.40),
+    Stage(0.17, 128, 32, 0.35, 0.50),
+    Stage(0.32, 256, 20, 0.15, 0.60),
+    Stage(0.55, 512, 12, 0.05, 0.60),
+    Stage(0.97, 1024, 6, 0.00, 0.60),
     Stage(1.00, 2048, 3, 0.00, 0.60),
 )
+#: Heads of the first layer that are shown to look back by a fixed distance, and the distances.
+PREVIOUS_HEADS = (1, 2, 3, 4, 5)
+#: Heads of the second layer that are shown to look at the digit to copy: one in each key/value group.
+COPY_HEADS = (0, 3)
 PROBE_LENGTHS = (128, 512, 900)
 
 
@@ -98,6 +102,8 @@ class Batch:
     positions: torch.Tensor
     text: torch.Tensor
     recall: torch.Tensor
+    sources: torch.Tensor
+    """Where the token after each position was first stated, or -1."""
 
 
 def model_config() -> LlamaConfig:
@@ -187,45 +193,62 @@ class Batches:
             ids += self.encode(corpus.story(rng) if rng.random() < 0.6 else render_chat(corpus.dialogue(rng)))
         return ids[: stage.length + 1]
 
-    def classify(self, ids: list[int]) -> tuple[list[bool], list[bool]]:
-        """Mark, for each target, plain text and what can be recalled: known codes, and the key in an answer.
+    def classify(self, ids: list[int]) -> tuple[list[bool], list[bool], list[int]]:
+        """Mark, for each target, plain text and what can be recalled (known codes, the key in an answer), and sources.
 
         The first digits after a key are random and cannot be learned, so they count as neither.
         """
-        text, recall = [True] * len(ids), [False] * len(ids)
-        known: set[int] = set()
+        text, recall, sources = [True] * len(ids), [False] * len(ids), [-1] * len(ids)
+        known: dict[int, int] = {}
         for index, token in enumerate(ids):
             if token == self.bos:
-                known = set()
+                known = {}
             if token not in self.digits or index < 6 or ids[index - 1] in self.digits:
                 continue
             key = ids[index - 2]  # ": The code for maple is 4821"
             if (ids[index - 6], ids[index - 5]) in self.answer_starts:
                 text[index - 2], recall[index - 2] = False, True
-            end = index
-            while end < len(ids) and ids[end] in self.digits:
-                text[end], recall[end] = False, key in known
-                end += 1
-            known.add(key)
-        return text[1:], recall[1:]
+            first = known.setdefault(key, index)
+            for digit in range(index, min(index + 4, len(ids))):
+                text[digit] = False
+                if first < index:
+                    recall[digit], sources[digit] = True, first + digit - index
+        return text[1:], recall[1:], sources[1:]
 
     def batch(self, step: int, stage: Stage) -> Batch:
         """Make the batch of a step."""
         rng = random.Random(f"{self.seed}-{step}")
         rows = [self.row(rng, stage) for _ in range(stage.rows)]
-        marks = [self.classify(row) for row in rows]
+        text, recall, sources = zip(*(self.classify(row) for row in rows), strict=True)
         offsets = [rng.randrange(CONTEXT - stage.length + 1) if rng.random() < 0.5 else 0 for _ in rows]
         positions = torch.arange(stage.length)[None, :] + torch.tensor(offsets)[:, None]
-        return Batch(torch.tensor(rows), positions, torch.tensor([m[0] for m in marks]), torch.tensor([m[1] for m in marks]))
+        return Batch(torch.tensor(rows), positions, torch.tensor(text), torch.tensor(recall), torch.tensor(sources))
 
 
-def losses(model: LlamaForCausalLM, batch: Batch, bfloat16: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss on plain text and the mean loss on what can be recalled."""
+def guidance(attentions: tuple[torch.Tensor, ...], sources: torch.Tensor) -> torch.Tensor:
+    """The loss that shows a few attention heads where to look.
+
+    Copying a code needs two layers to work hand in hand: one that tells each token what stood before it, and one that
+    uses this to find the place where the key was stated.  Left alone, a small model finds the pair only after a long
+    plateau, longer than this whole run; shown it on short rows, it takes minutes and keeps it because it is useful.
+    """
+    first, second = attentions[0].float(), attentions[1].float()
+    previous = [-(first[:, head].diagonal(-distance, 1, 2) + 1e-6).log().mean()
+                for head, distance in enumerate(PREVIOUS_HEADS)]
+    rows, queries = torch.nonzero(sources >= 0, as_tuple=True)
+    copies = [-(second[rows, head, queries, sources[rows, queries]] + 1e-6).log().mean() for head in COPY_HEADS]
+    return torch.stack(previous).mean() + torch.stack(copies).mean()
+
+
+def losses(model: LlamaForCausalLM, batch: Batch, bfloat16: bool, guided: bool) -> tuple[torch.Tensor, ...]:
+    """The mean loss on plain text, the mean loss on what can be recalled, and the guidance loss (or zero)."""
+    model.set_attn_implementation("eager" if guided else "sdpa")
     with torch.autocast("cpu", torch.bfloat16) if bfloat16 else nullcontext():
-        logits = model(input_ids=batch.ids[:, :-1], position_ids=batch.positions, use_cache=False).logits
-    loss = F.cross_entropy(logits.float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
+        output = model(input_ids=batch.ids[:, :-1], position_ids=batch.positions, use_cache=False, output_attentions=guided)
+    loss = F.cross_entropy(output.logits.float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
     text, recall = batch.text.flatten(), batch.recall.flatten()
-    return (loss * text).sum() / text.sum().clamp(min=1), (loss * recall).sum() / recall.sum().clamp(min=1)
+    return ((loss * text).sum() / text.sum().clamp(min=1), (loss * recall).sum() / recall.sum().clamp(min=1),
+            guidance(output.attentions, batch.sources) if guided else torch.zeros(()))
 
 
 @torch.inference_mode()
@@ -240,9 +263,9 @@ def probe(model: LlamaForCausalLM, batches: Batches, tokens: int, count: int, se
         task = corpus.recall_task(rng, tokens, rng.randint(3, 6) if tokens > 200 else 3, 1)
         text = "".join(task.plain()) if index % 2 else render_chat(task.chat())
         ids = batches.encode(text)
-        start = len(ids) - 11  # "The code for maple is 4821.<eos>"
+        start = len(ids) - 11  # "The code for maple is 4821.<eos>"; what follows the full stop does not matter
         guesses = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1)
-        right += guesses[start - 1 : -1].tolist() == ids[start:]
+        right += guesses[start - 1 : -2].tolist() == ids[start:-1]
     return right / count
 
 
@@ -287,11 +310,11 @@ def load_tokenizer(directory: Path, seed: int) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def progress_line(state: State, stage: Stage, values: tuple[float, float], rate: float, speed: float, progress: float) -> str:
+def progress_line(state: State, stage: Stage, values: list[float], rate: float, speed: float, progress: float) -> str:
     """One line about where the run stands."""
     remaining = state.seconds * (1 - progress) / max(progress, 1e-6)
     return (f"step {state.step:5d}  {100 * progress:5.1f}%  length {stage.length:4d}  text {values[0]:.3f}  "
-            f"recall {values[1]:.3f}  lr {rate:.2e}  {speed:6.0f} tok/s  left {remaining / 60:5.1f} min")
+            f"recall {values[1]:.3f}  guide {values[2]:.3f}  lr {rate:.2e}  {speed:6.0f} tok/s  left {remaining / 60:5.1f} min")
 
 
 def train(options: argparse.Namespace) -> None:
@@ -322,15 +345,16 @@ def train(options: argparse.Namespace) -> None:
         rate = learning_rate(progress, state.step, options.lr)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        text, recall = losses(model, batches.batch(state.step, stage), options.precision == "bfloat16")
-        (text + recall).backward()  # type: ignore[no-untyped-call]
+        guided = progress < options.guided
+        parts = losses(model, batches.batch(state.step, stage), options.precision == "bfloat16", guided)
+        (parts[0] + parts[1] + 0.5 * parts[2]).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         state.step += 1
         state.tokens += stage.rows * stage.length
         state.seconds += time.monotonic() - started
-        values = (text.item(), recall.item())
+        values = [part.item() for part in parts]
         now = time.monotonic()
         if state.step % options.log_every == 0:
             speed = (state.tokens - printed_tokens) / (now - printed_at)
@@ -405,9 +429,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint-dir", type=Path, default=DEFAULT_CHECKPOINTS,
                         help="folder of the resumable state; a run that finds one in it goes on from there")
     parser.add_argument("--seed", type=int, default=7, help="seed of text, weights and vocabulary")
-    parser.add_argument("--steps", type=int, default=2400, help="length of the run in steps")
+    parser.add_argument("--steps", type=int, default=3000, help="length of the run in steps")
     parser.add_argument("--minutes", type=float, default=60.0, help="most minutes to train; the schedule shrinks to fit")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--guided", type=float, default=0.25, help="share of the run with guided attention heads")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="precision of the matrix products")
     parser.add_argument("--export-only", action="store_true", help="write the model of the newest checkpoint, without training")

@@ -109,7 +109,7 @@ class WorkerActor:
 class RouterActor:
     """One incarnation of the router."""
 
-    def __init__(self, spec: ClusterSpec, incarnation: str) -> None:
+    def __init__(self, spec: ClusterSpec) -> None:
         from router.server import RouterServer
 
         _die_with_parent()
@@ -138,6 +138,7 @@ class SupervisorActor:
     """Runs `tandem.cluster.supervisor` in an event loop of its own; Ray starts it again whenever it dies."""
 
     def __init__(self, spec: ClusterSpec) -> None:
+        _die_with_parent()
         _write_log_to(spec, "supervisor.log")
         logging.basicConfig(
             level=spec.config.logging.level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"

@@ -106,7 +106,7 @@ class RayLauncher:
     def start_router(self, incarnation: str) -> RayRouter:
         on_its_node = NodeAffinitySchedulingStrategy(self._spec.node_id, soft=False)
         actor = _actor(RouterActor, name=f"router.{incarnation}", scheduling_strategy=on_its_node)
-        return RayRouter(actor.remote(self._spec, incarnation), "router")
+        return RayRouter(actor.remote(self._spec), "router")
 
     def find(self) -> Found:
         workers, router = [], None

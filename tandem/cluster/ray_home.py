@@ -23,10 +23,11 @@ OBJECT_STORE_BYTES = 100 << 20
 _PLENTY = 1_000_000
 """Of the resources `prefill` and `decode` on a local node: memory bounds the pools there, not Ray."""
 
-_SYSTEM_CONFIG = {
-    "worker_niceness": 0,  # Ray's 15 would let any other process on the host slow the workers down
-    "gcs_rpc_server_reconnect_timeout_s": 5,  # how long agents outlive a control store that was killed; default 60
+_LOCAL_SETTINGS = {
+    "RAY_worker_niceness": "0",  # Ray's 15 would let any other process on the host slow the workers down
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # how long agents outlive a control store that was killed; was 60
 }
+"""Ray's own settings by environment: unlike `_system_config` it reaches Ray's agents too."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def start_local_ray() -> RayHome:
         InternalError: Ray did not start; names its logs.
     """
     _set_environment()
+    os.environ.update(_LOCAL_SETTINGS)
     import ray
 
     try:
@@ -58,7 +60,6 @@ def start_local_ray() -> RayHome:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _system_config=_SYSTEM_CONFIG,
         )
     except (RuntimeError, OSError, ValueError) as error:
         raise InternalError(f"Ray did not start: {error}; its logs are under /tmp/ray/session_latest/logs") from error

@@ -216,7 +216,8 @@ class Serving:
 
     def _say_stopping(self) -> None:
         self._reporter.end_steps()
-        self._reporter.line("Stopping: requests under way finish first; Ctrl-C again stops at once.")
+        what = "requests under way finish first; Ctrl-C again stops at once" if self._progress.ready else "wait a moment"
+        self._reporter.line(f"Stopping: {what}.")
 
     def _force(self) -> None:
         """The second signal: everything of ours ends now."""

@@ -179,10 +179,12 @@ def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _cut(weights: np.ndarray, goal: float) -> np.ndarray:
-    order = np.argsort(-weights, kind="stable")
-    before = np.cumsum(weights[order]) - weights[order]
-    count = max(1, int(np.count_nonzero(before < goal)))
-    return np.sort(order[:count])
+    falling = -np.sort(-weights)  # values alone: many times faster than their order
+    count = max(1, int(np.count_nonzero(np.cumsum(falling) - falling < goal)))
+    edge = falling[count - 1]
+    above = np.flatnonzero(weights > edge)
+    ties = np.flatnonzero(weights == edge)[: count - len(above)]
+    return np.sort(np.concatenate([above, ties]))
 
 
 def _with_logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]) -> list[SampledToken]:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import engine_helpers as helpers
 import pytest
 import torch
-
-from tandem.engine.engine import Engine
-
-
-@dataclass
-class Case:
-    """One architecture: its checkpoint, an engine on it, prompts, and what `transformers` continues them with."""
-
-    arch: str
-    model_dir: Path
-    engine: Engine
-    prompts: list[list[int]]
-    expected: list[helpers.Continuation]
+from engine_helpers import Case
 
 
 @pytest.fixture(scope="session", autouse=True)

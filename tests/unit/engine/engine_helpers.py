@@ -101,6 +101,17 @@ def eager_greedy(model_dir: Path, prompts: Sequence[list[int]], num_new: int = N
 
 
 @dataclass
+class Case:
+    """One architecture: its checkpoint, an engine on it, prompts, and what `transformers` continues them with."""
+
+    arch: str
+    model_dir: Path
+    engine: Engine
+    prompts: list[list[int]]
+    expected: list[Continuation]
+
+
+@dataclass
 class Request:
     """One request in the driver: its tokens, its pages, and how far its KV goes."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import engine_helpers as helpers
 import pytest
 import torch
-from conftest import Case
+from engine_helpers import Case
 
 from tandem.engine.arena import KVArena
 from tandem.engine.attention_cpu import CPUAttention

@@ -106,9 +106,14 @@ PATCHES: list[Callable[[pytest.MonkeyPatch], None]] = [
     lambda m: m.setitem(RECEIVER_TRANSITIONS, (GrantState.VERIFYING, rx.RequestCancelled), free_while_read),
 ]
 GUARDS = ["quarantine", "digests", "failed write", "busy source pages", "idle", "pages being read"]
+DAMAGE = ["", "admitted what was never sealed", "under a write", "under a write", "may still write it", "were read"]
 
 
-@pytest.mark.parametrize("turn_off", PATCHES, ids=GUARDS)
-def test_each_guard_matters(turn_off: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("turn_off", "damage"), list(zip(PATCHES, DAMAGE, strict=True)), ids=GUARDS)
+def test_each_guard_matters(
+    turn_off: Callable[[pytest.MonkeyPatch], None], damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turn_off(monkeypatch)
-    assert finds_violation()
+    violation = find_violation()
+    assert violation is not None
+    assert damage in violation

@@ -52,7 +52,7 @@ def test_without_workers_everything_says_503(make_site: MakeSite) -> None:
 
 def test_beyond_the_bound_clients_are_told_when_to_come_back(make_site: MakeSite) -> None:
     site = make_site({"scheduling.max_queued_requests": 2})
-    site.prefill.auto = False
+    site.prefill.auto = site.decode.auto = False
     waiting = [in_background(site) for _ in range(2)]
     site.prefill.wait_for("start", 2)
     refused = site.post(prompt="x")
@@ -63,9 +63,10 @@ def test_beyond_the_bound_clients_are_told_when_to_come_back(make_site: MakeSite
         site.openai().completions.create(model="toy", prompt="x")
     for number in (1, 2):
         site.prefill.first_tokens(site.prefill.wait_for("start", number))
+        site.decode.generate(site.decode.wait_for("reserve", number))
     assert [w.result().status_code for w in waiting] == [200, 200]
     assert site.metrics()['tandem_requests_total{outcome="overloaded"}'] == 2
-    site.prefill.auto = True
+    site.prefill.auto = site.decode.auto = True
     assert site.post(prompt="x", max_tokens=1).status_code == 200
 
 
@@ -159,7 +160,7 @@ def test_a_client_that_reads_too_slowly_is_cancelled(make_site: MakeSite, checkp
     site = make_site({"limits.stream_buffer_tokens": 50})
     for worker in (site.prefill, site.decode):
         worker.info.max_context = 10_000_000
-    body = {"model": "toy", "prompt": "x", "max_tokens": 200, "n": 16, "stream": True, "logprobs": 20}
+    body = {"model": "toy", "prompt": "x", "max_tokens": 250, "n": 16, "stream": True, "logprobs": 20}
     raw = json.dumps(body).encode()
     host, port = site.url.removeprefix("http://").split(":")
     with socket.socket() as client:
@@ -193,16 +194,16 @@ def test_a_lost_decode_worker_is_replaced_and_the_text_goes_on(site: Site) -> No
         assert command.attempt == 2
         assert command.sampling.seed == reserve.sampling.seed
         assert [(j.choice, list(j.token_ids)) for j in command.journal] == [(0, [97, 98, 99])]
-    assert site.prefill.wait_for("cancel").attempt == 1
     metrics = site.metrics()
     assert metrics['tandem_retries_total{reason="worker_lost"}'] == 1
     assert metrics['tandem_workers_lost_total{role="decode"}'] == 1
 
 
 def test_a_lost_prefill_worker_before_the_first_token(site: Site) -> None:
-    site.prefill.auto = False
+    site.prefill.auto = site.decode.auto = False
     under_way = in_background(site)
     site.prefill.wait_for("start")
+    site.decode.auto = True
     other = FakePrefill("prefill-1")
     site.pool.add(other)
     wait_until(lambda: cluster(site)["prefill"][1]["state"] == "ready")
@@ -299,7 +300,6 @@ def test_no_worker_for_a_whole_lease_is_an_error_frame(site: Site) -> None:
     assert frames(answer)[0]["choices"][0]["text"] == "a"
     assert frames(answer)[-1]["error"]["code"] == "no_worker"
     assert "[DONE]" not in answer.text
-    assert site.prefill.wait_for("cancel").attempt == 1
 
 
 # -- disorder
@@ -401,5 +401,4 @@ def test_a_drain_is_bounded(site: Site) -> None:
     began_s = time.monotonic()
     site.server.stop(drain_s=0.2)
     assert time.monotonic() - began_s < 4
-    with pytest.raises(httpx.HTTPError):
-        under_way.result()
+    assert under_way.result().json()["error"]["message"] == "cancelled: the router is shutting down"

@@ -1,0 +1,193 @@
+"""The other side of a transport under test: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.extents import Descriptor
+from kvtransfer.transports.base import PeerId, Transport, TransportEvent, WriteArrived, WriteHandle
+from kvtransfer.transports.registry import create_transport
+
+ARENA_BYTES = 24 << 20
+EMPTY = 0xEE  # what an arena holds where nothing was written
+
+
+@dataclass
+class Agent:
+    """A transport with an arena of `ARENA_BYTES`, driven by hand."""
+
+    transport: Transport
+    arena: Any = field(default_factory=lambda: np.full(ARENA_BYTES, EMPTY, np.uint8))
+    events: list[TransportEvent] = field(default_factory=list)
+    is_closed: bool = False
+
+    @classmethod
+    def make(cls, name: str, agent_name: str, options: dict[str, Any]) -> Agent:
+        agent = cls(create_transport(name, agent_name, **options))
+        agent.transport.register(agent.arena.ctypes.data, agent.arena.nbytes, owner=agent.arena)
+        return agent
+
+    def metadata(self) -> bytes:
+        return self.transport.metadata()
+
+    def connect(self, metadata: bytes) -> PeerId:
+        return self.transport.connect(metadata)
+
+    def expect(self, key: str, peer: str, ranges: Sequence[tuple[int, int]]) -> None:
+        self.transport.expect_incoming(key, PeerId(peer), ranges)
+
+    def end(self, key: str) -> None:
+        self.transport.end_incoming(key)
+
+    def read(self, offset: int = 0, num_bytes: int = ARENA_BYTES) -> bytes:
+        return bytes(self.arena[offset : offset + num_bytes])
+
+    def arrived(self) -> list[bytes]:
+        self.poll()
+        return [e.tag for e in self.events if isinstance(e, WriteArrived)]
+
+    def poll(self) -> None:
+        if not self.is_closed:
+            self.events += self.transport.poll()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.transport.close()
+
+    # ---- writing
+
+    def write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
+        return self.transport.post_write(peer, descriptors, tag)
+
+    def ends(self, handle: WriteHandle) -> list[TransportEvent]:
+        return [e for e in self.events if not isinstance(e, WriteArrived) and e.handle == handle]
+
+
+def host_agents(conn: Connection) -> None:
+    """Main of the peer's process: hosts agents, obeys calls, polls."""
+    agents: dict[str, Agent] = {}
+    while True:
+        if conn.poll(0.0005):
+            try:
+                call = conn.recv()
+            except EOFError:
+                return
+            method, agent_name, args = call
+            try:
+                if method == "make":
+                    agents[agent_name] = Agent.make(*args)
+                    answer = None
+                else:
+                    answer = getattr(agents[agent_name], method)(*args)
+                if method == "close":
+                    del agents[agent_name]
+                conn.send((answer, None))
+            except Exception as error:  # noqa: BLE001 - the test sees it
+                conn.send((None, error))
+        for agent in agents.values():
+            agent.poll()
+
+
+class PeerProcess:
+    """A process that hosts agents."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._conn, theirs = context.Pipe()
+        self.process = context.Process(target=host_agents, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def call(self, method: str, agent_name: str, *args: Any) -> Any:
+        self._conn.send((method, agent_name, args))
+        if not self._conn.poll(30):
+            raise TimeoutError(f"the peer did not answer {method}")
+        answer, error = self._conn.recv()
+        if error is not None:
+            raise error
+        return answer
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self._conn.close()
+        self.signal(signal.SIGCONT) if self.process.is_alive() else None
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+@dataclass
+class RemoteAgent:
+    """An agent of a `PeerProcess`, with the face of `Agent`."""
+
+    host: PeerProcess
+    agent_name: str
+
+    @classmethod
+    def make(cls, host: PeerProcess, name: str, agent_name: str, options: dict[str, Any]) -> RemoteAgent:
+        host.call("make", agent_name, name, agent_name, options)
+        return cls(host, agent_name)
+
+    def metadata(self) -> bytes:
+        return self.host.call("metadata", self.agent_name)
+
+    def connect(self, metadata: bytes) -> PeerId:
+        return self.host.call("connect", self.agent_name, metadata)
+
+    def expect(self, key: str, peer: str, ranges: Sequence[tuple[int, int]]) -> None:
+        self.host.call("expect", self.agent_name, key, peer, list(ranges))
+
+    def end(self, key: str) -> None:
+        self.host.call("end", self.agent_name, key)
+
+    def read(self, offset: int = 0, num_bytes: int = ARENA_BYTES) -> bytes:
+        return self.host.call("read", self.agent_name, offset, num_bytes)
+
+    def arrived(self) -> list[bytes]:
+        return self.host.call("arrived", self.agent_name)
+
+    def poll(self) -> None:
+        """Its process polls."""
+
+    def close(self) -> None:
+        self.host.call("close", self.agent_name)
+
+
+@dataclass
+class Pair:
+    """A writer here and a reader that expects writes into all of its arena."""
+
+    name: str
+    writer: Agent
+    reader: Agent | RemoteAgent
+    peer: PeerId
+
+    def wait(self, is_done: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+        """Poll both sides until `is_done`; whether that came in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_done():
+            if time.monotonic() > deadline_s:
+                return False
+            self.writer.poll()
+            self.reader.poll()
+            time.sleep(0.0002)
+        return True
+
+    def end_of(self, handle: WriteHandle, timeout_s: float = 10.0) -> TransportEvent:
+        """How the write ended."""
+        assert self.wait(lambda: bool(self.writer.ends(handle)), timeout_s), f"{handle} has no end"
+        (end,) = self.writer.ends(handle)
+        return end

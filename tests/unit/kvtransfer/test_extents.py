@@ -1,0 +1,122 @@
+"""Layouts, extents and digests."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+from handoff_examples import LAYOUT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.digest import digest_bytes, digest_pages, find_mismatches
+from kvtransfer.extents import ArenaShape, Descriptor, PageWrite, merge_extents, page_ranges
+from kvtransfer.layout import LayoutId, check_compatible, differences
+from tandem.core.errors import IncompatibleError
+
+HERE = ArenaShape(num_layers=2, num_pages=8, extent_bytes=16)
+THERE = ArenaShape(num_layers=2, num_pages=5, extent_bytes=16)
+
+
+def test_neighbours_on_both_sides_become_one_descriptor() -> None:
+    writes = [PageWrite(0, 2, 1), PageWrite(0, 3, 2), PageWrite(0, 4, 4), PageWrite(1, 2, 1)]
+    assert merge_extents(writes, HERE, THERE) == [
+        Descriptor(32, 16, 32),  # pages 2 and 3 to 1 and 2
+        Descriptor(64, 64, 16),  # page 4 is no neighbour over there
+        Descriptor(160, 96, 16),
+    ]
+
+
+def test_a_run_crosses_layers_where_both_arenas_allow_it() -> None:
+    whole = [PageWrite(layer, page, page) for layer in range(2) for page in range(5)]
+    assert merge_extents(whole, THERE, THERE) == [Descriptor(0, 0, THERE.num_bytes)]
+    assert len(merge_extents(whole, HERE, THERE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("writes", "local", "problem"),
+    [
+        ([PageWrite(0, 0, 0), PageWrite(0, 1, 0)], HERE, "same target"),
+        ([PageWrite(0, 8, 0)], HERE, "no extent"),
+        ([PageWrite(0, 0, 5)], HERE, "no extent"),
+        ([PageWrite(2, 0, 0)], HERE, "no extent"),
+        ([PageWrite(0, -1, 0)], HERE, "no extent"),
+        ([PageWrite(0, 0, 0)], replace(HERE, extent_bytes=8), "extents differ"),
+    ],
+)
+def test_writes_that_would_hit_other_pages_are_refused(
+    writes: list[PageWrite], local: ArenaShape, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        merge_extents(writes, local, THERE)
+
+
+PAIRS = st.integers(0, 5).flatmap(
+    lambda n: st.tuples(st.permutations(range(8)), st.permutations(range(5))).map(
+        lambda both: list(zip(both[0][:n], both[1][:n], strict=False))
+    )
+)
+
+
+@given(PAIRS)
+def test_merged_descriptors_move_exactly_the_extents_and_cannot_be_merged_further(
+    pairs: list[tuple[int, int]],
+) -> None:
+    writes = [PageWrite(layer, here, there) for layer in range(2) for here, there in pairs]
+    source = bytes(range(256))[: HERE.num_bytes]
+    merged, plain = bytearray(THERE.num_bytes), bytearray(THERE.num_bytes)
+    descriptors = merge_extents(writes, HERE, THERE)
+    for d in descriptors:
+        merged[d.remote_offset : d.remote_offset + d.num_bytes] = source[d.local_offset : d.local_offset + d.num_bytes]
+    for w in writes:
+        here, there = HERE.offset(w.layer, w.local_page), THERE.offset(w.layer, w.remote_page)
+        plain[there : there + 16] = source[here : here + 16]
+    assert merged == plain
+    for a, b in pairwise(descriptors):
+        assert (a.local_offset + a.num_bytes, a.remote_offset + a.num_bytes) != (b.local_offset, b.remote_offset)
+
+
+def test_ranges_of_pages_in_every_layer() -> None:
+    assert page_ranges([3, 1, 2], THERE) == [(16, 48), (96, 48)]
+    assert page_ranges(range(5), THERE) == [(0, THERE.num_bytes)]
+    assert page_ranges([], THERE) == []
+
+
+def test_different_layouts_are_named_with_both_sides_and_every_field() -> None:
+    other = replace(LAYOUT, dtype="bfloat16", page_size=256)
+    check_compatible(LAYOUT, "prefill-0", LAYOUT, "decode-1")
+    with pytest.raises(IncompatibleError) as caught:
+        check_compatible(LAYOUT, "prefill-0", other, "decode-1")
+    for part in ("prefill-0", "decode-1", "dtype", "'bfloat16'", "page_size", "256"):
+        assert part in str(caught.value)
+    assert "num_layers" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(LayoutId)])
+def test_every_field_of_a_layout_counts(field: str) -> None:
+    value = getattr(LAYOUT, field)
+    other = replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    assert differences(LAYOUT, other) == [field]
+
+
+def test_an_extent_is_k_and_v_of_one_page() -> None:
+    assert LAYOUT.extent_bytes == 2 * 4 * 1 * 2 * 4
+    assert replace(LAYOUT, dtype="bfloat16").extent_bytes == LAYOUT.extent_bytes // 2
+    with pytest.raises(IncompatibleError, match="int3"):
+        _ = replace(LAYOUT, dtype="int3").extent_bytes
+
+
+def test_digests_are_xxh3_64_and_find_the_extent_that_differs() -> None:
+    assert digest_bytes(b"") == 0x2D06800538D394C2  # the published test vector of the empty input
+    arena = bytearray(range(THERE.num_bytes % 256)) + bytearray(THERE.num_bytes - THERE.num_bytes % 256)
+    view = memoryview(arena)
+    pages = (4, 1)
+    digests = [digest_pages(view, THERE, layer, pages) for layer in range(2)]
+    assert find_mismatches(view, THERE, pages, digests) == ()
+    arena[THERE.offset(1, 4) + 15] ^= 1
+    assert find_mismatches(view, THERE, pages, digests) == ((1, 4),)
+    arena[THERE.offset(1, 3)] ^= 1  # a page that the commit does not name
+    assert find_mismatches(view, THERE, pages, digests) == ((1, 4),)
+    with pytest.raises(ValueError):
+        find_mismatches(view, THERE, pages, [digests[0][:1]])

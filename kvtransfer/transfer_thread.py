@@ -139,15 +139,19 @@ class TransferThread:
 
         def post(transport: Transport) -> None:
             unposted = WriteHandle(-1, peer, tag, sum(d.num_bytes for d in descriptors))
-            if may_post is not None and not may_post():
-                self._deliver(WriteFailed(unposted, "its grant no longer holds", settled=True))
-                return
+            settled = True
             try:
+                if may_post is not None and not may_post():
+                    raise TransportError("its grant no longer holds")
+                settled = False
                 handle = transport.post_write(peer, descriptors, tag)
-            except TransportError as error:
+            except TransportError as error:  # the transport's contract: then nothing was posted
                 self._deliver(WriteFailed(unposted, str(error), settled=True))
-                return
-            self._deliver(WritePosted(handle))
+            except Exception as error:
+                self._deliver(WriteFailed(unposted, repr(error), settled))
+                raise
+            else:
+                self._deliver(WritePosted(handle))
 
         self.submit(post).add_done_callback(self._report)
 

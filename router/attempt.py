@@ -49,8 +49,8 @@ class Attempt:
         # Whether prefill has nothing left to give: the pages are decode's, or there was nothing to hand off.
         self._is_prefill_done = False
         # Whether each choice was ended by a worker, which then holds nothing of it any more.
-        # A choice that an earlier attempt finished stays false: this attempt's workers may not know of its end.
-        self._ended_at_worker = [False] * len(story.journal.choices)
+        # An earlier attempt's end is in the journal that this attempt's workers get.
+        self._ended_at_worker = [choice.is_finished for choice in story.journal.choices]
 
     async def run(self) -> None:
         """Begin, and follow the events until every choice has ended.

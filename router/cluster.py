@@ -10,10 +10,9 @@ from typing import Any
 
 from router.events import Event, WorkersChanged
 from router.mailbox import Mailbox
-from router.placement import Placement, Snapshot
+from router.placement import Placement, Snapshot, place
 from router.session import SessionState, WorkerSession
 from router.worker_key import WorkerKey
-from tandem.core.errors import NoWorkerError
 from tandem.core.logging import get_logger
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerStatus
@@ -111,10 +110,8 @@ class Cluster:
         return Pair(self._sessions[placement.prefill], self._sessions[placement.decode])
 
     def check_ready(self) -> None:
-        """Raises `NoWorkerError`, naming the pool, unless both pools have a ready worker."""
-        for role, name in ROLE_NAMES.items():
-            if not any(s.takes_requests and s.role == role for s in self._sessions.values()):
-                raise NoWorkerError(f"no {name} worker is ready; try again later")
+        """Raises as `place` does unless a request could be placed: both pools have a ready worker, and two pair."""
+        place(self.snapshot(), num_prompt_tokens=0)
 
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""

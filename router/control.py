@@ -9,6 +9,7 @@ import grpc
 
 from router.cluster import Cluster
 from tandem.core.errors import ConfigError
+from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1.control_pb2 import (
     DrainRouterReply,
     DrainRouterRequest,
@@ -36,11 +37,11 @@ class RouterControl(RouterControlServicer):
 
 async def serve_control(control: RouterControl, host: str, port: int) -> tuple[grpc.aio.Server, int]:
     """Start the service; returns it and the port it listens on. Raises `ConfigError` where the port is taken."""
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = make_server()
     add_RouterControlServicer_to_server(control, server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
+        bound = bind(server, host, port)
+    except (OSError, RuntimeError) as error:
         raise ConfigError(f"cannot listen on {host}:{port} for control: {error}", key="control_port") from error
     await server.start()
     return server, bound

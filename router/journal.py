@@ -77,11 +77,11 @@ class Journal:
 
     def _out_of_order(self, choice: ChoiceRecord, token: TokenGiven) -> None:
         if token.index < len(choice.token_ids):
-            known: int | None = choice.token_ids[token.index]
+            known = choice.token_ids[token.index]
+        elif token.index in choice.early:
+            known = choice.early[token.index].token_id
         else:
-            held = choice.early.setdefault(token.index, token)
-            known = held.token_id if held is not token else None
-        if known is None:
+            choice.early[token.index] = token
             return
         self.dropped["repeated"] += 1
         if known != token.token_id:
@@ -91,7 +91,8 @@ class Journal:
         for count, token in enumerate(ready, start=1):
             choice.token_ids.append(token.token_id)
             if token.finish_reason is not None:
-                self.dropped["finished"] += len(ready) - count
+                if count < len(ready):
+                    self.dropped["finished"] += len(ready) - count
                 self.finish(token.choice)
                 return ready[:count]
         return ready

@@ -25,6 +25,7 @@ from router.worker_key import WorkerKey
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.core.logging import get_logger
 from tandem.core.pages import pages_for
+from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import decode_pb2, prefill_pb2
 from tandem.rpc.v1.common_pb2 import ROLE_PREFILL, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
@@ -35,13 +36,6 @@ log = get_logger(__name__)
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.enable_retries", 0),
-    # A new channel must not inherit the back-off of the last one to the same address.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 class SessionState(Enum):
@@ -204,6 +198,9 @@ class WorkerSession:
                 )
             except TandemError as tandem_error:
                 error = tandem_error
+            except Exception as unforeseen:  # a message that we cannot read: this stream is of no more use
+                log.exception("unforeseen error in a worker's stream", worker=str(self.key))
+                error = WorkerLostError(f"the stream of worker {self.key} failed: {unforeseen}")
             was_open = self.state is SessionState.OPEN
             if was_open:
                 backoff_s = _FIRST_BACKOFF_S
@@ -221,7 +218,7 @@ class WorkerSession:
         """One connection, from its opening to its end. Raises `WorkerLostError` or gRPC's error."""
         loop = asyncio.get_running_loop()
         self._commands = asyncio.Queue()
-        async with grpc.aio.insecure_channel(self.member.address, options=_CHANNEL_OPTIONS) as channel:
+        async with make_channel(self.member.address) as channel:
             stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
             call = stub.Session()
             self._last_heard_s = loop.time()

@@ -233,11 +233,13 @@ class Story:
         if state is RequestState.FINISHED:
             self.reach(RequestState.DECODING if self.life.state is RequestState.HANDOFF else RequestState.PREFILLING)
         self._leave_queue()
-        self.life.to(state, self.house.clock.now())
+        now_s = self.house.clock.now()
+        self.life.to(state, now_s)
         metrics, dropped = self.house.metrics, self.journal.dropped
         phases = {phase: self.life.seconds_in(phase) for phase in _WAY}
         for phase, seconds in phases.items():
             metrics.phase_s.labels(phase.value).observe(seconds)
+        metrics.request_s.observe(now_s - self.request.arrived_s)
         metrics.requests.labels(state.value).inc()
         for reason, count in dropped.items():
             if reason == "disagreed":

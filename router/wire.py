@@ -16,7 +16,7 @@ from router.events import (
 from router.journal import Journal
 from router.request import Request, TokenGiven
 from router.worker_key import WorkerKey
-from tandem.core.errors import HandoffError, InvalidRequestError, TandemError, error_class
+from tandem.rpc.convert import error_from_proto, sampling_to_proto
 from tandem.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 
 _FINISH_REASONS = {
@@ -26,26 +26,6 @@ _FINISH_REASONS = {
 }
 
 
-def sampling_to_proto(request: Request) -> common_pb2.Sampling:
-    params = request.sampling
-    return common_pb2.Sampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-        num_logprobs=params.num_logprobs,
-    )
-
-
 def reserve(request: Request, journal: Journal) -> decode_pb2.DecodeCommand:
     return decode_pb2.DecodeCommand(
         reserve=decode_pb2.Reserve(
@@ -53,7 +33,7 @@ def reserve(request: Request, journal: Journal) -> decode_pb2.DecodeCommand:
             attempt=journal.attempt,
             priority=request.priority,
             prompt_ids=request.prompt_ids,
-            sampling=sampling_to_proto(request),
+            sampling=sampling_to_proto(request.sampling),
             num_choices=request.num_choices,
             journal=_journal_to_proto(journal),
         )
@@ -67,7 +47,7 @@ def start_prefill(request: Request, journal: Journal, decode: common_pb2.WorkerI
             attempt=journal.attempt,
             priority=request.priority,
             prompt_ids=request.prompt_ids,
-            sampling=sampling_to_proto(request),
+            sampling=sampling_to_proto(request.sampling),
             num_choices=request.num_choices,
             journal=_journal_to_proto(journal),
             decode=decode,
@@ -98,22 +78,10 @@ def cancel(request_id: str, attempt: int, reason: str) -> common_pb2.Cancel:
 def _journal_to_proto(journal: Journal) -> Iterable[common_pb2.ChoiceJournal]:
     """What the client has; choices without a token are left out."""
     return [
-        common_pb2.ChoiceJournal(choice=number, token_ids=choice.token_ids)
+        common_pb2.ChoiceJournal(choice=number, token_ids=choice.token_ids, finished=choice.is_finished)
         for number, choice in enumerate(journal.choices)
         if choice.token_ids
     ]
-
-
-def error_from_proto(error: common_pb2.Error) -> TandemError:
-    """The typed error that a worker sent; its own word on `retryable` stands."""
-    result = error_class(error.code)(error.message)
-    result.request_id = error.request_id or None
-    result.retryable = error.retryable
-    if isinstance(result, HandoffError):
-        result.reason = error.reason or "failed"
-    elif isinstance(result, InvalidRequestError):
-        result.field = error.field or None
-    return result
 
 
 def token_from_proto(token: common_pb2.Token) -> TokenGiven:

@@ -109,10 +109,26 @@ class Batch:
 def model_config() -> LlamaConfig:
     """The architecture: four Llama layers with grouped-query attention, about 1.8 M parameters."""
     return LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, hidden_act="silu",
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True,
-        initializer_range=0.04, use_cache=True, attention_bias=False, mlp_bias=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        use_cache=True,
+        attention_bias=False,
+        mlp_bias=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
 
 def render_chat(messages: list[corpus.Message]) -> str:
@@ -136,13 +152,19 @@ def build_tokenizer(seed: int) -> Tokenizer:
     """Train the byte-level BPE; every byte is in the alphabet, so any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
+        [pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=list(SPECIALS), show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIALS),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     tokenizer.train_from_iterator(sample_texts(seed, 4000), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
     split = [key for key in corpus.KEYS if len(tokenizer.encode(f" {key}", add_special_tokens=False).ids) != 1]
     if split or len(tokenizer.encode("4 2", add_special_tokens=False).ids) != 2:
         raise RuntimeError(f"the vocabulary splits keys or digits: {split}")
@@ -159,7 +181,10 @@ class Batches:
         vocabulary = tokenizer.get_vocab()
         self.digits = {vocabulary[t] for d in "0123456789" for t in (d, "Ġ" + d) if t in vocabulary}
         self.bos, self.eos = vocabulary[BOS], vocabulary[EOS]
-        self.answer_starts = {(vocabulary[":"], vocabulary["ĠThe"]), (vocabulary[ROLES["assistant"]], vocabulary["The"])}
+        self.answer_starts = {
+            (vocabulary[":"], vocabulary["ĠThe"]),
+            (vocabulary[ROLES["assistant"]], vocabulary["The"]),
+        }
 
     def encode(self, text: str) -> list[int]:
         """Turn a document into ids, with bos before it and eos after it."""
@@ -176,7 +201,9 @@ class Batches:
             questions = rng.randint(1, max(1, min(8, stage.length // 64)))
             task = corpus.recall_task(rng, tokens, codes, questions)
             chat = rng.random() < 0.4
-            ids = self.encode(render_chat(corpus.system_prompt(rng, 0.1) + task.chat()) if chat else "".join(task.plain()))
+            ids = self.encode(
+                render_chat(corpus.system_prompt(rng, 0.1) + task.chat()) if chat else "".join(task.plain())
+            )
             if len(ids) <= stage.length:
                 return ids
             tokens, codes = int(tokens * 0.9), max(2, codes - 1)
@@ -233,8 +260,9 @@ def guidance(attentions: tuple[torch.Tensor, ...], sources: torch.Tensor) -> tor
     plateau, longer than this whole run; shown it on short rows, it takes minutes and keeps it because it is useful.
     """
     first, second = attentions[0].float(), attentions[1].float()
-    previous = [-(first[:, head].diagonal(-distance, 1, 2) + 1e-6).log().mean()
-                for head, distance in enumerate(PREVIOUS_HEADS)]
+    previous = [
+        -(first[:, head].diagonal(-distance, 1, 2) + 1e-6).log().mean() for head, distance in enumerate(PREVIOUS_HEADS)
+    ]
     rows, queries = torch.nonzero(sources >= 0, as_tuple=True)
     copies = [-(second[rows, head, queries, sources[rows, queries]] + 1e-6).log().mean() for head in COPY_HEADS]
     return torch.stack(previous).mean() + torch.stack(copies).mean()
@@ -244,11 +272,16 @@ def losses(model: LlamaForCausalLM, batch: Batch, bfloat16: bool, guided: bool) 
     """The mean loss on plain text, the mean loss on what can be recalled, and the guidance loss (or zero)."""
     model.set_attn_implementation("eager" if guided else "sdpa")
     with torch.autocast("cpu", torch.bfloat16) if bfloat16 else nullcontext():
-        output = model(input_ids=batch.ids[:, :-1], position_ids=batch.positions, use_cache=False, output_attentions=guided)
+        output = model(
+            input_ids=batch.ids[:, :-1], position_ids=batch.positions, use_cache=False, output_attentions=guided
+        )
     loss = F.cross_entropy(output.logits.float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
     text, recall = batch.text.flatten(), batch.recall.flatten()
-    return ((loss * text).sum() / text.sum().clamp(min=1), (loss * recall).sum() / recall.sum().clamp(min=1),
-            guidance(output.attentions, batch.sources) if guided else torch.zeros(()))
+    return (
+        (loss * text).sum() / text.sum().clamp(min=1),
+        (loss * recall).sum() / recall.sum().clamp(min=1),
+        guidance(output.attentions, batch.sources) if guided else torch.zeros(()),
+    )
 
 
 @torch.inference_mode()
@@ -278,7 +311,10 @@ def make_optimizer(model: LlamaForCausalLM, peak: float) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": 0.05},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
 
 
@@ -313,8 +349,11 @@ def load_tokenizer(directory: Path, seed: int) -> Tokenizer:
 def progress_line(state: State, stage: Stage, values: list[float], rate: float, speed: float, progress: float) -> str:
     """One line about where the run stands."""
     remaining = state.seconds * (1 - progress) / max(progress, 1e-6)
-    return (f"step {state.step:5d}  {100 * progress:5.1f}%  length {stage.length:4d}  text {values[0]:.3f}  "
-            f"recall {values[1]:.3f}  guide {values[2]:.3f}  lr {rate:.2e}  {speed:6.0f} tok/s  left {remaining / 60:5.1f} min")
+    return (
+        f"step {state.step:5d}  {100 * progress:5.1f}%  length {stage.length:4d}  text {values[0]:.3f}  "
+        f"recall {values[1]:.3f}  guide {values[2]:.3f}  lr {rate:.2e}  "
+        f"{speed:6.0f} tok/s  left {remaining / 60:5.1f} min"
+    )
 
 
 def train(options: argparse.Namespace) -> None:
@@ -347,7 +386,7 @@ def train(options: argparse.Namespace) -> None:
             group["lr"] = rate
         guided = progress < options.guided
         parts = losses(model, batches.batch(state.step, stage), options.precision == "bfloat16", guided)
-        (parts[0] + parts[1] + 0.5 * parts[2]).backward()  # type: ignore[no-untyped-call]
+        (parts[0] + parts[1] + 0.5 * parts[2]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -362,8 +401,16 @@ def train(options: argparse.Namespace) -> None:
             printed_at, printed_tokens = now, state.tokens
         if state.step % options.probe_every == 0:
             scores = {f"recall_{n}": probe(model, batches, n, 20, str(state.step)) for n in PROBE_LENGTHS}
-            state.curve.append({"step": state.step, "minutes": round(state.seconds / 60, 2), "length": stage.length,
-                                "text_loss": round(values[0], 4), "recall_loss": round(values[1], 4), **scores})
+            state.curve.append(
+                {
+                    "step": state.step,
+                    "minutes": round(state.seconds / 60, 2),
+                    "length": stage.length,
+                    "text_loss": round(values[0], 4),
+                    "recall_loss": round(values[1], 4),
+                    **scores,
+                }
+            )
             print("  probes:", "  ".join(f"{name} {score:.2f}" for name, score in scores.items()), flush=True)
         if now - saved_at > 60:
             save_checkpoint(options.checkpoint_dir, model, optimizer, state)
@@ -378,9 +425,16 @@ def train(options: argparse.Namespace) -> None:
 
 def tokenizer_config() -> dict[str, Any]:
     """What transformers needs to know besides tokenizer.json."""
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD,
-            "additional_special_tokens": list(ROLES.values()), "model_max_length": CONTEXT,
-            "clean_up_tokenization_spaces": False, "padding_side": "left"}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "additional_special_tokens": list(ROLES.values()),
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
 
 
 def write_json(path: Path, value: object) -> None:
@@ -399,19 +453,30 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, state: State, options:
         folder = Path(name)
         stored = LlamaForCausalLM(model_config())
         stored.load_state_dict(model.state_dict())
-        stored.to(torch.bfloat16)  # type: ignore[arg-type]
+        stored.to(torch.bfloat16)
         stored.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", {**config, "dtype": "float32", "rope_theta": 10000.0})
-        write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "do_sample": False})
+        write_json(
+            folder / "generation_config.json",
+            {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "do_sample": False},
+        )
         tokenizer.save(str(folder / "tokenizer.json"))
         write_json(folder / "tokenizer_config.json", tokenizer_config())
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         parameters = sum(p.numel() for p in model.parameters())
         # The evaluation adds its measurements to this record of the run.
-        record = {"seed": options.seed, "steps": state.step, "tokens": state.tokens, "minutes": round(state.seconds / 60, 1),
-                  "parameters": parameters, "peak_learning_rate": options.lr, "precision": options.precision,
-                  "stages": [asdict(stage) for stage in STAGES], "curve": state.curve}
+        record = {
+            "seed": options.seed,
+            "steps": state.step,
+            "tokens": state.tokens,
+            "minutes": round(state.seconds / 60, 1),
+            "parameters": parameters,
+            "peak_learning_rate": options.lr,
+            "precision": options.precision,
+            "stages": [asdict(stage) for stage in STAGES],
+            "curve": state.curve,
+        }
         write_json(folder / "eval.json", {"training": record})
         for path in sorted(folder.iterdir()):
             path.chmod(0o644)
@@ -423,19 +488,30 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train the tiny Llama model that ships with Tandem.",
         epilog="example: python tools/train_tiny_model.py --minutes 45 --threads 2 --out build/tiny "
-               "(give the same command again after an interruption to go on)",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        "(give the same command again after an interruption to go on)",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to write the model to")
-    parser.add_argument("--checkpoint-dir", type=Path, default=DEFAULT_CHECKPOINTS,
-                        help="folder of the resumable state; a run that finds one in it goes on from there")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default=DEFAULT_CHECKPOINTS,
+        help="folder of the resumable state; a run that finds one in it goes on from there",
+    )
     parser.add_argument("--seed", type=int, default=7, help="seed of text, weights and vocabulary")
     parser.add_argument("--steps", type=int, default=3000, help="length of the run in steps")
-    parser.add_argument("--minutes", type=float, default=60.0, help="most minutes to train; the schedule shrinks to fit")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="most minutes to train; the schedule shrinks to fit"
+    )
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--guided", type=float, default=0.25, help="share of the run with guided attention heads")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="precision of the matrix products")
-    parser.add_argument("--export-only", action="store_true", help="write the model of the newest checkpoint, without training")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="bfloat16", help="precision of the matrix products"
+    )
+    parser.add_argument(
+        "--export-only", action="store_true", help="write the model of the newest checkpoint, without training"
+    )
     parser.add_argument("--log-every", type=int, default=20, help="steps between two progress lines")
     parser.add_argument("--probe-every", type=int, default=100, help="steps between two measurements of recall")
     return parser.parse_args()

@@ -57,6 +57,33 @@ class GrantRecord:
         assert self.grant is not None, f"{self.key} has no grant in {self.state.value}"
         return self.grant
 
+    def deadline_s(self, limits: ReceiverLimits) -> float | None:
+        """When time alone changes this record; `None`: never."""
+        match self.state:
+            case GrantState.GRANTED | GrantState.OPEN:
+                return self.lease_ends_s
+            case GrantState.QUARANTINED:
+                return self.asked_s + limits.ask_again_s
+            case GrantState.ADMITTED | GrantState.REFUSED:
+                return self.since_s + limits.remember_s
+            case _:
+                return None
+
+
+def find_contradiction(commit: Commit, record: GrantRecord | None, incarnation: str) -> RefusalReason | None:
+    """Why `commit` is not about the grant in `record` at all; such a commit proves nothing about its writes."""
+    if commit.receiver != incarnation:
+        return RefusalReason.WRONG_RECEIVER
+    if record is None:
+        return RefusalReason.UNKNOWN_GRANT
+    if commit.key != record.key:
+        return RefusalReason.WRONG_ATTEMPT
+    if commit.epoch != record.held.epoch:
+        return RefusalReason.WRONG_EPOCH
+    if record.sender is not None and commit.sender != record.sender:
+        return RefusalReason.WRONG_SENDER
+    return None
+
 
 def find_problem(commit: Commit, grant: Grant) -> tuple[RefusalReason, str] | None:
     """Why the contents of a commit cannot be admitted into `grant`; `None` when its digests decide."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
-from kvtransfer.protocol.grants import GrantRecord, GrantState, ReceiverLimits, find_problem
+from kvtransfer.protocol.grants import GrantRecord, GrantState, ReceiverLimits, find_contradiction, find_problem
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from tandem.core.errors import IllegalTransitionError
 
@@ -60,7 +60,8 @@ class ReceiverHandoffs:
 
     def next_deadline_s(self) -> float | None:
         """When the next `Tick` is due; `None` while time alone changes nothing."""
-        return min((d for r in self._records.values() if (d := self._deadline_s(r)) is not None), default=None)
+        deadlines_s = (r.deadline_s(self.limits) for r in self._records.values())
+        return min((d for d in deadlines_s if d is not None), default=None)
 
     # ---- the one entrance
 
@@ -113,17 +114,7 @@ class ReceiverHandoffs:
     def _find_for_commit(self, commit: Commit) -> GrantRecord | None:
         """The record a commit speaks about; a commit that contradicts it is refused and changes nothing."""
         record = self._by_grant.get(commit.grant_id)
-        reason: RefusalReason | None = None
-        if commit.receiver != self.incarnation:
-            reason = RefusalReason.WRONG_RECEIVER
-        elif record is None:
-            reason = RefusalReason.UNKNOWN_GRANT
-        elif commit.key != record.key:
-            reason = RefusalReason.WRONG_ATTEMPT
-        elif commit.epoch != record.held.epoch:
-            reason = RefusalReason.WRONG_EPOCH
-        elif record.sender is not None and commit.sender != record.sender:
-            reason = RefusalReason.WRONG_SENDER
+        reason = find_contradiction(commit, record, self.incarnation)
         if reason is None:
             return record
         self._out.append(ev.SendRefusal(commit.key, commit.grant_id, reason))
@@ -197,6 +188,7 @@ class ReceiverHandoffs:
             self._out.append(ev.EndWrites(grant.grant_id))
         if was is GrantState.QUARANTINED:
             self.num_quarantined_pages -= len(grant.pages)
+            self._kill_asked_s.pop(record.sender or "", None)
             self._out.append(ev.LiftQuarantine(record.key, grant.grant_id, grant.pages))
         else:
             self._out.append(ev.FreePages(record.key, grant.grant_id, grant.pages))
@@ -213,19 +205,8 @@ class ReceiverHandoffs:
 
     # ---- time
 
-    def _deadline_s(self, record: GrantRecord) -> float | None:
-        match record.state:
-            case GrantState.GRANTED | GrantState.OPEN:
-                return record.lease_ends_s
-            case GrantState.QUARANTINED:
-                return record.asked_s + self.limits.ask_again_s
-            case GrantState.ADMITTED | GrantState.REFUSED:
-                return record.since_s + self.limits.remember_s
-            case _:
-                return None
-
     def _pass_time(self, record: GrantRecord, now_s: float) -> None:
-        deadline_s = self._deadline_s(record)
+        deadline_s = record.deadline_s(self.limits)
         if deadline_s is None or now_s < deadline_s:
             return
         match record.state:
@@ -302,13 +283,14 @@ class ReceiverHandoffs:
         self._out.append(ev.ExpectWrites(grant.grant_id, event.sender, grant.pages))
         self._out.append(ev.ConfirmAttached(grant, event.sender))
 
-    def _attach_again(self, record: GrantRecord, event: ev.GrantGivenOut, _: float, __: RefusalReason) -> None:
+    def _attach_again(self, record: GrantRecord, event: ev.GrantGivenOut, now_s: float, _: RefusalReason) -> None:
         if record.sender is None:
             record.sender = event.sender
         elif event.sender not in (None, record.sender):
             grant_id = record.held.grant_id
             self._out.append(ev.SendRefusal(record.key, grant_id, RefusalReason.WRONG_SENDER))
             return
+        record.lease_ends_s = now_s + self.limits.lease_s
         self._out.append(ev.ConfirmAttached(record.held, record.sender))
 
     def _attach_too_late(self, record: GrantRecord, event: ev.GrantGivenOut, _: float, __: RefusalReason) -> None:
@@ -337,14 +319,9 @@ class ReceiverHandoffs:
         self._out.append(ev.EndWrites(grant.grant_id))
         self._out.append(ev.VerifyDigests(grant.grant_id, grant.pages, commit.digests))
 
-    def _commit_unattached(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:
-        self._end(record, RefusalReason.NOT_ATTACHED, now_s)
-        self._refuse(record)
-
-    def _commit_too_late(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:
-        """Refused, but a fence all the same: it says that every write has completed and none will follow."""
-        assert record.reason is not None
-        self._end(record, record.reason, now_s)
+    def _commit_refused(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:
+        """Too late, or without an attach; but a fence: every write has completed and none will follow."""
+        self._end(record, record.reason or RefusalReason.NOT_ATTACHED, now_s)
         self._refuse(record)
 
     def _verified(self, record: GrantRecord, event: ev.DigestsVerified, now_s: float, _: RefusalReason) -> None:
@@ -400,7 +377,7 @@ def _table() -> dict[tuple[GrantState, type], _Handler]:
         },
         ev.LeaseRenewed: {R._renew: (G, O), R._repeat_refusal: (A, Q, F), R._refuse_ended: (V, D)},
         ev.CommitReceived: {
-            R._commit: (O,), R._commit_unattached: (G,), R._commit_too_late: (Q,),
+            R._commit: (O,), R._commit_refused: (G, Q),
             R._ignore: (V,), R._repeat_ack: (D,), R._repeat_refusal: (A, F),
         },
         ev.DigestsVerified: {R._verified: (V,), R._verified_for_nobody: (A,)},

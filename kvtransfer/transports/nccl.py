@@ -64,6 +64,7 @@ class NcclTransport(Transport):
         self._numbers = itertools.count()
         self._writers: dict[str, PairWriter] = {}
         self._readers: dict[str, PairReader] = {}
+        self._leaving: list[PairWriter | PairReader] = []  # asked to close, not joined
         # Guards _expected, _events and _outgoing; readers hold it while they store bytes.
         self._lock = threading.Lock()
         self._events: list[TransportEvent] = []
@@ -89,7 +90,7 @@ class NcclTransport(Transport):
         envelope, blob, is_new = self._peers.enter(metadata)
         if is_new:
             host, port = json.loads(blob)
-            self._stores[envelope.agent_name] = (host, port)
+            self._stores[envelope.agent_name] = (host, int(port))
         return PeerId(envelope.agent_name)
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
@@ -103,7 +104,7 @@ class NcclTransport(Transport):
             self._outgoing.add(handle)
         if peer not in self._writers:
             assert self._side is not None
-            self._writers[peer] = PairWriter(self._side, peer, *self._stores[peer])
+            self._writers[peer] = PairWriter(self._side, peer, self._open(), self._stores[peer])
         self._writers[peer].enqueue(QueuedWrite(handle, tuple(descriptors)))
         return handle
 
@@ -132,20 +133,19 @@ class NcclTransport(Transport):
         for thread in (self._writers.pop(peer, None), self._readers.pop(peer, None)):
             if thread is not None:
                 thread.ask_to_close()
+                self._leaving.append(thread)
 
     def close(self) -> None:
         if self._store is None:
             return
-        threads = [*self._writers.values(), *self._readers.values()]
-        for thread in threads:
-            thread.ask_to_close()
+        for peer in self._peers.names():
+            self.disconnect(PeerId(peer))
         try:
-            for thread in threads:
+            for thread in self._leaving:
                 thread.join()
         finally:
             self._store = self._side = self._owner = None
-            self._writers.clear()
-            self._readers.clear()
+            self._leaving.clear()
 
     @property
     def num_outgoing(self) -> int:
@@ -156,6 +156,8 @@ class NcclTransport(Transport):
 
     def expect_incoming(self, key: str, peer: PeerId | None, ranges: Sequence[tuple[int, int]]) -> None:
         self._open()
+        if peer is not None:
+            self._peers.get(peer)
         with self._lock:
             super().expect_incoming(key, peer, ranges)
         if peer is None or peer in self._readers:
@@ -166,6 +168,7 @@ class NcclTransport(Transport):
             self._side,
             peer,
             self._open(),
+            self._stores[peer],
             self._lock,
             lambda start, size: any(e.covers(peer, start, size) for e in self._expected.values()),
         )

@@ -2,22 +2,25 @@
 
 torch.distributed knows only two-sided, blocking transfers, so each direction has a thread at each end:
 
-    writer                              the reader's store                       reader
-    set  h/n   where the bytes go   ──────────────────────────────>   wait  h/n, check it against the grants
-    wait g/n   <──────────────────────────────   set g/n              go, or why not
-    send packed frames              ════ gloo or NCCL ════>           receive, check again, scatter
-    wait d/n   <──────────────────────────────   set d/n              done, or why not
+    writer                                                        reader
+    header  ── set in the reader's store ──────────────────────>  waits for it, checks it against the grants
+    waits   <────────────── "ok" or why not, in the writer's store
+    packed frames  ════════════════ gloo or NCCL ══════════════>  receives, checks again, stores
+    waits   <────────────── "ok" or why not, in the writer's store
 
-Headers and answers go through the reader's TCPStore, because a receive that waits for a header could not be ended
-(gloo) or would spin on the device (NCCL). The communicator is made by the first write, and a new generation of it
-after a failure. A thread without work sleeps: a writer on a condition, a reader on its store's socket.
+Headers do not travel as tensors, because a receive that waits for one could not be ended (gloo) or would spin on the
+device (NCCL). Each side waits on its own store only: a question to a stopped peer's store is never answered. The
+communicator is made by the first write, and a new generation of it after a failure. A thread without work sleeps: a
+writer on a condition, a reader on its store's socket.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import struct
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +40,17 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public by docum
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import TransportEvent, WriteArrived, WriteCompleted, WriteFailed, WriteHandle
+from kvtransfer.transports.pair_wire import Header, frames
 from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
 # A reader waits for the next header as long as its peer lives; the wait is on a socket and costs nothing.
 _FOREVER_S = 365 * 86400.0
-_HEADER = struct.Struct("<qqqI")
-_RANGE = struct.Struct("<qq")
+# A writer that waits for an answer looks with pauses that grow from the first to the second, and asks now and then
+# whether the peer still listens.
+_PAUSES_S = (50e-6, 2e-3)
+_PROBE_EVERY_S = 0.25
 _OK = b"ok"
 
 
@@ -55,47 +61,9 @@ def translated(what: str) -> Iterator[None]:
         yield
     except TransportError:
         raise
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, struct.error) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TransportError(f"{what}: {first}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a write is about to bring. `ranges` are (offset, bytes) in the reader's arena."""
-
-    generation: int
-    frame_bytes: int
-    tag: bytes
-    ranges: tuple[tuple[int, int], ...]
-
-    def pack(self) -> bytes:
-        fixed = _HEADER.pack(self.generation, self.frame_bytes, len(self.ranges), len(self.tag))
-        return fixed + self.tag + b"".join(_RANGE.pack(*r) for r in self.ranges)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Header:
-        generation, frame_bytes, num_ranges, tag_bytes = _HEADER.unpack_from(data)
-        at = _HEADER.size + tag_bytes
-        ranges = tuple(_RANGE.iter_unpack(data[at : at + num_ranges * _RANGE.size]))
-        return cls(generation, frame_bytes, data[_HEADER.size : at], ranges)
-
-
-def frames(ranges: Sequence[tuple[int, int]], frame_bytes: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut `ranges` into groups of at most `frame_bytes`; both ends cut alike."""
-    frame: list[tuple[int, int]] = []
-    room = frame_bytes
-    for start, size in ranges:
-        offset, left = start, size
-        while left:
-            num = min(left, room)
-            frame.append((offset, num))
-            offset, left, room = offset + num, left - num, room - num
-            if not room:
-                yield frame
-                frame, room = [], frame_bytes
-    if frame:
-        yield frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +84,9 @@ class Side:
     frame_bytes: int
     report: Callable[[TransportEvent], None]
 
-    def connect_store(self, host: str, port: int) -> TCPStore:
-        return TCPStore(
-            host, port, None, False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False
-        )
+    def connect_store(self, host: str, port: int, timeout_s: float | None = None) -> TCPStore:
+        timeout = timedelta(seconds=timeout_s or self.timeout_s)
+        return TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
 
     def communicator(self, store: Store, rank: int) -> ProcessGroup:
         """Join the two-party group of one direction: the writer is rank 0, the reader rank 1."""
@@ -151,7 +118,7 @@ class PairThread(ABC):
 
     def __init__(self, side: Side, name: str) -> None:
         self._side = side
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = threading.Condition()
         self._closing = False
         self._group: ProcessGroup | None = None
         self._generation = 0
@@ -178,14 +145,6 @@ class PairThread(ABC):
     def _main(self) -> None: ...
 
 
-def _take(store: Store, key: str, timeout_s: float) -> bytes:
-    """The value of `key` as soon as it is set; the key is gone afterwards."""
-    store.wait([key], timedelta(seconds=timeout_s))
-    value: bytes = store.get(key)
-    store.delete_key(key)
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class QueuedWrite:
     handle: WriteHandle
@@ -195,10 +154,12 @@ class QueuedWrite:
 class PairWriter(PairThread):
     """Sends this agent's writes to one peer, one after the other."""
 
-    def __init__(self, side: Side, peer: str, store_host: str, store_port: int) -> None:
+    def __init__(self, side: Side, peer: str, own_store: TCPStore, peer_at: tuple[str, int]) -> None:
         self._peer = peer
-        self._store_at = (store_host, store_port)
-        self._store: Store | None = None
+        self._peer_at = peer_at
+        self._name = f"{side.agent_name}>{peer}"
+        self._own = PrefixStore(self._name, own_store)
+        self._theirs: Store | None = None
         # Guarded by _changed.
         self._queue: deque[QueuedWrite] = deque()
         self._number = 0
@@ -230,7 +191,7 @@ class PairWriter(PairThread):
             self._side.report(self._send(write))
         for write in unsent:
             self._side.report(WriteFailed(write.handle, f"disconnected from {self._peer}", settled=True))
-        self._group = self._store = None
+        self._group = self._theirs = None
 
     def _send(self, write: QueuedWrite) -> TransportEvent:
         """Carry one write out and say how it ended."""
@@ -238,32 +199,54 @@ class PairWriter(PairThread):
         has_sent = False
         try:
             with translated(f"write to {self._peer}"):
-                store = self._announce(write, number)
-                self._demand_ok(_take(store, f"g/{number}", self._side.timeout_s), "refused")
-                group = self._communicator(store)
-                has_sent = True
-                self._send_frames(group, write.descriptors)
-                answer = _take(store, f"d/{number}", self._side.timeout_s)
-                has_sent = answer == _OK  # a spoken refusal means that the reader is through with it
-                self._demand_ok(answer, "not stored")
-            return WriteCompleted(write.handle)
+                self._announce(write, number)
+                answer = self._answer(f"g/{number}")
+                if answer == _OK:
+                    has_sent = True
+                    self._send_frames(self._communicator(), write.descriptors)
+                    answer = self._answer(f"d/{number}")
+            if answer == _OK:
+                return WriteCompleted(write.handle)
+            # A spoken refusal: the reader is through with the write, and the communicator is in order.
+            return WriteFailed(write.handle, f"refused by {self._peer}: {answer.decode()}", settled=True)
         except TransportError as error:
-            self._group = None
+            self._group = self._theirs = None
             self._generation += 1
             return WriteFailed(write.handle, str(error), settled=not has_sent)
 
-    def _announce(self, write: QueuedWrite, number: int) -> Store:
-        if self._store is None:
-            prefix = f"{self._side.agent_name}>{self._peer}"
-            self._store = PrefixStore(prefix, self._side.connect_store(*self._store_at))
+    def _announce(self, write: QueuedWrite, number: int) -> None:
+        if self._theirs is None:
+            self._probe()
+            self._theirs = PrefixStore(self._name, self._side.connect_store(*self._peer_at))
         ranges = tuple((d.remote_offset, d.num_bytes) for d in write.descriptors)
-        header = Header(self._generation, self._side.frame_bytes, write.handle.tag, ranges)
-        self._store.set(f"h/{number}", header.pack())  # type: ignore[arg-type]  # bytes are fine
-        return self._store
+        header = Header(number, self._generation, self._side.frame_bytes, write.handle.tag, ranges)
+        self._theirs.queue_push("headers", header.pack())
 
-    def _communicator(self, store: Store) -> ProcessGroup:
+    def _answer(self, key: str) -> bytes:
+        """What the reader says in our store."""
+        pause_s, longest_s = _PAUSES_S
+        now_s = time.monotonic()
+        deadline_s, probe_s = now_s + self._side.timeout_s, now_s + _PROBE_EVERY_S
+        while not self._own.check([key]):
+            now_s = time.monotonic()
+            if self._closing or now_s >= deadline_s:
+                raise TransportError("closing" if self._closing else f"no answer within {self._side.timeout_s} s")
+            if now_s >= probe_s:
+                self._probe()
+                probe_s = now_s + _PROBE_EVERY_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+        answer: bytes = self._own.get(key)
+        self._own.delete_key(key)
+        return answer
+
+    def _probe(self) -> None:
+        """Raises `OSError` when nobody listens where the peer's store was: the peer is gone."""
+        socket.create_connection(self._peer_at, timeout=self._side.timeout_s).close()
+
+    def _communicator(self) -> ProcessGroup:
         if self._group is None:
-            self._group = self._side.communicator(PrefixStore(f"c{self._generation}", store), 0)
+            self._group = self._side.communicator(PrefixStore(f"c{self._generation}", self._own), 0)
         return self._group
 
     def _send_frames(self, group: ProcessGroup, descriptors: Sequence[Descriptor]) -> None:
@@ -273,10 +256,6 @@ class PairWriter(PairThread):
             group.send([packed], 1, 0).wait()
         self._side.finish()
 
-    def _demand_ok(self, answer: bytes, what: str) -> None:
-        if answer != _OK:
-            raise TransportError(f"{what}: {answer.decode()}")
-
 
 class PairReader(PairThread):
     """Stores one peer's writes, as far as `may_store` allows.
@@ -284,60 +263,62 @@ class PairReader(PairThread):
     Args:
         own_store: the agent's own store, to wake the thread with; the thread has a client of its own, since a
             client that waits is locked.
+        peer_at: host and port of the writer's store.
         lock: held by `may_store`'s answer until the bytes are stored, so that a grant that ends is a fence.
         may_store: whether the peer may write (offset, bytes) now; called with `lock` held.
     """
 
     def __init__(
-        self, side: Side, peer: str, own_store: TCPStore, lock: threading.Lock, may_store: Callable[[int, int], bool]
+        self,
+        side: Side,
+        peer: str,
+        own_store: TCPStore,
+        peer_at: tuple[str, int],
+        lock: threading.Lock,
+        may_store: Callable[[int, int], bool],
     ) -> None:
         self._peer = peer
+        self._peer_at = peer_at
         self._lock = lock
         self._may_store = may_store
-        self._prefix = f"{peer}>{side.agent_name}"
-        self._own = PrefixStore(self._prefix, own_store)
-        self._port = own_store.port
-        self._number = 0
+        self._name = f"{peer}>{side.agent_name}"
+        self._own_port = own_store.port
+        self._wake = PrefixStore(self._name, own_store)
+        self._theirs: Store | None = None
         super().__init__(side, f"kv-reader-{side.agent_name}-{peer}")
 
     def ask_to_close(self) -> None:
-        with self._changed:
-            super().ask_to_close()
-            self._own.set(f"h/{self._number}", "")  # what the thread waits for
+        super().ask_to_close()
+        self._wake.queue_push("headers", "")  # what the thread waits for
 
     def _main(self) -> None:
-        store: Store | None = None
-        while not self._closing:
+        own = self._side.connect_store(self._side.host, self._own_port, _FOREVER_S)
+        headers = PrefixStore(self._name, own)
+        while True:
+            data = headers.queue_pop("headers")
+            if self._closing:
+                break
             try:
                 with translated(f"writes from {self._peer}"):
-                    if store is None:
-                        store = PrefixStore(self._prefix, self._side.connect_store(self._side.host, self._port))
-                    self._receive_next(store)
+                    self._receive(Header.unpack(data))
             except TransportError as error:
                 # The writer sees an error of its own and begins a new generation.
                 _log.warning("%s", error)
-                self._group = store = None
-        self._group = None
+                self._group = self._theirs = None
+        self._group = self._theirs = None
 
-    def _receive_next(self, store: Store) -> None:
-        data = _take(store, f"h/{self._number}", _FOREVER_S)
-        with self._changed:
-            if self._closing:
-                return
-            number, self._number = self._number, self._number + 1
-        self._receive(store, number, Header.unpack(data))
-
-    def _receive(self, store: Store, number: int, header: Header) -> None:
+    def _receive(self, header: Header) -> None:
+        if self._theirs is None:
+            self._theirs = PrefixStore(self._name, self._side.connect_store(*self._peer_at))
+        theirs, number = self._theirs, header.number
         with self._lock:
             allowed = all(self._may_store(start, size) for start, size in header.ranges)
+        theirs.set(f"g/{number}", _OK if allowed else b"no grant covers it")  # type: ignore[arg-type]
         if not allowed:
-            store.set(f"g/{number}", b"no grant covers it")  # type: ignore[arg-type]
             return
-        if header.generation != self._generation:
-            self._group, self._generation = None, header.generation
-        store.set(f"g/{number}", _OK)  # type: ignore[arg-type]
-        if self._group is None:
-            self._group = self._side.communicator(PrefixStore(f"c{header.generation}", store), 1)
+        if self._group is None or header.generation != self._generation:
+            self._generation = header.generation
+            self._group = self._side.communicator(PrefixStore(f"c{header.generation}", theirs), 1)
         stored = True
         for frame in frames(header.ranges, header.frame_bytes):
             packed = torch.empty(sum(size for _, size in frame), dtype=torch.uint8, device=self._side.arena.device)
@@ -345,7 +326,7 @@ class PairReader(PairThread):
             stored = self._scatter(packed, frame) and stored
         if stored:
             self._side.report(WriteArrived(self._peer, header.tag))  # type: ignore[arg-type]
-        store.set(f"d/{number}", _OK if stored else b"its grant ended meanwhile")  # type: ignore[arg-type]
+        theirs.set(f"d/{number}", _OK if stored else b"its grant ended meanwhile")  # type: ignore[arg-type]
 
     def _scatter(self, packed: torch.Tensor, frame: Sequence[tuple[int, int]]) -> bool:
         with self._lock:

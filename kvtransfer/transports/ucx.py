@@ -114,11 +114,12 @@ class UcxTransport(Transport):
         return self._registered().pack(self._blob)
 
     def connect(self, metadata: bytes) -> PeerId:
+        agent = self._open()
         envelope, blob, is_new = self._peers.enter(metadata)
         if is_new:
             try:
                 with _translated(f"cannot connect to {envelope.agent_name}"):
-                    self._open().add_remote_agent(blob)
+                    agent.add_remote_agent(blob)
             except TransportError:
                 self._peers.withdraw(envelope.agent_name)
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
@@ -15,20 +16,29 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from tandem.cluster.events import Role
-from tandem.cluster.spec import ClusterSpec
+from tandem.cluster.node_share import kv_bytes_here
+from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
 from tandem.core.errors import InternalError, TandemError
+from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
 
 if TYPE_CHECKING:
+    from router.worker_key import WorkerKey
+    from tandem.cluster.supervisor import Supervisor
     from tandem.worker.process import WorkerProcess
 
 MAX_CONCURRENCY = 8
 """Calls that one actor serves at a time; `wait_closed` and `drain` occupy one each for long."""
+
+ROUTER_DRAIN_S = 2.0
+"""For requests whose workers stop at the same time: to end in a typed error instead of a broken connection."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class WorkerActor:
 
     def __init__(self, spec: ClusterSpec, role: str, worker_id: str, incarnation: str, num_threads: int) -> None:
         _die_with_parent()
-        _write_log_to(spec, f"{worker_id}.log")
+        _set_up_log(spec, worker_id)
         self._spec, self._role = spec, Role(role)
         self._worker_id, self._incarnation, self._num_threads = worker_id, incarnation, num_threads
         self._starting = threading.Lock()
@@ -99,7 +109,7 @@ class WorkerActor:
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             model_dir=_model_dir(spec),
-            kv_bytes=spec.kv_bytes[self._role],
+            kv_bytes=spec.kv_bytes[self._role] or kv_bytes_here(spec.config, self._role),
             num_threads=self._num_threads,
             host=_host(spec),
             device="cuda" if pool.gpus else "cpu",
@@ -113,9 +123,15 @@ class RouterActor:
         from router.server import RouterServer
 
         _die_with_parent()
-        _write_log_to(spec, "router.log")
+        _set_up_log(spec, "router")
         http = spec.config.http
-        self._server = RouterServer(spec.config, model_dir=_model_dir(spec), host=http.host, http_port=http.port)
+        self._server = RouterServer(
+            spec.config,
+            model_dir=_model_dir(spec),
+            host=http.host,
+            http_port=http.port,
+            on_writer_suspected=_tell_supervisor,
+        )
         self._starting = threading.Lock()
         self._addresses: tuple[str, str] | None = None
 
@@ -131,7 +147,7 @@ class RouterActor:
         self._server.wait_closed()
 
     def stop(self) -> None:
-        self._server.stop()
+        self._server.stop(drain_s=ROUTER_DRAIN_S)
 
 
 class SupervisorActor:
@@ -139,11 +155,10 @@ class SupervisorActor:
 
     def __init__(self, spec: ClusterSpec) -> None:
         _die_with_parent()
-        _write_log_to(spec, "supervisor.log")
-        logging.basicConfig(
-            level=spec.config.logging.level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-        )
+        _set_up_log(spec, "supervisor")
         self._ready, self._closed = threading.Event(), threading.Event()
+        self._address = ""
+        self._supervisor: Supervisor
         threading.Thread(target=self._run, args=(spec,), name="supervisor", daemon=True).start()
 
     def wait_ready(self) -> str:
@@ -154,6 +169,11 @@ class SupervisorActor:
     def wait_closed(self) -> None:
         """Until everything it drives has stopped."""
         self._closed.wait()
+
+    def suspect(self, worker_id: str, incarnation: str) -> None:
+        """A decode worker says that this writer has fallen silent beyond its lease: it must be killed on its node."""
+        self._ready.wait()
+        self._supervisor.suspect(worker_id, incarnation)
 
     def _run(self, spec: ClusterSpec) -> None:
         from tandem.cluster.supervisor_process import serve_supervisor
@@ -167,9 +187,15 @@ class SupervisorActor:
             os._exit(1)
         self._closed.set()
 
-    def _listening(self, address: str) -> None:
-        self._address = address
+    def _listening(self, address: str, supervisor: Supervisor) -> None:
+        self._address, self._supervisor = address, supervisor
         self._ready.set()
+
+
+def _tell_supervisor(writer: WorkerKey) -> None:
+    """Called on the router's thread; the call to the actor does not block."""
+    log.warning("writer %s is suspected", writer)
+    ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE).suspect.remote(writer.worker_id, writer.incarnation)
 
 
 def translate(error: BaseException) -> TandemError:
@@ -211,15 +237,18 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _write_log_to(spec: ClusterSpec, name: str) -> None:
-    """Let standard output and error go to `name` in the log directory, where one is set, for all lives in one file."""
-    if not spec.log_directory:
-        return
-    directory = Path(spec.log_directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    target: Any = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
+def _set_up_log(spec: ClusterSpec, process: str) -> None:
+    """Logs, and whatever else the process and its libraries print, go to one file for all lives of `process`.
+
+    Without a directory they go where Ray puts an actor's output: its session directory on this node.
+    """
+    if spec.log_directory:
+        directory = Path(spec.log_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        target = os.open(directory / f"{process}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+    setup_logging(dataclasses.replace(spec.config.logging, directory=""), process)

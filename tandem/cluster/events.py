@@ -130,6 +130,14 @@ class LoadReported:
 
 
 @dataclass(frozen=True)
+class WriterSuspected:
+    """A decode worker keeps pages in quarantine until this writer's end is certain."""
+
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class RouterStarted:
     """A router, the first or a later one, listens. It knows no membership yet."""
 
@@ -167,6 +175,7 @@ Event = (
     | WorkerExited
     | Drained
     | LoadReported
+    | WriterSuspected
     | RouterStarted
     | RouterExited
     | ShutdownRequested

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tandem.cluster.actors import MAX_CONCURRENCY, ActorState, RouterActor, SupervisorActor, WorkerActor, translate
 from tandem.cluster.events import Placement, Role
 from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
+from tandem.cluster.node_share import threads_for
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
 from tandem.core.errors import WorkerLostError
 from tandem.rpc.v1 import common_pb2
@@ -93,7 +94,7 @@ class RayLauncher:
 
     def start_worker(self, role: Role, worker_id: str, incarnation: str) -> RayWorker:
         pool = getattr(self._spec.config.pools, role)
-        num_threads = self._spec.num_threads[role] or _threads_of_a_node(role)
+        num_threads = self._spec.num_threads[role] or threads_for(role)
         actor = _actor(
             WorkerActor,
             name=f"{worker_id}.{incarnation}",
@@ -156,16 +157,6 @@ def _actor(cls: type, **options: Any) -> Any:
     """Detached: it ends by a call or with its Ray cluster, not with the process that asked for it."""
     common = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
     return ray.remote(cls).options(**{**common, **options})
-
-
-def _threads_of_a_node(role: Role) -> int:
-    """An equal share of the cores for each worker that the smallest node of this role can hold."""
-    shares = [
-        node["Resources"].get("CPU", 1) // max(1.0, sum(node["Resources"].get(each, 0) for each in Role))
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get(role, 0) >= 1
-    ]
-    return max(1, int(min(shares, default=1)))
 
 
 def _kill_sibling(pid: int) -> None:

@@ -44,6 +44,7 @@ from tandem.cluster.events import (
     WorkerFailedToStart,
     WorkerPlaced,
     WorkerStarted,
+    WriterSuspected,
 )
 
 
@@ -284,6 +285,8 @@ class Cluster:
                 slot.heard_at, slot.num_requests = now, event.num_requests
             case Drained() if slot.phase is Phase.DRAINING:
                 return self._stop(slot, now)
+            case WriterSuspected() if self._listens_to(slot):
+                return self._stop(slot, now, kill="it is silent beyond its lease, and pages wait for its end")
             case WorkerFailedToStart() if slot.phase is Phase.STARTING:
                 # Its process is still there, and it may hold memory that the next one needs.
                 corpse = KillWorker(slot.worker_id, slot.incarnation, "it failed to start")

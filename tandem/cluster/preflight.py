@@ -202,7 +202,7 @@ class Preflight:
         workers, free = self._num_cpu_workers, self.host.available_bytes
         if workers == 0:
             return Finding("memory", "ok", f"{human_bytes(free)} free; pages live on the GPUs")
-        fixed = workers * self._fixed_bytes
+        fixed = workers * self.fixed_bytes
         if fixed > free:
             raise ConfigError(
                 f"{workers} workers need {human_bytes(fixed)} for weights and processes, {human_bytes(free)} are free; "
@@ -262,7 +262,8 @@ class Preflight:
         return sum(pool.workers for pool in self._pools.values() if not pool.gpus)
 
     @property
-    def _fixed_bytes(self) -> int:
+    def fixed_bytes(self) -> int:
+        """What a worker takes beside its pages."""
         return self.facts.weight_bytes(self.dtype) + WORKER_OVERHEAD_BYTES
 
     def _kv_bytes(self, pool: PoolConfig) -> int:
@@ -270,7 +271,7 @@ class Preflight:
         cache = self.config.cache
         if cache.memory_bytes or pool.gpus or not self.local:
             return cache.memory_bytes
-        return share_of_memory(self.config, self.host.available_bytes, self._fixed_bytes, self._num_cpu_workers)
+        return share_of_memory(self.config, self.host.available_bytes, self.fixed_bytes, self._num_cpu_workers)
 
     def _equal_share(self) -> int:
         if not self.local:

@@ -25,7 +25,7 @@ from tandem.cluster.report import ClusterNews, Reporter
 from tandem.cluster.signals import StopRequested, StopSignals
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
 from tandem.core.config import Config
-from tandem.core.errors import ConfigError, error_class
+from tandem.core.errors import ConfigError, InternalError, error_class
 from tandem.core.version import version
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
@@ -158,7 +158,7 @@ class Serving:
     async def _watch(self, plan: Plan) -> None:
         """Tell what changes, until the cluster has ended. A supervisor that dies is awaited: Ray starts it again."""
         while True:
-            self._control_address = await self._supervisor.wait_ready.remote()
+            self._control_address = await self._find_supervisor()
             async with make_channel(self._control_address) as channel:
                 stub: _Stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
                 try:
@@ -168,6 +168,17 @@ class Serving:
                             return
                 except grpc.aio.AioRpcError as error:
                     self._reporter.line(f"  supervisor  does not answer ({error.code().name}); Ray starts it again")
+
+    async def _find_supervisor(self) -> str:
+        """Its address once it serves, however often Ray starts it. Raises `InternalError` when it cannot start."""
+        from ray.exceptions import RayActorError
+
+        try:
+            return str(await self._supervisor.wait_ready.remote())
+        except RayActorError as error:
+            assert self._home is not None
+            reason = str(error).strip().splitlines()[-1]
+            raise InternalError(f"the supervisor ended: {reason}; logs are in {self._home.log_directory}") from error
 
     def _heard(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
         for line, style in self._news.lines(cluster):
@@ -216,8 +227,10 @@ class Serving:
 
     def _say_stopping(self) -> None:
         self._reporter.end_steps()
-        what = "requests under way finish first; Ctrl-C again stops at once" if self._progress.ready else "wait a moment"
-        self._reporter.line(f"Stopping: {what}.")
+        if self._progress.ready:
+            self._reporter.line("Stopping: requests under way finish first; Ctrl-C again stops at once.")
+        else:
+            self._reporter.line("Stopping what has been started.")
 
     def _force(self) -> None:
         """The second signal: everything of ours ends now."""

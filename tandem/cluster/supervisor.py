@@ -51,6 +51,7 @@ class Supervisor:
         self._workers: dict[tuple[str, str], WorkerHandle] = {}
         self._router: RouterHandle | None = None
         self._tasks: asyncio.TaskGroup
+        self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Condition()
         self._num_changes = 0
@@ -60,6 +61,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Adopt what runs, bring up what is missing and supervise until a shutdown is complete."""
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as self._tasks:
             memory = await asyncio.to_thread(self._launcher.begin_term)
             self.cluster.version = memory.term << 32
@@ -72,7 +74,7 @@ class Supervisor:
 
     @property
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._loop.time()
 
     async def scale(self, wanted: dict[ev.Role, int]) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
@@ -89,6 +91,10 @@ class Supervisor:
         await asyncio.to_thread(self._launcher.remember_wanted, sizes)
         for role, workers in wanted.items():
             self._feed(ev.WantedChanged(role, workers))
+
+    def suspect(self, worker_id: str, incarnation: str) -> None:
+        """This writer is silent beyond its lease, and pages wait for its end: kill it. From any thread."""
+        self._loop.call_soon_threadsafe(self._feed, ev.WriterSuspected(worker_id, incarnation))
 
     async def shut_down(self, grace_s: float) -> None:
         """Let requests end for at most `grace_s`, then stop everything; returns when all of it has stopped."""
@@ -123,7 +129,7 @@ class Supervisor:
         if not isinstance(event, (ev.LoadReported, ev.Tick)):
             log.info("%s", event)
         for instruction in self.cluster.handle(event, self.now):
-            log.info("-> %s", instruction)
+            log.info("-> %s", _brief(instruction))
             self._do(instruction)
         self._arm()
         if self.cluster.closed:
@@ -166,8 +172,7 @@ class Supervisor:
         if self._timer:
             self._timer.cancel()
         due = self.cluster.wake_at()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(due, lambda: self._spawn(self._tick())) if due is not None else None
+        self._timer = self._loop.call_at(due, lambda: self._spawn(self._tick())) if due is not None else None
 
     async def _tick(self) -> None:
         self._feed(ev.Tick())
@@ -325,7 +330,7 @@ class Supervisor:
                     await stub.SetMembership(membership(message), timeout=5.0)
             except grpc.aio.AioRpcError as error:
                 log.warning("the router did not take membership %d: %s", message.version, error.details())
-                asyncio.get_running_loop().call_later(RETRY_S, self._publish.set)
+                self._loop.call_later(RETRY_S, self._publish.set)
 
     async def _drain_router(self, control_address: str, grace_s: float) -> None:
         try:
@@ -342,6 +347,12 @@ async def _quietly(call: Coroutine[Any, Any, None]) -> None:
         await call
     except TandemError as error:
         log.info("stop: %s", error)
+
+
+def _brief(instruction: ev.Instruction) -> str:
+    if isinstance(instruction, ev.PublishMembership):
+        return f"PublishMembership(version={instruction.version}, members={len(instruction.members)})"
+    return str(instruction)
 
 
 def _ending(error: TandemError) -> ev.Ending:

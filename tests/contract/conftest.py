@@ -34,9 +34,9 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
     """Connected agents with new names, the reader in `host` or here; closed in the end."""
     made: list[Agent | RemoteAgent] = []
 
-    def make(name: str, host: PeerProcess | None = None) -> Pair:
+    def make(name: str, host: PeerProcess | None = None, **more: Any) -> Pair:
         number = next(_NUMBERS)
-        options = OPTIONS.get(name, {})
+        options = OPTIONS.get(name, {}) | more
         writer = Agent.make(name, f"writer-{number}#1", options)
         reader: Agent | RemoteAgent
         if host is None:

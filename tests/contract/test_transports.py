@@ -265,6 +265,23 @@ def test_a_two_sided_transport_stores_only_what_is_granted(make_pair: Callable[.
     assert pair.reader.read(8192, 100) == bytes([EMPTY]) * 100
 
 
+def test_ending_a_grant_is_a_fence_on_a_two_sided_transport(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("nccl", frame_bytes=16 << 10)
+    assert isinstance(pair.reader, Agent)
+    pair.writer.arena[:] = 9
+    handle = pair.writer.write(pair.peer, [Descriptor(0, 0, ARENA_BYTES)])
+    assert pair.wait(lambda: pair.reader.arena[0] == 9)
+    pair.reader.end("grant")
+    at_the_fence = pair.reader.read()
+    end = pair.end_of(handle)
+    assert isinstance(end, WriteFailed), "the write was over before the grant ended: send more"
+    assert end.settled
+    assert pair.reader.read() == at_the_fence
+    # The pair still works.
+    pair.reader.expect("new", str(pair.writer.transport.agent_name), [(0, 64)])
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
+
+
 # ---- closing
 
 

@@ -80,6 +80,8 @@ def host_agents(conn: Connection) -> None:
             try:
                 call = conn.recv()
             except EOFError:
+                for agent in agents.values():
+                    agent.close()
                 return
             method, agent_name, args = call
             try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +13,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,3 +120,36 @@ def test_embedded_model_is_found_in_the_wheel(environment: Environment) -> None:
     assert (model / "model.safetensors").stat().st_size == (
         ROOT / "tandem/models/tiny/model.safetensors"
     ).stat().st_size
+
+
+@pytest.mark.timeout(240)
+def test_installed_wheel_serves(environment: Environment) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serving = subprocess.Popen(
+        [str(environment.folder / "bin" / "tandem"), "serve", "--port", str(port)],
+        cwd="/", env=environment.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+    try:
+        assert serving.stdout is not None
+        heard: list[str] = []
+        for line in serving.stdout:
+            heard.append(line)
+            if line.startswith("Ready: "):
+                break
+        else:
+            pytest.fail("".join(heard))
+        assert f"from {environment.folder}" in "".join(heard), "the embedded model is the wheel's own"
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        answer = httpx.post(url, json={"model": "tiny", "prompt": "Once upon a time", "max_tokens": 8}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        serving.send_signal(signal.SIGINT)
+        remaining, _ = serving.communicate(timeout=60)
+        assert serving.returncode == 0, remaining
+        assert remaining.rstrip().endswith("Stopped.")
+    finally:
+        if serving.poll() is None:
+            serving.terminate()
+            serving.wait(timeout=60)

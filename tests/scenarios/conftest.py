@@ -12,7 +12,7 @@ from tests.scenarios.processes import ProcessCluster, running
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     """1P1D with the embedded model. Leave it idle and whole."""
-    with running(tmp_path_factory.mktemp("1p1d")) as cluster:
+    with running(tmp_path_factory.mktemp("1p1d"), config={"model": {"served_names": ["*"]}}) as cluster:
         yield cluster
 
 

@@ -434,7 +434,7 @@ def test_a_lost_lease_quarantines_asks_again_and_at_last_kills() -> None:
 
 def test_attaching_and_renewing_start_the_lease_anew() -> None:
     worker = Worker().reach("granted")
-    for event in ("attach", "renew"):
+    for event in ("attach", "attach", "renew"):
         worker.now_s += LIMITS.lease_s - 1
         worker.feed(worker.event(event))
         assert worker.handoffs.next_deadline_s() == worker.now_s + LIMITS.lease_s

@@ -192,7 +192,7 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
     def first_tokens(self, start: prefill_pb2.StartPrefill) -> None:
         self.started(start)
         given = self.given(start)
-        tokens = [self.token(start, c, 0) for c in range(start.num_choices) if not given.get(c)]
+        tokens = [self.token(start, c, 0) for c in range(start.num_choices) if c not in given]
         self.emit_all([self._event(first_token=token) for token in tokens])
         if tokens and all(token.finish_reason for token in tokens):
             self.emit(
@@ -269,7 +269,8 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
     def generate(self, reserve: decode_pb2.Reserve) -> None:
         self.admit(reserve)
         given = self.given(reserve)
-        for choice in range(reserve.num_choices):
+        ended = {entry.choice for entry in reserve.journal if entry.finished}
+        for choice in set(range(reserve.num_choices)) - ended:
             for index in range(max(1, given.get(choice, 0)), reserve.sampling.max_tokens):
                 self.held_back.wait(WAIT_S)
                 if self.token_gap_s:

@@ -97,7 +97,8 @@ def test_workers_with_other_layouts_are_not_paired(make_site: MakeSite) -> None:
     site = make_site(with_workers=False)
     site.decode.info.layout.page_size = 64
     site.pool.add(site.prefill, site.decode)
-    site.wait_ready()
+    wait_until(lambda: [w["state"] for pool in ("prefill", "decode") for w in cluster(site)[pool]] == ["ready"] * 2)
+    site.wait_ready(503)
     answer = site.post(prompt="x")
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "incompatible"
@@ -203,6 +204,8 @@ def test_a_lost_prefill_worker_before_the_first_token(site: Site) -> None:
     site.prefill.auto = site.decode.auto = False
     under_way = in_background(site)
     site.prefill.wait_for("start")
+    site.decode.wait_for("reserve")
+    time.sleep(0.1)
     site.decode.auto = True
     other = FakePrefill("prefill-1")
     site.pool.add(other)
@@ -300,6 +303,40 @@ def test_no_worker_for_a_whole_lease_is_an_error_frame(site: Site) -> None:
     assert frames(answer)[0]["choices"][0]["text"] == "a"
     assert frames(answer)[-1]["error"]["code"] == "no_worker"
     assert "[DONE]" not in answer.text
+
+
+def test_a_retry_tells_the_workers_which_choices_have_ended(site: Site) -> None:
+    """Choice 0 ends by a stop string, which no worker can know, before choice 1's worker is lost."""
+    site.prefill.script = site.decode.script = lambda prompt, choice, index: (120 if choice == 0 else 97) + index
+    site.decode.auto = False
+    under_way = in_background(site, n=2, stop=["y"], max_tokens=4)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.grant(reserve)
+    site.decode.admit(reserve)
+    site.decode.emit_all([site.decode._event(token=site.decode.token(reserve, choice, 1)) for choice in (0, 1)])
+    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == 2)
+    site.decode.auto = True
+    site.decode.fail(reserve.request_id, 1, "internal", retryable=True)
+    again = site.decode.wait_for("reserve", 2)
+    assert [(j.choice, list(j.token_ids), j.finished) for j in again.journal] == [
+        (0, [120, 121], True),
+        (1, [97, 98], False),
+    ]
+    choices = under_way.result().json()["choices"]
+    assert [(c["text"], c["finish_reason"]) for c in choices] == [("x", "stop"), ("abcd", "length")]
+
+
+def test_a_stream_that_cannot_be_read_is_a_lost_worker(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.wait_for("given_out")
+    broken = site.decode.token(reserve, 0, 1)
+    broken.finish_reason = 77  # of a newer version
+    site.decode.held_back.set()
+    site.decode.emit(token=broken)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.metrics()['tandem_workers_lost_total{role="decode"}'] == 1
 
 
 # -- disorder

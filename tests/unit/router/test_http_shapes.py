@@ -221,4 +221,5 @@ def test_metrics_tell_of_a_request(site: Site) -> None:
     assert metrics['tandem_queue_length{role="prefill",worker="prefill-0"}'] == 0
     phases = [v for k, v in metrics.items() if k.startswith("tandem_request_phase_seconds_sum")]
     assert len(phases) == 4
+    assert sum(phases) == pytest.approx(metrics["tandem_request_seconds_sum"], abs=1e-6)
     assert metrics["tandem_ttft_seconds_sum"] <= sum(phases) < 5

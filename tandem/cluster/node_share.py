@@ -1,0 +1,73 @@
+"""What one worker may take of the node it runs on, where `tandem serve` could not decide: clusters of several nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import ray
+
+from tandem.cluster.events import Role
+from tandem.cluster.host import this_host
+from tandem.cluster.preflight import Preflight, share_of_memory
+from tandem.core.config import Config
+from tandem.core.errors import ConfigError
+
+
+def threads_for(role: Role) -> int:
+    """CPU threads: an equal share of the cores for each worker that the smallest node of this role can hold."""
+    shares = [
+        resources.get("CPU", 1.0) // num_places(resources)
+        for resources in _alive_nodes()
+        if resources.get(role, 0) >= 1
+    ]
+    return max(1, int(min(shares, default=1)))
+
+
+def kv_bytes_here(config: Config, role: Role) -> int:
+    """Bytes of KV pages for a worker of `role` in this process, as if this node held as many as it has places.
+
+    Raises:
+        ConfigError: nothing is left for pages.
+    """
+    pool = getattr(config.pools, role)
+    if pool.gpus:
+        # Several workers share one GPU when each asks for less than one.
+        share = int(gpu_free_bytes() * config.cache.memory_share * min(1.0, pool.gpus))
+    else:
+        check = Preflight(config, this_host(), local=False)
+        node_id = ray.get_runtime_context().get_node_id()
+        here = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+        share = share_of_memory(config, check.host.available_bytes, check.fixed_bytes, int(num_places(here)))
+    if share <= 0:
+        raise ConfigError(
+            "no memory is left for KV pages on this node; set cache.memory_bytes", key="cache.memory_bytes"
+        )
+    return share
+
+
+def num_places(resources: dict[str, float]) -> float:
+    """How many workers a node with these Ray resources can hold; at least 1."""
+    return max(1.0, sum(resources.get(role, 0.0) for role in Role))
+
+
+def gpu_free_bytes() -> int:
+    """Free memory of the first GPU that Ray gave to this process; asked of the driver, so that no context is made.
+
+    Raises:
+        ConfigError: the driver does not say.
+    """
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", device]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+        return int(said.strip().splitlines()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"nvidia-smi does not tell the free memory of GPU {device} ({error}); set cache.memory_bytes",
+            key="cache.memory_bytes",
+        ) from error
+
+
+def _alive_nodes() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

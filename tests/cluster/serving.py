@@ -1,0 +1,191 @@
+"""`tandem serve` as a subprocess, and what tests ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MARK = "TANDEM_TEST_RUN"
+"""In the environment of everything that a test starts: finds processes whoever their parent is by now."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Serve:
+    """One `tandem serve` with a small cache and one thread a worker."""
+
+    def __init__(self, directory: Path, *options: str, port: int | None = None, **config: Any) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.mark = uuid.uuid4().hex
+        self.env = {
+            **os.environ,
+            MARK: self.mark,
+            "XDG_RUNTIME_DIR": str(directory),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+        pool = {"threads": 1}
+        tree = {"cache": {"memory_bytes": 64 << 20}, "pools": {"prefill": pool, "decode": pool}, **config}
+        file = directory / f"tandem-{self.port}.json"  # JSON is YAML
+        file.write_text(json.dumps(tree))
+        line = [sys.executable, "-m", "tandem.cli", "serve", "--config", str(file), "--port", str(self.port), *options]
+        self.process = subprocess.Popen(
+            line, env=self.env, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        self._news: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_for(self, text: str, timeout_s: float = 90.0) -> str:
+        """The first line, from here on, that holds `text`."""
+        deadline = time.monotonic() + timeout_s
+        while (line := self._news.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
+            if text in line:
+                return line
+        raise AssertionError(f"`tandem serve` ended without saying {text!r}:\n{self.output}")
+
+    def wait_ready(self) -> Serve:
+        self.wait_for("Ready: ")
+        self.wait_for("stop  ")
+        return self
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def tandem(self, *line: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Another command of the command line, as the same user."""
+        return subprocess.run(
+            [sys.executable, "-m", "tandem.cli", *line],
+            env={**self.env, MARK: "a command"},
+            cwd=self.env["XDG_RUNTIME_DIR"],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def status(self) -> dict[str, Any]:
+        run = self.tandem("status", "--json", "--port", str(self.port))
+        assert run.returncode == 0, run.stderr
+        cluster: dict[str, Any] = json.loads(run.stdout)
+        return cluster
+
+    def members(self) -> dict[str, dict[str, Any]]:
+        return {worker["member"]["worker_id"]: worker["member"] for worker in self.status()["workers"]}
+
+    def complete(self, prompt: str = "Once upon a time", max_tokens: int = 8, timeout_s: float = 60.0) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
+
+    def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+        """The cluster's state once `condition` holds: told by the supervisor at each change."""
+        import grpc
+        from google.protobuf.json_format import MessageToDict
+
+        from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
+
+        file = Path(self.env["XDG_RUNTIME_DIR"]) / "tandem" / f"{self.port}.json"
+        address = json.loads(file.read_text())["control_address"]
+        deadline = time.monotonic() + timeout_s
+        with grpc.insecure_channel(address) as channel:
+            stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
+            request = supervisor_pb2.WatchClusterRequest()
+            while True:
+                left_s = max(0.1, deadline - time.monotonic())
+                try:
+                    for message in stub.WatchCluster(request, timeout=left_s, wait_for_ready=True):
+                        cluster: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
+                        if condition(cluster):
+                            return cluster
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:  # its supervisor was killed: ask the next
+                        raise
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that this `tandem serve` has started and that lives, itself included."""
+        return list(_marked(self.mark))
+
+    def interrupt(self, number: int = signal.SIGINT) -> int:
+        """Send a signal and wait for the end; the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+    def clean_up(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in self.processes():
+            process.kill()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self._news.put(line)
+        self._news.put(None)
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+
+
+class Load:
+    """Clients that send requests one after another until the block ends; every answer is kept."""
+
+    def __init__(self, serve: Serve, num_clients: int) -> None:
+        self.responses: list[httpx.Response] = []
+        self.errors: list[Exception] = []
+        self._serve = serve
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(num_clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(90)
+            assert not thread.is_alive(), "a request hangs"
+
+    @property
+    def failures(self) -> list[str]:
+        bad = [f"{r.status_code}: {r.text[:300]}" for r in self.responses if r.status_code != 200]
+        return bad + [repr(error) for error in self.errors]
+
+    def _run(self, client: int) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            turn += 1
+            try:
+                prompt = f"Client {client} tells story {turn}: once upon a time"
+                self.responses.append(self._serve.complete(prompt, max_tokens=24))
+            except httpx.HTTPError as error:
+                self.errors.append(error)

@@ -1,0 +1,126 @@
+"""Several Ray nodes on one host: prefill on one, decode on another, and Ray is not ours to stop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import ROOT, Load, Serve
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[dict[str, Any]]:
+    """A head for router and supervisor, one node for each role, and the utility itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 << 20})
+        try:
+            yield {
+                "cluster": cluster,
+                "prefill": cluster.add_node(num_cpus=1, resources={"prefill": 1}, object_store_memory=100 << 20),
+                "decode": cluster.add_node(num_cpus=1, resources={"decode": 1}, object_store_memory=100 << 20),
+            }
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def serve(nodes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    serve = Serve(tmp_path_factory.mktemp("nodes"), "--address", nodes["cluster"].address)
+    try:
+        yield serve.wait_ready()
+    finally:
+        serve.clean_up()
+
+
+def parent_of(pid: int) -> int:
+    import psutil
+
+    return psutil.Process(pid).ppid()
+
+
+def raylet_of(node: Any) -> int:
+    from ray._private import ray_constants
+
+    return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
+
+
+def test_each_role_runs_on_its_own_node_and_requests_are_answered(serve: Serve, nodes: dict[str, Any]) -> None:
+    members = serve.members()
+    assert parent_of(members["prefill-0"]["pid"]) == raylet_of(nodes["prefill"])
+    assert parent_of(members["decode-0"]["pid"]) == raylet_of(nodes["decode"])
+    assert parent_of(serve.status()["pid"]) == raylet_of(nodes["cluster"].head_node)
+    response = serve.complete(max_tokens=16)
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == 16
+
+
+def test_the_command_line_finds_it_through_ray(serve: Serve, nodes: dict[str, Any]) -> None:
+    run = serve.tandem("status", "--address", nodes["cluster"].address)
+    assert run.returncode == 0, run.stderr
+    assert "prefill 1/1 ready, decode 1/1 ready" in run.stdout
+
+
+def test_a_second_cluster_in_the_same_ray_is_refused(serve: Serve, nodes: dict[str, Any], tmp_path: Any) -> None:
+    second = Serve(tmp_path, "--address", nodes["cluster"].address)
+    assert second.process.wait(timeout=60) == 1
+    assert "a Tandem cluster runs in the Ray cluster" in second.output
+    assert serve.status()["settled"]
+
+
+def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes: dict[str, Any]) -> None:
+    run = serve.tandem("scale", "--decode", "2", "--no-wait")
+    assert run.returncode == 0, run.stderr
+
+    def waits(cluster: dict[str, Any]) -> bool:
+        return any("waits for a node with a free `decode`" in w.get("detail", "") for w in cluster["workers"])
+
+    serve.until(waits)
+    with Load(serve, num_clients=2) as load:
+        added = nodes["cluster"].add_node(num_cpus=1, resources={"decode": 1}, object_store_memory=100 << 20)
+        serve.until(lambda cluster: cluster.get("settled", False))
+    assert load.failures == []
+    assert parent_of(serve.members()["decode-1"]["pid"]) == raylet_of(added)
+
+
+def test_a_node_that_is_lost_takes_its_worker_and_the_cluster_goes_on(serve: Serve, nodes: dict[str, Any]) -> None:
+    before = serve.members()
+    os.kill(raylet_of(nodes["decode"]), 9)
+    serve.until(lambda c: any(w["member"]["incarnation"] not in _lives(before) for w in c["workers"]))
+    assert serve.complete().status_code == 200
+    assert serve.tandem("scale", "--decode", "1").returncode == 0
+    assert serve.status()["settled"]
+    assert serve.complete().status_code == 200
+
+
+def test_ctrl_c_stops_the_actors_but_not_ray(serve: Serve, nodes: dict[str, Any]) -> None:
+    pids = [member["pid"] for member in serve.members().values()] + [serve.status()["pid"]]
+    assert serve.interrupt() == 0, serve.output
+    deadline = time.monotonic() + 10
+    while any(_is_actor(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_is_actor(pid) for pid in pids)
+    assert raylet_of(nodes["cluster"].head_node)
+    assert nodes["cluster"].head_node.any_processes_alive()
+
+
+def _lives(members: dict[str, dict[str, Any]]) -> set[str]:
+    return {member["incarnation"] for member in members.values()}
+
+
+def _is_actor(pid: int) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "Actor" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False

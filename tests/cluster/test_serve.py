@@ -1,0 +1,150 @@
+"""A whole local cluster over HTTP: one is shared by the tests, which leave it as they found it: 1 prefill, 1 decode."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import Load, Serve
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    serve = Serve(tmp_path_factory.mktemp("serve"))
+    try:
+        yield serve.wait_ready()
+    finally:
+        serve.clean_up()
+
+
+def test_says_how_to_go_on_and_the_curl_line_works(serve: Serve) -> None:
+    curl = next(line for line in serve.lines if "curl" in line).split("try it", 1)[1]
+    run = subprocess.run(f"{curl} -sS --fail", shell=True, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert '"finish_reason"' in run.stdout
+    for word in ("metrics", "tandem scale", "Ctrl-C", serve.url):
+        assert word in serve.output
+
+
+def test_status_shows_both_workers(serve: Serve) -> None:
+    run = serve.tandem("status")
+    assert run.returncode == 0, run.stderr
+    assert "prefill 1/1 ready, decode 1/1 ready" in run.stdout
+    assert serve.status()["settled"]
+
+
+def test_the_same_request_gives_the_same_text(serve: Serve) -> None:
+    texts = {serve.complete().json()["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_a_second_cluster_on_the_port_fails_before_anything_starts(serve: Serve, tmp_path: Path) -> None:
+    second = Serve(tmp_path, port=serve.port)
+    assert second.process.wait(timeout=30) == 1
+    assert "choose another with --port" in second.output
+    assert "Starting Ray" not in second.output
+    assert second.processes() == []
+
+
+@pytest.mark.parametrize("worker_id", ["prefill-0", "decode-0"])
+def test_a_killed_worker_comes_back_under_a_new_incarnation(serve: Serve, worker_id: str) -> None:
+    before = serve.members()[worker_id]
+    with Load(serve, num_clients=3) as load:
+        psutil.Process(before["pid"]).kill()
+        killed = time.monotonic()
+
+        def noticed(cluster: dict) -> bool:
+            lives = {w["member"]["worker_id"]: w["member"]["incarnation"] for w in cluster["workers"]}
+            return lives[worker_id] != before["incarnation"]
+
+        serve.until(noticed)
+        assert time.monotonic() - killed < 1.0
+        serve.until(lambda cluster: cluster.get("settled", False))
+    after = serve.members()[worker_id]
+    assert after["incarnation"] != before["incarnation"]
+    assert after["state"] == "ready"
+    for response in load.responses:  # answered, or a typed error: nothing hangs, nothing breaks off
+        assert response.status_code == 200 or response.json()["error"]["code"], response.text
+    assert not load.errors
+    assert serve.complete().status_code == 200
+
+
+def test_a_killed_router_comes_back_on_its_port(serve: Serve) -> None:
+    before = serve.status()["router"]["incarnation"]
+    (router,) = [p for p in serve.processes() if "RouterActor" in " ".join(p.cmdline())]
+    router.kill()
+    serve.until(lambda c: c.get("settled", False) and c["router"]["incarnation"] != before)
+    assert serve.status()["router"]["url"] == serve.url
+    _answers_soon(serve)
+
+
+def test_a_killed_supervisor_comes_back_and_adopts_what_runs(serve: Serve) -> None:
+    before, pid = serve.members(), serve.status()["pid"]
+    psutil.Process(pid).kill()
+    assert serve.complete().status_code == 200
+    cluster = serve.until(lambda c: c.get("settled", False) and c["pid"] != pid)
+    after = {w["member"]["worker_id"]: w["member"] for w in cluster["workers"]}
+    assert {name: m["incarnation"] for name, m in after.items()} == {n: m["incarnation"] for n, m in before.items()}
+    assert serve.complete().status_code == 200
+
+
+def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve) -> None:
+    with Load(serve, num_clients=4) as load:
+        for line in (["--prefill", "2"], ["--decode", "2"], ["--prefill", "1", "--decode", "1"]):
+            num_before = len(load.responses)
+            run = serve.tandem("scale", *line)
+            assert run.returncode == 0, run.stderr
+            assert "Done: " in run.stdout
+            deadline = time.monotonic() + 30
+            while len(load.responses) < num_before + 8 and time.monotonic() < deadline:
+                time.sleep(0.1)
+    assert load.failures == []
+    assert len(load.responses) > 20
+    assert sorted(serve.members()) == ["decode-0", "prefill-0"] or len(serve.members()) == 2
+    assert serve.status()["settled"]
+
+
+def test_a_pool_never_becomes_empty(serve: Serve) -> None:
+    run = serve.tandem("scale", "--prefill", "0")
+    assert run.returncode == 1
+    assert "must be at least 1" in run.stderr
+
+
+def test_an_idle_supervisor_and_router_cost_nearly_nothing(serve: Serve) -> None:
+    actors = [p for p in serve.processes() if any(n in " ".join(p.cmdline()) for n in ("Supervisor", "RouterActor"))]
+    assert len(actors) == 2
+
+    def cpu_s() -> list[float]:
+        return [p.cpu_times().user + p.cpu_times().system for p in actors]
+
+    before, span_s = cpu_s(), 5.0
+    time.sleep(span_s)
+    for process, start_s, end_s in zip(actors, before, cpu_s(), strict=True):
+        assert (end_s - start_s) / span_s < 0.03, process.cmdline()
+
+
+def test_ctrl_c_leaves_no_process(serve: Serve) -> None:
+    family = serve.processes()
+    assert len(family) > 5
+    begun = time.monotonic()
+    assert serve.interrupt(signal.SIGINT) == 0
+    assert time.monotonic() - begun < 15
+    assert serve.processes() == []
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+    assert serve.lines[-1] == "Stopped."
+    assert serve.tandem("status").returncode == 1
+
+
+def _answers_soon(serve: Serve) -> None:
+    """A new router must connect to its workers first; until then it says 503."""
+    deadline = time.monotonic() + 10
+    while (response := serve.complete()).status_code == 503 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert response.status_code == 200, response.text

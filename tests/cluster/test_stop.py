@@ -1,0 +1,92 @@
+"""However `tandem serve` ends, nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import ROOT, Serve
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def serves() -> Iterator[list[Serve]]:
+    started: list[Serve] = []
+    yield started
+    for serve in started:
+        serve.clean_up()
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [("Starting Ray", signal.SIGINT), ("Starting the workers", signal.SIGTERM), ("loads the model", signal.SIGINT)],
+)
+def test_a_signal_while_it_starts(serves: list[Serve], tmp_path: Path, said: str, number: int) -> None:
+    serve = Serve(tmp_path)
+    serves.append(serve)
+    serve.wait_for(said)
+    begun = time.monotonic()
+    assert serve.interrupt(number) == 0, serve.output
+    assert time.monotonic() - begun < 20
+    assert serve.processes() == []
+    assert "Stopping" in serve.output
+    assert "Traceback" not in serve.output
+
+
+def test_tandem_stop_ends_it_and_waits_for_the_end(serves: list[Serve], tmp_path: Path) -> None:
+    serve = Serve(tmp_path)
+    serves.append(serve)
+    serve.wait_ready()
+    run = serve.tandem("stop")
+    assert run.returncode == 0, run.stderr
+    assert serve.process.wait(timeout=5) == 0
+    assert serve.processes() == []
+    assert serve.tandem("stop").returncode == 1
+
+
+def test_a_kill_of_serve_takes_everything_with_it(serves: list[Serve], tmp_path: Path) -> None:
+    serve = Serve(tmp_path)
+    serves.append(serve)
+    serve.wait_ready()
+    family = serve.processes()
+    ours = [p for p in family if "Actor" in " ".join(p.cmdline())]
+    assert len(ours) == 4
+    serve.process.kill()
+    _, alive = psutil.wait_procs(ours, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + 60  # Ray's own agents notice later
+    while serve.processes() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert serve.processes() == []
+
+
+def test_a_second_ctrl_c_stops_at_once(serves: list[Serve], tmp_path: Path) -> None:
+    serve = Serve(tmp_path)
+    serves.append(serve)
+    serve.wait_for("Starting the workers")
+    serve.process.send_signal(signal.SIGINT)
+    serve.wait_for("Stopping")
+    serve.process.send_signal(signal.SIGINT)
+    assert serve.process.wait(timeout=15) in (0, 130)
+    assert serve.processes() == []
+
+
+def test_a_model_that_cannot_be_served_ends_serve_with_its_reason(serves: list[Serve], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(ROOT / "tandem" / "models" / "tiny", broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (broken / "config.json").write_text(json.dumps(config))
+    serve = Serve(tmp_path, "--model", str(broken))
+    serves.append(serve)
+    assert serve.process.wait(timeout=120) == 1
+    assert "cannot start: " in serve.lines[-1]
+    assert "Traceback" not in serve.output
+    assert serve.processes() == []

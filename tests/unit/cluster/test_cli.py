@@ -1,0 +1,177 @@
+"""The command line: parsing, help, and one clear line for every failure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem import cli
+from tandem.cluster import statefile
+from tandem.cluster.statefile import ClusterFile
+from tandem.core.errors import ConfigError
+
+COMMANDS = ("serve", "status", "scale", "stop", "doctor", "version")
+
+
+@pytest.fixture(autouse=True)
+def _own_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def cluster_file(**changes: Any) -> ClusterFile:
+    me = psutil.Process()
+    file = ClusterFile(
+        url="http://127.0.0.1:8000",
+        port=8000,
+        control_address="127.0.0.1:1",
+        ray_address="127.0.0.1:2",
+        namespace="tandem",
+        pid=me.pid,
+        pid_created=me.create_time(),
+        local=True,
+    )
+    return replace(file, **changes)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert "example:" in said
+    assert f"tandem {command}" in said.split("example:")[1]
+
+
+def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(command in said for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("tandem ")
+
+
+@pytest.mark.parametrize("wrong", [["nonsense"], ["serve", "--port", "many"], ["serve", "--dtype", "int3"], ["--nope"]])
+def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(wrong)
+    assert caught.value.code == 2
+
+
+def test_options_lie_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("http: {port: 9000, host: 0.0.0.0}\npools: {decode: {workers: 3}}\n")
+    line = ["serve", "--config", str(file), "--port", "9001", "--prefill", "2", "--served-model-name", "a", "*"]
+    options = cli.make_parser().parse_args([*line, "--dtype", "bfloat16", "--model", "org/name"])
+    config = cli._config(options)
+    assert (config.http.port, config.http.host) == (9001, "0.0.0.0")
+    assert (config.pools.prefill.workers, config.pools.decode.workers) == (2, 3)
+    assert config.model.served_names == ("a", "*")
+    assert (config.model.dtype, config.model.path) == ("bfloat16", "org/name")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["serve", "--port", "0"], "http.port is 0, must be at least 1"),
+        (["serve", "--prefill", "0"], "pools.prefill.workers is 0"),
+        (["serve", "--config", "/no/such.yaml"], "cannot read /no/such.yaml"),
+        (["serve", "--model", "/no/such/model"], "there is no directory /no/such/model"),
+        (["status"], "no cluster of this user runs on this host; start one with `tandem serve`"),
+        (["status", "--port", "8123"], "no cluster of this user runs on port 8123"),
+        (["scale"], "say how many workers"),
+        (["scale", "--decode", "2"], "no cluster"),
+        (["stop"], "no cluster"),
+    ],
+)
+def test_failures_are_one_clear_line(line: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line) == 1
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith(f"tandem {line[0]}: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_a_defect_shows_its_traceback_only_with_debug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> int:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("tandem.cluster.commands.status", broken)
+    assert cli.main(["status"]) == 1
+    assert "ZeroDivisionError: oops (a defect; --debug shows where)" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["status", "--debug"])
+
+
+def test_help_and_version_import_neither_ray_nor_grpc_nor_torch() -> None:
+    code = (
+        "import sys; from tandem import cli; cli.main(['version']); "
+        "print(sorted({'ray', 'grpc', 'torch'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_status_stop_and_scale_do_without_ray() -> None:
+    code = "import sys; import tandem.cluster.commands; print(sorted({'ray', 'torch'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.strip() == "[]"
+
+
+def test_state_files_of_dead_clusters_are_forgotten() -> None:
+    statefile.write(cluster_file())
+    statefile.write(cluster_file(port=8001, pid_created=1.0))
+    statefile.write(cluster_file(port=8002, pid_created=1.0, local=False))
+    assert [cluster.port for cluster in statefile.running()] == [8000, 8002]
+    assert sorted(path.stem for path in statefile.runtime_directory().glob("*.json")) == ["8000", "8002"]
+
+
+def test_state_directory_is_private() -> None:
+    assert statefile.runtime_directory().stat().st_mode & 0o077 == 0
+
+
+def test_several_clusters_ask_for_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    statefile.write(cluster_file())
+    statefile.write(cluster_file(port=8001))
+    assert cli.main(["status"]) == 1
+    assert "several clusters run here, on ports 8000, 8001; choose one with --port" in capsys.readouterr().err
+
+
+def test_a_supervisor_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    statefile.write(cluster_file())
+    assert cli.main(["status"]) == 1
+    assert "the supervisor at 127.0.0.1:1 does not answer (UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_doctor_lists_everything_and_fails_when_something_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["doctor", "--port", "1"] if os.getuid() else ["doctor", "--host", "192.0.2.77"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL" in said
+    for check in ("packages", "port", "transport", "model", "context", "memory", "versions", "ray", "disk"):
+        assert check in said
+    assert "choose another with --port" in said
+
+
+def test_serve_checks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.cluster import ray_home, serve
+
+    monkeypatch.setattr(ray_home, "start_local_ray", lambda: pytest.fail("Ray was started"))
+    monkeypatch.setattr(serve.StopSignals, "install", lambda self: None)
+    monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: 0)
+    with pytest.raises(ConfigError, match=r"cache\.max_context"):
+        serve.serve(cli.load(None, {"cache.max_context": 10**9, "http.port": 18765}), None)

@@ -1,0 +1,384 @@
+"""The supervisor's decisions, by feeding events."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tandem.cluster.events import (
+    ClusterOpened,
+    Drained,
+    DrainWorker,
+    Ending,
+    Event,
+    Instruction,
+    KillWorker,
+    LoadReported,
+    Placement,
+    PublishMembership,
+    Role,
+    RouterAdopted,
+    RouterExited,
+    RouterStarted,
+    ShutdownRequested,
+    StartRouter,
+    StartWorker,
+    StopRouter,
+    StopWorker,
+    Tick,
+    WantedChanged,
+    WorkerAdopted,
+    WorkerExited,
+    WorkerFailedToStart,
+    WorkerPlaced,
+    WorkerStarted,
+    WriterSuspected,
+)
+from tandem.cluster.pools import Cluster, Phase, Policy
+
+HERE = Placement("node-a", 100)
+KILLED = Ending("worker_lost", "its process was killed or crashed")
+
+
+class Story:
+    """A cluster, a clock and everything it was told to do."""
+
+    def __init__(self, prefill: int = 1, decode: int = 1, *, ready: bool = True) -> None:
+        names = (f"life-{n}" for n in itertools.count())
+        self.cluster = Cluster(policy=Policy(), new_incarnation=lambda: next(names))
+        self.now = 0.0
+        self.last = self.feed(ClusterOpened(prefill, decode))
+        if ready:
+            self.start_router()
+            for worker_id in list(self.cluster.slots):
+                self.start(worker_id)
+
+    def feed(self, event: Event, after_s: float = 0.0) -> list[Instruction]:
+        self.now += after_s
+        self.last = self.cluster.handle(event, self.now)
+        return self.last
+
+    def life(self, worker_id: str) -> str:
+        return self.cluster.slots[worker_id].incarnation
+
+    def start(self, worker_id: str) -> list[Instruction]:
+        return self.feed(WorkerStarted(worker_id, self.life(worker_id), "127.0.0.1:1", HERE))
+
+    def start_router(self) -> list[Instruction]:
+        assert self.cluster.router
+        return self.feed(RouterStarted(self.cluster.router.incarnation, "http://127.0.0.1:8000", "127.0.0.1:2"))
+
+    def exit(self, worker_id: str, error: Ending | None = KILLED, after_s: float = 0.0) -> list[Instruction]:
+        return self.feed(WorkerExited(worker_id, self.life(worker_id), error), after_s)
+
+    def load(self, worker_id: str, num_requests: int) -> None:
+        self.feed(LoadReported(worker_id, self.life(worker_id), num_requests))
+
+    def phases(self) -> dict[str, Phase]:
+        return {worker_id: slot.phase for worker_id, slot in self.cluster.slots.items()}
+
+
+def of(kind: type, instructions: list[Instruction]) -> list[Instruction]:
+    return [step for step in instructions if isinstance(step, kind)]
+
+
+def test_opening_starts_the_router_and_every_wanted_worker() -> None:
+    story = Story(1, 2, ready=False)
+    started = [(step.role, step.worker_id) for step in story.last if isinstance(step, StartWorker)]
+    assert started == [(Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-0"), (Role.DECODE, "decode-1")]
+    assert len(of(StartRouter, story.last)) == 1
+    assert not story.cluster.settled
+
+
+def test_settled_when_all_are_ready() -> None:
+    assert Story(2, 2).cluster.settled
+
+
+def test_membership_is_published_with_growing_versions_and_only_to_a_router_that_listens() -> None:
+    story = Story(ready=False)
+    assert not of(PublishMembership, story.feed(WorkerPlaced("prefill-0", story.life("prefill-0"), HERE)))
+    (first,) = story.start_router()
+    (second,) = story.start("decode-0")
+    assert isinstance(first, PublishMembership)
+    assert isinstance(second, PublishMembership)
+    assert first.version < second.version
+    assert {member.worker_id: member.state for member in second.members} == {
+        "prefill-0": "starting",
+        "decode-0": "ready",
+    }
+
+
+def test_a_restarted_router_is_told_the_same_membership_again() -> None:
+    story = Story()
+    version = story.cluster.version
+    assert story.cluster.router
+    old = story.cluster.router.incarnation
+    (start,) = story.feed(RouterExited(old, KILLED))
+    assert isinstance(start, StartRouter)
+    assert start.incarnation != old
+    (again,) = story.start_router()
+    assert isinstance(again, PublishMembership)
+    assert again.version == version
+    assert len(again.members) == 2
+
+
+def test_changes_while_the_router_is_away_reach_the_next_one() -> None:
+    story = Story()
+    assert story.cluster.router
+    story.feed(RouterExited(story.cluster.router.incarnation, KILLED))
+    assert not of(PublishMembership, story.exit("decode-0"))
+    (told,) = story.start_router()
+    assert isinstance(told, PublishMembership)
+    assert [m.state for m in told.members if m.role is Role.DECODE] == ["starting"]
+
+
+def test_a_worker_that_dies_is_started_again_at_once_under_a_new_incarnation() -> None:
+    story = Story()
+    old = story.life("prefill-0")
+    start, publish = story.exit("prefill-0", after_s=100)
+    assert isinstance(start, StartWorker)
+    assert (start.worker_id, start.role) == ("prefill-0", Role.PREFILL)
+    assert start.incarnation != old
+    assert isinstance(publish, PublishMembership)
+    assert not story.cluster.settled
+    story.start("prefill-0")
+    assert story.cluster.settled
+
+
+def test_back_off_doubles_up_to_its_limit_while_it_dies_at_once() -> None:
+    story = Story(1, 1)
+    waits = []
+    for _ in range(10):
+        story.exit("decode-0")
+        due = story.cluster.slots["decode-0"].retry_at
+        waits.append(0.0 if due is None else due - story.now)
+        if due is not None:
+            assert story.phases()["decode-0"] is Phase.WAITING
+            assert not of(StartWorker, story.feed(Tick(), after_s=(due - story.now) / 2))
+            assert of(StartWorker, story.feed(Tick(), after_s=due - story.now))
+    assert waits == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_stable_run_clears_the_failures() -> None:
+    story = Story()
+    for _ in range(3):
+        story.exit("decode-0")
+        story.feed(Tick(), after_s=60)
+        story.start("decode-0")
+    assert story.cluster.slots["decode-0"].failures == 3
+    assert of(StartWorker, story.exit("decode-0", after_s=story.cluster.policy.stable_s))
+    assert story.cluster.slots["decode-0"].failures == 1
+
+
+def test_a_failed_start_is_cleared_away_before_the_next_one() -> None:
+    story = Story(ready=False)
+    story.start_router()
+    life = story.life("decode-0")
+    kill, start, _ = story.feed(WorkerFailedToStart("decode-0", life, Ending("model_load", "no such file")))
+    assert isinstance(kill, KillWorker)
+    assert kill.incarnation == life
+    assert isinstance(start, StartWorker)
+    assert start.incarnation != life
+    assert story.cluster.slots["decode-0"].last_error == Ending("model_load", "no such file")
+
+
+def test_stale_events_change_nothing() -> None:
+    story = Story()
+    old = story.life("prefill-0")
+    story.exit("prefill-0")
+    before = (story.phases(), story.cluster.version)
+    for event in (
+        WorkerExited("prefill-0", old, KILLED),
+        WorkerStarted("prefill-0", old, "127.0.0.1:9", HERE),
+        Drained("prefill-0", old),
+        WorkerFailedToStart("prefill-0", old, KILLED),
+        WriterSuspected("prefill-0", old),
+        RouterExited("never-was", KILLED),
+    ):
+        assert story.feed(event) == []
+    assert (story.phases(), story.cluster.version) == before
+
+
+def test_an_exit_seen_twice_counts_once() -> None:
+    story = Story()
+    story.exit("decode-0")
+    story.exit("decode-0")
+    assert story.phases()["decode-0"] is Phase.WAITING
+    assert story.exit("decode-0") == []
+    assert story.cluster.slots["decode-0"].failures == 2
+
+
+def test_scale_up_adds_the_lowest_free_numbers() -> None:
+    story = Story(1, 3)
+    story.load("decode-0", 5)
+    story.load("decode-2", 5)
+    story.feed(WantedChanged(Role.DECODE, 2))
+    story.feed(Drained("decode-1", story.life("decode-1")))
+    story.exit("decode-1", error=None)
+    started = of(StartWorker, story.feed(WantedChanged(Role.DECODE, 4)))
+    assert [step.worker_id for step in started if isinstance(step, StartWorker)] == ["decode-1", "decode-3"]
+
+
+def test_scale_down_drains_the_least_loaded_and_of_equals_the_latest() -> None:
+    story = Story(1, 4)
+    story.load("decode-0", 3)
+    story.load("decode-1", 1)
+    story.load("decode-2", 2)
+    story.load("decode-3", 1)
+    drains = of(DrainWorker, story.feed(WantedChanged(Role.DECODE, 3)))
+    assert [step.worker_id for step in drains if isinstance(step, DrainWorker)] == ["decode-3"]
+    drains = of(DrainWorker, story.feed(WantedChanged(Role.DECODE, 1)))
+    assert [step.worker_id for step in drains if isinstance(step, DrainWorker)] == ["decode-1", "decode-2"]
+    assert story.phases()["decode-0"] is Phase.READY
+
+
+def test_scale_down_takes_what_does_not_serve_first() -> None:
+    story = Story(1, 2)
+    story.load("decode-1", 0)
+    story.feed(WantedChanged(Role.DECODE, 3))
+    assert story.phases()["decode-2"] is Phase.STARTING
+    for _ in range(2):
+        story.exit("decode-0")
+    assert story.phases()["decode-0"] is Phase.WAITING
+    out = story.feed(WantedChanged(Role.DECODE, 1))
+    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["decode-2"]
+    assert story.phases() == {
+        "prefill-0": Phase.READY,
+        "decode-1": Phase.READY,
+        "decode-2": Phase.STOPPING,
+    }
+
+
+def test_a_removed_worker_drains_then_stops_then_is_gone() -> None:
+    story = Story(2, 1)
+    out = story.feed(WantedChanged(Role.PREFILL, 1))
+    assert [type(step) for step in out] == [DrainWorker, PublishMembership]
+    life = story.life("prefill-1")
+    published = out[1]
+    assert isinstance(published, PublishMembership)
+    assert {m.worker_id: m.state for m in published.members}["prefill-1"] == "draining"
+    assert story.feed(Drained("prefill-1", life)) == [StopWorker("prefill-1", life)]
+    (gone,) = story.exit("prefill-1", error=None)
+    assert isinstance(gone, PublishMembership)
+    assert [m.worker_id for m in gone.members] == ["prefill-0", "decode-0"]
+    assert story.cluster.settled
+
+
+def test_a_worker_that_dies_while_it_drains_is_not_replaced() -> None:
+    story = Story(2, 1)
+    story.feed(WantedChanged(Role.PREFILL, 1))
+    assert not of(StartWorker, story.exit("prefill-1"))
+    assert "prefill-1" not in story.cluster.slots
+
+
+def test_scaling_up_while_one_drains_starts_another() -> None:
+    story = Story(2, 1)
+    story.feed(WantedChanged(Role.PREFILL, 1))
+    (start,) = of(StartWorker, story.feed(WantedChanged(Role.PREFILL, 2)))
+    assert isinstance(start, StartWorker)
+    assert start.worker_id == "prefill-2"
+
+
+def test_a_worker_that_will_not_stop_is_killed() -> None:
+    story = Story(2, 1)
+    story.feed(WantedChanged(Role.PREFILL, 1))
+    story.feed(Drained("prefill-1", story.life("prefill-1")))
+    for worker_id in ("prefill-0", "decode-0"):
+        story.load(worker_id, 0)
+    due = story.cluster.wake_at()
+    assert due == story.now + story.cluster.policy.stop_s
+    (kill,) = of(KillWorker, story.feed(Tick(), after_s=story.cluster.policy.stop_s))
+    assert isinstance(kill, KillWorker)
+    assert kill.worker_id == "prefill-1"
+
+
+def test_a_silent_worker_is_killed_once_and_replaced() -> None:
+    story = Story()
+    story.load("prefill-0", 0)
+    silence_s = story.cluster.policy.silence_s
+    assert story.cluster.wake_at() == story.now + silence_s
+    story.now += silence_s
+    story.load("prefill-0", 0)
+    (kill,) = of(KillWorker, story.feed(Tick()))
+    assert isinstance(kill, KillWorker)
+    assert kill.worker_id == "decode-0"
+    assert not of(KillWorker, story.feed(Tick()))
+    assert of(StartWorker, story.exit("decode-0"))
+
+
+def test_a_suspected_writer_is_killed_and_replaced() -> None:
+    story = Story()
+    (kill,) = of(KillWorker, story.feed(WriterSuspected("prefill-0", story.life("prefill-0"))))
+    assert isinstance(kill, KillWorker)
+    assert of(StartWorker, story.exit("prefill-0"))
+
+
+def test_the_router_backs_off_too() -> None:
+    story = Story()
+    for _ in range(2):
+        assert story.cluster.router
+        story.feed(RouterExited(story.cluster.router.incarnation, KILLED))
+    assert story.cluster.router
+    assert story.cluster.router.phase is Phase.WAITING
+    assert not of(StartRouter, story.feed(Tick(), after_s=0.4))
+    assert of(StartRouter, story.feed(Tick(), after_s=0.1))
+
+
+def test_shutdown_stops_everything_and_replaces_nothing() -> None:
+    story = Story(2, 1)
+    out = story.feed(ShutdownRequested())
+    assert len(of(StopWorker, out)) == 3
+    assert len(of(StopRouter, out)) == 1
+    for worker_id in list(story.cluster.slots):
+        assert not of(StartWorker, story.exit(worker_id, error=None))
+    assert not story.cluster.closed
+    assert story.cluster.router
+    assert not of(StartRouter, story.feed(RouterExited(story.cluster.router.incarnation, None)))
+    assert story.cluster.closed
+
+
+def test_shutdown_kills_what_still_starts_and_forgets_what_waits() -> None:
+    story = Story(ready=False)
+    story.exit("decode-0")
+    story.exit("decode-0")
+    assert story.phases()["decode-0"] is Phase.WAITING
+    out = story.feed(ShutdownRequested())
+    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["prefill-0"]
+    assert set(story.cluster.slots) == {"prefill-0"}
+    assert not of(StartWorker, story.feed(WantedChanged(Role.DECODE, 5)))
+
+
+def test_a_restarted_supervisor_adopts_and_starts_only_what_is_missing() -> None:
+    cluster = Cluster(policy=Policy(), new_incarnation=lambda: "new", version=2 << 32)
+    for event in (
+        WorkerAdopted(Role.PREFILL, "prefill-1", "old-1", "127.0.0.1:1", HERE, draining=False),
+        WorkerAdopted(Role.DECODE, "decode-0", "old-2", "", HERE, draining=False),
+        RouterAdopted("old-3"),
+    ):
+        assert cluster.handle(event, 0.0) == []
+    out = cluster.handle(ClusterOpened(prefill=2, decode=1), 0.0)
+    assert out == [StartWorker(Role.PREFILL, "prefill-0", "new")]
+    cluster.handle(WorkerStarted("decode-0", "old-2", "127.0.0.1:3", HERE), 1.0)
+    (told,) = cluster.handle(RouterStarted("old-3", "http://127.0.0.1:8000", "127.0.0.1:2"), 1.0)
+    assert isinstance(told, PublishMembership)
+    assert told.version > 2 << 32
+    assert {m.worker_id: m.state for m in told.members} == {
+        "prefill-1": "ready",
+        "decode-0": "ready",
+        "prefill-0": "starting",
+    }
+
+
+def test_an_adopted_worker_that_drains_goes_on_draining() -> None:
+    cluster = Cluster(policy=Policy(), new_incarnation=lambda: "new")
+    adopted = WorkerAdopted(Role.DECODE, "decode-1", "old", "127.0.0.1:1", HERE, draining=True)
+    assert cluster.handle(adopted, 0.0) == [DrainWorker("decode-1", "old")]
+    out = cluster.handle(ClusterOpened(prefill=1, decode=1), 0.0)
+    assert [step.worker_id for step in out if isinstance(step, StartWorker)] == ["prefill-0", "decode-0"]
+
+
+@pytest.mark.parametrize("failures", range(40))
+def test_the_delay_never_shrinks_and_never_exceeds_its_limit(failures: int) -> None:
+    policy = Policy()
+    assert 0 <= policy.delay(failures) <= policy.delay(failures + 1) <= policy.max_delay_s

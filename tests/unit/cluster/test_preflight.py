@@ -1,0 +1,210 @@
+"""Impossible values fail before anything starts, naming key and remedy."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.host import Host, human_bytes, this_host
+from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight
+from tandem.core.config import from_dict, load
+from tandem.core.errors import ConfigError, ModelLoadError
+from tandem.core.model_path import read_facts, resolve_model
+
+GIB = 1 << 30
+HOST = Host(available_bytes=16 * GIB, num_cores=8, num_gpus=0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Llama-like, 1 MiB of weights, 4 layers, 2 KV heads of 32: 2 KiB of KV a token in float32."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048, "dtype": "bfloat16", **shape}
+    (directory / "config.json").write_text(json.dumps(config))
+    head = json.dumps({"__metadata__": {}, "w": {"dtype": "BF16", "shape": [512, 512], "data_offsets": [0, 1]}})
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head.encode())
+    return directory
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def preflight(checkpoint: Path, port: int, host: Host = HOST, **sections: Any) -> Preflight:
+    tree = {"model": {"path": str(checkpoint)}, "http": {"port": port}, **sections}
+    return Preflight(from_dict(tree), host)
+
+
+BAD = [
+    ({"cache": {"max_context": 4096}}, "cache.max_context", "at most 2048"),
+    ({"cache": {"page_size": 4096}, "scheduling": {"chunk_size": 4096, "max_num_batched_tokens": 4096}},
+     "cache.page_size", "set it to 32"),
+    ({"cache": {"memory_bytes": 100 * GIB}}, "cache.memory_bytes", "set it to at most"),
+    ({"cache": {"memory_bytes": 1 << 20}}, "cache.memory_bytes", "set cache.max_context to at most 512"),
+    ({"pools": {"prefill": {"workers": 40}}}, "pools", "start fewer workers"),
+    ({"pools": {"decode": {"gpus": 1}}}, "pools.prefill.gpus", "set them to 0"),
+    ({"transport": {"name": "loopback"}}, "transport.name", "choose ucx or nccl"),
+    ({"http": {"port": 8000, "host": "no.such.host.invalid"}}, "http.host", "use 127.0.0.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "key", "remedy"), BAD, ids=[case[1] for case in BAD])
+def test_impossible_values_name_key_and_remedy(
+    checkpoint: Path, free_port: int, sections: dict[str, Any], key: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight(checkpoint, free_port, **sections).plan()
+    assert caught.value.key == key
+    assert remedy in caught.value.message
+    if key != "pools":
+        assert key.split(".")[-1] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"cache": {"page_size": 0}}, "cache.page_size"),
+        ({"cache": {"page_size": 48}}, "scheduling.chunk_size"),
+        ({"pools": {"prefill": {"workers": 0}}}, "pools.prefill.workers"),
+        ({"http": {"port": 70000}}, "http.port"),
+        ({"cahce": {}}, "cahce"),
+        ({"model": {"dtype": "int3"}}, "model.dtype"),
+    ],
+)
+def test_values_wrong_in_themselves(tree: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(tree)
+    assert caught.value.key == key
+
+
+def test_a_port_in_use_is_named_with_a_remedy(checkpoint: Path, taken_port: int) -> None:
+    with pytest.raises(ConfigError, match=r"stop what listens there, or choose another with --port") as caught:
+        preflight(checkpoint, taken_port).plan()
+    assert caught.value.key == "http.port"
+    assert str(taken_port) in caught.value.message
+
+
+def test_another_owner_of_a_top_level_name_is_refused(
+    checkpoint: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = {"router": ["some-router", "tandem-serving"], "tandem": ["tandem-serving"]}
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: owners)
+    with pytest.raises(ConfigError, match="some-router owns the package router") as caught:
+        preflight(checkpoint, free_port).plan()
+    assert "pip uninstall some-router" in caught.value.message
+
+
+def test_a_package_that_shadows_ours_is_refused(
+    checkpoint: Path, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decode_worker").mkdir()
+    (tmp_path / "decode_worker" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "decode_worker", raising=False)
+    with pytest.raises(ConfigError, match="decode_worker comes from"):
+        preflight(checkpoint, free_port).plan()
+
+
+def test_memory_is_shared_among_all_workers_and_capped(checkpoint: Path, free_port: int) -> None:
+    pools = {"prefill": {"workers": 1}, "decode": {"workers": 3}}
+    plan = preflight(checkpoint, free_port, pools=pools, cache={"max_memory_bytes": 0}).plan()
+    weights = 512 * 512 * 4
+    rest = 16 * GIB - 4 * (WORKER_OVERHEAD_BYTES + weights)
+    assert plan.kv_bytes == {"prefill": int(0.7 * rest) // 4, "decode": int(0.7 * rest) // 4}
+    capped = preflight(checkpoint, free_port, pools=pools, cache={"max_memory_bytes": GIB}).plan()
+    assert set(capped.kv_bytes.values()) == {GIB}
+    asked = preflight(checkpoint, free_port, pools=pools, cache={"memory_bytes": 2 * GIB}).plan()
+    assert set(asked.kv_bytes.values()) == {2 * GIB}
+
+
+def test_threads_are_an_equal_share_unless_set(checkpoint: Path, free_port: int) -> None:
+    pools = {"prefill": {"workers": 1, "threads": 5}, "decode": {"workers": 2}}
+    assert preflight(checkpoint, free_port, pools=pools).plan().num_threads == {"prefill": 5, "decode": 2}
+
+
+def test_served_names_default_to_the_models_own(checkpoint: Path, free_port: int) -> None:
+    assert preflight(checkpoint, free_port).plan().config.model.served_names == ("small",)
+
+
+def test_on_several_nodes_each_node_decides_for_itself(checkpoint: Path, free_port: int) -> None:
+    tree = {"model": {"path": str(checkpoint)}, "http": {"port": free_port}, "pools": {"prefill": {"workers": 500}}}
+    plan = Preflight(from_dict(tree), HOST, local=False).plan()
+    assert set(plan.kv_bytes.values()) == {0}
+    assert set(plan.num_threads.values()) == {0}
+
+
+def test_findings_list_every_check_with_its_remedy(checkpoint: Path, taken_port: int) -> None:
+    findings = {f.check: f for f in preflight(checkpoint, taken_port, cache={"max_context": 4096}).findings()}
+    assert findings["port"].status == findings["context"].status == "fail"
+    assert findings["port"].remedy
+    assert findings["memory"].status == findings["transport"].status == findings["model"].status == "ok"
+
+
+def test_the_embedded_model_passes_on_this_host(free_port: int) -> None:
+    plan = Preflight(load(None, {"http.port": free_port}), this_host()).plan()
+    assert plan.facts.name == "tiny"
+    assert plan.facts.max_positions
+
+
+def test_facts_of_a_checkpoint(checkpoint: Path) -> None:
+    facts = read_facts(str(checkpoint), checkpoint)
+    assert (facts.max_positions, facts.num_parameters, facts.head_dim) == (2048, 512 * 512, 32)
+    assert facts.kv_bytes_per_token("float32") == 2 * 4 * 2 * 32 * 4
+    assert facts.weight_bytes("bfloat16") == 512 * 512 * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("./nowhere", "there is no directory"),
+        ("/no/such/dir", "there is no directory"),
+        ("a-name-alone", "a hub id such as"),
+    ],
+)
+def test_a_model_that_is_not_there(path: str, says: str) -> None:
+    with pytest.raises(ModelLoadError, match=says):
+        resolve_model(path)
+
+
+def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_hub_id_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def offline(*_: Any, **__: Any) -> str:
+        raise OSError("cannot reach the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ModelLoadError, match="download it elsewhere and name its directory"):
+        resolve_model("some-org/some-model")
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (1 << 41, "2.0 TiB")])
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text

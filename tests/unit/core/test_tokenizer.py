@@ -1,0 +1,97 @@
+"""Tokenisation and chat templates: the ids that `transformers` gives for the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import code_tokenizers
+import pytest
+
+from tandem.core.chat_template import ChatTemplate
+from tandem.core.errors import InvalidRequestError, ModelLoadError
+from tandem.core.tokenizer import Tokenizer
+
+TINY = Path(__file__).parents[3] / "tandem" / "models" / "tiny"
+STORIES = Path(__file__).parents[4] / "shared" / "data" / "stories260K"
+MESSAGES = [{"role": "system", "content": "Be <b>short</b>."}, {"role": "user", "content": "Héllo\nthere 😀"}]
+TEXTS = ["Hello there", " two  spaces", "Héllo 😀\n\tx", "a"]
+
+
+def save(directory: Path, config: dict[str, Any]) -> Path:
+    code_tokenizers.byte_fallback().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_the_post_processor_decides_on_special_tokens() -> None:
+    tokenizer = Tokenizer(code_tokenizers.byte_fallback())
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.encode("the", add_special_tokens=False)[0] != 1
+    assert tokenizer.decode(tokenizer.encode("the 😀")) == "the 😀"
+
+
+def test_a_chat_gets_one_beginning_not_two(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer.from_dir(
+        save(tmp_path, {"bos_token": {"content": "<s>", "special": True}, "chat_template": template})
+    )
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "the"}])
+    assert ids.count(1) == 1
+    assert ids[0] == 1
+
+
+def test_a_template_file_comes_before_the_configuration(tmp_path: Path) -> None:
+    save(tmp_path, {"chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]})
+    assert Tokenizer.from_dir(tmp_path).render_chat(MESSAGES) == "d"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert Tokenizer.from_dir(tmp_path).render_chat(MESSAGES) == "file"
+
+
+def test_without_a_template_a_chat_is_refused() -> None:
+    tokenizer = Tokenizer(code_tokenizers.byte_level())
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.apply_chat_template(MESSAGES)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("source", ["{{ raise_exception('no system role') }}", "{{ ''.__class__.__mro__ }}"])
+def test_a_template_that_refuses_or_escapes_is_the_clients_error(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="refuses"):
+        ChatTemplate(source).render(MESSAGES, special_tokens={}, add_generation_prompt=True)
+
+
+def test_templates_have_the_usual_helpers() -> None:
+    source = "{% generation %}{{ messages[0] | tojson }}{% endgeneration %}{% for x in [1,2] %}{{ x }}{% break %}"
+    source += "{% endfor %}{{ strftime_now('%Y')[:2] }}{{ '+' if add_generation_prompt }}"
+    text = ChatTemplate(source).render(MESSAGES[:1], special_tokens={}, add_generation_prompt=True)
+    assert text == '{"role": "system", "content": "Be <b>short</b>."}120+'
+
+
+@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
+    save(tmp_path, {})
+    (tmp_path / broken).write_text("{% broken" if broken.endswith("jinja") else "{")
+    with pytest.raises(ModelLoadError, match="template" if broken.endswith("jinja") else broken):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("directory", [TINY, STORIES], ids=["tiny", "stories260K"])
+def test_ids_and_templates_agree_with_transformers(directory: Path) -> None:
+    if not (directory / "tokenizer.json").is_file():
+        pytest.skip(f"{directory.name} is not here")
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(directory), Tokenizer.from_dir(directory)
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    rendered = theirs.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert ours.apply_chat_template(MESSAGES) == rendered

@@ -1,0 +1,192 @@
+"""The thread that owns a transport: delivery, guards, errors, sleep and a clean end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvtransfer.extents import Descriptor
+from kvtransfer.transfer_thread import ThreadEvent, TransferThread, WritePosted
+from kvtransfer.transports.base import PeerId, Transport, WriteArrived, WriteFailed
+from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
+from tandem.core.errors import TransportError
+
+ONE = [Descriptor(0, 8, 8)]
+
+
+@dataclass
+class Worker:
+    """A transport in its thread, and all that came out."""
+
+    transport: LoopbackTransport
+    arena: np.ndarray = field(default_factory=lambda: np.zeros(64, np.uint8))
+    events: list[ThreadEvent] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.transport.register(self.arena.ctypes.data, self.arena.nbytes, owner=self.arena)
+        self.thread = TransferThread(self.transport, self.take, self.errors.append, name="kv-test", idle_poll_s=None)
+
+    def take(self, event: ThreadEvent) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.events.append(event)
+
+    def kinds(self, tag: bytes) -> list[str]:
+        return [type(e).__name__ for e in self.events if not isinstance(e, WriteArrived) and e.handle.tag == tag]
+
+
+def wait_for(is_done: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_done():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Worker, Worker, PeerId]]:
+    network = LoopbackNetwork()
+    faults = FaultPlan({1: Fault(lose_completion=True)})
+    here = Worker(LoopbackTransport("here#1", network=network, faults=faults))
+    there = Worker(LoopbackTransport("there#1", network=network))
+    here.arena[:] = 3
+    peer = here.transport.connect(there.transport.metadata())
+    for worker in (here, there):
+        worker.thread.start()
+    yield here, there, peer
+    for worker in (here, there):
+        worker.thread.stop()
+        assert not worker.thread.is_alive
+
+
+def test_a_write_is_posted_and_ends_once_with_its_tag(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, there, peer = pair
+    here.thread.write(peer, ONE, b"a")
+    wait_for(lambda: here.kinds(b"a") == ["WritePosted", "WriteCompleted"])
+    assert bytes(there.arena[8:16]) == bytes([3]) * 8
+    assert here.threads == {"kv-test"}
+    assert isinstance(here.events[0], WritePosted)
+    there.thread.submit(lambda transport: transport.expect_incoming("g", None, [])).result(5)
+    wait_for(lambda: there.events == [WriteArrived(PeerId("here#1"), b"a")])
+
+
+def test_the_grant_is_checked_right_before_the_post(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, there, peer = pair
+    asked: list[str] = []
+
+    def may_post() -> bool:
+        asked.append(threading.current_thread().name)
+        return False
+
+    here.thread.write(peer, ONE, b"a", may_post=may_post)
+    wait_for(lambda: here.kinds(b"a") == ["WriteFailed"])
+    assert isinstance(here.events[0], WriteFailed)
+    assert here.events[0].settled
+    assert asked == ["kv-test"]
+    assert not there.arena.any()
+
+
+def test_misuse_ends_the_write_too(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, _ = pair
+    here.thread.write(PeerId("nobody#1"), ONE, b"a")
+    wait_for(lambda: here.kinds(b"a") == ["WriteFailed"])
+
+
+def test_commands_run_in_the_thread_and_give_back_what_they_did(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, _ = pair
+    assert here.thread.submit(lambda t: (t.name, threading.current_thread().name)).result(5) == ("loopback", "kv-test")
+    with pytest.raises(TransportError, match="not connected"):
+        here.thread.submit(lambda t: t.post_write(PeerId("nobody"), ONE)).result(5)
+
+
+def test_idle_it_sleeps_and_outstanding_it_polls(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, peer = pair
+    here.thread.write(peer, ONE, b"a")
+    wait_for(lambda: "WriteCompleted" in here.kinds(b"a"))
+    time.sleep(0.05)
+    polls, cpu_s = here.thread.num_polls, time.process_time()
+    time.sleep(0.3)
+    assert here.thread.num_polls == polls
+    assert time.process_time() - cpu_s < 0.05
+    here.thread.write(peer, ONE, b"lost")  # never completes
+    time.sleep(0.3)
+    assert 20 < here.thread.num_polls - polls < 3000
+
+
+def test_a_failing_callback_is_reported_and_does_not_stop_the_others(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, peer = pair
+    take = here.take
+
+    def fail_once(event: ThreadEvent) -> None:
+        here.thread._on_event = take
+        raise RuntimeError("a defect")
+
+    here.thread._on_event = fail_once
+    here.thread.write(peer, ONE, b"a")
+    wait_for(lambda: here.kinds(b"a") == ["WriteCompleted"])
+    assert [str(e) for e in here.errors] == ["a defect"]
+
+
+def test_a_failing_guard_is_reported(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, peer = pair
+    here.thread.write(peer, ONE, b"a", may_post=lambda: 1 / 0 > 0)
+    wait_for(lambda: bool(here.errors))
+    assert isinstance(here.errors[0], ZeroDivisionError)
+    assert here.kinds(b"a") == ["WriteFailed"]
+
+
+def test_a_transport_that_cannot_poll_ends_the_thread_loudly(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, _ = pair
+
+    def break_poll(transport: Transport) -> None:
+        transport.close()
+
+    here.thread.submit(break_poll).result(5)
+    wait_for(lambda: not here.thread.is_alive)
+    assert isinstance(here.errors[0], TransportError)
+    with pytest.raises(TransportError, match="has stopped"):
+        here.thread.submit(lambda t: None)
+
+
+def test_stopping_closes_the_transport_and_fails_what_is_queued(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, peer = pair
+    entered, leave = threading.Event(), threading.Event()
+    here.thread.submit(lambda t: (entered.set(), leave.wait(5)))
+    assert entered.wait(5)
+    queued = here.thread.submit(lambda t: None)
+    stopper = threading.Thread(target=here.thread.stop)
+    stopper.start()
+    wait_for(lambda: here.thread._stopping)
+    leave.set()
+    stopper.join(5)
+    with pytest.raises(TransportError, match="has stopped"):
+        queued.result(5)
+    with pytest.raises(TransportError, match="has stopped"):
+        here.thread.write(peer, ONE, b"a")
+    with pytest.raises(TransportError, match="closed"):
+        here.transport.poll()
+    here.thread.stop()
+    assert not here.errors
+
+
+def test_a_thread_that_hangs_in_a_call_does_not_stop_silently(pair: tuple[Worker, Worker, PeerId]) -> None:
+    here, _, _ = pair
+    entered, leave = threading.Event(), threading.Event()
+    here.thread.submit(lambda t: (entered.set(), leave.wait(5)))
+    assert entered.wait(5)
+    with pytest.raises(TransportError, match="did not end"):
+        here.thread.stop(timeout_s=0.1)
+    leave.set()
+
+
+def test_stopping_before_the_start_closes_the_transport() -> None:
+    transport = LoopbackTransport("never#1", network=LoopbackNetwork())
+    thread = TransferThread(transport, lambda e: None, lambda e: None)
+    thread.stop()
+    with pytest.raises(TransportError, match="closed"):
+        transport.poll()

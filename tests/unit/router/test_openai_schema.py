@@ -1,0 +1,321 @@
+"""Which bodies are taken, what they mean, and which field a refusal names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router_site import BOS, Site, write_checkpoint
+
+from router.model_card import ModelCard
+from router.openai_schema import ParsedRequest, parse_body, parse_chat, parse_completion
+from router.prompting import requests_from
+from router.request import Request
+from tandem.core import config as configuration
+from tandem.core.config import LimitsConfig
+from tandem.core.errors import InvalidRequestError, ModelNotFoundError
+from tandem.core.tokenizer import Tokenizer
+
+LIMITS = LimitsConfig()
+
+
+def completion(**fields: Any) -> ParsedRequest:
+    return parse_completion({"model": "toy", "prompt": "x", **fields}, LIMITS)
+
+
+def chat(**fields: Any) -> ParsedRequest:
+    return parse_chat({"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}, LIMITS)
+
+
+BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model"),
+    ({"model": 7}, "model"),
+    ({"model": ""}, "model"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": [1]}, "frequency_penalty"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+    ({"seed": 1.0}, "seed"),
+    ({"seed": 1 << 64}, "seed"),
+    ({"stop": 7}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["a", 1]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop_token_ids": "a"}, "stop_token_ids"),
+    ({"stop_token_ids": [True]}, "stop_token_ids"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"n": 0}, "n"),
+    ({"n": LIMITS.max_choices + 1}, "n"),
+    ({"n": "2"}, "n"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": 1}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"timeout": 0}, "timeout"),
+    ({"timeout": -1}, "timeout"),
+    ({"timeout": "1"}, "timeout"),
+    ({"priority": 1.5}, "priority"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"suffix": "end"}, "suffix"),
+    ({"echo": True}, "echo"),
+    ({"best_of": 2}, "best_of"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"web_search_options": {"a": 1}}, "web_search_options"),
+]
+OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [""]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", []]}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [[1], [None]]}, "prompt"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": LIMITS.max_logprobs + 1}, "logprobs"),
+]
+OF_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": LIMITS.max_logprobs + 1}, "top_logprobs"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": "1"}, "max_completion_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), BOTH + OF_COMPLETIONS, ids=str)
+def test_a_wrong_completion_names_the_field(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**fields)
+    assert caught.value.field == named
+    assert named.split("[")[0].split(".")[0] in caught.value.message
+
+
+@pytest.mark.parametrize(("fields", "named"), BOTH + OF_CHATS, ids=str)
+def test_a_wrong_chat_names_the_field(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**fields)
+    assert caught.value.field == named
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7", b'{"a": NaN}', b"\xff", b'"\\ud800"'])
+def test_a_body_that_is_no_json_object(raw: bytes) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(raw)
+    assert caught.value.field is None
+
+
+def test_defaults() -> None:
+    parsed = completion()
+    assert (parsed.sampling.temperature, parsed.sampling.top_p, parsed.sampling.top_k) == (1.0, 1.0, 0)
+    assert (parsed.num_choices, parsed.stop, parsed.stream, parsed.timeout_s) == (1, (), False, None)
+    assert (parsed.sampling.num_logprobs, parsed.max_tokens_field) == (-1, None)
+    assert 0 <= parsed.sampling.seed < 1 << 63
+    assert completion(seed=-1).sampling.seed == (1 << 64) - 1
+    assert completion(top_k=-1).sampling.top_k == 0
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    assert chat(**nothing, parallel_tool_calls=True, user="u", metadata={}, store=False).ignored_fields == ()
+    assert completion(suffix="", echo=False, best_of=1, functions=None, logit_bias=None).ignored_fields == ()
+
+
+def test_unknown_fields_are_named() -> None:
+    parsed = completion(stream=True, stream_options={"odd": 1}, zebra=0, apple=None)
+    assert parsed.ignored_fields == ("zebra", "stream_options.odd")
+
+
+def test_prompts_of_all_kinds() -> None:
+    assert completion(prompt="ab").prompts == ("ab",)
+    assert completion(prompt=[1, 2]).prompts == ((1, 2),)
+    assert completion(prompt=["a", "b"]).prompts == ("a", "b")
+    assert completion(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
+
+
+def test_logprobs_of_both_kinds() -> None:
+    assert completion(logprobs=0).sampling.num_logprobs == 0
+    assert completion(logprobs=5).sampling.num_logprobs == 5
+    assert chat(logprobs=True).sampling.num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).sampling.num_logprobs == 3
+    assert chat(logprobs=False).sampling.num_logprobs == -1
+
+
+def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parsed = chat(messages=[{"role": "user", "content": parts, "name": "n"}])
+    assert parsed.messages == ({"role": "user", "content": "a\nb", "name": "n"},)
+
+
+# -- what needs the model
+
+
+@pytest.fixture(scope="module")
+def card_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelCard, Tokenizer]:
+    directory: Path = write_checkpoint(tmp_path_factory.mktemp("m") / "toy", context=32)
+    tokenizer = Tokenizer.from_dir(directory)
+    config = configuration.load(None, {"model.path": str(directory)})
+    return ModelCard.from_dir(directory, config, tokenizer), tokenizer
+
+
+async def made(parsed: ParsedRequest, card_and_tokenizer: tuple[ModelCard, Tokenizer]) -> list[Request]:
+    card, tokenizer = card_and_tokenizer
+    return await requests_from(
+        parsed,
+        tokenizer=tokenizer,
+        card=card,
+        max_context=card.max_context,
+        client_request_id="r",
+        arrived_s=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": [512]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [[1], [512]]}, "prompt"),
+        ({"prompt": "x" * 32}, "prompt"),
+        ({"prompt": "x" * 9000}, "prompt"),
+        ({"prompt": "x" * 30, "max_tokens": 3}, "max_tokens"),
+        ({"prompt": "x" * 30, "min_tokens": 3}, "min_tokens"),
+        ({"stop_token_ids": [512]}, "stop_token_ids"),
+        ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ],
+    ids=str,
+)
+async def test_what_the_model_cannot_take(fields: dict[str, Any], named: str, card_and_tokenizer: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await made(completion(**fields), card_and_tokenizer)
+    assert caught.value.field == named
+
+
+async def test_chats_that_are_too_long(card_and_tokenizer: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await made(chat(messages=[{"role": "user", "content": "x" * 40}]), card_and_tokenizer)
+    assert caught.value.field == "messages"
+    with pytest.raises(InvalidRequestError) as caught:
+        await made(chat(max_completion_tokens=31), card_and_tokenizer)
+    assert caught.value.field == "max_completion_tokens"
+
+
+async def test_max_tokens(card_and_tokenizer: Any) -> None:
+    async def max_tokens(parsed: ParsedRequest) -> int:
+        return (await made(parsed, card_and_tokenizer))[0].sampling.max_tokens
+
+    assert await max_tokens(completion()) == 16
+    assert await max_tokens(completion(prompt="x" * 30)) == 2
+    assert await max_tokens(completion(max_tokens=31)) == 31
+    assert await max_tokens(completion(min_tokens=20)) == 20
+    num_prompt_tokens = len("[user]x[assistant]") + 1
+    assert await max_tokens(chat()) == 32 - num_prompt_tokens
+    assert await max_tokens(chat(max_tokens=3, max_completion_tokens=2)) == 2
+
+
+async def test_each_prompt_becomes_a_request_with_an_id_of_its_own(card_and_tokenizer: Any) -> None:
+    requests = await made(completion(prompt=["a", "b"]), card_and_tokenizer)
+    again = await made(completion(prompt=["a"]), card_and_tokenizer)
+    assert [r.prompt_ids for r in requests] == [(97,), (98,)]
+    ids = {r.request_id for r in requests + again}
+    assert len(ids) == 3
+    assert all(i.startswith("r#") for i in ids)
+
+
+async def test_a_chat_has_one_beginning(card_and_tokenizer: Any) -> None:
+    (request,) = await made(chat(), card_and_tokenizer)
+    assert request.prompt_ids.count(BOS) == 1
+
+
+def test_served_names(card_and_tokenizer: Any) -> None:
+    card, _ = card_and_tokenizer
+    assert card.names == ("toy",)
+    card.check_name("toy")
+    with pytest.raises(ModelNotFoundError) as caught:
+        card.check_name("other")
+    assert (caught.value.field, caught.value.http_status) == ("model", 404)
+
+
+def test_a_star_serves_any_name(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "toy")
+    config = configuration.load(None, {"model.served_names": ["*"]})
+    card = ModelCard.from_dir(directory, config, Tokenizer.from_dir(directory))
+    card.check_name("anything")
+    assert [entry["id"] for entry in card.listing()] == ["tandem-tiny"]  # `model.path` is the embedded model
+
+
+# -- through HTTP
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        ("/v1/completions", b"{", 400, None, "invalid_request"),
+        ("/v1/completions", b'{"model": "toy"}', 400, "prompt", "invalid_request"),
+        ("/v1/completions", b'{"model": "nope", "prompt": "x"}', 404, "model", "model_not_found"),
+        ("/v1/completions", b'{"model": "toy", "prompt": [99999]}', 400, "prompt", "invalid_request"),
+        ("/v1/chat/completions", b'{"model": "toy", "messages": []}', 400, "messages", "invalid_request"),
+        ("/v1/chat/completions", b'{"model":"toy","messages":["x"]}', 400, "messages[0]", "invalid_request"),
+        ("/v1/nothing", b"{}", 404, None, "not_found"),
+        ("/v1/models", b"{}", 405, None, "not_found"),
+    ],
+)
+def test_errors_have_openais_shape(
+    site: Site, path: str, body: bytes, status: int, param: str | None, code: str
+) -> None:
+    with site.http() as client:
+        answer = client.post(path, content=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert answer.headers["x-request-id"]
+    assert site.prefill.count("start") == 0
+
+
+def test_a_body_that_is_too_large(make_site: Any) -> None:
+    site = make_site({"limits.max_body_bytes": 2000})
+    answer = site.post(prompt="x" * 3000)
+    assert answer.status_code == 400
+    assert "2000 bytes" in answer.json()["error"]["message"]
+    assert site.post(prompt="x", max_tokens=1).status_code == 200

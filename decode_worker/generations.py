@@ -12,12 +12,13 @@ import torch
 
 from decode_worker.reservations import Granted, Reservation, ReservationQueue
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
-from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError, TandemError
+from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import page_keys
 from tandem.core.sampling import SamplingParams
 from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, sample
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.worker.intake import check_prompt, open_journals
 from tandem.worker.process import WorkerProcess
 from tandem.worker.scheduler import Batch
 from tandem.worker.sequence import Sequence, finish_reason
@@ -52,6 +53,7 @@ class Generation:
     params: SamplingParams
     num_choices: int
     journal: dict[int, list[int]]
+    queued: bool = False  # the protocol took it for a new attempt
     sequences: list[Sequence] = field(default_factory=list)  # of the choices that still run, once admitted
 
 
@@ -96,19 +98,19 @@ class Generations:
             except TandemError as error:
                 self._fail(session, key, error)
                 return
+            for older in [k for k in self.jobs if k.request_id == key.request_id and k.attempt < key.attempt]:
+                self.cancel(older)
         self._desk.reserve(key)
 
     def _make_job(self, key: AttemptKey, session: int, command: decode_pb.Reserve) -> Generation:
         if self._worker.draining:
             raise DrainingError(f"{self._worker.worker_id} is draining", request_id=key.request_id)
-        prompt, params = list(command.prompt_ids), sampling_from_proto(command.sampling)
-        limit = self._worker.engine.max_context
-        if not prompt or len(prompt) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens, must have 1 to {limit - 1}",
-                field="prompt",
-                request_id=key.request_id,
-            )
+        engine, prompt, params = self._worker.engine, list(command.prompt_ids), sampling_from_proto(command.sampling)
+        limit = engine.max_context
+        check_prompt(prompt, engine.vocab_size, limit, key.request_id)
+        journal, _ = open_journals(
+            command.journal, params, len(prompt), engine.vocab_size, limit, self._eos, key.request_id
+        )
         # The oldest choice alone must be able to end here, or preemption could not help it.
         self._scheduler.check_fits(min(len(prompt) + params.max_tokens, limit), key.request_id)
         self._arrivals += 1
@@ -120,7 +122,7 @@ class Generations:
             prompt_ids=prompt,
             params=params,
             num_choices=command.num_choices or 1,
-            journal={j.choice: list(j.token_ids) for j in command.journal if j.token_ids and not j.finished},
+            journal=journal,
         )
 
     def cancel(self, key: AttemptKey) -> None:
@@ -129,7 +131,6 @@ class Generations:
         if job is not None:
             self._release(job)
         self._desk.cancel(key)
-        self._worker.check_drained()
 
     def session_ended(self, session: int) -> None:
         """Its router is gone, and with it all that it had started."""
@@ -149,6 +150,7 @@ class Generations:
         if job is None:  # cancelled meanwhile
             self._desk.denied(key)
             return
+        job.queued = True
         salt, caching = self._scheduler.salt, self._scheduler.prefix_cache
         keys = tuple(page_keys(job.prompt_ids, self._pool.page_size, salt)) if caching else ()
         reservation = Reservation(key, job.priority, job.arrival, len(job.prompt_ids), job.num_choices, keys)
@@ -165,7 +167,9 @@ class Generations:
     def grant(self, grant: Grant) -> None:
         """The protocol made a grant of the pages: the router hands it to prefill."""
         job = self.jobs.get(grant.key)
-        if job is not None:
+        if job is not None and not job.queued:  # a repeated Reserve of an attempt that has ended here
+            self.refused(grant.key, RefusalReason.ALREADY_ENDED, "")
+        elif job is not None:
             self._emit({job.session: [decode_pb.DecodeEvent(granted=grant_to_proto(grant))]})
 
     def admit(self, grant: Grant, commit: Commit) -> None:
@@ -178,12 +182,24 @@ class Generations:
         if job is None:  # cancelled while the commit was on its way
             self._pool.release(pages)
             return
+        if not self._are_good(commit, job):
+            self._pool.release(pages)
+            del self.jobs[grant.key]
+            text = f"the commit's first tokens make no sense: {commit.first_tokens}"
+            self._fail(job.session, grant.key, HandoffError(text, reason=RefusalReason.INCOMPLETE.value))
+            return
         for index, first in enumerate(commit.first_tokens):
             if index:
                 self._pool.share(pages)
             self._enter(job, first.choice, first.token_id, list(pages), len(granted.cached))
         admitted = decode_pb.Admitted(request_id=grant.key.request_id, attempt=grant.key.attempt)
         self._emit({job.session: [decode_pb.DecodeEvent(admitted=admitted)]})
+
+    def _are_good(self, commit: Commit, job: Generation) -> bool:
+        choices = {first.choice for first in commit.first_tokens}
+        known = all(c < job.num_choices for c in choices)
+        in_vocabulary = all(first.token_id < self._worker.engine.vocab_size for first in commit.first_tokens)
+        return bool(choices) and len(choices) == len(commit.first_tokens) and known and in_vocabulary
 
     def _enter(self, job: Generation, choice: int, first_token: int, pages: list[int], num_cached_pages: int) -> None:
         output = job.journal.get(choice, [first_token])
@@ -214,11 +230,11 @@ class Generations:
         if granted is not None:
             self._pool.release(granted.cached)
         job = self.jobs.pop(key, None)
-        if job is not None:
+        # A writer that stops by itself tells the router why, or that there was nothing to hand off.
+        if job is not None and reason is not RefusalReason.WRITER_STOPPED:
             error = HandoffError(f"the handoff to {self._worker.worker_id} failed: {reason.value}", reason=reason.value)
             error.retryable = reason.retryable
             self._fail(job.session, key, error)
-        self._worker.check_drained()
 
     def lift(self, pages: tuple[int, ...]) -> None:
         """A fence was seen."""
@@ -230,12 +246,6 @@ class Generations:
         if job is not None:
             text = f"{self._worker.worker_id} refused the reservation: {reason.value} {detail}".rstrip()
             self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
-
-    def suspect(self, worker_id: str, incarnation: str) -> None:
-        """A writer is silent beyond lease and grace: every router that has work here hears of it."""
-        suspected = decode_pb.WriterSuspected(writer_worker_id=worker_id, writer_incarnation=incarnation)
-        sessions = {job.session for job in self.jobs.values()}
-        self._emit({s: [decode_pb.DecodeEvent(writer_suspected=suspected)] for s in sessions})
 
     # -- a step
 
@@ -287,7 +297,6 @@ class Generations:
             self._pool.release(self._scheduler.remove(sequence))
             if not job.sequences:
                 del self.jobs[job.key]
-                self._worker.check_drained()
 
     def step_failed(self, batch: Batch, error: Exception) -> None:
         for job in {id(i.sequence.owner.generation): i.sequence.owner.generation for i in batch.items}.values():

@@ -81,6 +81,7 @@ class ReceivingDesk:
         self._arena = arena
         self._outlet = outlet
         self._answer = Answer()
+        self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
         self._transport: Transport | None = None
         self.num_refused = 0
 
@@ -92,21 +93,31 @@ class ReceivingDesk:
 
     def attach(self, grant_id: str, sender: str, *, renew: bool) -> Answer:
         """A sender wants to write, or still does."""
-        if renew:
-            return self._ask(ev.LeaseRenewed(grant_id))
-        return self._ask(ev.GrantGivenOut(grant_id, sender))
+        if not renew:
+            return self._ask(ev.GrantGivenOut(grant_id, sender))
+        if not self._is_writer(grant_id, sender):
+            return Answer(RefusalReason.WRONG_SENDER)
+        return self._ask(ev.LeaseRenewed(grant_id))
 
     def commit(self, commit: Commit) -> Answer:
         """A sender says that all is written."""
-        return self._ask(ev.CommitReceived(commit))
+        answer = self._ask(ev.CommitReceived(commit))
+        self.num_refused += answer.refusal is not None
+        return answer
 
-    def cancel(self, key: AttemptKey) -> None:
-        """Nobody wants the attempt any more."""
-        self.happened(ev.RequestCancelled(key))
+    def confirm_idle(self, grant_id: str, sender: str) -> None:
+        """A sender says that nothing of the grant is outstanding and it will never be committed."""
+        if self._is_writer(grant_id, sender):
+            self.happened(ev.WriterConfirmedIdle(grant_id))
 
     def happened(self, event: ev.ReceiverEvent) -> None:
         """Any event that nobody waits for an answer to."""
         self._ask(event)
+
+    def _is_writer(self, grant_id: str, sender: str) -> bool:
+        """Whether nobody else is known to write into this grant."""
+        records = (r for r in self._handoffs.records() if r.grant is not None and r.grant.grant_id == grant_id)
+        return all(r.sender in (None, sender) for r in records)
 
     def tick(self) -> None:
         self.happened(ev.Tick())
@@ -115,6 +126,7 @@ class ReceivingDesk:
 
     def _ask(self, event: ev.ReceiverEvent) -> Answer:
         self._answer = Answer()
+        self._is_reserving = isinstance(event, ev.ReserveReceived)
         self._run(event)
         self._outlet.deadline(self._handoffs.next_deadline_s())
         return self._answer
@@ -129,8 +141,8 @@ class ReceivingDesk:
 
     def _refuse(self, i: ev.SendRefusal) -> None:
         self._answer = Answer(i.reason, i.detail)
-        self.num_refused += 1
-        if i.key is not None and i.grant_id is None:  # a reservation; who asked with a grant hears the answer
+        # Of a reservation the router hears; who asked with a grant gets the answer.
+        if i.key is not None and (i.grant_id is None or self._is_reserving):
             self._outlet.refused(i.key, i.reason, i.detail)
 
     def _agree(self, _: ev.ReceiverInstruction) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
@@ -17,7 +17,8 @@ from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from kvtransfer.transfer_thread import ThreadEvent
-from tandem.core.errors import IncompatibleError, InternalError, TandemError
+from kvtransfer.transports.base import PeerId, Transport
+from tandem.core.errors import IncompatibleError, InternalError, TandemError, TransportError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -31,6 +32,7 @@ from tandem.worker.ticker import Ticker
 from tandem.worker.wire import commit_from_proto, layout_from_proto, refusal_to_proto
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 Hub = SessionHub[decode_pb.DecodeCommand, decode_pb.DecodeEvent, decode_pb.DecodeEvents]
 
@@ -50,8 +52,9 @@ class DecodeWorker(WorkerProcess):
             interval_s=self.config.metrics.worker_interval_s,
         )
         self.hub.attach(self, self.loop)
-        # By incarnation: prefill workers that have paired. In the event loop.
+        # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
+        self._peers: dict[str, PeerId] = {}
         self._channels: dict[str, aio.Channel] = {}
         self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
         limits = ReceiverLimits(
@@ -70,11 +73,9 @@ class DecodeWorker(WorkerProcess):
     def add_services(self, server: aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(_DecodeService(self), server)
 
-    def background(self) -> list[Coroutine[Any, Any, None]]:
-        return [self.hub.beat()]
-
-    def close_sessions(self) -> None:
-        self.hub.close()
+    async def close_channels(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(grace=None)
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
         """A decode worker posts nothing; that a write arrived is a hint only, the commit is the truth."""
@@ -93,6 +94,8 @@ class DecodeWorker(WorkerProcess):
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
                 self.runner.submit(lambda: self.generations.cancel(key))
+            case "given_out":
+                pass  # a writer attaches before its first post, and says itself who it is
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 
@@ -115,8 +118,9 @@ class DecodeWorker(WorkerProcess):
                 f"{prefill.worker_id} sends by {prefill.transport}, {self.worker_id} takes {self.info.transport}"
             )
         metadata = prefill.transport_metadata
-        await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
+        peer = await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
         self._writers[prefill.incarnation] = prefill
+        self._peers[prefill.incarnation] = peer
         if prefill.host_id == self.info.host_id:
             incarnation = prefill.incarnation
             self.exits.watch(incarnation, prefill.pid, lambda: self._writer_exited(incarnation))
@@ -124,11 +128,25 @@ class DecodeWorker(WorkerProcess):
     def _writer_exited(self, incarnation: str) -> None:
         """Its process has ended, seen on this host: a fence for all that it might have written."""
         _log.info("prefill worker %s has exited", incarnation)
-        del self._writers[incarnation]
+        self._writers.pop(incarnation, None)
+        peer = self._peers.pop(incarnation, None)
         channel = self._channels.pop(incarnation, None)
         if channel is not None:
             self.spawn(channel.close(grace=None))
-        self.on_transfer(lambda _: self.desk.happened(ev.WriterExited(incarnation)))
+
+        def forget(transport: Transport) -> None:
+            self.desk.happened(ev.WriterExited(incarnation))
+            try:
+                if peer is not None:
+                    transport.disconnect(peer)
+            except TransportError as error:  # it is gone either way
+                _log.warning("%s", error)
+
+        self.on_transfer(forget)
+
+    def has_paired(self, incarnation: str) -> bool:
+        """Whether this writer is known and not seen to exit: its exit would be heard of after whatever it asks."""
+        return incarnation in self._writers
 
     async def _ask_to_stop(self, sender: str, request: prefill_pb.StopWritesRequest) -> None:
         writer = self._writers.get(sender)
@@ -176,7 +194,9 @@ class DecodeWorker(WorkerProcess):
         _log.error("writer %s is silent beyond lease and grace: it must be killed", sender)
         writer = self._writers.get(sender)
         worker_id = writer.worker_id if writer is not None else ""
-        self.runner.submit(lambda: self.generations.suspect(worker_id, sender))
+        suspected = decode_pb.WriterSuspected(writer_worker_id=worker_id, writer_incarnation=sender)
+        # To every router: the request itself, and with it the session that had it, may be long gone.
+        self.hub.broadcast([decode_pb.DecodeEvent(writer_suspected=suspected)])
 
     def replace_self(self, num_quarantined: int) -> None:
         self.fail(InternalError(f"{num_quarantined} pages are in quarantine: only a new process frees them"))
@@ -191,9 +211,12 @@ class DecodeWorker(WorkerProcess):
 
     # -- calls that wait for the transfer thread
 
-    async def ask_desk(self, question: Any) -> Answer:
-        """Ask the receiving desk and return its answer; `question` runs on the transfer thread."""
-        answer: Answer = await asyncio.wrap_future(self.transfer.submit(lambda _: question(self.desk)))
+    async def ask_desk(self, question: Callable[[ReceivingDesk], _T]) -> _T:
+        """Ask the receiving desk and return its answer; `question` runs on the transfer thread.
+
+        No peer can make it raise: what it raises is a defect, and the worker's end.
+        """
+        answer = await asyncio.wrap_future(self._on_transfer(lambda _: question(self.desk)))
         self.num_handoffs_refused = self.desk.num_refused
         return answer
 
@@ -238,9 +261,12 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb.PairReply(decode=self._worker.info)
 
     async def Attach(self, request: decode_pb.AttachRequest, _: Any) -> decode_pb.AttachReply:
-        answer = await self._worker.ask_desk(
-            lambda desk: desk.attach(request.grant_id, request.sender_incarnation, renew=request.renew)
-        )
+        if not self._worker.has_paired(request.sender_incarnation):
+            answer = Answer(RefusalReason.WRITER_EXITED, f"{request.sender_incarnation} is not paired with")
+        else:
+            answer = await self._worker.ask_desk(
+                lambda desk: desk.attach(request.grant_id, request.sender_incarnation, renew=request.renew)
+            )
         lease_s = self._worker.config.transport.lease_s
         return decode_pb.AttachReply(ok=answer.refusal is None, error=_refusal(answer, request), lease_s=lease_s)
 
@@ -250,7 +276,7 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb.CommitReply(ok=answer.refusal is None, error=_refusal(answer, request))
 
     async def ConfirmIdle(self, request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
-        await self._worker.ask_desk(lambda desk: desk.happened(ev.WriterConfirmedIdle(request.grant_id)))
+        await self._worker.ask_desk(lambda desk: desk.confirm_idle(request.grant_id, request.sender_incarnation))
         return decode_pb.ConfirmIdleReply()
 
 

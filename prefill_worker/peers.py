@@ -15,7 +15,7 @@ from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId, check_compatible
 from kvtransfer.protocol.messages import AttemptKey, Commit
 from kvtransfer.transports.base import PeerId
-from tandem.core.errors import IncompatibleError, TandemError, WorkerLostError
+from tandem.core.errors import IncompatibleError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_from_proto, error_from_rpc
 from tandem.rpc.v1 import common_pb2 as pb
@@ -48,6 +48,7 @@ class DecodePeers:
     Args:
         info: this worker's own description.
         connect: makes the transport know a peer by its metadata.
+        paired: called with each new peer, which has just spoken to us.
         lost: called when an incarnation is known to have ended.
         call_timeout_s: for one call to decode, in seconds.
     """
@@ -57,12 +58,14 @@ class DecodePeers:
         info: pb.WorkerInfo,
         layout: LayoutId,
         connect: Callable[[bytes], Awaitable[PeerId]],
+        paired: Callable[[Peer], None],
         lost: Callable[[Peer], None],
         call_timeout_s: float,
     ) -> None:
         self._info = info
         self._layout = layout
         self._connect = connect
+        self._paired = paired
         self._lost = lost
         self._timeout_s = call_timeout_s
         self._pairing: dict[str, asyncio.Task[Peer]] = {}
@@ -92,14 +95,14 @@ class DecodePeers:
         try:
             reply = await stub.Pair(decode_pb.PairRequest(prefill=self._info), timeout=self._timeout_s)
             peer = await self._agree(info, reply, channel, stub)
-        except grpc.RpcError as error:
+        except BaseException as error:
             await channel.close(grace=None)
-            raise error_from_rpc(error, f"pairing with {info.worker_id}") from error
-        except TandemError:
-            await channel.close(grace=None)
+            if isinstance(error, grpc.RpcError):
+                raise error_from_rpc(error, f"pairing with {info.worker_id}") from error
             raise
         self._replace_older(peer)
         self.peers[info.incarnation] = peer
+        self._paired(peer)
         _log.info("paired with %s (%s)", info.worker_id, info.incarnation)
         return peer
 
@@ -128,8 +131,13 @@ class DecodePeers:
     def _replace_older(self, peer: Peer) -> None:
         """A worker has one incarnation at a time: an older one of the same id has ended."""
         for old in [p for p in self.peers.values() if p.info.worker_id == peer.info.worker_id]:
-            del self.peers[old.info.incarnation]
-            self._lost(old)
+            self.ended(old.info.incarnation)
+
+    def ended(self, incarnation: str) -> None:
+        """The process of this incarnation has ended."""
+        peer = self.peers.pop(incarnation, None)
+        if peer is not None:
+            self._lost(peer)
 
     # -- the calls of a handoff
 

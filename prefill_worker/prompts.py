@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from kvtransfer.protocol.messages import AttemptKey, FirstToken
+from kvtransfer.protocol.messages import AttemptKey, FirstToken, RefusalReason
 from prefill_worker.sending import HandoffStats, SealedPages
-from tandem.core.errors import DrainingError, InvalidRequestError, TandemError
+from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, sample
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
+from tandem.worker.intake import check_prompt, open_journals
 from tandem.worker.process import WorkerProcess
 from tandem.worker.scheduler import Batch, ScheduledSequence
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
@@ -30,20 +32,19 @@ from tandem.worker.tokens import token_event
 
 _log = logging.getLogger(__name__)
 
+# Attempts that ended and are remembered, so that a late repetition of their start is not taken for a new one.
+_NUM_REMEMBERED = 4096
+
 
 class Desk(Protocol):
     """The sending desk, called from the runner thread; each call is queued to the transfer thread, in order."""
-
-    def open(self, key: AttemptKey, num_pages: int) -> None: ...
-
-    def refused(self, key: AttemptKey) -> None:
-        """The prompt was not taken: nothing will be heard of it."""
 
     def sealed(self, pages: list[SealedPages]) -> None: ...
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None: ...
 
-    def cancel(self, key: AttemptKey) -> None: ...
+    def cancel(self, key: AttemptKey) -> None:
+        """Nothing more comes of this attempt, or nothing ever did."""
 
 
 @dataclass(slots=True)
@@ -87,12 +88,13 @@ class Prompts:
         self._page_size = worker.pool.page_size
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
         self.jobs: dict[AttemptKey, PromptJob] = {}
+        self._ended_keys: OrderedDict[AttemptKey, None] = OrderedDict()
         self._arrivals = 0
 
     # -- commands
 
     def start(self, session: int, command: prefill_pb.StartPrefill) -> None:
-        """Take a prompt in; a repeated command changes nothing."""
+        """Take a prompt in, whose handoff is open at the desk; a repeated command changes nothing."""
         key = AttemptKey(command.request_id, command.attempt)
         if key in self.jobs:
             return
@@ -100,26 +102,23 @@ class Prompts:
             job = self._make_job(key, session, command)
             self._scheduler.add(job.sequence)
         except TandemError as error:
-            self._desk.refused(key)
+            self._desk.cancel(key)
             self._send(session, failed=attempt_failed(key.request_id, key.attempt, error))
             return
         self.jobs[key] = job
-        self._desk.open(key, pages_for(job.sequence.num_prompt, self._page_size))
 
     def _make_job(self, key: AttemptKey, session: int, command: prefill_pb.StartPrefill) -> PromptJob:
         if self._worker.draining:
             raise DrainingError(f"{self._worker.worker_id} is draining", request_id=key.request_id)
-        prompt = list(command.prompt_ids)
-        limit = self._worker.engine.max_context
-        if not prompt or len(prompt) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens, must have 1 to {limit - 1}",
-                field="prompt",
-                request_id=key.request_id,
-            )
+        if key in self._ended_keys:
+            reason = RefusalReason.ALREADY_ENDED.value
+            raise HandoffError(f"{key} has ended at {self._worker.worker_id}", reason=reason)
+        engine, prompt = self._worker.engine, list(command.prompt_ids)
+        check_prompt(prompt, engine.vocab_size, engine.max_context, key.request_id)
         params = sampling_from_proto(command.sampling)
-        finished = frozenset(j.choice for j in command.journal if j.finished)
-        journal = {j.choice: list(j.token_ids) for j in command.journal if j.token_ids and not j.finished}
+        journal, finished = open_journals(
+            command.journal, params, len(prompt), engine.vocab_size, engine.max_context, self._eos, key.request_id
+        )
         self._arrivals += 1
         sequence = Sequence(
             request_id=key.request_id,
@@ -162,10 +161,12 @@ class Prompts:
             job: PromptJob = item.sequence.owner
             first, pages = self._sealed_by(item)
             if pages:
-                self._pool.share(pages)
                 parts.append((job.key, first, pages))
 
         def on_layer(layer: int) -> None:
+            if layer == 0:  # the desk's hold begins as it hears of a page: a step that failed before leaves none
+                for _, _, pages in parts:
+                    self._pool.share(pages)
             if parts:
                 self._desk.sealed([SealedPages(key, layer, first, pages) for key, first, pages in parts])
 
@@ -313,11 +314,14 @@ class Prompts:
         self._pool.release([p for p in pages if p not in kept])
 
     def closed(self, key: AttemptKey) -> None:
-        """The desk is through with the attempt."""
-        job = self.jobs.pop(key)
+        """The desk is through with the attempt, or with a prompt that was not taken."""
+        job = self.jobs.pop(key, None)
+        if job is None:
+            return
         self._leave_batch(job)
-        self.snapshot()
-        self._worker.check_drained()
+        self._ended_keys[key] = None
+        if len(self._ended_keys) > _NUM_REMEMBERED:
+            self._ended_keys.popitem(last=False)
 
     # -- load
 

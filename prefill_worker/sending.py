@@ -124,7 +124,9 @@ class SendingDesk:
     # -- what happens to a handoff
 
     def open(self, key: AttemptKey, num_pages: int) -> None:
-        """A prompt of `num_pages` pages was accepted."""
+        """A prompt of `num_pages` pages may be computed here; idempotent."""
+        if key in self._entries:
+            return
         handoff = SenderHandoff(key, self._incarnation, self._layout, num_pages, self._limits)
         entry = _Entry(handoff, self._next_number)
         self._next_number += 1
@@ -245,7 +247,11 @@ class SendingDesk:
             self._handle(entry.handoff.key, ev.WriteFailed(post.write_id, "the receiver is gone", settled=True))
             return
         name, remote_shape = peer
-        descriptors = merge_extents(post.writes, self._shape, remote_shape)
+        try:
+            descriptors = merge_extents(post.writes, self._shape, remote_shape)
+        except ValueError as error:  # the grant names pages that its receiver does not have
+            self._handle(entry.handoff.key, ev.WriteFailed(post.write_id, str(error), settled=True))
+            return
         entry.num_descriptors += len(descriptors)
         entry.num_extents += len(post.writes)
         self._write(name, descriptors, tag, may_post=lambda: entry.handoff.may_post(time.monotonic()))

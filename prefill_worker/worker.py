@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from grpc import aio
@@ -13,13 +13,14 @@ from grpc import aio
 from kvtransfer.extents import ArenaShape
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, FirstToken, Grant
+from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, FirstToken, Grant, RefusalReason
 from kvtransfer.transfer_thread import ThreadEvent
-from kvtransfer.transports.base import PeerId
+from kvtransfer.transports.base import PeerId, Transport
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.prompts import Prompts
 from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
-from tandem.core.errors import HandoffError, TandemError
+from tandem.core.errors import HandoffError, TandemError, TransportError
+from tandem.core.pages import pages_for
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.rpc.v1 import prefill_pb2_grpc
@@ -49,7 +50,9 @@ class PrefillWorker(WorkerProcess):
             interval_s=self.config.metrics.worker_interval_s,
         )
         self.hub.attach(self, self.loop)
-        self.peers = DecodePeers(self.info, self.layout, self._connect, self._peer_lost, transport.lease_s)
+        self.peers = DecodePeers(
+            self.info, self.layout, self._connect, self._watch_peer, self._peer_lost, transport.lease_s
+        )
         self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
         limits = SenderLimits(
             lease_margin_s=min(0.5, transport.lease_s / 10),
@@ -69,24 +72,23 @@ class PrefillWorker(WorkerProcess):
         )
         # Where each attempt's pages go. Written and read in the event loop.
         self._targets: dict[AttemptKey, pb.WorkerInfo] = {}
+        # Grants of which decode has not yet heard that nothing is outstanding.
+        self._confirming: set[str] = set()
         self.prompts = Prompts(self, _QueuedDesk(self), self._emit)
         return self.prompts
 
     def add_services(self, server: aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_PrefillService(self), server)
 
-    def background(self) -> list[Coroutine[Any, Any, None]]:
-        return [self.hub.beat()]
-
-    def close_sessions(self) -> None:
-        self.hub.close()
+    async def close_channels(self) -> None:
+        await self.peers.close()
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
         self.desk.on_transport(event)
         self.num_transfer_bytes = self.desk.num_bytes_written
 
     def num_held(self) -> int:
-        return len(self.prompts.jobs)
+        return len(self.prompts.jobs) + len(self._confirming)
 
     # -- routers, in the event loop
 
@@ -97,6 +99,9 @@ class PrefillWorker(WorkerProcess):
                 start = command.start
                 key = AttemptKey(start.request_id, start.attempt)
                 self._targets[key] = start.decode
+                # Opened from here, so that no grant can be attached before, however long the runner's step takes.
+                num_pages = pages_for(len(start.prompt_ids), self.pool.page_size)
+                self.on_transfer(lambda _: self.desk.open(key, num_pages))
                 self.runner.submit(lambda: self.prompts.start(session, start))
             case "attach":
                 self.spawn(self._attach(command.attach))
@@ -123,6 +128,11 @@ class PrefillWorker(WorkerProcess):
         try:
             peer = await self.peers.get(target)
             grant = grant_from_proto(command.grant, peer.layout)
+            if grant.key != key or grant.receiver != target.incarnation:
+                raise HandoffError(
+                    f"grant {grant.grant_id} is for {grant.key} at {grant.receiver}, not for {key}",
+                    reason=FailureReason.GRANT_MISMATCH.value,
+                )
             asked_s = time.monotonic()
             reply = await self.peers.attach(peer, key, grant.grant_id, renew=False)
         except TandemError as error:
@@ -130,7 +140,8 @@ class PrefillWorker(WorkerProcess):
             return
         if not reply.ok:
             reason, detail = refusal_from_proto(reply.error)
-            self.on_transfer(lambda _: self.desk.happened(key, ev.RefusalReceived(reason, detail)))
+            if reason is not RefusalReason.ALREADY_ENDED:  # else the command was a repetition
+                self.on_transfer(lambda _: self.desk.happened(key, ev.RefusalReceived(reason, detail)))
             return
         self.on_transfer(lambda _: self.desk.attached(key, grant, asked_s + reply.lease_s))
         await self._renew(peer, key, grant, reply.lease_s)
@@ -159,10 +170,19 @@ class PrefillWorker(WorkerProcess):
     async def _connect(self, metadata: bytes) -> PeerId:
         return await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
 
+    def _watch_peer(self, peer: Peer) -> None:
+        """Its exit, seen on this host, ends all that was sent to it; from other hosts its next incarnation tells."""
+        if peer.info.host_id == self.info.host_id:
+            incarnation = peer.info.incarnation
+            self.exits.watch(incarnation, peer.info.pid, lambda: self.peers.ended(incarnation))
+
     def _peer_lost(self, peer: Peer) -> None:
-        def forget(transport: Any) -> None:
+        def forget(transport: Transport) -> None:
             self.desk.receiver_lost(peer.info.incarnation)
-            transport.disconnect(peer.name)
+            try:
+                transport.disconnect(peer.name)
+            except TransportError as error:  # it is gone either way
+                _log.warning("%s", error)
 
         self.on_transfer(forget)
         self.spawn(peer.channel.close(grace=None))
@@ -192,7 +212,13 @@ class PrefillWorker(WorkerProcess):
         self.on_transfer(lambda _: self.desk.happened(commit.key, event))
 
     def confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self.peers.confirm_idle(key, grant_id, receiver)))
+        self._confirming.add(grant_id)
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._confirm_idle(key, grant_id, receiver)))
+
+    async def _confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
+        await self.peers.confirm_idle(key, grant_id, receiver)
+        self._confirming.discard(grant_id)
+        self.runner.submit(self.check_drained)
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
         self.runner.submit(lambda: self.prompts.handed_off(key, stats))
@@ -232,17 +258,11 @@ class _QueuedDesk:
     def __init__(self, worker: PrefillWorker) -> None:
         self._worker = worker
 
-    def open(self, key: AttemptKey, num_pages: int) -> None:
-        self._worker.on_transfer(lambda _: self._worker.desk.open(key, num_pages))
-
     def sealed(self, pages: Sequence[SealedPages]) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.sealed(pages))
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens))
-
-    def refused(self, key: AttemptKey) -> None:
-        self._worker.loop.call_soon_threadsafe(self._worker.forget_target, key)
 
     def cancel(self, key: AttemptKey) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.happened(key, ev.CancelRequested()))

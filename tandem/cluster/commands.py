@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import signal
 
-import psutil
 from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
 from tandem.cluster import statefile
 from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, supervisor
 from tandem.cluster.doctor import examine
+from tandem.cluster.processes import wait_for_exit
 from tandem.cluster.report import ClusterNews, Reporter, cluster_table, make_console, pools_line
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, TandemError, WorkerLostError
@@ -19,6 +19,9 @@ from tandem.rpc.v1 import supervisor_pb2
 
 SETTLE_TIMEOUT_S = 600.0
 """How long `tandem scale` waits for models to load and requests to end."""
+
+SERVE_END_TIMEOUT_S = 30.0
+"""How long `tandem serve` may take to end its Ray once the cluster has stopped."""
 
 _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
@@ -103,12 +106,10 @@ def _wait_for_serve(target: Target) -> None:
     """The supervisor's end lets `tandem serve` end; this waits until that is so and nothing is left."""
     if target.file is None:
         return
-    if process := target.file.serve_process:
-        try:
-            process.wait(timeout=30.0)
-        except psutil.TimeoutExpired as error:
-            raise WorkerLostError(
-                f"`tandem serve` (pid {process.pid}) still runs 30 s after its cluster has stopped; "
-                f"end it with kill -9 {process.pid}"
-            ) from error
+    process = target.file.serve_process
+    if process and not wait_for_exit(process, SERVE_END_TIMEOUT_S):
+        raise WorkerLostError(
+            f"`tandem serve` (pid {process.pid}) still runs {SERVE_END_TIMEOUT_S:.0f} s after its cluster has stopped; "
+            f"end it with kill -9 {process.pid}"
+        )
     statefile.remove(target.file.port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import sys
 
 import psutil
@@ -44,6 +45,24 @@ def kill_descendants(timeout_s: float = 5.0) -> int:
             raise RuntimeError(f"could not kill {', '.join(f'{p.pid} ({p.name()})' for p in alive)}")
     _reap()
     return num_killed
+
+
+def wait_for_exit(process: psutil.Process, timeout_s: float) -> bool:
+    """Whether `process`, which need not be a child, has ended within `timeout_s`; one nobody has reaped has, too."""
+    if not hasattr(os, "pidfd_open"):
+        return process in psutil.wait_procs([process], timeout=timeout_s)[0]
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if not process.is_running():  # the number belongs to another process by now
+            return True
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
+    finally:
+        os.close(fd)
 
 
 def _lives(process: psutil.Process) -> bool:

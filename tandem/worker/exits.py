@@ -42,6 +42,9 @@ class ExitWatch:
             _log.info("process %d (%s) has ended already", pid, incarnation)
             exited()
             return
+        except OSError as error:  # no pidfds here, or too many: its end must be learnt in another way
+            _log.warning("cannot watch process %d (%s): %s", pid, incarnation, error)
+            return
         self._fds[incarnation] = fd
 
         def readable() -> None:

@@ -65,13 +65,15 @@ def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> in
     )
 
     def drain_and_stop() -> None:
-        worker.drain()
-        worker.stop()
+        try:
+            worker.drain()
+        finally:
+            worker.stop()
 
     def on_signal(number: int, _: object) -> None:
         # A handler must not block; a second signal finds the worker stopping already and ends it at once.
         signal.signal(number, signal.SIG_DFL)
-        threading.Thread(target=worker.stop if number == signal.SIGINT else drain_and_stop).start()
+        threading.Thread(target=worker.stop if number == signal.SIGINT else drain_and_stop, daemon=True).start()
 
     info = worker.start()
     signal.signal(signal.SIGTERM, on_signal)
@@ -83,7 +85,6 @@ def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> in
         partial.replace(options.ready_file)
     try:
         worker.wait_closed()
-    except BaseException:
+    finally:
         worker.stop()
-        raise
     return 0

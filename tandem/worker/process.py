@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from kvtransfer.transfer_thread import ThreadEvent, TransferThread
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.registry import create_transport
 from tandem.core.config import Config
-from tandem.core.errors import InternalError
+from tandem.core.errors import CancelledError
 from tandem.core.pages import PageCounts, PagePool
 from tandem.core.version import version
 from tandem.engine.engine import Engine
@@ -38,8 +39,10 @@ from tandem.rpc.convert import page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tandem.worker.exits import ExitWatch, host_id
+from tandem.worker.loop_thread import LoopThread
 from tandem.worker.runner import Role, Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.sessions import SessionHub
 from tandem.worker.wire import layout_to_proto
 
 _log = logging.getLogger(__name__)
@@ -94,6 +97,7 @@ class WorkerProcess(ABC):
         self.info: pb.WorkerInfo
         self.loop: asyncio.AbstractEventLoop
         self.exits: ExitWatch
+        self.hub: SessionHub[Any, Any, Any]
         self.draining = False
         self._drained = asyncio.Event()
         # Counted by whoever does the work, read for the status; each has one writer.
@@ -109,33 +113,33 @@ class WorkerProcess(ABC):
         self._num_queued = 0
         self._num_queued_tokens = 0
         self._server: aio.Server | None = None
-        self._loop_thread: threading.Thread | None = None
+        self._loop_thread = LoopThread(f"loop-{worker_id}")
         self._background: set[asyncio.Task[Any]] = set()
+        # Done when the worker is stopped or has failed; guarded by `_closing`.
         self._closed: Future[None] = Future()
-        self._stop_lock = threading.Lock()
-        self._stopped = False
+        self._closing = threading.Lock()
+        # Held while the worker starts or stops. Each step of the start leaves here what undoes it.
+        self._life = threading.Lock()
+        self._undo = ExitStack()
+        self._stopping = False
 
     # -- what each role adds
 
     @abstractmethod
     def make_role(self) -> Role:
-        """Build the role's own parts; engine, pool, scheduler, runner, transfer and loop are there."""
+        """Build the role's own parts and `hub`; engine, pool, scheduler, runner, transfer and loop are there."""
 
     @abstractmethod
     def add_services(self, server: aio.Server) -> None:
         """Add the role's gRPC service."""
 
     @abstractmethod
-    def background(self) -> list[Coroutine[Any, Any, None]]:
-        """What runs in the event loop for the worker's whole life."""
-
-    @abstractmethod
     def on_transfer_event(self, event: ThreadEvent) -> None:
         """An event of the transport; on the transfer thread."""
 
     @abstractmethod
-    def close_sessions(self) -> None:
-        """End every router's stream; in the event loop."""
+    async def close_channels(self) -> None:
+        """Close the connections to other workers; in the event loop."""
 
     @abstractmethod
     def num_held(self) -> int:
@@ -144,23 +148,49 @@ class WorkerProcess(ABC):
     # -- life
 
     def start(self) -> pb.WorkerInfo:
-        """Load the model, start all threads and listen. Blocks until the worker can be reached.
+        """Load the model, start all threads and listen. Blocks until the worker can be reached; leaves nothing behind
+        when it fails.
 
         Raises:
-            TandemError: the model cannot be served, memory or transport cannot be had.
+            TandemError: the model cannot be served, memory or transport cannot be had; `stop` was called meanwhile.
             OSError: the port is taken.
         """
-        started = time.monotonic()
+        with self._life:
+            started = time.monotonic()
+            try:
+                self._start()
+            except BaseException as error:
+                self._stopping = True
+                self._close(error)
+                self._undo.close()
+                raise
+        _log.info("worker ready: %s at %s after %.1f s", self.worker_id, self.info.address, time.monotonic() - started)
+        return self.info
+
+    def _start(self) -> None:
+        """Undone in the opposite order: no more calls, then runner, transfer thread, tasks, and the loop last."""
+        undo = self._undo
+        self._check_wanted()
+        self.loop = self._loop_thread.start()
+        undo.callback(self._loop_thread.stop)
+        self.exits = ExitWatch(self.loop)
+        undo.callback(lambda: self._run_in_loop(self._end_tasks()).result(10))
         self._load()
-        self._start_loop()
+        undo.callback(self.transfer.stop)
+        self._check_wanted()
         self.transfer.start()
         transport_metadata = self._on_transfer(lambda transport: self._register(transport)).result()
         self.info = self._describe(transport_metadata)
         role = self.make_role()
+        undo.callback(self.runner.stop)
+        undo.callback(lambda: self._run_in_loop(self._stop_serving()).result(30))
         self.info.address = self._run_in_loop(self._serve()).result()
+        self._check_wanted()
         self.runner.start(role)
-        _log.info("worker ready: %s at %s after %.1f s", self.worker_id, self.info.address, time.monotonic() - started)
-        return self.info
+
+    def _check_wanted(self) -> None:
+        if self._stopping:
+            raise CancelledError(f"{self.worker_id} was stopped while it started")
 
     def _load(self) -> None:
         config = self.config
@@ -222,35 +252,17 @@ class WorkerProcess(ABC):
             host_id=host_id(),
         )
 
-    def _start_loop(self) -> None:
-        ready: Future[asyncio.AbstractEventLoop] = Future()
-
-        def main() -> None:
-            loop = asyncio.new_event_loop()
-            asyncio.set_event_loop(loop)
-            loop.call_soon(ready.set_result, loop)
-            try:
-                loop.run_forever()
-            finally:
-                loop.run_until_complete(loop.shutdown_asyncgens())
-                loop.close()
-
-        self._loop_thread = threading.Thread(target=main, name=f"loop-{self.worker_id}", daemon=True)
-        self._loop_thread.start()
-        self.loop = ready.result()
-        self.exits = ExitWatch(self.loop)
-
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        return self._loop_thread.run(coroutine)
 
     async def _serve(self) -> str:
-        self._server = make_server()
-        self.add_services(self._server)
-        control_pb2_grpc.add_WorkerControlServicer_to_server(_ControlService(self), self._server)
-        port = bind(self._server, self._host, self._port)
-        await self._server.start()
-        for coroutine in self.background():
-            self.spawn(coroutine)
+        server = make_server()
+        self.add_services(server)
+        control_pb2_grpc.add_WorkerControlServicer_to_server(_ControlService(self), server)
+        port = bind(server, self._host, self._port)
+        await server.start()
+        self._server = server
+        self.spawn(self.hub.beat())
         return f"{self._host}:{port}"
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -272,32 +284,38 @@ class WorkerProcess(ABC):
 
     def on_transfer(self, command: Callable[[Transport], None]) -> None:
         """Run on the transfer thread, in order; from any thread. Nothing happens once the worker is stopping."""
-        if not self._stopped:
+        if not self._stopping:
             self._on_transfer(command)
 
     def _report_failure(self, future: Future[Any]) -> None:
-        if not future.cancelled() and (error := future.exception()) is not None and not self._stopped:
+        if not future.cancelled() and (error := future.exception()) is not None and not self._stopping:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """The worker is of no use any more: `wait_closed` raises `error`. From any thread."""
         _log.error("worker %s fails: %s: %s", self.worker_id, type(error).__name__, error)
-        with self._stop_lock:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        with self._closing:
             if not self._closed.done():
-                self._closed.set_exception(error)
+                if error is not None:
+                    self._closed.set_exception(error)
+                else:
+                    self._closed.set_result(None)
 
     def wait_closed(self) -> None:
         """Block until the worker is stopped; raises what made it fail."""
         self._closed.result()
 
     async def drain_async(self) -> None:
-        """Take no new work and return when nothing is held any more; in the event loop."""
+        """Take no new work and return when nothing is held any more, or the worker stops; in the event loop."""
         self.draining = True
         self.runner.submit(self.check_drained)
         await self._drained.wait()
 
     def check_drained(self) -> None:
-        """Tell `drain` when nothing is held; on the runner thread, whenever something ended."""
+        """Tell `drain` when nothing is held; on the runner thread, between any two steps."""
         if self.draining and self.num_held() == 0:
             self.loop.call_soon_threadsafe(self._drained.set)
 
@@ -306,42 +324,41 @@ class WorkerProcess(ABC):
         self._run_in_loop(self.drain_async()).result()
 
     def stop(self) -> None:
-        """End all threads and free everything. Idempotent, from any thread but the worker's own."""
-        with self._stop_lock:
-            if self._stopped:
-                return
-            self._stopped = True
-        if self._loop_thread is None:
-            return
-        self._run_in_loop(self._stop_serving()).result(timeout=30)
-        self.runner.stop()
-        self.transfer.stop()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._loop_thread.join(10)
-        if self._loop_thread.is_alive():
-            raise InternalError("the event loop did not end within 10 s")
-        with self._stop_lock:
-            if not self._closed.done():
-                self._closed.set_result(None)
+        """End all threads and free everything; returns when that is done. A start under way gives up.
+
+        Idempotent, from any thread but the worker's own.
+        """
+        self._stopping = True
+        with self._life:
+            try:
+                self._undo.close()
+            finally:
+                self._close(None)
 
     async def _stop_serving(self) -> None:
-        self.close_sessions()
-        self.exits.close()
+        self.hub.close()
+        self._drained.set()
         if self._server is not None:
             await self._server.stop(grace=0.5)
+
+    async def _end_tasks(self) -> None:
+        self.exits.close()
         tasks = list(self._background)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.close_channels()
 
     # -- load, as others see it
 
     def take_snapshot(self, num_queued: int, num_queued_tokens: int) -> None:
         """Note the load between two steps; on the runner thread."""
-        self._page_counts = self.pool.counts()
-        self._num_running = len(self.scheduler.running)
-        self._num_queued = num_queued
-        self._num_queued_tokens = num_queued_tokens
+        before = (self._page_counts, self._num_running, self._num_queued, self._num_queued_tokens)
+        now = (self.pool.counts(), len(self.scheduler.running), num_queued, num_queued_tokens)
+        if now != before:
+            self._page_counts, self._num_running, self._num_queued, self._num_queued_tokens = now
+            self.hub.status_changed()
+        self.check_drained()
 
     def read_status(self) -> pb.WorkerStatus:
         """The newest snapshot; from any thread."""

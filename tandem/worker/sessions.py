@@ -37,10 +37,15 @@ class SessionHandler(Protocol[Command]):
 
 
 class Session(Generic[Events]):
-    """One router's stream. Lives in the event loop."""
+    """One router's stream. Lives in the event loop.
 
-    def __init__(self, number: int) -> None:
+    Args:
+        cut_off: called when the router is too far behind; it must not count on the stream to move again.
+    """
+
+    def __init__(self, number: int, cut_off: Callable[[], None]) -> None:
         self.number = number
+        self._cut_off = cut_off
         self._pending: deque[Events] = deque()
         self._wake = asyncio.Event()
         self.closed = False
@@ -52,23 +57,23 @@ class Session(Generic[Events]):
         if len(self._pending) >= _MAX_PENDING_MESSAGES:
             _log.error("session %d: the router reads too slowly, closing it", self.number)
             self.close()
+            self._cut_off()
             return
         self._pending.append(message)
         self._wake.set()
 
     def close(self) -> None:
         self.closed = True
+        self._pending.clear()
         self._wake.set()
 
     async def messages(self) -> AsyncIterator[Events]:
         """What is queued, until closed."""
         while not self.closed:
-            while self._pending and not self.closed:
+            while self._pending:
                 yield self._pending.popleft()
-            if self.closed:
-                return
             self._wake.clear()
-            if not self._pending:
+            if not self.closed:
                 await self._wake.wait()
 
 
@@ -114,6 +119,11 @@ class SessionHub(Generic[Command, Event, Events]):
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._deliver, events_by_session)
 
+    def broadcast(self, events: list[Event]) -> None:
+        """Send events to every router; thread-safe."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(lambda: self._deliver(dict.fromkeys(self._sessions, events)))
+
     def status_changed(self) -> None:
         """Let routers have the load soon; thread-safe."""
         assert self._loop is not None
@@ -130,8 +140,15 @@ class SessionHub(Generic[Command, Event, Events]):
 
     async def run(self, commands: AsyncIterator[Command]) -> AsyncIterator[Events]:
         """Serve one router until either side ends."""
-        assert self._handler is not None
-        session: Session[Events] = Session(self._next)
+        task = asyncio.current_task()
+        assert task is not None
+
+        def cut_off() -> None:
+            # The stream may be stuck in a write that nobody reads: neither it nor its requests wait for that.
+            self._end(session)
+            task.cancel()
+
+        session: Session[Events] = Session(self._next, cut_off)
         self._next += 1
         self._sessions[session.number] = session
         session.put(self._make_events([self._hello()], self._read_status()))
@@ -140,15 +157,22 @@ class SessionHub(Generic[Command, Event, Events]):
             async for message in session.messages():
                 yield message
         finally:
-            session.close()
             reader.cancel()
-            del self._sessions[session.number]
+            self._end(session)
+
+    def _end(self, session: Session[Events]) -> None:
+        """Tell the handler, once."""
+        session.close()
+        if self._sessions.pop(session.number, None) is not None:
+            assert self._handler is not None
             self._handler.session_ended(session.number)
 
     async def _read(self, session: Session[Events], commands: AsyncIterator[Command]) -> None:
         assert self._handler is not None
         try:
             async for command in commands:
+                if session.closed:
+                    return
                 self._handler.command(session.number, command)
         except asyncio.CancelledError:
             raise

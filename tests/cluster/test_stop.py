@@ -45,7 +45,7 @@ def test_tandem_stop_ends_it_and_waits_for_the_end(serves: list[Serve], tmp_path
     serves.append(serve)
     serve.wait_ready()
     run = serve.tandem("stop")
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stderr + serve.output
     assert serve.process.wait(timeout=5) == 0
     assert serve.processes() == []
     assert serve.tandem("stop").returncode == 1

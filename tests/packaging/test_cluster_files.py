@@ -33,10 +33,10 @@ def test_ray_would_refuse_a_misspelt_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_mounted_files_are_in_the_checkout_or_built(name: str) -> None:
-    built = {"dist"}
+def test_mounted_files_are_in_the_checkout_or_made_as_told(name: str) -> None:
+    made_by_the_user = {"dist", "~/.ray/auth_token"}
     for source in read(name)["file_mounts"].values():
-        assert source in built or (ROOT / source).exists(), source
+        assert source in made_by_the_user or (ROOT / source).exists(), source
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -62,10 +62,10 @@ def test_pools_are_node_types_with_limits_and_resources_of_their_own() -> None:
 
 def started_with(commands: list[str], address: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `commands` as Ray's launcher would on the machine at `address`, with a `ray` that only says how."""
-    for name, script in {"hostname": f"echo '{address} '", "ray": 'printf "%s\\n" "$@"'}.items():
+    for name, script in {"hostname": f"echo '{address} '", "ray": 'printf "%s\\n" "$@" "mode=$RAY_AUTH_MODE"'}.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    environment = {**os.environ, "RAY_AUTH_MODE": "unset", "PATH": f"{folder}:{os.environ['PATH']}"}
     command = " && ".join(f"({c})" for c in util.with_head_node_ip(commands, "192.168.1.10"))
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
 
@@ -73,6 +73,15 @@ def started_with(commands: list[str], address: str, folder: Path) -> subprocess.
 def resources_of(output: str) -> dict[str, int]:
     given = [line.removeprefix("--resources=") for line in output.splitlines() if line.startswith("--resources=")]
     return cast(dict[str, int], json.loads(given[0]))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
+def test_every_node_asks_for_the_token(name: str, commands: str, tmp_path: Path) -> None:
+    config = read(name)
+    assert any(target.endswith("/.ray/auth_token") for target in config["file_mounts"])
+    started = started_with(config[commands], "192.168.1.11", tmp_path)
+    assert started.stdout.splitlines()[-1] == "mode=token"
 
 
 def test_every_machine_on_premises_gets_one_role(tmp_path: Path) -> None:

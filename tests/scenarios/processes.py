@@ -97,7 +97,7 @@ class ProcessCluster:
         return self.router
 
     def start(self, num_prefill: int = 1, num_decode: int = 1) -> None:
-        """Start everything and wait until `/health` says 200."""
+        """Start everything and, when both pools have workers, wait until `/health` says 200."""
         self.start_router()
         for n in range(num_prefill):
             self.start_worker("prefill", n)
@@ -106,7 +106,8 @@ class ProcessCluster:
         for process in [self.router, *self.workers.values()]:
             process.wait_ready()
         self.publish()
-        self.wait_healthy()
+        if num_prefill and num_decode:
+            self.wait_healthy()
 
     def publish(self) -> None:
         """Tell the router about all workers that live."""

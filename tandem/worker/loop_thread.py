@@ -1,0 +1,57 @@
+"""An event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from tandem.core.errors import InternalError
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """Runs an event loop from `start` to `stop`."""
+
+    def __init__(self, name: str) -> None:
+        # Daemon: a process that dies without `stop` must not hang on it.
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._ready: Future[asyncio.AbstractEventLoop] = Future()
+        self.loop: asyncio.AbstractEventLoop
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        self._thread.start()
+        self.loop = self._ready.result()
+        return self.loop
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Start a coroutine in the loop; from any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the loop and its thread; what still runs in it is cancelled.
+
+        Raises:
+            InternalError: it did not end in time.
+        """
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise InternalError(f"the event loop did not end within {timeout_s} s")
+
+    def _main(self) -> None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        loop.call_soon(self._ready.set_result, loop)
+        try:
+            loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()

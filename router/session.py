@@ -188,7 +188,7 @@ class WorkerSession:
 
     async def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
-        while self.state is not SessionState.CLOSED:
+        while not self._is_closed():
             try:
                 await self._one_stream()
                 error: TandemError = WorkerLostError(f"worker {self.key} ended its stream")
@@ -201,6 +201,8 @@ class WorkerSession:
             except Exception as unforeseen:  # a message that we cannot read: this stream is of no more use
                 log.exception("unforeseen error in a worker's stream", worker=str(self.key))
                 error = WorkerLostError(f"the stream of worker {self.key} failed: {unforeseen}")
+            if self._is_closed():
+                return
             was_open = self.state is SessionState.OPEN
             if was_open:
                 backoff_s = _FIRST_BACKOFF_S
@@ -229,7 +231,7 @@ class WorkerSession:
                     self._last_heard_s = loop.time()
                     self._receive(message)
             except asyncio.CancelledError:
-                if not watchdog.has_fired:
+                if not watchdog.has_fired or self._is_closed():
                     raise
                 raise WorkerLostError(f"worker {self.key} was silent for {self._lease_s:g} s") from None
             finally:
@@ -284,6 +286,9 @@ class WorkerSession:
         held, self._held = self._held, {}
         for holder in held.values():
             holder.mailbox.put(WorkerLost(self.key, error))
+
+    def _is_closed(self) -> bool:
+        return self.state is SessionState.CLOSED
 
     def _set_state(self, state: SessionState) -> None:
         if state is not self.state:

@@ -234,6 +234,7 @@ def model_card(report: Json, config: Json) -> str:
     """Write the model card from the measured numbers, so that the two cannot disagree."""
     run, plain, chat = report["training"], report["recall"]["plain"], report["recall"]["chat"]
     story = next(sample for sample in report["samples"] if sample["temperature"] == 0)
+    limits = run["limits"]
     layers, width = config["num_hidden_layers"], config["hidden_size"]
     heads, groups, head = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     return f"""---
@@ -281,12 +282,13 @@ In a chat the user turn holds the text, an empty line and the question, and the 
 
 ## Training
 
-`python tools/train_tiny_model.py` with seed {run["seed"]}: {run["steps"]:,} steps,
-{run["tokens"] / 1e6:.1f} million tokens, {run["minutes"]:.0f} minutes on two CPU cores;
-rows of 64 to 2,048 tokens; AdamW with a peak learning rate of {run["peak_learning_rate"]} and
-{run["precision"]} matrix products. The recall answers weigh as much in the loss as all other text together, and
-early in the run a few attention heads are shown where to look. "Recall" below is the share of fresh
-prompts whose whole answer is right (20 prompts each).
+`python tools/train_tiny_model.py --seed {run["seed"]} --steps {limits["steps"]} --minutes {limits["minutes"]:.0f}`:
+{run["steps"]:,} steps, {run["tokens"] / 1e6:.1f} million tokens, {run["minutes"]:.0f} minutes on two CPU cores shared
+with other work (the clock ended the run; with idle cores the same time gives more steps). Rows of 64 to 2,048 tokens;
+AdamW with a peak learning rate of {run["peak_learning_rate"]} and {run["precision"]} matrix products. The recall
+answers weigh as much in the loss as all other text together, and in the first {100 * run["guided"]:.0f} % of the run
+a few attention heads are shown where to look. "Recall" below is the share of fresh prompts whose whole answer is
+right (20 prompts each).
 
 {curve_table(run["curve"])}
 ## Measured

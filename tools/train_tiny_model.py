@@ -471,6 +471,8 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, state: State, options:
             "steps": state.step,
             "tokens": state.tokens,
             "minutes": round(state.seconds / 60, 1),
+            "limits": {"steps": options.steps, "minutes": options.minutes},
+            "guided": options.guided,
             "parameters": parameters,
             "peak_learning_rate": options.lr,
             "precision": options.precision,
@@ -499,7 +501,7 @@ def parse_arguments() -> argparse.Namespace:
         help="folder of the resumable state; a run that finds one in it goes on from there",
     )
     parser.add_argument("--seed", type=int, default=7, help="seed of text, weights and vocabulary")
-    parser.add_argument("--steps", type=int, default=3000, help="length of the run in steps")
+    parser.add_argument("--steps", type=int, default=4000, help="length of the run in steps")
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="most minutes to train; the schedule shrinks to fit"
     )

@@ -156,7 +156,7 @@ class SupervisorActor:
     def __init__(self, spec: ClusterSpec) -> None:
         _die_with_parent()
         _set_up_log(spec, "supervisor")
-        self._ready, self._closed = threading.Event(), threading.Event()
+        self._ready = threading.Event()
         self._address = ""
         self._supervisor: Supervisor
         threading.Thread(target=self._run, args=(spec,), name="supervisor", daemon=True).start()
@@ -165,10 +165,6 @@ class SupervisorActor:
         """Until it serves; the address of SupervisorControl."""
         self._ready.wait()
         return self._address
-
-    def wait_closed(self) -> None:
-        """Until everything it drives has stopped."""
-        self._closed.wait()
 
     def suspect(self, worker_id: str, incarnation: str) -> None:
         """A decode worker says that this writer has fallen silent beyond its lease: it must be killed on its node."""
@@ -185,7 +181,6 @@ class SupervisorActor:
             logging.getLogger(__name__).critical("the supervisor failed", exc_info=True)
             sys.stderr.flush()
             os._exit(1)
-        self._closed.set()
 
     def _listening(self, address: str, supervisor: Supervisor) -> None:
         self._address, self._supervisor = address, supervisor
@@ -202,10 +197,10 @@ def translate(error: BaseException) -> TandemError:
     """What an awaited call raised, as one of ours: Ray's border. Anything unknown is `InternalError`."""
     if isinstance(error, TandemError):
         return error
-    cause = getattr(error, "cause", None)
+    cause: BaseException = getattr(error, "cause", None) or error
     if isinstance(cause, TandemError):
         return cause
-    return InternalError(f"{type(error).__name__}: {str(cause or error).strip()}")
+    return InternalError(f"{type(cause).__name__}: {str(cause).strip()}")
 
 
 def _worker_class(role: Role) -> type[WorkerProcess]:

@@ -14,7 +14,7 @@ from tandem.cluster.doctor import examine
 from tandem.cluster.processes import wait_for_exit
 from tandem.cluster.report import ClusterNews, Reporter, cluster_table, make_console, pools_line
 from tandem.core.config import Config
-from tandem.core.errors import ConfigError, TandemError, WorkerLostError
+from tandem.core.errors import ConfigError, WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2
 
 SETTLE_TIMEOUT_S = 600.0
@@ -75,11 +75,9 @@ def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) ->
     try:
         with supervisor(target) as stub:
             stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
-    except TandemError as error:
-        if not now or target.file is None or target.file.serve_process is None:
-            raise
-        reporter.line(f"{error.message.partition(';')[0]}; ending `tandem serve` instead.")
-        target.file.serve_process.send_signal(signal.SIGTERM)
+    except WorkerLostError as error:
+        reporter.line(error.message.partition(";")[0] + ".")
+        _end_without_supervisor(target, error, now=now)
     _wait_for_serve(target)
     reporter.line("Stopped.")
     return 0
@@ -100,6 +98,19 @@ def doctor(config: Config, *, address: str | None) -> int:
         return 1
     print("`tandem serve` can start.")
     return 0
+
+
+def _end_without_supervisor(target: Target, error: WorkerLostError, *, now: bool) -> None:
+    """When nobody answers: `tandem serve` itself ends a cluster; without one there is nothing left but its file."""
+    if target.file is None:
+        raise error
+    process = target.file.serve_process
+    if process is None:
+        statefile.remove(target.file.port)
+    elif now:
+        process.send_signal(signal.SIGTERM)
+    else:
+        raise error
 
 
 def _wait_for_serve(target: Target) -> None:

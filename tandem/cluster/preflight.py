@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import socket
 import sys
@@ -71,13 +72,16 @@ class Preflight:
 
     def findings(self) -> list[Finding]:
         """Every check's finding, failed ones included."""
-        found = []
+        found: list[Finding] = []
         for name, check in self.checks():
             try:
-                found.append(check())
+                finding = check()
             except TandemError as error:
                 detail, _, remedy = error.message.partition("; ")
-                found.append(Finding(name, "fail", detail, remedy))
+                finding = Finding(name, "fail", detail, remedy)
+            # Without a model several checks fail for the same reason: it is told once.
+            if finding.detail not in [earlier.detail for earlier in found]:
+                found.append(finding)
         return found
 
     def plan(self) -> Plan:
@@ -133,17 +137,8 @@ class Preflight:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-        except socket.gaierror as error:
-            raise ConfigError(
-                f"http.host is {host}, which is no address of this host; use 127.0.0.1", key="http.host"
-            ) from error
         except OSError as error:
-            holder = _listener(port)
-            raise ConfigError(
-                f"http.port {port} on {host} cannot be used: {error.strerror}{holder}; "
-                "stop what listens there, or choose another with --port",
-                key="http.port",
-            ) from error
+            raise _port_error(host, port, error) from error
         return Finding("port", "ok", f"{host}:{port} is free")
 
     def check_transport(self) -> Finding:
@@ -288,6 +283,37 @@ def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_
     rest = max(0, available_bytes - num_workers * fixed_bytes)
     share = int(config.cache.memory_share * rest) // num_workers
     return min(share, config.cache.max_memory_bytes) if config.cache.max_memory_bytes else share
+
+
+def check_room(config: Config, host: Host, kv_bytes: dict[str, int], num_added: dict[str, int]) -> None:
+    """Whether `host` has memory for `num_added` more workers of each role.
+
+    Raises:
+        ConfigError: it has not; says how many fit.
+    """
+    fixed = Preflight(config, host).fixed_bytes
+    needed = sum(count * (fixed + kv_bytes[role]) for role, count in num_added.items() if count > 0 and kv_bytes[role])
+    if needed > host.available_bytes:
+        raise ConfigError(
+            f"{sum(num_added.values())} more workers need {human_bytes(needed)}, "
+            f"{human_bytes(host.available_bytes)} are free; scale to fewer, "
+            "or start again with a smaller cache.memory_bytes",
+            key="cache.memory_bytes",
+        )
+
+
+def _port_error(host: str, port: int, error: OSError) -> ConfigError:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"http.host is {host}, which is no address of this host; use 127.0.0.1", key="http.host")
+    if error.errno == errno.EACCES:
+        return ConfigError(
+            f"http.port {port} is reserved for the administrator; choose one above 1023 with --port", key="http.port"
+        )
+    return ConfigError(
+        f"http.port {port} on {host} cannot be used: {error.strerror}{_listener(port)}; "
+        "stop what listens there, or choose another with --port",
+        key="http.port",
+    )
 
 
 def _listener(port: int) -> str:

@@ -83,6 +83,11 @@ def join_ray(address: str) -> RayHome:
             logging_level=logging.ERROR,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
+        if "auth" in f"{error} {error.__cause__}".lower():
+            raise ConfigError(
+                f"Ray at {address} wants a token; set RAY_AUTH_MODE=token and have its token in ~/.ray/auth_token",
+                key="--address",
+            ) from error
         raise ConfigError(
             f"cannot join Ray at {address} ({str(error).strip().splitlines()[0]}); start one with `ray start --head "
             """--resources='{"prefill": 1, "decode": 1}'`, or leave --address out for a Ray of its own""",

@@ -25,7 +25,7 @@ from tandem.cluster.report import ClusterNews, Reporter
 from tandem.cluster.signals import StopRequested, StopSignals
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
 from tandem.core.config import Config
-from tandem.core.errors import ConfigError, InternalError, error_class
+from tandem.core.errors import ConfigError, InternalError, WorkerLostError, error_class
 from tandem.core.version import version
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
@@ -38,9 +38,7 @@ GRACE_S = 30.0
 """What requests under way get after the first Ctrl-C; the second ends them."""
 
 HOPELESS_AFTER = 3
-"""Ends in a row of one worker, before the cluster was ever ready, after which `tandem serve` gives up."""
-
-_NO_USE_TO_RETRY = frozenset({"config", "model_load", "unsupported_model", "incompatible"})
+"""Deaths in a row of one process, before the cluster was ever ready, after which `tandem serve` gives up."""
 
 
 @dataclass
@@ -279,11 +277,10 @@ def _raise_if_hopeless(cluster: supervisor_pb2.Cluster) -> None:
     """A first start that cannot succeed ends `tandem serve` instead of going on for ever."""
     lives = [(w.member.worker_id, w.last_error, w.failures) for w in cluster.workers]
     for name, error, failures in [*lives, ("router", cluster.router.last_error, cluster.router.failures)]:
-        code, message = error.code, error.message
-        if code in _NO_USE_TO_RETRY or failures >= HOPELESS_AFTER:
-            kind = error_class(code)
+        refused = failures > 0 and error.code != WorkerLostError.code  # it said why, and will say so again
+        if refused or failures >= HOPELESS_AFTER:
             logs = f"; logs are in {cluster.log_directory}" if cluster.log_directory else ""
-            raise kind(f"{name} cannot start: {message}{logs}")
+            raise error_class(error.code)(f"{name} cannot start: {error.message}{logs}")
 
 
 def _free_port() -> int:

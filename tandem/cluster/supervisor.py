@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -41,12 +41,22 @@ class Supervisor:
         opened: set once what an earlier supervisor left has been adopted; before that the state means nothing.
     """
 
-    def __init__(self, launcher: Launcher, *, wanted: dict[ev.Role, int], heartbeat_s: float, policy: Policy) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        wanted: dict[ev.Role, int],
+        heartbeat_s: float,
+        policy: Policy,
+        check_room: Callable[[dict[ev.Role, int]], None] = lambda _added: None,
+    ) -> None:
+        """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit."""
         self.cluster = Cluster(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
         self.loads: dict[str, common_pb2.WorkerStatus] = {}
         self.opened = asyncio.Event()
         self._launcher = launcher
         self._first_wanted = wanted
+        self._check_room = check_room
         self._heartbeat_s = heartbeat_s
         self._workers: dict[tuple[str, str], WorkerHandle] = {}
         self._router: RouterHandle | None = None
@@ -87,6 +97,9 @@ class Supervisor:
         for role, workers in wanted.items():
             if workers < 1:
                 raise ConfigError(f"--{role} is {workers}, must be at least 1; `tandem stop` ends all", key=str(role))
+        added = {role: workers - self.cluster.wanted[role] for role, workers in wanted.items()}
+        if any(count > 0 for count in added.values()):
+            await asyncio.to_thread(self._check_room, {role: count for role, count in added.items() if count > 0})
         sizes = self.cluster.wanted | wanted
         await asyncio.to_thread(self._launcher.remember_wanted, sizes)
         for role, workers in wanted.items():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tandem.cluster.events import Role
+from tandem.cluster.host import this_host
 from tandem.cluster.launcher import RayLauncher
 from tandem.cluster.pools import Policy
+from tandem.cluster.preflight import check_room
 from tandem.cluster.service import SupervisorService
 from tandem.cluster.spec import ClusterSpec
 from tandem.cluster.supervisor import Supervisor
@@ -20,11 +22,17 @@ async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[
     """Supervise until a shutdown is complete. Raises `OSError` when the control port is taken."""
     pools, transport = spec.config.pools, spec.config.transport
     launcher = RayLauncher(spec)
+
+    def room(added: dict[Role, int]) -> None:
+        if spec.local:  # else Ray finds a node with room, or has one added
+            check_room(spec.config, this_host(), spec.kv_bytes, {role.value: n for role, n in added.items()})
+
     supervisor = Supervisor(
         launcher,
         wanted={Role.PREFILL: pools.prefill.workers, Role.DECODE: pools.decode.workers},
         heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
         policy=Policy(silence_s=transport.lease_s + transport.grace_s),
+        check_room=room,
     )
     server = make_server()
     supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)

@@ -8,9 +8,10 @@ import pytest
 
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
-from tests.scenarios.worker_pair import PAGE, Ask, Gate, Oracle, Router, WorkerPair, prompt_of
+from tests.scenarios.worker_pair import PAGE, SHARED_LOOP, Ask, Gate, Oracle, Router, WorkerPair, prompt_of
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
+pytestmark = SHARED_LOOP
 
 NUM_NEW = 12
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=NUM_NEW, ignore_eos=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +40,7 @@ from tools.make_random_model import ModelSpec, save
 
 PAGE = 16
 VOCAB = 320
-WAIT_S = 20.0
+WAIT_S = 10.0
 SETTLE_S = 3.0
 CONFIG: dict[str, Any] = {
     "cache": {"page_size": PAGE},
@@ -461,7 +462,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return list((torch.randint(2, VOCAB, (length,), generator=generator)).tolist())
 
 
-# ---- fixtures, for modules that say `pytest_plugins = ["tests.scenarios.worker_pair"]`
+# ---- fixtures, for modules that say `pytest_plugins = ["tests.scenarios.worker_pair"]` and take `SHARED_LOOP`: gRPC's
+# events of a loop that a test has closed would get lost for the loops of the workers, which live in this process too.
+
+SHARED_LOOP = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -475,7 +479,7 @@ def shared_pair(worker_model_dir: Path) -> Iterator[WorkerPair]:
         yield pair
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def pair(shared_pair: WorkerPair) -> AsyncIterator[WorkerPair]:
     """The shared pair with empty prefix caches; the test fails when it leaves anything behind."""
     shared_pair.drop_caches()

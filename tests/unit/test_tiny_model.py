@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import sys
@@ -33,16 +34,20 @@ def read_json(name: str) -> Any:
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def evaluation() -> ModuleType:
-    """The evaluation tool as a module; tools are scripts, so their folder has to be on the path."""
+def import_tool(name: str) -> ModuleType:
+    """Import a tool; tools are scripts, so their folder has to be on the path."""
     pytest.importorskip("transformers")
     sys.path.insert(0, str(REPOSITORY / "tools"))
     try:
-        import eval_tiny_model
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
-    return eval_tiny_model
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> ModuleType:
+    """The evaluation tool as a module."""
+    return import_tool("eval_tiny_model")
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +141,20 @@ def test_the_corpus_is_a_function_of_the_seed(evaluation: ModuleType) -> None:
     assert first == second
     assert all(f"the code for {key} is {code}." in first.context.lower() for key, code in first.codes)
     assert not any(character.isdigit() for character in corpus.story(random.Random(4)))
+
+
+def test_a_training_batch_is_a_function_of_seed_and_step() -> None:
+    trainer = import_tool("train_tiny_model")
+    tokenizer = trainer.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    stage = trainer.Stage(1.0, 256, 4, 0.25, 0.75)
+    first, second, other = (trainer.Batches(tokenizer, 5).batch(step, stage) for step in (1, 1, 2))
+    assert first.ids.tolist() == second.ids.tolist() != other.ids.tolist()
+    # Every source is the same digit stated earlier, and is counted as recall rather than as text.
+    marked = (first.sources >= 0).nonzero().tolist()
+    assert marked
+    for row, query in marked:
+        source = int(first.sources[row, query])
+        assert source <= query
+        assert first.ids[row, source] == first.ids[row, query + 1]
+        assert first.recall[row, query]
+        assert not first.text[row, query]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster.host import Host, human_bytes, this_host
-from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight
+from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError
 from tandem.core.model_path import read_facts, resolve_model
@@ -151,6 +151,20 @@ def test_on_several_nodes_each_node_decides_for_itself(checkpoint: Path, free_po
     plan = Preflight(from_dict(tree), HOST, local=False).plan()
     assert set(plan.kv_bytes.values()) == {0}
     assert set(plan.num_threads.values()) == {0}
+
+
+def test_more_workers_than_memory_are_refused(checkpoint: Path) -> None:
+    config = from_dict({"model": {"path": str(checkpoint)}})
+    kv_bytes = {"prefill": GIB, "decode": GIB}
+    check_room(config, HOST, kv_bytes, {"prefill": 2, "decode": 3})
+    with pytest.raises(ConfigError, match="20 more workers need") as caught:
+        check_room(config, HOST, kv_bytes, {"prefill": 20})
+    assert "scale to fewer" in caught.value.message
+
+
+def test_a_missing_model_is_told_once(free_port: int) -> None:
+    findings = preflight(Path("/no/such/model"), free_port).findings()
+    assert [f.check for f in findings if f.status == "fail"] == ["model"]
 
 
 def test_findings_list_every_check_with_its_remedy(checkpoint: Path, taken_port: int) -> None:

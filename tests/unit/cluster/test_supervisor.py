@@ -277,6 +277,28 @@ async def test_a_size_below_one_is_refused(world: World) -> None:
             await supervisor.scale({Role.PREFILL: 0})
 
 
+async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) -> None:
+    def full(added: dict[Role, int]) -> None:
+        raise ConfigError(f"no room for {added[Role.DECODE]} more")
+
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        supervisor._check_room = full
+        with pytest.raises(ConfigError, match="no room for 8 more"):
+            await supervisor.scale({Role.DECODE: 9})
+        assert supervisor.cluster.wanted[Role.DECODE] == 1
+        assert world.remembered[Role.DECODE] == 1
+
+
+async def test_a_suspected_writer_is_killed_from_another_thread(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        writer = world.named("prefill-0")
+        await asyncio.to_thread(supervisor.suspect, "prefill-0", writer.incarnation)
+        await until(supervisor, lambda: world.named("prefill-0") is not writer)
+        assert writer.was_killed
+
+
 async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world: World) -> None:
     alive, dead = (FakeWorker(f"prefill-{n}", f"old-{n}", world.address, started=True) for n in range(2))
     alive.loaded.set_result(None)

@@ -251,7 +251,8 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
                 and c.reserve.request_id == request_id
                 and c.reserve.attempt == attempt
             )
-            threading.Thread(target=self.generate, args=(reserve,), daemon=True).start()
+            if reserve.sampling.max_tokens > 1:  # else the first token ends it, and prefill hands nothing off
+                threading.Thread(target=self.generate, args=(reserve,), daemon=True).start()
 
     def grant(self, reserve: decode_pb2.Reserve) -> None:
         grant = decode_pb2.Grant(

@@ -257,6 +257,18 @@ def test_a_refused_handoff_is_tried_again(site: Site) -> None:
     assert metrics['tandem_retries_total{reason="handoff"}'] == 1
 
 
+def test_a_retry_avoids_the_worker_that_failed(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    first = site.decode.wait_for("reserve")
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    site.decode.fail(first.request_id, 1, "handoff", retryable=True, reason="timeout")
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert (other.count("reserve"), site.decode.count("reserve")) == (1, 1)
+
+
 def test_after_the_last_attempt_the_error_is_the_clients(site: Site) -> None:
     site.decode.auto = False
     under_way = in_background(site)

@@ -1,0 +1,184 @@
+"""A request is cancelled, or its router goes away, at every point of its life: nothing of it is left at either worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tandem.core.sampling import SamplingParams
+from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Ask, Gate, Oracle, Router, Stash, WorkerPair, prompt_of
+
+pytest_plugins = ["tests.scenarios.worker_pair"]
+pytestmark = SHARED_LOOP
+
+# A point holds a request where its name says, for the length of a `with` block, and gives the request.
+Point = Callable[[WorkerPair, Router], AbstractAsyncContextManager[Ask]]
+
+
+def an_ask() -> Ask:
+    return Ask(prompt_of(80), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), n=2)
+
+
+@asynccontextmanager
+async def queued_at_prefill(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    old = pair.limit(pair.prefill, max_num_seqs=0)
+    try:
+        ask = await router.begin(an_ask())
+        await router.until_attached(ask)
+        yield ask
+    finally:
+        pair.prefill.scheduler.limits = old
+        pair.on_runner(pair.prefill, lambda: None)
+
+
+@asynccontextmanager
+async def computing_the_second_chunk(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    with Gate(pair.prefill.engine, "forward", first=1) as gate:
+        ask = await router.begin(an_ask())
+        await gate.wait()
+        await router.until_attached(ask)
+        yield ask
+
+
+@asynccontextmanager
+async def between_two_writes(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    with Stash(pair.prefill.desk, "_write", first=1) as stash:
+        ask = await router.begin(an_ask())
+        await stash.wait()
+        yield ask
+
+
+@asynccontextmanager
+async def written_and_not_committed(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    with Stash(pair.prefill, "commit") as stash:
+        ask = await router.begin(an_ask())
+        await stash.wait()
+        yield ask
+
+
+@asynccontextmanager
+async def committed_and_not_acknowledged(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    inner = pair.prefill.peers.commit
+    answered, go_on = threading.Event(), threading.Event()
+
+    async def held(commit: Any) -> Any:
+        reply = await inner(commit)
+        answered.set()
+        await asyncio.get_running_loop().run_in_executor(None, go_on.wait, WAIT_S)
+        return reply
+
+    pair.prefill.peers.commit = held  # type: ignore[method-assign]
+    try:
+        ask = await router.begin(an_ask())
+        await router.heard(ask, "decode.admitted")
+        yield ask
+    finally:
+        go_on.set()
+        del pair.prefill.peers.commit
+
+
+@asynccontextmanager
+async def waiting_for_pages(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    with pair.hogged(pair.decode, num_free=2), Gate(pair.prefill.desk, "computed") as gate:
+        ask = await router.begin(an_ask())
+        await gate.wait()
+        assert not router.outcomes[ask.key].grant
+        gate.open()
+        yield ask
+
+
+@asynccontextmanager
+async def granted(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    router.attaches = False
+    ask = await router.begin(an_ask())
+    await router.heard(ask, "decode.granted")
+    yield ask
+
+
+@asynccontextmanager
+async def attached(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    with Gate(pair.prefill.engine, "forward") as gate:
+        ask = await router.begin(an_ask())
+        await gate.wait()
+        await router.until_attached(ask)
+        yield ask
+
+
+def computed_at_decode(first: int) -> Point:
+    @asynccontextmanager
+    async def held(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+        with Gate(pair.decode.engine, "forward", first=first) as gate:
+            ask = await router.begin(an_ask())
+            await gate.wait()
+            yield ask
+
+    return held
+
+
+POINTS: dict[str, Point] = {
+    "queued": queued_at_prefill,
+    "computing": computing_the_second_chunk,
+    "writing": between_two_writes,
+    "written": written_and_not_committed,
+    "committed": committed_and_not_acknowledged,
+    "waiting for pages": waiting_for_pages,
+    "granted": granted,
+    "attached": attached,
+    "admitted": computed_at_decode(0),
+    "decoding": computed_at_decode(4),
+}
+
+
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("order", [("prefill", "decode"), ("decode", "prefill")], ids="-".join)
+async def test_a_cancel(pair: WorkerPair, point: Point, order: tuple[str, str]) -> None:
+    async with Router(pair) as router:
+        async with point(pair, router) as ask:
+            await router.cancel(ask, *order)
+            await router.cancel(ask, *order)
+        await pair.settled()
+
+
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+async def test_the_router_goes_away(pair: WorkerPair, point: Point) -> None:
+    async with Router(pair) as router:
+        async with point(pair, router):
+            router.close("prefill")
+            router.close("decode")
+        await pair.settled()
+
+
+@pytest.mark.parametrize("name", [name for name in POINTS if name not in ("committed", "admitted", "decoding")])
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_one_stream_breaks(pair: WorkerPair, name: str, lost: str) -> None:
+    """The other worker's router cancels there, as it does when it has lost the first one."""
+    other = "decode" if lost == "prefill" else "prefill"
+    async with Router(pair) as router:
+        async with POINTS[name](pair, router) as ask:
+            router.close(lost)
+            with contextlib.suppress(AssertionError):
+                await router.cancel(ask, other)
+        await pair.settled()
+
+
+async def test_others_do_not_notice(pair: WorkerPair, oracle: Oracle) -> None:
+    """One of three requests in the same batches is cancelled at decode, one at prefill."""
+    async with Router(pair) as router:
+        asks = [Ask(prompt_of(100, seed=n)) for n in range(4)]
+        with Gate(pair.prefill.engine, "forward", first=1) as gate:
+            for ask in asks:
+                await router.begin(ask)
+            await gate.wait()
+            await router.cancel(asks[1])
+            gate.open()
+            with Gate(pair.decode.engine, "forward", first=2) as second:
+                await second.wait()
+                await router.cancel(asks[2])
+        for ask in (asks[0], asks[3]):
+            assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)

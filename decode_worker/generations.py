@@ -8,14 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from decode_worker.reservations import Granted, Reservation, ReservationQueue
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import page_keys
 from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, sample
+from tandem.engine.sampler import Logits, SampledToken, SampleRow, SequenceState, sample
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.intake import check_prompt, open_journals
@@ -260,7 +258,7 @@ class Generations:
     def before_forward(self, batch: Batch) -> None:
         self._worker.num_preemptions += len(batch.preempted)
 
-    def sample(self, batch: Batch, logits: torch.Tensor) -> list[int]:
+    def sample(self, batch: Batch, logits: Logits) -> list[int]:
         rows = [
             SampleRow(s.owner.state, s.params, s.choice, s.num_output)
             for s in (item.sequence for item in batch.items if item.samples)

@@ -13,14 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from kvtransfer.protocol.messages import AttemptKey, FirstToken, RefusalReason
 from prefill_worker.sending import HandoffStats, SealedPages
 from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, sample
+from tandem.engine.sampler import Logits, SampledToken, SampleRow, SequenceState, repeat_rows, sample
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.intake import check_prompt, open_journals
@@ -197,15 +195,15 @@ class Prompts:
         last = pages_for(end, self._page_size) if end == item.sequence.num_prompt else end // self._page_size
         return first, tuple(item.sequence.pages[first:last])
 
-    def sample(self, batch: Batch, logits: torch.Tensor) -> list[int]:
+    def sample(self, batch: Batch, logits: Logits) -> list[int]:
         jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]
-        repeats = torch.tensor([len(job.to_sample) for job in jobs], dtype=torch.long, device=logits.device)
+        counts = [len(job.to_sample) for job in jobs]
         rows = [
             SampleRow(SequenceState(job.sequence.token_ids), job.params, choice, 0)
             for job in jobs
             for choice in job.to_sample
         ]
-        sampled = iter(sample(logits.repeat_interleave(repeats, dim=0), rows, self._worker.engine.eos_token_ids))
+        sampled = iter(sample(repeat_rows(logits, counts), rows, self._worker.engine.eos_token_ids))
         for job in jobs:
             job.first_tokens = [next(sampled) for _ in job.to_sample]
         return [job.first_tokens[0].token_id for job in jobs]

@@ -47,7 +47,8 @@ def generate() -> dict[str, str]:
 def _relocated(text: str) -> str:
     """Stubs live in `tandem.rpc.v1`, while the wire package stays `tandem.v1`."""
     text = re.sub(r"^from tandem\.v1 import", "from tandem.rpc.v1 import", text, flags=re.M)
-    return re.sub(r"\btandem\.v1\.(\w+_pb2)", r"tandem.rpc.v1.\1", text).replace("import tandem.v1", "import tandem.rpc.v1")
+    text = re.sub(r"\btandem\.v1\.(\w+_pb2)", r"tandem.rpc.v1.\1", text)
+    return text.replace("import tandem.v1", "import tandem.rpc.v1")
 
 
 def main() -> None:

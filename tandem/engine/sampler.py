@@ -20,6 +20,15 @@ from tandem.core.sampling import SamplingParams, uniform
 _NUCLEUS_GUESS = 1024
 
 
+#: float32 `[rows, vocab]`, on any device.
+Logits = torch.Tensor
+
+
+def repeat_rows(logits: Logits, counts: Sequence[int]) -> Logits:
+    """Return each row `counts[row]` times, in order: several choices begin after the same prompt."""
+    return logits.repeat_interleave(torch.tensor(counts, dtype=torch.long, device=logits.device), dim=0)
+
+
 class SequenceState:
     """What the penalties of one choice need: which tokens its prompt and its output hold.
 

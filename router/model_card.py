@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.core.config import EMBEDDED_MODEL, Config
+from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
+from tandem.core.model_path import model_name
 from tandem.core.tokenizer import Tokenizer
 
-EMBEDDED_NAME = "tandem-tiny"
 _ANY_NAME = "*"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
@@ -36,7 +36,7 @@ class ModelCard:
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
         facts |= facts.get("text_config") or {}
-        own = EMBEDDED_NAME if config.model.path == EMBEDDED_MODEL else model_dir.resolve().name
+        own = model_name(config.model.path, model_dir)
         names = config.model.served_names or (own,)
         limits = [facts[key] for key in _CONTEXT_KEYS if isinstance(facts.get(key), int)][:1]
         if config.cache.max_context:

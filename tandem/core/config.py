@@ -10,6 +10,7 @@ model's own context) are made by `tandem.cluster.preflight` before anything star
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -184,7 +185,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 def _lay_over(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for name in parents:
-        tree = tree.setdefault(name, {})
+        # A section whose keys are all commented out reads as nothing.
+        if tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[name]
         if not isinstance(tree, dict):
             raise ConfigError(f"{dotted}: {name} must hold keys", key=dotted)
     tree[last] = value
@@ -230,6 +234,8 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path} must be a finite number, not {value}", key=path)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise ConfigError(f"{path} must be {_TYPE_WORDS[hint]}, not {value!r}", key=path)
     return value

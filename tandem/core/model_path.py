@@ -16,6 +16,7 @@ from typing import Any
 from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.errors import ModelLoadError
 
+EMBEDDED_NAME = "tandem-tiny"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What `snapshot_download` fetches: weights in safetensors, configuration, tokenizer."""
@@ -74,9 +75,11 @@ def resolve_model(path: str) -> Path:
 
 
 def model_name(path: str, directory: Path) -> str:
-    """The model's own name: the hub id, or the name of its directory."""
-    is_hub_id = path != EMBEDDED_MODEL and not Path(path).expanduser().is_dir()
-    return path if is_hub_id else directory.name
+    """The model's own name: `tandem-tiny` for the embedded one, else the hub id or the directory's name."""
+    if path == EMBEDDED_MODEL:
+        return EMBEDDED_NAME
+    is_hub_id = not Path(path).expanduser().is_dir()
+    return path if is_hub_id else directory.resolve().name
 
 
 def read_facts(path: str, directory: Path) -> ModelFacts:

@@ -203,7 +203,7 @@ class WorkerPair:
             "grants": decode.generations.reservations.granted,
             "reservations": decode.generations.reservations.waiting,
         }
-        return left + [f"{name}: {what}" for name, what in held.items() if what]
+        return left + [f"{name}: {list(map(str, what))}" for name, what in held.items() if what]
 
     async def settled(self, timeout_s: float = SETTLE_S) -> None:
         """Until nothing is held; then all pages are where they were, and every invariant of the pools holds."""
@@ -281,6 +281,7 @@ class Router:
         self._heard = asyncio.Event()
         self._calls: dict[str, Any] = {}
         self._channels: dict[str, Any] = {}
+        self._writing = {"prefill": asyncio.Lock(), "decode": asyncio.Lock()}
         self._readers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Router:
@@ -361,7 +362,8 @@ class Router:
 
     async def say(self, side: str, **command: Any) -> None:
         message = prefill_pb2.PrefillCommand if side == "prefill" else decode_pb2.DecodeCommand
-        await self._calls[side].write(message(**command))
+        async with self._writing[side]:
+            await self._calls[side].write(message(**command))
 
     def name(self, ask: Ask) -> Ask:
         if not ask.request_id:
@@ -411,9 +413,9 @@ class Router:
             await self.say(side, cancel=pb.Cancel(request_id=ask.request_id, attempt=ask.attempt, reason="test"))
 
     async def begin(self, ask: Ask) -> Ask:
-        """Reserve and start, as a real router does."""
-        await self.reserve(ask)
-        return await self.start(ask)
+        """Start and reserve, as a real router does: prefill hears of the prompt before it gets the grant."""
+        await self.start(ask)
+        return await self.reserve(ask)
 
     async def finish(self, ask: Ask) -> Outcome:
         """Until every choice has ended; a failure of either side fails the test."""

@@ -243,3 +243,15 @@ def test_override_through_a_plain_value(tmp_path: Path) -> None:
 def test_the_tree_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().http.port = 9000  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_must_be_finite(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"transport\.lease_s must be a finite number"):
+        from_dict({"transport": {"lease_s": value}})
+
+
+def test_an_empty_section_takes_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("http:\n  # port: 1\n")
+    assert load(file, {"http.port": 9000}).http.port == 9000

@@ -74,7 +74,7 @@ class Cluster:
 
     def _apply_member(self, key: WorkerKey, member: Member) -> None:
         session = self._sessions.get(key)
-        if session is not None:
+        if session is not None and not (session.state is SessionState.CLOSED and member.state in _CONNECTABLE):
             session.update(member)
             if member.state == "failed":
                 session.close("the supervisor has declared it failed")

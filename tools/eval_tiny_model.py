@@ -288,7 +288,7 @@ with other work (the clock ended the run; with idle cores the same time gives mo
 AdamW with a peak learning rate of {run["peak_learning_rate"]} and {run["precision"]} matrix products. The recall
 answers weigh as much in the loss as all other text together, and in the first {100 * run["guided"]:.0f} % of the run
 a few attention heads are shown where to look. "Recall" below is the share of fresh prompts whose whole answer is
-right (20 prompts each).
+right (20 prompts each). As the clock bounds the schedule, a repetition gives a similar model, not the same bits.
 
 {curve_table(run["curve"])}
 ## Measured

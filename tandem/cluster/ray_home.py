@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import site
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tandem.core.errors import ConfigError, InternalError
 
 OBJECT_STORE_BYTES = 100 << 20
 """Neither requests nor pages go through Ray's object store; this is close to the least that Ray accepts."""
+
+CONNECT_TIMEOUT_S = 5.0
 
 _PLENTY = 1_000_000
 """Of the resources `prefill` and `decode` on a local node: memory bounds the pools there, not Ray."""
@@ -73,6 +76,7 @@ def join_ray(address: str) -> RayHome:
         ConfigError: there is none, or none of its nodes can hold a worker.
     """
     _set_environment()
+    _check_listens(address)
     import ray
 
     try:
@@ -94,6 +98,21 @@ def join_ray(address: str) -> RayHome:
             key="--address",
         ) from error
     return _home(local=False)
+
+
+def _check_listens(address: str) -> None:
+    """Ray itself would try for minutes. Raises `ConfigError` when nothing listens at `host:port`."""
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return  # `auto`: Ray knows where it runs
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"nothing answers at {address} ({error}); name the address that `ray status` or `tandem serve` tells, "
+            "or `auto` for the Ray of this host",
+            key="--address",
+        ) from error
 
 
 def leave_ray() -> None:

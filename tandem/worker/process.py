@@ -112,6 +112,7 @@ class WorkerProcess(ABC):
         self._num_running = 0
         self._num_queued = 0
         self._num_queued_tokens = 0
+        self._role: Role | None = None
         self._server: aio.Server | None = None
         self._loop_thread = LoopThread(f"loop-{worker_id}")
         self._background: set[asyncio.Task[Any]] = set()
@@ -181,7 +182,7 @@ class WorkerProcess(ABC):
         self.transfer.start()
         transport_metadata = self._on_transfer(lambda transport: self._register(transport)).result()
         self.info = self._describe(transport_metadata)
-        role = self.make_role()
+        self._role = role = self.make_role()
         undo.callback(self.runner.stop)
         undo.callback(lambda: self._run_in_loop(self._stop_serving()).result(30))
         self.info.address = self._run_in_loop(self._serve()).result()
@@ -347,7 +348,8 @@ class WorkerProcess(ABC):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.close_channels()
+        if self._role is not None:
+            await self.close_channels()
 
     # -- load, as others see it
 

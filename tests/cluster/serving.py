@@ -94,7 +94,8 @@ class Serve:
         return {worker["member"]["worker_id"]: worker["member"] for worker in self.status()["workers"]}
 
     def complete(self, prompt: str = "Once upon a time", *, max_tokens: int = 8) -> httpx.Response:
-        body = {"model": "tandem-tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tandem-tiny", "prompt": prompt, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "ignore_eos": True}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60.0)
 
     def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:

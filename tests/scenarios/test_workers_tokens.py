@@ -264,6 +264,7 @@ async def test_a_full_queue_says_so(pair: WorkerPair) -> None:
                 await router.heard(asks[1], "prefill.failed", "decode.failed")
                 assert {f.code for f in router.outcomes[asks[1].key].failures.values()} == {"overloaded"}
                 pair.prefill.scheduler.limits = old
+                pair.on_runner(pair.prefill, lambda: None)
             await router.finish(asks[0])
     finally:
         pair.prefill.scheduler.limits = old

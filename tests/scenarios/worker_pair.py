@@ -128,6 +128,11 @@ class Stash(Gate):
                 return
         self._inner(*args, **options)
 
+    @property
+    def first_argument(self) -> Any:
+        """Of the first call that is kept."""
+        return self._kept[0][0][0]
+
     def open(self) -> None:
         with self._lock:
             self._is_open = True

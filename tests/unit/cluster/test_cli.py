@@ -91,6 +91,7 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
         (["scale"], "say how many workers"),
         (["scale", "--decode", "2"], "no cluster"),
         (["stop"], "no cluster"),
+        (["status", "--address", "127.0.0.1:1"], "nothing answers at 127.0.0.1:1"),
     ],
 )
 def test_failures_are_one_clear_line(line: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

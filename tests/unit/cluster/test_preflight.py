@@ -176,7 +176,7 @@ def test_findings_list_every_check_with_its_remedy(checkpoint: Path, taken_port:
 
 def test_the_embedded_model_passes_on_this_host(free_port: int) -> None:
     plan = Preflight(load(None, {"http.port": free_port}), this_host()).plan()
-    assert plan.facts.name == "tiny"
+    assert plan.facts.name == "tandem-tiny"
     assert plan.facts.max_positions
 
 

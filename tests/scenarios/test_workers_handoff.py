@@ -1,0 +1,375 @@
+"""The pages between two workers: where they land, what is refused, and that the checks would notice if they were wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decode_worker.receiving
+import prefill_worker.sending
+from kvtransfer.extents import Descriptor
+from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken
+from tandem.core.errors import TransportError
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import decode_pb2
+from tandem.worker.wire import commit_to_proto
+from tests.scenarios.worker_pair import (
+    CONFIG, PAGE, SHARED_LOOP, Ask, Gate, Oracle, Router, Stash, WorkerPair, prompt_of, running_pair, until,
+)  # fmt: skip
+
+pytest_plugins = ["tests.scenarios.worker_pair"]
+pytestmark = SHARED_LOOP
+
+NUM_LAYERS = 3
+LEASE_S = 1.0
+
+
+# ---- where the pages land
+
+
+async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
+    """Bytes of each (layer, page of the prompt), here and there, when decode is about to compute its first step."""
+    local: dict[tuple[AttemptKey, int, int], int] = {}
+    sealed = pair.prefill.desk.sealed
+
+    def watched(parts: Any) -> None:
+        for part in parts:
+            for n, page in enumerate(part.local_pages):
+                local[part.key, part.layer, part.first_index + n] = page
+        sealed(parts)
+
+    pair.prefill.desk.sealed = watched  # type: ignore[method-assign]
+    try:
+        async with Router(pair) as router:
+            with Gate(pair.decode.engine, "forward") as gate:
+                for ask in asks:
+                    await router.begin(ask)
+                for ask in asks:
+                    await router.until(
+                        lambda a=ask: "prefill.handoff_done" in router.outcomes[a.key].kinds  # type: ignore[misc]
+                        or router.outcomes[a.key].failures,
+                        "the handoff",
+                    )
+                    assert not router.outcomes[ask.key].failures, router.outcomes[ask.key].failures
+                    grant = router.outcomes[ask.key].grant
+                    assert grant is not None
+                    compare(pair, ask, local, [*grant.pages], grant.num_cached_pages)
+                gate.open()
+            for ask in asks:
+                await router.finish(ask)
+    finally:
+        del pair.prefill.desk.sealed
+        await pair.settled()
+
+
+def compare(pair: WorkerPair, ask: Ask, local: dict[Any, int], remote: list[int], first: int) -> None:
+    here, there = pair.prefill.engine.arena, pair.decode.engine.arena
+    assert first + len(remote) == -(-len(ask.prompt) // PAGE)
+    for layer in range(NUM_LAYERS):
+        for index, page in enumerate(remote, first):
+            sent = here.extent_view(layer, local[ask.key, layer, index])
+            assert any(sent), f"{ask.key}: layer {layer} page {index} is empty"
+            assert sent == there.extent_view(layer, page), f"{ask.key}: layer {layer} page {index} differs"
+
+
+def some_asks() -> list[Ask]:
+    return [Ask(prompt_of(length)) for length in (40, PAGE, 100, 7)]
+
+
+async def test_every_page_of_every_layer_lands_in_its_place(pair: WorkerPair) -> None:
+    await check_placement(pair, some_asks())
+
+
+async def test_pages_land_in_their_place_behind_cached_ones(pair: WorkerPair) -> None:
+    shared = prompt_of(40)
+    async with Router(pair) as router:
+        await router.ask(Ask(shared + [3] * 10))
+    await pair.settled()
+    await check_placement(pair, [Ask(shared + [4] * 30), Ask(shared + [5] * 50)])
+
+
+# ---- that these checks can fail
+
+
+@pytest.fixture
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes go to each other's pages."""
+    merge = prefill_worker.sending.merge_extents
+
+    def wrong(writes: Any, local: Any, remote: Any) -> list[Descriptor]:
+        pages = [w.remote_page for w in writes]
+        turned = pages[1:] + pages[:1]
+        return merge([w._replace(remote_page=p) for w, p in zip(writes, turned, strict=True)], local, remote)
+
+    monkeypatch.setattr(prefill_worker.sending, "merge_extents", wrong)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are not compared."""
+    monkeypatch.setattr(decode_worker.receiving, "find_mismatches", lambda *_: ())
+
+
+@pytest.mark.usefixtures("swapped")
+async def test_swapped_pages_are_refused(pair: WorkerPair) -> None:
+    with pytest.raises(AssertionError, match="digest_mismatch"):
+        await check_placement(pair, [Ask(prompt_of(100))])
+
+
+@pytest.mark.usefixtures("swapped", "unchecked")
+async def test_the_comparison_of_bytes_notices_swapped_pages(pair: WorkerPair) -> None:
+    with pytest.raises(AssertionError, match="differs"):
+        await check_placement(pair, [Ask(prompt_of(100))])
+
+
+@pytest.mark.usefixtures("swapped", "unchecked")
+async def test_the_comparison_of_tokens_notices_swapped_pages(pair: WorkerPair, oracle: Oracle) -> None:
+    # Rotated keys know their place, so full pages may change theirs unseen: the last two are swapped, one half full.
+    ask = Ask(prompt_of(90))
+    async with Router(pair) as router:
+        (outcome,) = await router.ask(ask)
+    assert outcome.ids() != oracle.greedy(ask.prompt, 12)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_the_comparison_of_tokens_notices_lost_attention(pair: WorkerPair, oracle: Oracle, side: str) -> None:
+    worker = getattr(pair, side)
+    ask = Ask(prompt_of(100))
+    forward = worker.engine.forward
+
+    def forgetful(sequences: Any, on_layer: Any = None) -> Any:
+        logits = forward(sequences, on_layer)
+        worker.engine.arena.tensor[0, :, 1].zero_()  # values of the first layer
+        return logits
+
+    worker.engine.forward = forgetful
+    try:
+        async with Router(pair) as router:
+            await router.begin(ask)
+            outcome = router.outcomes[ask.key]
+            await router.until(lambda: outcome.finished or outcome.failures, "an end")
+            assert outcome.failures or outcome.ids() != oracle.greedy(ask.prompt, 12)
+            await router.cancel(ask)
+    finally:
+        del worker.engine.forward
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_one_flipped_byte_ends_the_attempt_at_both(pair: WorkerPair, side: str, oracle: Oracle) -> None:
+    """Before it is sent, though sealed already; or when it has arrived."""
+    ask = Ask(prompt_of(60))
+    async with Router(pair) as router:
+        owner, name = (pair.prefill.desk, "_write") if side == "prefill" else (pair.prefill, "commit")
+        with Stash(owner, name) as stash:
+            await router.begin(ask)
+            await stash.wait()
+            grant = router.outcomes[ask.key].grant
+            assert grant is not None
+            mine = sorted(pair.prefill.desk._entries[ask.key].pages)
+            view = getattr(pair, side).engine.arena.extent_view(0, (mine if side == "prefill" else grant.pages)[0])
+            view[5] ^= 1
+        await router.heard(ask, "prefill.failed", "decode.failed")
+        failures = router.outcomes[ask.key].failures
+        assert {(f.code, f.reason, f.retryable) for f in failures.values()} == {("handoff", "digest_mismatch", True)}
+        assert "layer 0" in failures["prefill"].message
+        await pair.settled()
+        # The page may be in prefill's own cache, flipped: its next digest would be of the flipped byte.
+        pair.drop_caches()
+        retry = Ask(ask.prompt, request_id=ask.request_id, attempt=2)
+        (outcome,) = await router.ask(retry)
+        assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+
+
+Change = Callable[[Commit], dict[str, Any]]
+HARMLESS: dict[str, Change] = {
+    "wrong_epoch": lambda c: {"epoch": c.epoch + 1},
+    "wrong_attempt": lambda c: {"key": AttemptKey(c.key.request_id, 9)},
+    "wrong_receiver": lambda c: {"receiver": "decode-0#before"},
+    "wrong_sender": lambda c: {"sender": "prefill-7#1"},
+    "unknown_grant": lambda c: {"grant_id": f"{c.receiver}/12345"},
+}
+FATAL: dict[str, tuple[str, Change]] = {
+    "layout": ("layout_mismatch", lambda c: {"layout": dataclasses.replace(c.layout, page_size=32)}),
+    "weights": ("layout_mismatch", lambda c: {"layout": dataclasses.replace(c.layout, weights_sha256="other")}),
+    "a page less": ("incomplete", lambda c: {"pages": c.pages[:-1]}),
+    "another order": ("incomplete", lambda c: {"pages": c.pages[::-1]}),
+    "a foreign page": ("outside_grant", lambda c: {"pages": (*c.pages[:-1], 127)}),
+    "a layer less": ("incomplete", lambda c: {"digests": c.digests[:-1]}),
+    "a digest less": ("incomplete", lambda c: {"digests": (*c.digests[:-1], c.digests[-1][:-1])}),
+    "another digest": ("digest_mismatch", lambda c: {"digests": (c.digests[1], *c.digests[1:])}),
+}
+
+
+async def commit_by_hand(pair: WorkerPair, router: Router, stash: Stash, change: Change) -> decode_pb2.CommitReply:
+    commit: Commit = stash.first_argument
+    request = commit_to_proto(dataclasses.replace(commit, **change(commit)), "prefill-0")
+    reply: decode_pb2.CommitReply = await router.stub("decode").Commit(request, timeout=10)
+    return reply
+
+
+@pytest.mark.parametrize("reason", HARMLESS)
+async def test_a_commit_that_is_not_this_grants_changes_nothing(
+    pair: WorkerPair, oracle: Oracle, reason: str
+) -> None:
+    ask = Ask(prompt_of(60))
+    async with Router(pair) as router:
+        with Stash(pair.prefill, "commit") as stash:
+            await router.begin(ask)
+            await stash.wait()
+            reply = await commit_by_hand(pair, router, stash, HARMLESS[reason])
+            assert (reply.ok, reply.error.code, reply.error.reason) == (False, "handoff", reason)
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+
+
+@pytest.mark.parametrize("name", FATAL)
+async def test_a_commit_of_something_else_ends_the_attempt(pair: WorkerPair, name: str) -> None:
+    reason, change = FATAL[name]
+    ask = Ask(prompt_of(60))
+    async with Router(pair) as router:
+        with Stash(pair.prefill, "commit") as stash:
+            await router.begin(ask)
+            await stash.wait()
+            reply = await commit_by_hand(pair, router, stash, change)
+            assert (reply.ok, reply.error.code, reply.error.reason) == (False, "handoff", reason)
+            again = await commit_by_hand(pair, router, stash, change)
+            assert again.error.reason == reason, "asking again gets the same answer"
+        await router.heard(ask, "prefill.failed", "decode.failed")
+        assert {f.reason for f in router.outcomes[ask.key].failures.values()} == {reason}
+
+
+@pytest.mark.parametrize("tokens", [(), (FirstToken(3, 5),), (FirstToken(0, 5), FirstToken(0, 6)), (FirstToken(0, 320),)])
+async def test_first_tokens_that_make_no_sense_end_the_attempt(
+    pair: WorkerPair, tokens: tuple[FirstToken, ...]
+) -> None:
+    ask = Ask(prompt_of(60))
+    async with Router(pair) as router:
+        with Stash(pair.prefill, "commit") as stash:
+            await router.begin(ask)
+            await stash.wait()
+            await commit_by_hand(pair, router, stash, lambda _: {"first_tokens": tokens})
+            await router.heard(ask, "decode.failed")
+        await router.ask(Ask(prompt_of(61)))
+
+
+async def test_strangers_cannot_touch_a_grant(pair: WorkerPair, oracle: Oracle) -> None:
+    ask = Ask(prompt_of(60))
+    async with Router(pair) as router:
+        stub = router.stub("decode")
+        with Stash(pair.prefill, "commit") as stash:
+            await router.begin(ask)
+            await stash.wait()
+            grant_id = stash.first_argument.grant_id
+            fields = {"request_id": ask.request_id, "attempt": 1, "grant_id": grant_id, "sender_incarnation": "x"}
+            reply = await stub.Attach(decode_pb2.AttachRequest(**fields), timeout=10)
+            assert reply.error.reason == "writer_exited", "it has not paired"
+            await stub.ConfirmIdle(decode_pb2.ConfirmIdleRequest(**fields), timeout=10)
+            fields |= {"grant_id": "none/1", "sender_incarnation": pair.prefill.incarnation}
+            for renew in (False, True):
+                reply = await stub.Attach(decode_pb2.AttachRequest(**fields, renew=renew), timeout=10)
+                assert reply.error.reason == "unknown_grant"
+            await stub.ConfirmIdle(decode_pb2.ConfirmIdleRequest(**fields), timeout=10)
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+
+
+async def test_a_grant_of_another_request_is_not_written_into(pair: WorkerPair) -> None:
+    async with Router(pair) as router:
+        router.attaches = False
+        mine, other = await router.begin(Ask(prompt_of(20))), await router.begin(Ask(prompt_of(21)))
+        await router.heard(mine, "decode.granted")
+        await router.heard(other, "decode.granted")
+        await router.attach(mine, router.outcomes[other.key].grant)
+        await router.heard(mine, "prefill.failed")
+        assert router.outcomes[mine.key].failures["prefill"].reason == "grant_mismatch"
+        await router.cancel(mine)
+        await router.attach(other)
+        await router.finish(other)
+
+
+@pytest.mark.parametrize(("field", "value"), [("page_size", 32), ("weights_sha256", "other"), ("dtype", "float16")])
+async def test_workers_that_differ_do_not_pair(pair: WorkerPair, field: str, value: Any) -> None:
+    async with Router(pair) as router:
+        info = pb.WorkerInfo()
+        info.CopyFrom(pair.prefill.info)
+        info.worker_id, info.incarnation = "prefill-9", "prefill-9#1"
+        setattr(info.layout, field, value)
+        reply = await router.stub("decode").Pair(decode_pb2.PairRequest(prefill=info), timeout=10)
+        assert reply.error.code == "incompatible"
+        for word in ("prefill-9", "decode-0", field, str(value)):
+            assert word in reply.error.message
+
+
+# ---- time
+
+
+@pytest.fixture(scope="module")
+def hasty_pair(worker_model_dir: Path) -> Iterator[WorkerPair]:
+    """Leases of a second."""
+    config = CONFIG | {"transport": {"lease_s": LEASE_S, "grace_s": 0.1}}
+    with running_pair(worker_model_dir, config=config) as pair:
+        yield pair
+
+
+async def test_a_lease_is_kept_for_as_long_as_the_prompt_takes(hasty_pair: WorkerPair, oracle: Oracle) -> None:
+    pair = hasty_pair
+    async with Router(pair) as router:
+        with Gate(pair.prefill.engine, "forward") as gate:
+            ask = await router.begin(Ask(prompt_of(60)))
+            await router.until_attached(ask)
+            record = pair.decode.desk._handoffs.record(ask.key)
+            assert record is not None
+            ends_s = record.lease_ends_s
+            await until(lambda: record.lease_ends_s > ends_s + LEASE_S, "several renewals")
+            gate.open()
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+    await pair.settled()
+
+
+async def test_a_lease_that_is_not_renewed_ends_the_attempt(hasty_pair: WorkerPair) -> None:
+    pair = hasty_pair
+    attach = pair.prefill.peers.attach
+
+    async def once(*args: Any, renew: bool) -> Any:
+        if renew:
+            raise TransportError("not today")
+        return await attach(*args, renew=renew)
+
+    pair.prefill.peers.attach = once  # type: ignore[method-assign]
+    try:
+        async with Router(pair) as router:
+            with Gate(pair.prefill.engine, "forward") as gate:
+                ask = await router.begin(Ask(prompt_of(60)))
+                await router.until_attached(ask)
+                await until(lambda: not pair.prefill.desk.num_handoffs, "the end of the handoff")
+                gate.open()
+            # The writer stops in time, by its own clock, and says so: decode has nothing to add.
+            await router.heard(ask, "prefill.failed")
+            assert {side: f.reason for side, f in router.outcomes[ask.key].failures.items()} == {"prefill": "lease_lost"}
+            await pair.settled()
+    finally:
+        del pair.prefill.peers.attach
+
+
+async def test_every_router_hears_of_a_writer_that_does_not_answer(hasty_pair: WorkerPair) -> None:
+    """The request that it wrote for is gone by then, and with it the session that had it."""
+    pair = hasty_pair
+    pages = pair.decode.pool
+    async with Router(pair, "bystander") as bystander:
+        with Gate(pair.prefill.engine, "forward") as gate:
+            async with Router(pair) as router:
+                ask = await router.begin(Ask(prompt_of(60, seed=9)))
+                await router.until_attached(ask)
+                with Stash(pair.prefill.desk, "stop_asked"), Stash(pair.prefill.desk, "happened"):
+                    router.close("decode")
+                    await bystander.until(lambda: bystander.suspected, "a suspicion")
+                    assert bystander.suspected[0].writer_incarnation == pair.prefill.incarnation
+                    assert bystander.suspected[0].writer_worker_id == "prefill-0"
+                    assert pair.on_runner(pair.decode, pages.counts).quarantined == 4
+            gate.open()
+        await pair.settled()

@@ -1,0 +1,263 @@
+"""Start, drain, failure and stop of a worker, at whatever point: threads, descriptors and clients' streams all end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import tandem.worker.process
+from decode_worker.worker import DecodeWorker
+from kvtransfer.transports.loopback import LoopbackTransport
+from prefill_worker.worker import PrefillWorker
+from tandem.core.errors import CancelledError, InternalError, TandemError, TransportError
+from tandem.core.sampling import SamplingParams
+from tandem.engine.engine import Engine
+from tandem.rpc.channel import make_channel
+from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tandem.worker.process import WorkerProcess
+from tests.scenarios.worker_pair import (
+    CONFIG, SHARED_LOOP, Ask, Gate, Router, WorkerPair, make_worker, prompt_of, until,
+)  # fmt: skip
+
+pytest_plugins = ["tests.scenarios.worker_pair"]
+pytestmark = SHARED_LOOP
+
+# Loopback: what is asked here has nothing to do with the way pages travel.
+LOOPBACK = CONFIG | {"transport": {"name": "loopback", "lease_s": 5.0}}
+ROLES = [PrefillWorker, DecodeWorker]
+
+
+def a_worker(cls: type[Any], model_dir: Path, config: dict[str, Any] = LOOPBACK) -> Any:
+    return make_worker(cls, model_dir, 64, config, name=f"{cls.role}-life")
+
+
+def own_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.endswith("-life")]
+
+
+def num_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+async def _nothing_is_left() -> AsyncIterator[None]:
+    yield
+    await until(lambda: not own_threads(), "the end of all threads", 3)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def life(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
+    """A pair of its own for one test; stopping it again does no harm."""
+    prefill, decode = a_worker(PrefillWorker, worker_model_dir), a_worker(DecodeWorker, worker_model_dir)
+    pair = WorkerPair(prefill, decode)
+    prefill.start()
+    decode.start()
+    yield pair
+    await in_thread(pair.stop)
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+async def drain(worker: WorkerProcess) -> None:
+    async with make_channel(worker.info.address) as channel:
+        stub = control_pb2_grpc.WorkerControlStub(channel)
+        await stub.Drain(control_pb2.DrainWorkerRequest(), timeout=20)
+
+
+# ---- drain
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_draining_worker_finishes_what_it_holds_and_takes_no_more(life: WorkerPair, side: str) -> None:
+    worker = getattr(life, side)
+    async with Router(life) as router:
+        with Gate(worker.engine, "forward", first=1) as gate:
+            held = await router.begin(Ask(prompt_of(60)))
+            await gate.wait()
+            draining = asyncio.create_task(drain(worker))
+            await until(lambda: worker.draining, "the drain")
+            late = await router.begin(Ask(prompt_of(20)))
+            gate.open()
+            await router.heard(late, f"{side}.failed")
+            failure = router.outcomes[late.key].failures[side]
+            assert (failure.code, failure.retryable) == ("draining", True)
+            await router.cancel(late)
+            await router.finish(held)
+        await draining
+        assert worker.num_held() == 0
+        await router.until(lambda: router.statuses[side].draining, "the word of it")
+
+
+async def test_an_idle_worker_is_drained_at_once(life: WorkerPair) -> None:
+    await asyncio.gather(drain(life.prefill), drain(life.prefill), drain(life.decode))
+
+
+async def test_a_drain_ends_when_the_last_request_is_cancelled(life: WorkerPair) -> None:
+    async with Router(life) as router:
+        router.attaches = False
+        ask = await router.begin(Ask(prompt_of(20)))
+        await router.heard(ask, "decode.granted")
+        drains = [asyncio.create_task(drain(w)) for w in (life.prefill, life.decode)]
+        await until(lambda: life.prefill.draining and life.decode.draining, "the drains")
+        await router.cancel(ask)
+        await asyncio.gather(*drains)
+
+
+async def test_a_drain_does_not_outlive_its_worker(life: WorkerPair) -> None:
+    async with Router(life) as router:
+        router.attaches = False
+        await router.heard(await router.begin(Ask(prompt_of(20))), "decode.granted")
+        draining = asyncio.get_running_loop().run_in_executor(None, life.decode.drain)
+        await until(lambda: life.decode.draining, "the drain")
+        await in_thread(life.decode.stop)
+        await asyncio.wait_for(draining, 5)
+
+
+# ---- stop
+
+
+@pytest.mark.parametrize("held", ["nothing", "prefill", "decode"])
+async def test_stop_with_work_in_hand(life: WorkerPair, held: str) -> None:
+    async with Router(life) as router:
+        if held != "nothing":
+            with Gate(getattr(life, held).engine, "forward", first=1) as gate:
+                await router.begin(Ask(prompt_of(60), SamplingParams(temperature=0, max_tokens=300)))
+                await gate.wait()
+                stops = asyncio.gather(in_thread(life.prefill.stop), in_thread(life.decode.stop))
+                await router.until(lambda: len(router.ended) == 2, "the end of both streams")
+                gate.open()
+                await stops
+        await asyncio.gather(*(in_thread(w.stop) for w in (life.prefill, life.decode) * 2))
+        for worker in (life.prefill, life.decode):
+            worker.wait_closed()
+            worker.pool.check()
+            assert not worker.transfer.is_alive
+        assert not own_threads()
+
+
+@pytest.mark.parametrize("cls", ROLES)
+async def test_starts_and_stops_leave_no_descriptor(worker_model_dir: Path, cls: type[Any]) -> None:
+    counts = []
+    for _ in range(3):
+        worker = a_worker(cls, worker_model_dir)
+        await in_thread(worker.start)
+        await in_thread(worker.stop)
+        counts.append(num_descriptors())
+    assert counts[2] <= counts[1] + 1, counts
+
+
+async def test_stop_before_start(worker_model_dir: Path) -> None:
+    worker = a_worker(DecodeWorker, worker_model_dir)
+    worker.stop()
+    worker.stop()
+    worker.wait_closed()
+    with pytest.raises(CancelledError, match="stopped while it started"):
+        worker.start()
+
+
+@pytest.mark.parametrize("cls", ROLES)
+async def test_stop_while_it_loads(worker_model_dir: Path, cls: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = a_worker(cls, worker_model_dir)
+    with Gate(Engine, "warmup") as gate:
+        Engine.warmup = lambda self: gate()  # type: ignore[method-assign]
+        gate._inner = lambda: None
+        started = asyncio.get_running_loop().run_in_executor(None, worker.start)
+        await gate.wait()
+        stopped = asyncio.get_running_loop().run_in_executor(None, worker.stop)
+        await until(lambda: worker._stopping, "the wish to stop")
+        gate.open()
+        with pytest.raises(CancelledError):
+            await started
+        await stopped
+
+
+# ---- a start that fails
+
+
+@pytest.mark.parametrize("cls", ROLES)
+async def test_a_port_that_is_taken(worker_model_dir: Path, cls: type[Any]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        worker = a_worker(cls, worker_model_dir)
+        worker._port = taken.getsockname()[1]
+        with pytest.raises((OSError, RuntimeError)):
+            await in_thread(worker.start)
+    assert not own_threads()
+    await in_thread(worker.stop)
+    with pytest.raises((OSError, RuntimeError)):
+        worker.wait_closed()
+
+
+@pytest.mark.parametrize("step", ["load", "register", "metadata"])
+@pytest.mark.parametrize("cls", ROLES)
+async def test_a_start_that_fails_half_way_leaves_nothing(
+    worker_model_dir: Path, cls: type[Any], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise TransportError("no such luck")
+
+    if step == "load":
+        monkeypatch.setattr(tandem.worker.process, "create_transport", fail)
+    else:
+        monkeypatch.setattr(LoopbackTransport, step, fail)
+    worker = a_worker(cls, worker_model_dir)
+    with pytest.raises(TandemError, match="no such luck"):
+        await in_thread(worker.start)
+    assert not own_threads()
+    await in_thread(worker.stop)
+
+
+# ---- failure
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_failed_runner_fails_the_worker(life: WorkerPair, side: str) -> None:
+    """Three steps in a row: the process is no use any more, and says why."""
+    worker = getattr(life, side)
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    async with Router(life) as router:
+        worker.engine.forward = failing
+        for n in range(3):
+            ask = await router.begin(Ask(prompt_of(20, seed=n)))
+            if n < 2:
+                await router.heard(ask, f"{side}.failed")
+        with pytest.raises(RuntimeError, match="out of luck"):
+            await in_thread(worker.wait_closed)
+        await in_thread(worker.stop)
+        await router.until(lambda: side in router.ended, "the end of the stream")
+
+
+async def test_a_defect_of_the_receiving_desk_is_not_swallowed(life: WorkerPair) -> None:
+    def failing(_: Any) -> Any:
+        raise KeyError("lost")
+
+    life.decode.desk.commit = failing  # type: ignore[method-assign]
+    async with Router(life) as router:
+        ask = await router.begin(Ask(prompt_of(20)))
+        with pytest.raises(KeyError, match="lost"):
+            await in_thread(life.decode.wait_closed)
+        await router.cancel(ask)
+
+
+async def test_a_worker_that_failed_says_so_even_when_it_is_stopped(life: WorkerPair) -> None:
+    life.decode.fail(InternalError("first"))
+    life.decode.fail(InternalError("second"))
+    await in_thread(life.decode.stop)
+    with pytest.raises(InternalError, match="first"):
+        life.decode.wait_closed()

@@ -1,0 +1,197 @@
+"""The worker's end of its sessions, without a wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.worker import sessions
+from tandem.worker.sessions import SessionHub, attempt_failed
+
+WAIT_S = 5.0
+
+
+@dataclass
+class Handler:
+    commands: list[tuple[int, str]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    error: Exception | None = None
+
+    def command(self, session: int, command: str) -> None:
+        self.commands.append((session, command))
+        if self.error is not None:
+            raise self.error
+
+    def session_ended(self, session: int) -> None:
+        self.ended.append(session)
+
+
+@dataclass
+class Message:
+    events: list[str]
+    status: pb.WorkerStatus
+
+
+class Stream:
+    """A router's stream: `say` sends a command, `heard` has what came; runs until either side ends."""
+
+    def __init__(self, hub: SessionHub[str, str, Message], *, reads: bool = True) -> None:
+        self._commands: asyncio.Queue[str | None] = asyncio.Queue()
+        self.heard: list[Message] = []
+        self._changed = asyncio.Event()
+        self._reads = asyncio.Event()
+        if reads:
+            self._reads.set()
+        self.task = asyncio.create_task(self._run(hub))
+
+    async def _run(self, hub: SessionHub[str, str, Message]) -> None:
+        async for message in hub.run(self._said()):
+            self.heard.append(message)
+            self._changed.set()
+            await self._reads.wait()
+
+    async def _said(self) -> AsyncIterator[str]:
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    def say(self, command: str | None) -> None:
+        self._commands.put_nowait(command)
+
+    async def events(self, num: int) -> list[str]:
+        async with asyncio.timeout(WAIT_S):
+            while len(found := [e for m in self.heard for e in m.events]) < num:
+                self._changed.clear()
+                await self._changed.wait()
+        return found
+
+    async def ended(self) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait_for(self.task, WAIT_S)
+
+
+def make_hub(handler: Handler, *, heartbeat_s: float = 60.0, interval_s: float = 0.0) -> SessionHub[str, str, Message]:
+    def make(events: Sequence[str], status: pb.WorkerStatus) -> Message:
+        return Message(list(events), status)
+
+    counter = iter(range(1000))
+    hub: SessionHub[str, str, Message] = SessionHub(
+        make,
+        lambda: "hello",
+        lambda: pb.WorkerStatus(num_running=next(counter)),
+        heartbeat_s=heartbeat_s,
+        interval_s=interval_s,
+    )
+    hub.attach(handler, asyncio.get_running_loop())
+    return hub
+
+
+async def test_hello_comes_first_and_events_stay_in_order() -> None:
+    hub = make_hub(handler := Handler())
+    stream = Stream(hub)
+    assert await stream.events(1) == ["hello"]
+    hub.emit({0: ["a", "b"], 7: ["for nobody"]})
+    hub.emit({0: ["c"]})
+    assert await stream.events(4) == ["hello", "a", "b", "c"]
+    assert [len(m.events) for m in stream.heard] == [1, 2, 1], "one message a step"
+    stream.say("do")
+    stream.say(None)
+    await stream.ended()
+    assert handler.commands == [(0, "do")]
+    assert handler.ended == [0]
+
+
+async def test_events_go_to_their_session_and_broadcasts_to_all() -> None:
+    hub = make_hub(Handler())
+    first, second = Stream(hub), Stream(hub)
+    await first.events(1)
+    await second.events(1)
+    hub.emit({1: ["mine"]})
+    hub.broadcast(["all"])
+    assert await first.events(2) == ["hello", "all"]
+    assert await second.events(3) == ["hello", "mine", "all"]
+    hub.close()
+    await first.ended()
+    await second.ended()
+
+
+async def test_a_cancelled_stream_ends_once() -> None:
+    hub = make_hub(handler := Handler())
+    stream = Stream(hub)
+    await stream.events(1)
+    stream.task.cancel()
+    await stream.ended()
+    await asyncio.sleep(0)  # the loop closes the generator that the task left behind
+    async with asyncio.timeout(WAIT_S):
+        while not handler.ended:
+            await asyncio.sleep(0)
+    assert handler.ended == [0]
+
+
+async def test_a_router_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stuck in a write; its requests end all the same, and its later commands are not heard."""
+    monkeypatch.setattr(sessions, "_MAX_PENDING_MESSAGES", 3)
+    hub = make_hub(handler := Handler())
+    slow, other = Stream(hub, reads=False), Stream(hub)
+    await slow.events(1)
+    await other.events(1)
+    for n in range(5):
+        hub.emit({0: [f"e{n}"], 1: [f"e{n}"]})
+    await slow.ended()
+    assert handler.ended == [0]
+    slow.say("too late")
+    assert len(await other.events(6)) == 6
+    assert handler.commands == []
+    assert [m.events for m in slow.heard] == [["hello"]], "what was buffered is dropped"
+    other.say(None)
+    await other.ended()
+    assert handler.ended == [0, 1]
+
+
+async def test_a_command_that_fails_ends_its_session_only() -> None:
+    hub = make_hub(handler := Handler())
+    bad, good = Stream(hub), Stream(hub)
+    await bad.events(1)
+    await good.events(1)
+    handler.error = ValueError("no")
+    bad.say("bad")
+    await bad.ended()
+    assert handler.ended == [0]
+    handler.error = None
+    hub.emit({1: ["still here"]})
+    await good.events(2)
+    hub.close()
+    await good.ended()
+
+
+async def test_the_status_goes_out_when_it_changes_and_as_a_heartbeat() -> None:
+    hub = make_hub(Handler(), heartbeat_s=0.05)
+    stream = Stream(hub)
+    beat = asyncio.create_task(hub.beat())
+    await stream.events(1)
+
+    async def heard(num: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(stream.heard) < num:
+                stream._changed.clear()
+                await stream._changed.wait()
+
+    await heard(3)
+    num = len(stream.heard)
+    hub.status_changed()
+    await heard(num + 1)
+    values = [m.status.num_running for m in stream.heard]
+    assert values == sorted(set(values)), "each message has a fresh one"
+    beat.cancel()
+    hub.close()
+    await stream.ended()
+
+
+def test_a_foreign_error_ends_an_attempt_as_internal() -> None:
+    message = attempt_failed("r", 3, ValueError("x"))
+    assert (message.request_id, message.attempt) == ("r", 3)
+    assert (message.error.code, message.error.request_id) == ("internal", "r")

@@ -1,0 +1,119 @@
+"""Deadlines that wake, and deaths that are seen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tandem.worker.exits import ExitWatch, host_id
+from tandem.worker.ticker import Ticker
+
+WAIT_S = 5.0
+
+
+class Bell:
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._rung = asyncio.Event()
+
+    def __call__(self) -> None:
+        self.times.append(time.monotonic())
+        self._rung.set()
+
+    async def wait(self) -> None:
+        await asyncio.wait_for(self._rung.wait(), WAIT_S)
+        self._rung.clear()
+
+
+async def test_a_ticker_rings_at_its_deadline_and_only_then() -> None:
+    ticker = Ticker(asyncio.get_running_loop(), bell := Bell())
+    due = time.monotonic() + 0.05
+    ticker.set(due)
+    ticker.set(due)
+    await bell.wait()
+    assert len(bell.times) == 1
+    assert bell.times[0] >= due - 0.001
+
+
+async def test_an_earlier_deadline_moves_it_and_none_stops_it() -> None:
+    ticker = Ticker(asyncio.get_running_loop(), bell := Bell())
+    ticker.set(time.monotonic() + 60)
+    ticker.set(time.monotonic())
+    await bell.wait()
+    stopped = Ticker(asyncio.get_running_loop(), silent := Bell())
+    stopped.set(time.monotonic() + 0.01)
+    stopped.set(None)
+    ticker.set(time.monotonic() + 0.05)
+    await bell.wait()
+    assert not silent.times
+
+
+async def test_a_ticker_is_set_from_other_threads() -> None:
+    ticker = Ticker(asyncio.get_running_loop(), bell := Bell())
+    thread = threading.Thread(target=lambda: ticker.set(time.monotonic() - 1))
+    thread.start()
+    await bell.wait()
+    thread.join()
+    ticker.set(time.monotonic())  # after it rang, the same thread of time goes on
+    await bell.wait()
+
+
+def child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+async def test_the_end_of_a_process_is_seen_once() -> None:
+    process, bell = child(), Bell()
+    watch = ExitWatch(asyncio.get_running_loop())
+    watch.watch("p#1", process.pid, bell)
+    watch.watch("p#1", process.pid, bell)
+    assert process.poll() is None
+    process.kill()
+    await bell.wait()
+    assert len(bell.times) == 1
+    process.wait()
+    watch.close()
+
+
+async def test_a_process_that_has_ended_already() -> None:
+    process, bell = child(), Bell()
+    process.kill()
+    process.wait()
+    ExitWatch(asyncio.get_running_loop()).watch("p#1", process.pid, bell)
+    assert len(bell.times) == 1
+
+
+async def test_closing_forgets_and_leaves_no_descriptor() -> None:
+    process, bell = child(), Bell()
+    watch = ExitWatch(asyncio.get_running_loop())
+    before = len(os.listdir("/proc/self/fd"))
+    watch.watch("p#1", process.pid, bell)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    process.kill()
+    process.wait()
+    assert not bell.times
+
+
+async def test_a_host_without_pidfds_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    bell = Bell()
+    ExitWatch(asyncio.get_running_loop()).watch("p#1", os.getpid(), bell)
+    assert not bell.times
+
+
+def test_a_child_shares_this_host() -> None:
+    code = "from tandem.worker.exits import host_id; print(host_id())"
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert told.stdout.strip() == host_id()

@@ -121,10 +121,8 @@ class Attempt:
                 self._prefill.note_computed(story.request.request_id)
 
     def _granted(self, granted: Granted) -> None:
-        """Decode learns who will write before the writer can: from then on only a fence frees the pages."""
         request_id = self._story.request.request_id
         self._decode.note_granted(request_id)
-        self._decode.send(wire.grant_given_out(request_id, self._number, self._prefill.key))
         self._prefill.send(wire.attach_grant(request_id, granted))
 
     def _prefill_done(self, event: HandoffDone | PrefillEnded) -> None:

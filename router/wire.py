@@ -55,17 +55,6 @@ def start_prefill(request: Request, journal: Journal, decode: common_pb2.WorkerI
     )
 
 
-def grant_given_out(request_id: str, attempt: int, writer: WorkerKey) -> decode_pb2.DecodeCommand:
-    return decode_pb2.DecodeCommand(
-        given_out=decode_pb2.GrantGivenOut(
-            request_id=request_id,
-            attempt=attempt,
-            writer_worker_id=writer.worker_id,
-            writer_incarnation=writer.incarnation,
-        )
-    )
-
-
 def attach_grant(request_id: str, granted: Granted) -> prefill_pb2.PrefillCommand:
     attach = prefill_pb2.AttachGrant(request_id=request_id, attempt=granted.attempt, grant=granted.grant)
     return prefill_pb2.PrefillCommand(attach=attach)

@@ -76,6 +76,10 @@ def join_ray(address: str) -> RayHome:
         ConfigError: there is none, or none of its nodes can hold a worker.
     """
     _set_environment()
+    if "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").is_file():
+        # A Ray that `tandem serve` or `ray start` has made wants this token; one that wants none ignores it. Ray
+        # itself thinks of it for `auto` only.
+        os.environ["RAY_AUTH_MODE"] = "token"
     _check_listens(address)
     import ray
 

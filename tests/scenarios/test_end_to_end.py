@@ -128,12 +128,12 @@ def test_a_stop_string_ends_the_text_before_it(cluster: ProcessCluster) -> None:
 
 
 def test_one_token_needs_no_handoff(cluster: ProcessCluster) -> None:
-    before = cluster.metric("tandem_kv_transfer_bytes_total")
+    before = cluster.metric("tandem_handoff_seconds_count")
     answer = complete(cluster.url, "A short prompt that nobody else uses. " * 4, max_tokens=1)
     assert answer.finish_reasons == ["length"]
     assert len(answer.token_ids[0]) == 1
     cluster.wait_idle()
-    assert cluster.metric("tandem_kv_transfer_bytes_total") == before
+    assert cluster.metric("tandem_handoff_seconds_count") == before
 
 
 def test_a_client_that_goes_away_frees_everything_within_a_second(cluster: ProcessCluster) -> None:

@@ -25,49 +25,47 @@ _sym_db = _symbol_database.Default()
 from tandem.rpc.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x95\x01\n\rDecodeCommand\x12%\n\x07reserve\x18\x01 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12-\n\tgiven_out\x18\x03 \x01(\x0b\x32\x18.tandem.v1.GrantGivenOutH\x00\x42\t\n\x07\x63ommand\"\xbb\x01\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12)\n\x07journal\x18\x07 \x03(\x0b\x32\x18.tandem.v1.ChoiceJournal\"j\n\rGrantGivenOut\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10writer_worker_id\x18\x03 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x04 \x01(\t\"\xa5\x01\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\r\n\x05pages\x18\x06 \x03(\r\x12\x18\n\x10num_cached_pages\x18\x07 \x01(\r\x12\x0f\n\x07lease_s\x18\x08 \x01(\x01\"_\n\x0c\x44\x65\x63odeEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.tandem.v1.DecodeEvent\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\"\x93\x02\n\x0b\x44\x65\x63odeEvent\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12#\n\x07granted\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12\'\n\x08\x61\x64mitted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12!\n\x05token\x18\x04 \x01(\x0b\x32\x10.tandem.v1.TokenH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.tandem.v1.AttemptFailedH\x00\x12\x36\n\x10writer_suspected\x18\x06 \x01(\x0b\x32\x1a.tandem.v1.WriterSuspectedH\x00\x42\x07\n\x05\x65vent\"/\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"G\n\x0fWriterSuspected\x12\x18\n\x10writer_worker_id\x18\x01 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x02 \x01(\t\"5\n\x0bPairRequest\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"S\n\tPairReply\x12%\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\"\x1c\n\x0cLayerDigests\x12\x0c\n\x04xxh3\x18\x01 \x03(\x06\".\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\"\xc5\x02\n\rCommitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.tandem.v1.Layout\x12\r\n\x05pages\x18\t \x03(\r\x12\'\n\x06layers\x18\n \x03(\x0b\x32\x17.tandem.v1.LayerDigests\x12\x12\n\nnum_tokens\x18\x0b \x01(\r\x12+\n\x0c\x66irst_tokens\x18\x0c \x03(\x0b\x32\x15.tandem.v1.FirstToken\":\n\x0b\x43ommitReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\"q\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\x12\r\n\x05renew\x18\x05 \x01(\x08\"K\n\x0b\x41ttachReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"g\n\x12\x43onfirmIdleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\"\x12\n\x10\x43onfirmIdleReply2\xca\x02\n\rDecodeService\x12@\n\x07Session\x12\x18.tandem.v1.DecodeCommand\x1a\x17.tandem.v1.DecodeEvents(\x01\x30\x01\x12\x34\n\x04Pair\x12\x16.tandem.v1.PairRequest\x1a\x14.tandem.v1.PairReply\x12:\n\x06\x43ommit\x12\x18.tandem.v1.CommitRequest\x1a\x16.tandem.v1.CommitReply\x12:\n\x06\x41ttach\x12\x18.tandem.v1.AttachRequest\x1a\x16.tandem.v1.AttachReply\x12I\n\x0b\x43onfirmIdle\x12\x1d.tandem.v1.ConfirmIdleRequest\x1a\x1b.tandem.v1.ConfirmIdleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"f\n\rDecodeCommand\x12%\n\x07reserve\x18\x01 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\xbb\x01\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12)\n\x07journal\x18\x07 \x03(\x0b\x32\x18.tandem.v1.ChoiceJournal\"\xa5\x01\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\r\n\x05pages\x18\x06 \x03(\r\x12\x18\n\x10num_cached_pages\x18\x07 \x01(\r\x12\x0f\n\x07lease_s\x18\x08 \x01(\x01\"_\n\x0c\x44\x65\x63odeEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.tandem.v1.DecodeEvent\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\"\x93\x02\n\x0b\x44\x65\x63odeEvent\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12#\n\x07granted\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12\'\n\x08\x61\x64mitted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12!\n\x05token\x18\x04 \x01(\x0b\x32\x10.tandem.v1.TokenH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.tandem.v1.AttemptFailedH\x00\x12\x36\n\x10writer_suspected\x18\x06 \x01(\x0b\x32\x1a.tandem.v1.WriterSuspectedH\x00\x42\x07\n\x05\x65vent\"/\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"G\n\x0fWriterSuspected\x12\x18\n\x10writer_worker_id\x18\x01 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x02 \x01(\t\"5\n\x0bPairRequest\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"S\n\tPairReply\x12%\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\"\x1c\n\x0cLayerDigests\x12\x0c\n\x04xxh3\x18\x01 \x03(\x06\".\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\"\xc5\x02\n\rCommitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.tandem.v1.Layout\x12\r\n\x05pages\x18\t \x03(\r\x12\'\n\x06layers\x18\n \x03(\x0b\x32\x17.tandem.v1.LayerDigests\x12\x12\n\nnum_tokens\x18\x0b \x01(\r\x12+\n\x0c\x66irst_tokens\x18\x0c \x03(\x0b\x32\x15.tandem.v1.FirstToken\":\n\x0b\x43ommitReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\"q\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\x12\r\n\x05renew\x18\x05 \x01(\x08\"K\n\x0b\x41ttachReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"g\n\x12\x43onfirmIdleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\"\x12\n\x10\x43onfirmIdleReply2\xca\x02\n\rDecodeService\x12@\n\x07Session\x12\x18.tandem.v1.DecodeCommand\x1a\x17.tandem.v1.DecodeEvents(\x01\x30\x01\x12\x34\n\x04Pair\x12\x16.tandem.v1.PairRequest\x1a\x14.tandem.v1.PairReply\x12:\n\x06\x43ommit\x12\x18.tandem.v1.CommitRequest\x1a\x16.tandem.v1.CommitReply\x12:\n\x06\x41ttach\x12\x18.tandem.v1.AttachRequest\x1a\x16.tandem.v1.AttachReply\x12I\n\x0b\x43onfirmIdle\x12\x1d.tandem.v1.ConfirmIdleRequest\x1a\x1b.tandem.v1.ConfirmIdleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.rpc.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECODECOMMAND']._serialized_start=62
-  _globals['_DECODECOMMAND']._serialized_end=211
-  _globals['_RESERVE']._serialized_start=214
-  _globals['_RESERVE']._serialized_end=401
-  _globals['_GRANTGIVENOUT']._serialized_start=403
-  _globals['_GRANTGIVENOUT']._serialized_end=509
-  _globals['_GRANT']._serialized_start=512
-  _globals['_GRANT']._serialized_end=677
-  _globals['_DECODEEVENTS']._serialized_start=679
-  _globals['_DECODEEVENTS']._serialized_end=774
-  _globals['_DECODEEVENT']._serialized_start=777
-  _globals['_DECODEEVENT']._serialized_end=1052
-  _globals['_ADMITTED']._serialized_start=1054
-  _globals['_ADMITTED']._serialized_end=1101
-  _globals['_WRITERSUSPECTED']._serialized_start=1103
-  _globals['_WRITERSUSPECTED']._serialized_end=1174
-  _globals['_PAIRREQUEST']._serialized_start=1176
-  _globals['_PAIRREQUEST']._serialized_end=1229
-  _globals['_PAIRREPLY']._serialized_start=1231
-  _globals['_PAIRREPLY']._serialized_end=1314
-  _globals['_LAYERDIGESTS']._serialized_start=1316
-  _globals['_LAYERDIGESTS']._serialized_end=1344
-  _globals['_FIRSTTOKEN']._serialized_start=1346
-  _globals['_FIRSTTOKEN']._serialized_end=1392
-  _globals['_COMMITREQUEST']._serialized_start=1395
-  _globals['_COMMITREQUEST']._serialized_end=1720
-  _globals['_COMMITREPLY']._serialized_start=1722
-  _globals['_COMMITREPLY']._serialized_end=1780
-  _globals['_ATTACHREQUEST']._serialized_start=1782
-  _globals['_ATTACHREQUEST']._serialized_end=1895
-  _globals['_ATTACHREPLY']._serialized_start=1897
-  _globals['_ATTACHREPLY']._serialized_end=1972
-  _globals['_CONFIRMIDLEREQUEST']._serialized_start=1974
-  _globals['_CONFIRMIDLEREQUEST']._serialized_end=2077
-  _globals['_CONFIRMIDLEREPLY']._serialized_start=2079
-  _globals['_CONFIRMIDLEREPLY']._serialized_end=2097
-  _globals['_DECODESERVICE']._serialized_start=2100
-  _globals['_DECODESERVICE']._serialized_end=2430
+  _globals['_DECODECOMMAND']._serialized_start=61
+  _globals['_DECODECOMMAND']._serialized_end=163
+  _globals['_RESERVE']._serialized_start=166
+  _globals['_RESERVE']._serialized_end=353
+  _globals['_GRANT']._serialized_start=356
+  _globals['_GRANT']._serialized_end=521
+  _globals['_DECODEEVENTS']._serialized_start=523
+  _globals['_DECODEEVENTS']._serialized_end=618
+  _globals['_DECODEEVENT']._serialized_start=621
+  _globals['_DECODEEVENT']._serialized_end=896
+  _globals['_ADMITTED']._serialized_start=898
+  _globals['_ADMITTED']._serialized_end=945
+  _globals['_WRITERSUSPECTED']._serialized_start=947
+  _globals['_WRITERSUSPECTED']._serialized_end=1018
+  _globals['_PAIRREQUEST']._serialized_start=1020
+  _globals['_PAIRREQUEST']._serialized_end=1073
+  _globals['_PAIRREPLY']._serialized_start=1075
+  _globals['_PAIRREPLY']._serialized_end=1158
+  _globals['_LAYERDIGESTS']._serialized_start=1160
+  _globals['_LAYERDIGESTS']._serialized_end=1188
+  _globals['_FIRSTTOKEN']._serialized_start=1190
+  _globals['_FIRSTTOKEN']._serialized_end=1236
+  _globals['_COMMITREQUEST']._serialized_start=1239
+  _globals['_COMMITREQUEST']._serialized_end=1564
+  _globals['_COMMITREPLY']._serialized_start=1566
+  _globals['_COMMITREPLY']._serialized_end=1624
+  _globals['_ATTACHREQUEST']._serialized_start=1626
+  _globals['_ATTACHREQUEST']._serialized_end=1739
+  _globals['_ATTACHREPLY']._serialized_start=1741
+  _globals['_ATTACHREPLY']._serialized_end=1816
+  _globals['_CONFIRMIDLEREQUEST']._serialized_start=1818
+  _globals['_CONFIRMIDLEREQUEST']._serialized_end=1921
+  _globals['_CONFIRMIDLEREPLY']._serialized_start=1923
+  _globals['_CONFIRMIDLEREPLY']._serialized_end=1941
+  _globals['_DECODESERVICE']._serialized_start=1944
+  _globals['_DECODESERVICE']._serialized_end=2274
 # @@protoc_insertion_point(module_scope)

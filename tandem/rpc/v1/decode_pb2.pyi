@@ -25,25 +25,21 @@ class DecodeCommand(_message.Message):
 
     RESERVE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
-    GIVEN_OUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
     def cancel(self) -> _common_pb2.Cancel: ...
-    @_builtins.property
-    def given_out(self) -> Global___GrantGivenOut: ...
     def __init__(
         self,
         *,
         reserve: Global___Reserve | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
-        given_out: Global___GrantGivenOut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "given_out", b"given_out", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "given_out", b"given_out", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "cancel", "given_out"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "cancel"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -93,36 +89,6 @@ class Reserve(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
-
-@_typing.final
-class GrantGivenOut(_message.Message):
-    """From now on a writer knows this grant: its pages can only return by a fence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    WRITER_WORKER_ID_FIELD_NUMBER: _builtins.int
-    WRITER_INCARNATION_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    attempt: _builtins.int
-    writer_worker_id: _builtins.str
-    writer_incarnation: _builtins.str
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        writer_worker_id: _builtins.str = ...,
-        writer_incarnation: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "writer_incarnation", b"writer_incarnation", "writer_worker_id", b"writer_worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GrantGivenOut: _TypeAlias = GrantGivenOut  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -19,7 +20,11 @@ import grpc
 from tandem.rpc.v1 import common_pb2, control_pb2, decode_pb2, prefill_pb2
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.rpc.v1.control_pb2_grpc import RouterControlStub
-from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from tandem.rpc.v1.decode_pb2_grpc import (
+    DecodeServiceServicer,
+    DecodeServiceStub,
+    add_DecodeServiceServicer_to_server,
+)
 from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -91,9 +96,7 @@ class FakeWorker:
     def _read(self, commands: Iterator[Any], out: queue.Queue[Any]) -> None:
         try:
             for command in commands:
-                with self._changed:
-                    self.received.append(command)
-                    self._changed.notify_all()
+                self.note(command)
                 if self.auto:
                     self.answer(command)
         except grpc.RpcError:
@@ -103,6 +106,12 @@ class FakeWorker:
 
     def answer(self, command: Any) -> None:
         raise NotImplementedError
+
+    def note(self, command: Any) -> None:
+        """Keep what came, for `wait_for`."""
+        with self._changed:
+            self.received.append(command)
+            self._changed.notify_all()
 
     def _event(self, **event: Any) -> Any:
         raise NotImplementedError
@@ -189,6 +198,20 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         elif command.WhichOneof("command") == "attach":
             self.handoff_done(command.attach)
 
+    def note(self, command: prefill_pb2.PrefillCommand) -> None:
+        """Attaches at decode as the real one does, whether the rest is scripted or not."""
+        super().note(command)
+        if command.WhichOneof("command") != "attach":
+            return
+        attach = command.attach
+        key = (attach.request_id, attach.attempt)
+        start = next(c.start for c in self.received if (c.start.request_id, c.start.attempt) == key)
+        request = decode_pb2.AttachRequest(
+            request_id=attach.request_id, attempt=attach.attempt, grant_id=attach.grant.grant_id
+        )
+        with grpc.insecure_channel(start.decode.address) as channel:
+            DecodeServiceStub(channel).Attach(request, timeout=WAIT_S)
+
     def first_tokens(self, start: prefill_pb2.StartPrefill) -> None:
         self.started(start)
         given = self.given(start)
@@ -217,6 +240,16 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         )
 
 
+@dataclass(frozen=True)
+class Attached:
+    """Prefill's call, kept among the router's commands."""
+
+    attach: decode_pb2.AttachRequest
+
+    def WhichOneof(self, group: str) -> str:
+        return "attach"
+
+
 class FakeDecode(FakeWorker, DecodeServiceServicer):
     role, events_type, kind = ROLE_DECODE, decode_pb2.DecodeEvents, "decode"
 
@@ -238,21 +271,20 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
     Commit = ConfirmIdle = Pair
 
     def answer(self, command: decode_pb2.DecodeCommand) -> None:
-        """Grants on `reserve`, generates once the grant is given out."""
-        kind = command.WhichOneof("command")
-        if kind == "reserve":
+        """Grants on `reserve`."""
+        if command.WhichOneof("command") == "reserve":
             self.grant(command.reserve)
-        elif kind == "given_out":
-            request_id, attempt = command.given_out.request_id, command.given_out.attempt
-            reserve = next(
-                c.reserve
-                for c in self.received
-                if c.WhichOneof("command") == "reserve"
-                and c.reserve.request_id == request_id
-                and c.reserve.attempt == attempt
-            )
-            if reserve.sampling.max_tokens > 1:  # else the first token ends it, and prefill hands nothing off
-                threading.Thread(target=self.generate, args=(reserve,), daemon=True).start()
+
+    def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachReply:
+        """Prefill says that it will write: with nothing scripted, the handoff succeeds at once."""
+        self.note(Attached(request))
+        key = (request.request_id, request.attempt)
+        reserves = (c.reserve for c in self.received if c.WhichOneof("command") == "reserve")
+        reserve = next(r for r in reserves if (r.request_id, r.attempt) == key)
+        # With one token the first one ends it, and prefill hands nothing off.
+        if self.auto and reserve.sampling.max_tokens > 1:
+            threading.Thread(target=self.generate, args=(reserve,), daemon=True).start()
+        return decode_pb2.AttachReply(ok=True, lease_s=10)
 
     def grant(self, reserve: decode_pb2.Reserve) -> None:
         grant = decode_pb2.Grant(

@@ -73,7 +73,7 @@ def test_beyond_the_bound_clients_are_told_when_to_come_back(make_site: MakeSite
 def test_draining_workers_get_no_new_requests_but_finish_theirs(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     other = FakeDecode("decode-1")
     site.pool.states["decode-0"] = "draining"
     site.pool.add(other)
@@ -180,7 +180,7 @@ def test_a_lost_decode_worker_is_replaced_and_the_text_goes_on(site: Site) -> No
     site.decode.held_back.clear()
     under_way = in_background(site, stream=True)
     reserve = site.decode.wait_for("reserve")
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     for index in (1, 2):
         site.decode.emit(token=site.decode.token(reserve, 0, index))
     other = FakeDecode("decode-1")
@@ -219,7 +219,7 @@ def test_a_lost_prefill_worker_before_the_first_token(site: Site) -> None:
 def test_a_prefill_worker_lost_after_admission_is_not_missed(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
     site.prefill.kill()
     wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
@@ -245,7 +245,7 @@ def test_a_prefill_worker_lost_between_admission_and_acknowledgement_is_not_miss
 def test_a_silent_worker_is_taken_for_lost_after_the_lease(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     other = FakeDecode("decode-1")
     site.pool.add(other)
     wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
@@ -310,7 +310,7 @@ def test_an_error_that_no_retry_mends_is_the_clients_at_once(site: Site) -> None
 def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     site.decode.kill()
     heir = FakeDecode("decode-0", incarnation="2")
     site.pool.workers.remove(site.decode)
@@ -322,7 +322,7 @@ def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) 
 def test_no_worker_for_a_whole_lease_is_an_error_frame(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site, stream=True)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     time.sleep(0.1)
     site.decode.kill()
     answer = under_way.result()
@@ -356,7 +356,7 @@ def test_a_stream_that_cannot_be_read_is_a_lost_worker(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
     reserve = site.decode.wait_for("reserve")
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     broken = site.decode.token(reserve, 0, 1)
     broken.finish_reason = 77  # of a newer version
     site.decode.held_back.set()
@@ -394,8 +394,7 @@ def test_repeated_and_stale_and_reordered_tokens_do_not_reach_the_client(site: S
 
 def test_the_grant_goes_to_prefill_and_decode_learns_of_the_writer(site: Site) -> None:
     site.post(prompt="x", max_tokens=3)
-    given_out, attach = site.decode.wait_for("given_out"), site.prefill.wait_for("attach")
-    assert (given_out.writer_worker_id, given_out.writer_incarnation) == ("prefill-0", "1")
+    attach = site.prefill.wait_for("attach")
     assert attach.grant.grant_id.startswith("g-")
     assert list(attach.grant.pages) == [1, 2]
     assert site.prefill.wait_for("start").decode == site.decode.info
@@ -446,7 +445,7 @@ def test_a_stranger_at_a_workers_address_gets_nothing(make_site: MakeSite) -> No
 def test_the_router_drains_by_call(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     stopping = threading.Thread(target=site.server.stop, args=(5.0,))
     stopping.start()
     wait_until(lambda: httpx.get(f"{site.url}/health").status_code == 503)
@@ -460,7 +459,7 @@ def test_the_router_drains_by_call(site: Site) -> None:
 def test_a_drain_is_bounded(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     began_s = time.monotonic()
     site.server.stop(drain_s=0.2)
     assert time.monotonic() - began_s < 4

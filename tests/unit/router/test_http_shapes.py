@@ -211,7 +211,7 @@ def test_fields_that_nobody_knows_are_named(site: Site) -> None:
 def test_metrics_tell_of_a_request(site: Site) -> None:
     site.decode.status = site.decode.status.__class__(decode_tokens=4, pages=site.decode.status.pages)
     site.post(prompt="Hello", max_tokens=5)
-    site.decode.wait_for("given_out")
+    site.decode.wait_for("attach")
     metrics = site.metrics()
     assert metrics['tandem_requests_total{outcome="finished"}'] == 1
     assert metrics["tandem_ttft_seconds_count"] == 1

@@ -1,0 +1,180 @@
+"""What crosses the wire comes back as it was: handoff messages, errors, sampling, journals."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from kvtransfer.layout import LayoutId
+from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
+from tandem.core import errors
+from tandem.core.errors import HandoffError, InvalidRequestError, TandemError, TransportError, WorkerLostError
+from tandem.core.pages import PageCounts
+from tandem.core.sampling import SamplingParams
+from tandem.engine.sampler import SampledToken
+from tandem.rpc.convert import (
+    error_from_proto, error_from_rpc, error_to_proto, page_counts_to_proto, sampling_from_proto, sampling_to_proto,
+)  # fmt: skip
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.worker.intake import check_prompt, open_journals
+from tandem.worker.sequence import FinishReason
+from tandem.worker.tokens import token_event
+from tandem.worker.wire import (
+    commit_from_proto, commit_to_proto, grant_from_proto, grant_to_proto, layout_from_proto, layout_to_proto,
+    refusal_from_proto, refusal_to_proto,
+)  # fmt: skip
+
+LAYOUT = LayoutId("ab" * 32, "bfloat16", 3, 2, 16, 32, protocol_version=7, digest="other")
+KEY = AttemptKey("request", 4)
+
+
+def tree(root: type[TandemError]) -> list[type[TandemError]]:
+    return [root, *(cls for child in root.__subclasses__() for cls in tree(child))]
+
+
+def test_layouts_and_grants() -> None:
+    assert layout_from_proto(layout_to_proto(LAYOUT)) == LAYOUT
+    grant = Grant("decode-0#1/12", KEY, 12, "decode-0#1", LAYOUT, (7, 3, 9), lease_s=2.5, first_page=4)
+    assert grant_from_proto(grant_to_proto(grant), LAYOUT) == grant
+
+
+def test_commits() -> None:
+    commit = Commit(
+        "g/1", KEY, 1, "decode-0#1", "prefill-0#1", LAYOUT, (7, 3), ((2**64 - 1, 0), (1, 2), (3, 4)),
+        (FirstToken(0, 17), FirstToken(3, 0)),
+    )  # fmt: skip
+    message = commit_to_proto(commit, "prefill-0")
+    assert message.sender_worker_id == "prefill-0"
+    assert commit_from_proto(type(message).FromString(message.SerializeToString())) == commit
+
+
+@pytest.mark.parametrize("reason", RefusalReason)
+def test_refusals(reason: RefusalReason) -> None:
+    message = refusal_to_proto(reason, "why", "request")
+    assert (message.code, message.request_id, message.retryable) == ("handoff", "request", reason.retryable)
+    found, text = refusal_from_proto(message)
+    assert found is reason
+    assert "why" in text
+
+
+def test_a_refusal_of_a_newer_version_ends_the_attempt() -> None:
+    reason, text = refusal_from_proto(pb.Error(code="handoff", reason="bad_weather", message="rain"))
+    assert reason is RefusalReason.UNKNOWN_GRANT
+    assert text == "bad_weather: rain"
+
+
+@pytest.mark.parametrize("cls", tree(TandemError), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("retryable", [True, False])
+def test_errors_of_every_class(cls: type[TandemError], retryable: bool) -> None:
+    error = cls("what happened")
+    error.request_id, error.retryable = "request", retryable
+    if isinstance(error, HandoffError):
+        error.reason = "digest_mismatch"
+    if isinstance(error, InvalidRequestError):
+        error.field = "prompt"
+    back = error_from_proto(error_to_proto(error))
+    assert type(back) is (cls if cls is not TandemError else errors.InternalError)
+    assert (str(back), back.message, back.request_id, back.retryable) == (
+        "what happened", "what happened", "request", retryable,
+    )  # fmt: skip
+    if isinstance(back, HandoffError):
+        assert back.reason == "digest_mismatch"
+    if isinstance(back, InvalidRequestError):
+        assert back.field == "prompt"
+
+
+def test_foreign_errors_and_unknown_codes() -> None:
+    message = error_to_proto(KeyError("x"), "request")
+    assert (message.code, message.message, message.request_id) == ("internal", "KeyError: 'x'", "request")
+    assert type(error_from_proto(pb.Error(code="newer"))) is errors.InternalError
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [("UNAVAILABLE", WorkerLostError), ("DEADLINE_EXCEEDED", WorkerLostError), ("UNKNOWN", TransportError)],
+)
+def test_failed_calls(code: str, cls: type[TandemError]) -> None:
+    status = grpc.StatusCode[code]
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(status, metadata, metadata, details="gone")
+    found = error_from_rpc(error, "pairing with decode-0")
+    assert type(found) is cls
+    assert "decode-0" in str(found)
+    assert "gone" in str(found)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(
+            temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.1, presence_penalty=-0.5,
+            frequency_penalty=0.25, logit_bias=((3, -1.5), (9, 2.0)), seed=2**64 - 1, stop_token_ids=(5, 4),
+            max_tokens=77, min_tokens=3, ignore_eos=True, num_logprobs=5,
+        ),
+        SamplingParams(num_logprobs=0),
+    ],
+)  # fmt: skip
+def test_sampling(params: SamplingParams) -> None:
+    message = sampling_to_proto(params)
+    assert sampling_from_proto(pb.Sampling.FromString(message.SerializeToString())) == params
+
+
+def test_sampling_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="max_tokens"):
+        sampling_from_proto(pb.Sampling(top_p=1, repetition_penalty=1))
+
+
+def test_page_counts_and_tokens() -> None:
+    counts = page_counts_to_proto(PageCounts(1, 2, 3, 4, 5))
+    assert (counts.free, counts.used, counts.reserved, counts.cached, counts.quarantined) == (1, 2, 3, 4, 5)
+    token = token_event(KEY, 2, 9, SampledToken(17, -0.5, ((17, -0.5), (3, -1.0))), FinishReason.STOP)
+    assert (token.request_id, token.attempt, token.choice, token.index, token.token_id) == ("request", 4, 2, 9, 17)
+    assert token.finish_reason == pb.FINISH_REASON_STOP
+    assert [(t.token_id, t.logprob) for t in token.top_logprobs] == [(17, -0.5), (3, -1.0)]
+    plain = token_event(KEY, 0, 0, SampledToken(1), None)
+    assert (plain.finish_reason, plain.logprob) == (pb.FINISH_REASON_UNSPECIFIED, 0.0)
+
+
+# ---- what a worker takes in
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"), [([], "0 tokens"), ([1] * 8, "8 tokens, must have 1 to 7"), ([1, 10, 2], "token 10")]
+)
+def test_prompts_that_cannot_be_computed(prompt: list[int], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as raised:
+        check_prompt(prompt, 10, 8, "request")
+    assert (raised.value.field, raised.value.request_id) == ("prompt", "request")
+
+
+def test_the_longest_and_the_shortest_prompt() -> None:
+    check_prompt([9] * 7, 10, 8, "request")
+    check_prompt([0], 10, 8, "request")
+
+
+@pytest.mark.parametrize(
+    ("entry", "going_on", "ended"),
+    [
+        (pb.ChoiceJournal(choice=1), {}, set()),
+        (pb.ChoiceJournal(choice=1, finished=True), {}, {1}),
+        (pb.ChoiceJournal(choice=1, token_ids=[5, 6]), {1: [5, 6]}, set()),
+        (pb.ChoiceJournal(choice=1, token_ids=[5, 6], finished=True), {}, {1}),
+        (pb.ChoiceJournal(choice=1, token_ids=[5, 6, 7]), {}, {1}),  # max_tokens
+        (pb.ChoiceJournal(choice=1, token_ids=[5, 2]), {}, {1}),  # end of text
+        (pb.ChoiceJournal(choice=1, token_ids=[2, 5]), {1: [2, 5]}, set()),  # what follows a stop was given out
+    ],
+)
+def test_journals(entry: pb.ChoiceJournal, going_on: dict[int, list[int]], ended: set[int]) -> None:
+    params = SamplingParams(max_tokens=3)
+    assert open_journals([entry], params, 4, 10, 100, frozenset({2}), "request") == (going_on, ended)
+
+
+def test_journals_of_another_model_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="token 10"):
+        open_journals([pb.ChoiceJournal(token_ids=[10])], SamplingParams(), 4, 10, 100, frozenset(), "request")
+
+
+def test_a_journal_that_fills_the_context_has_ended() -> None:
+    entry = pb.ChoiceJournal(choice=0, token_ids=[1, 2])
+    assert open_journals([entry], SamplingParams(), 6, 10, 8, frozenset(), "r") == ({}, {0})

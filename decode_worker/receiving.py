@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.digest import find_mismatches
-from kvtransfer.extents import ArenaShape
+from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
@@ -150,8 +150,7 @@ class ReceivingDesk:
 
     def _expect(self, i: ev.ExpectWrites) -> None:
         assert self._transport is not None
-        size = self._shape.extent_bytes
-        ranges = [(self._shape.offset(la, p), size) for la in range(self._shape.num_layers) for p in i.pages]
+        ranges = page_ranges(i.pages, self._shape)
         self._transport.expect_incoming(i.grant_id, PeerId(i.sender) if i.sender else None, ranges)
 
     def _end_writes(self, i: ev.EndWrites) -> None:

@@ -75,6 +75,16 @@ def test_a_published_model_gives_its_published_text(tmp_path: Path) -> None:
         cluster.wait_idle()
 
 
+def test_pages_travel_by_torch_distributed_too(tmp_path: Path) -> None:
+    """`nccl`, in its gloo form on the CPU, carries the same pages."""
+    with running(tmp_path, config={**SERVED, "transport": {"name": "nccl"}}) as cluster:
+        for case in references():
+            answer = stream(cluster.url, case["prompt_token_ids"], max_tokens=96)
+            assert answer.token_ids == [case["token_ids"]]
+        assert cluster.metric("tandem_handoff_seconds_count") >= len(references()) - 1
+        cluster.wait_idle()
+
+
 def test_many_at_once_each_get_what_transformers_gives(cluster: ProcessCluster, oracle: Any) -> None:
     """Ragged batches on both sides, prompts of one to many pages."""
     prompts = [("Once upon a time there was a " + "very " * n + "small cat. ") * (1 + n % 7) for n in range(16)]

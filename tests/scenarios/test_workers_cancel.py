@@ -1,4 +1,4 @@
-"""A request is cancelled, or its router goes away, at every point of its life: nothing of it is left at either worker."""
+"""A request is cancelled, or its router goes away, at every point of its life: nothing of it is left anywhere."""
 
 from __future__ import annotations
 

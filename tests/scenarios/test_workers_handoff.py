@@ -1,4 +1,4 @@
-"""The pages between two workers: where they land, what is refused, and that the checks would notice if they were wrong."""
+"""The pages between two workers: where they land, what is refused, and that the checks would notice wrong ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2
 from tandem.worker.wire import commit_to_proto
 from tests.scenarios.worker_pair import (
-    CONFIG, PAGE, SHARED_LOOP, Ask, Gate, Oracle, Router, Stash, WorkerPair, prompt_of, running_pair, until,
+    CONFIG,
+    PAGE,
+    SHARED_LOOP,
+    Ask,
+    Gate,
+    Oracle,
+    Router,
+    Stash,
+    WorkerPair,
+    prompt_of,
+    running_pair,
+    until,
 )  # fmt: skip
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -244,7 +255,9 @@ async def test_a_commit_of_something_else_ends_the_attempt(pair: WorkerPair, nam
         assert {f.reason for f in router.outcomes[ask.key].failures.values()} == {reason}
 
 
-@pytest.mark.parametrize("tokens", [(), (FirstToken(3, 5),), (FirstToken(0, 5), FirstToken(0, 6)), (FirstToken(0, 320),)])
+@pytest.mark.parametrize(
+    "tokens", [(), (FirstToken(3, 5),), (FirstToken(0, 5), FirstToken(0, 6)), (FirstToken(0, 320),)]
+)
 async def test_first_tokens_that_make_no_sense_end_the_attempt(
     pair: WorkerPair, tokens: tuple[FirstToken, ...]
 ) -> None:
@@ -350,7 +363,8 @@ async def test_a_lease_that_is_not_renewed_ends_the_attempt(hasty_pair: WorkerPa
                 gate.open()
             # The writer stops in time, by its own clock, and says so: decode has nothing to add.
             await router.heard(ask, "prefill.failed")
-            assert {side: f.reason for side, f in router.outcomes[ask.key].failures.items()} == {"prefill": "lease_lost"}
+            failures = router.outcomes[ask.key].failures
+            assert {side: f.reason for side, f in failures.items()} == {"prefill": "lease_lost"}
             await pair.settled()
     finally:
         del pair.prefill.peers.attach

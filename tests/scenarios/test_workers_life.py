@@ -22,10 +22,20 @@ from tandem.core.errors import CancelledError, InternalError, TandemError, Trans
 from tandem.core.sampling import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.rpc.channel import make_channel
-from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2, prefill_pb2
+from tandem.worker import sessions
 from tandem.worker.process import WorkerProcess
 from tests.scenarios.worker_pair import (
-    CONFIG, SHARED_LOOP, Ask, Gate, Router, WorkerPair, make_worker, prompt_of, until,
+    CONFIG,
+    SHARED_LOOP,
+    Ask,
+    Gate,
+    Router,
+    WorkerPair,
+    make_worker,
+    prompt_of,
+    until,
 )  # fmt: skip
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -123,6 +133,36 @@ async def test_a_drain_does_not_outlive_its_worker(life: WorkerPair) -> None:
         await until(lambda: life.decode.draining, "the drain")
         await in_thread(life.decode.stop)
         await asyncio.wait_for(draining, 5)
+
+
+# ---- a router that hangs
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_router_that_reads_nothing_loses_its_requests(
+    life: WorkerPair, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream is alive, and stuck in a write: what it had started ends all the same, and others go on."""
+    monkeypatch.setattr(sessions, "_MAX_PENDING_MESSAGES", 8)
+    worker = getattr(life, side)
+    async with Router(life, "good") as good:
+        hung = Router(life, "hung")
+        hung.attaches = False
+        async with hung:
+            ask = await hung.begin(Ask(prompt_of(40)))
+            await hung.heard(ask, "decode.granted", "prefill.started")
+            hung.stop_reading(side)
+            event = pb.AttemptFailed(request_id="nobody", error=pb.Error(message="x" * 100_000))
+            make = prefill_pb2.PrefillEvent if side == "prefill" else decode_pb2.DecodeEvent
+            num_sent = 0
+            while len(worker.hub._sessions) > 1:
+                assert num_sent < 200, "it is still not cut off"
+                worker.hub.broadcast([make(failed=event)])
+                num_sent += 1
+                await good.heard_of("nobody", num_sent, side)
+            await hung.cancel(ask, "decode" if side == "prefill" else "prefill")
+            await life.settled()
+            await good.ask(Ask(prompt_of(20)))
 
 
 # ---- stop

@@ -159,7 +159,7 @@ class WorkerPair:
         def run() -> None:
             try:
                 done.set_result(call())
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - the caller's
                 done.set_exception(error)
 
         worker.runner.submit(run)
@@ -240,7 +240,7 @@ class Ask:
     """A request as the router has it."""
 
     prompt: list[int]
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    params: SamplingParams = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)  # noqa: RUF009 - frozen
     n: int = 1
     request_id: str = ""
     attempt: int = 1
@@ -287,6 +287,7 @@ class Router:
         self._calls: dict[str, Any] = {}
         self._channels: dict[str, Any] = {}
         self._writing = {"prefill": asyncio.Lock(), "decode": asyncio.Lock()}
+        self._may_read = {"prefill": asyncio.Event(), "decode": asyncio.Event()}
         self._readers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Router:
@@ -294,6 +295,7 @@ class Router:
         for side, worker in (("prefill", self._pair.prefill), ("decode", self._pair.decode)):
             channel = self._channels[side] = make_channel(worker.info.address)
             self._calls[side] = stubs[side](channel).Session()
+            self._may_read[side].set()
             self._readers.append(asyncio.create_task(self._read(side)))
         await self.until(lambda: len(self.infos) == 2, "both hellos")
         return self
@@ -301,6 +303,7 @@ class Router:
     async def __aexit__(self, *_: object) -> None:
         for side in list(self._calls):
             self.close(side)
+            self._may_read[side].set()
         await asyncio.gather(*self._readers, return_exceptions=True)
         for channel in self._channels.values():
             await channel.close()
@@ -308,6 +311,15 @@ class Router:
     def close(self, side: str) -> None:
         """Break the stream to one worker."""
         self._calls.pop(side).cancel()
+
+    def stop_reading(self, side: str) -> None:
+        """Hang, with an open stream."""
+        self._may_read[side].clear()
+
+    async def heard_of(self, request_id: str, num: int, side: str) -> None:
+        """Until `num` events of a request have come from a worker."""
+        outcome = self.outcomes[AttemptKey(request_id, 0)]
+        await self.until(lambda: outcome.kinds.count(f"{side}.failed") >= num, f"{num} events of {request_id}")
 
     def stub(self, side: str) -> Any:
         return {"prefill": PrefillServiceStub, "decode": DecodeServiceStub}[side](self._channels[side])
@@ -321,6 +333,7 @@ class Router:
                 for event in message.events:
                     await self._hear(side, event)
                 self._heard.set()
+                await self._may_read[side].wait()
         finally:
             self.ended.add(side)
             self._heard.set()

@@ -320,9 +320,9 @@ def test_a_lease_that_lapses_is_noticed_by_both_ends(world: World) -> None:
 
 def test_a_silent_writer_is_asked_then_suspected_and_its_exit_lifts_the_quarantine(world: World) -> None:
     world.receiving.stops = False
-    world.open()
+    world.open(4)
     world.attach(world.grant((7, 3, 4, 5)))
-    world.receiving.run(lambda: world.receiving.desk.cancel(KEY))
+    world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
     world.receiving.wait("over", (7, 3, 4, 5), RefusalReason.CANCELLED, True)
     world.receiving.wait("replace_self", 4)
     while not any(t[0] == "kill_writer" for t in world.receiving.told):
@@ -336,7 +336,7 @@ def test_a_cancel_at_the_receiver_stops_the_writer(world: World) -> None:
     world.open()
     world.attach(world.grant())
     world.seal((1, 2), 0)
-    world.receiving.run(lambda: world.receiving.desk.cancel(KEY))
+    world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
     world.sending.wait("failed", FailureReason.STOP_ASKED)
     world.receiving.wait("lift", (7, 3, 4))
     world.seal((5,), 2)
@@ -404,7 +404,7 @@ def test_answers_to_those_who_ask_about_the_wrong_grant(world: World) -> None:
 
 def test_a_late_reserve_is_answered_also_when_it_had_a_grant(world: World) -> None:
     world.grant()
-    world.receiving.run(lambda: world.receiving.desk.cancel(KEY))
+    world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
     world.receiving.wait("over", (7, 3, 4), RefusalReason.CANCELLED, False)
     world.receiving.run(lambda: world.receiving.desk.happened(rev.ReserveReceived(KEY)))
     world.receiving.wait("refused", KEY, RefusalReason.CANCELLED)

@@ -20,6 +20,7 @@ WAIT_S = 5.0
 class Handler:
     commands: list[tuple[int, str]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
 
     def command(self, session: int, command: str) -> None:
@@ -29,6 +30,7 @@ class Handler:
 
     def session_ended(self, session: int) -> None:
         self.ended.append(session)
+        self.has_ended.set()
 
 
 @dataclass
@@ -125,10 +127,7 @@ async def test_a_cancelled_stream_ends_once() -> None:
     await stream.events(1)
     stream.task.cancel()
     await stream.ended()
-    await asyncio.sleep(0)  # the loop closes the generator that the task left behind
-    async with asyncio.timeout(WAIT_S):
-        while not handler.ended:
-            await asyncio.sleep(0)
+    await asyncio.wait_for(handler.has_ended.wait(), WAIT_S)
     assert handler.ended == [0]
 
 

@@ -289,6 +289,7 @@ AdamW with a peak learning rate of {run["peak_learning_rate"]} and {run["precisi
 answers weigh as much in the loss as all other text together, and in the first {100 * run["guided"]:.0f} % of the run
 a few attention heads are shown where to look. "Recall" below is the share of fresh prompts whose whole answer is
 right (20 prompts each). As the clock bounds the schedule, a repetition gives a similar model, not the same bits.
+{run.get("note", "")}
 
 {curve_table(run["curve"])}
 ## Measured

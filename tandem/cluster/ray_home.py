@@ -2,7 +2,7 @@
 
 A local Ray is started by `ray.init()` inside the serving process, not by `ray start`: its processes then carry the
 kernel's parent-death signal. Even a SIGKILL of `tandem serve` takes Ray with it: raylet and control store at once,
-our actors with their raylet, Ray's own agents some seconds later when they miss it.
+our actors with their raylet; Ray's own two agents notice within half a minute.
 """
 
 from __future__ import annotations

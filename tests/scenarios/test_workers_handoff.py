@@ -112,9 +112,9 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     merge = prefill_worker.sending.merge_extents
 
     def wrong(writes: Any, local: Any, remote: Any) -> list[Descriptor]:
-        pages = [w.remote_page for w in writes]
-        turned = pages[1:] + pages[:1]
-        return merge([w._replace(remote_page=p) for w, p in zip(writes, turned, strict=True)], local, remote)
+        pages = sorted({w.remote_page for w in writes})
+        turned = dict(zip(pages, pages[1:] + pages[:1], strict=True))
+        return merge([w._replace(remote_page=turned[w.remote_page]) for w in writes], local, remote)
 
     monkeypatch.setattr(prefill_worker.sending, "merge_extents", wrong)
 

@@ -202,6 +202,13 @@ class World:
     def computed(self) -> None:
         self.sending.run(lambda: self.sending.desk.computed(KEY, FIRST))
 
+    def tick_until(self, end: End, kind: str) -> None:
+        """Pass the time of an end until it has told its worker of `kind`."""
+        give_up_s = time.monotonic() + WAIT_S
+        while not any(t[0] == kind for t in end.told):
+            assert time.monotonic() < give_up_s, (kind, end.told)
+            self.tick_when_due(end)
+
     def tick_when_due(self, end: End) -> None:
         """What the ticker does."""
         assert end.due_s is not None
@@ -293,14 +300,13 @@ def test_a_write_that_never_ends_keeps_its_pages_in_quarantine(world: World) -> 
     grant = world.grant()
     world.attach(grant)
     world.seal()
-    world.tick_when_due(world.sending)
+    world.tick_until(world.sending, "failed")
     world.sending.wait("failed", FailureReason.WRITE_TIMEOUT)
     world.sending.wait("quarantine", (1, 2, 5))
     assert num_released(world) == {}
-    world.tick_when_due(world.receiving)
+    world.tick_until(world.receiving, "over")
     world.receiving.wait("over", (7, 3, 4), RefusalReason.LEASE_EXPIRED, True)
-    while not any(t[0] == "kill_writer" for t in world.receiving.told):
-        world.tick_when_due(world.receiving)
+    world.tick_until(world.receiving, "kill_writer")
     assert ("lift", (7, 3, 4)) not in world.receiving.told
     # The receiver's process ends: nothing of this can do harm there any more.
     world.sending.run(lambda: world.sending.desk.receiver_lost(RECEIVER))
@@ -312,7 +318,7 @@ def test_a_lease_that_lapses_is_noticed_by_both_ends(world: World) -> None:
     world.open()
     world.attach(world.grant())
     world.seal((1, 2), 0)
-    world.tick_when_due(world.sending)
+    world.tick_until(world.sending, "failed")
     world.sending.wait("failed", FailureReason.LEASE_LOST)
     world.receiving.wait("over", (7, 3, 4), RefusalReason.WRITER_STOPPED, False)
     assert world.sending.due_s is None
@@ -325,8 +331,7 @@ def test_a_silent_writer_is_asked_then_suspected_and_its_exit_lifts_the_quaranti
     world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
     world.receiving.wait("over", (7, 3, 4, 5), RefusalReason.CANCELLED, True)
     world.receiving.wait("replace_self", 4)
-    while not any(t[0] == "kill_writer" for t in world.receiving.told):
-        world.tick_when_due(world.receiving)
+    world.tick_until(world.receiving, "kill_writer")
     assert world.receiving.told.count(("ask_to_stop", SENDER)) > 1
     world.receiving.run(lambda: world.receiving.desk.happened(rev.WriterExited(SENDER)))
     world.receiving.wait("lift", (7, 3, 4, 5))
@@ -369,8 +374,7 @@ def test_a_commit_is_sent_again_and_given_up_in_the_end(world: World) -> None:
     world.seal()
     world.computed()
     world.sending.wait("commit")
-    while not any(t[0] == "failed" for t in world.sending.told):
-        world.tick_when_due(world.sending)
+    world.tick_until(world.sending, "failed")
     world.sending.wait("failed", FailureReason.NO_ANSWER)
     assert sum(t[0] == "commit" for t in world.sending.told) > 1
     world.receiving.wait("over", (7, 3, 4), RefusalReason.WRITER_STOPPED, False)

@@ -142,7 +142,8 @@ def test_installed_wheel_serves(environment: Environment) -> None:
             pytest.fail("".join(heard))
         assert f"from {environment.folder}" in "".join(heard), "the embedded model is the wheel's own"
         url = f"http://127.0.0.1:{port}/v1/completions"
-        answer = httpx.post(url, json={"model": "tandem-tiny", "prompt": "Once upon a time", "max_tokens": 8}, timeout=60)
+        body = {"model": "tandem-tiny", "prompt": "Once upon a time", "max_tokens": 8}
+        answer = httpx.post(url, json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 8
         serving.send_signal(signal.SIGINT)

@@ -80,9 +80,11 @@ class ProcessCluster:
             sys.executable, "-m", module, "--config", str(self.config_file), "--model-dir", str(self.model_dir),
             "--ready-file", str(ready), *arguments,
         ]  # fmt: skip
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
         with log.open("wb") as sink:
-            popen = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=self.directory)
+            popen = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=self.directory
+            )
         return Process(name, popen, ready, log)
 
     def start_worker(self, role: str, number: int = 0, *arguments: str) -> Process:

@@ -100,7 +100,8 @@ class RayLauncher:
             name=f"{worker_id}.{incarnation}",
             resources={role.value: 1},
             num_gpus=pool.gpus,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
+            # Waiting threads sleep: where workers share cores, spinning made a prefill of 400 tokens 25 times slower.
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}},
         ).remote(self._spec, role.value, worker_id, incarnation, num_threads)
         return RayWorker(actor, worker_id)
 

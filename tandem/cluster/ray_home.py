@@ -2,7 +2,8 @@
 
 A local Ray is started by `ray.init()` inside the serving process, not by `ray start`: its processes then carry the
 kernel's parent-death signal. Even a SIGKILL of `tandem serve` takes Ray with it: raylet and control store at once,
-our actors with their raylet; Ray's own two agents notice within half a minute.
+our actors with their raylet; Ray's own two agents some seconds later, at worst after
+a minute (how long Ray lets them try to report the death).
 """
 
 from __future__ import annotations

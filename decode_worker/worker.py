@@ -94,8 +94,6 @@ class DecodeWorker(WorkerProcess):
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
                 self.runner.submit(lambda: self.generations.cancel(key))
-            case "given_out":
-                pass  # a writer attaches before its first post, and says itself who it is
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 

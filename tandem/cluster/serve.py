@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -253,22 +255,33 @@ class Serving:
         )
 
 
+def program_name() -> str:
+    """How to call this program again from the same directory: its name where PATH finds it, else its path."""
+    own = Path(sys.executable).parent / "tandem"
+    found = shutil.which("tandem")
+    if found is not None and Path(found).resolve() == own.resolve():
+        return "tandem"
+    if not own.exists():  # run from a checkout that is not installed
+        return f"{sys.executable} -m tandem.cli"
+    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
+
+
 def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
     """What a user needs once the cluster answers."""
     names = plan.config.model.served_names
     name = plan.facts.name if names[0] == "*" else names[0]
     body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
     metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
-    pools = plan.config.pools
+    pools, program = plan.config.pools, program_name()
     return [
         "",
         f"Ready: {url}",
         "",
         f"  try it    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  metrics   {metrics}",
-        f"  status    tandem status --port {port}",
-        f"  scale     tandem scale --port {port} --prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}",
-        f"  stop      Ctrl-C, or tandem stop --port {port}",
+        f"  status    {program} status --port {port}",
+        f"  scale     {program} scale --port {port} --prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}",
+        f"  stop      Ctrl-C, or {program} stop --port {port}",
         "",
     ]
 

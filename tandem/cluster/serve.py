@@ -273,6 +273,7 @@ def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
     body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
     metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
     pools, program = plan.config.pools, program_name()
+    scaled = f"--prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}"
     return [
         "",
         f"Ready: {url}",
@@ -280,7 +281,7 @@ def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
         f"  try it    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  metrics   {metrics}",
         f"  status    {program} status --port {port}",
-        f"  scale     {program} scale --port {port} --prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}",
+        f"  scale     {program} scale --port {port} {scaled}",
         f"  stop      Ctrl-C, or {program} stop --port {port}",
         "",
     ]

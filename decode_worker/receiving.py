@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.digest import find_mismatches
+from kvtransfer.digest import ReadExtent, find_mismatches
 from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
@@ -63,7 +63,7 @@ class ReceivingDesk:
     """All handoffs that this worker takes.
 
     Args:
-        arena: the KV arena as bytes, for the digests.
+        read_extent: reads this worker's arena, for the digests.
         transport: the transport of this thread.
     """
 
@@ -72,13 +72,13 @@ class ReceivingDesk:
         incarnation: str,
         layout: LayoutId,
         shape: ArenaShape,
-        arena: memoryview,
+        read_extent: ReadExtent,
         limits: ReceiverLimits,
         outlet: ReceivingOutlet,
     ) -> None:
         self._handoffs = ReceiverHandoffs(incarnation, layout, limits)
         self._shape = shape
-        self._arena = arena
+        self._read_extent = read_extent
         self._outlet = outlet
         self._answer = Answer()
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
@@ -158,7 +158,7 @@ class ReceivingDesk:
         self._transport.end_incoming(i.grant_id)
 
     def _verify(self, i: ev.VerifyDigests) -> None:
-        self._run(ev.DigestsVerified(i.grant_id, find_mismatches(self._arena, self._shape, i.pages, i.digests)))
+        self._run(ev.DigestsVerified(i.grant_id, find_mismatches(self._read_extent, i.pages, i.digests)))
 
     def _over(self, i: ev.FreePages | ev.QuarantinePages) -> None:
         record = self._handoffs.record(i.key)

@@ -64,7 +64,7 @@ class DecodeWorker(WorkerProcess):
             quarantine_cap_pages=max(1, int(transport.quarantine_cap * self.pool.num_pages)),
         )
         self.desk = ReceivingDesk(
-            self.incarnation, self.layout, self.arena_shape, self.engine.arena.host_bytes, limits, self
+            self.incarnation, self.layout, self.arena_shape, self.engine.arena.extent_view, limits, self
         )
         self._on_transfer(self.desk.bind)
         self.generations = Generations(self, _QueuedDesk(self), self._emit)

@@ -6,11 +6,14 @@ trusted code in one security domain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
 from kvtransfer.extents import ArenaShape
+
+#: (layer, page) → the bytes of that extent, in host memory: a view, or a copy of what lies in a device's memory.
+ReadExtent = Callable[[int, int], memoryview]
 
 
 def digest_bytes(view: memoryview | bytes | bytearray) -> int:
@@ -18,19 +21,23 @@ def digest_bytes(view: memoryview | bytes | bytearray) -> int:
     return xxhash.xxh3_64_intdigest(view)
 
 
-def digest_pages(arena: memoryview, shape: ArenaShape, layer: int, pages: Iterable[int]) -> tuple[int, ...]:
-    """Digests of `pages` of one layer, in the order given.
+def read_from(arena: memoryview, shape: ArenaShape) -> ReadExtent:
+    """Read extents from host memory, without a copy; `arena` is all of it as bytes."""
 
-    Args:
-        arena: the whole arena as bytes (`memoryview.cast("B")`).
-    """
-    size = shape.extent_bytes
-    offsets = (shape.offset(layer, page) for page in pages)
-    return tuple(xxhash.xxh3_64_intdigest(arena[at : at + size]) for at in offsets)
+    def read(layer: int, page: int) -> memoryview:
+        at = shape.offset(layer, page)
+        return arena[at : at + shape.extent_bytes]
+
+    return read
+
+
+def digest_pages(read: ReadExtent, layer: int, pages: Iterable[int]) -> tuple[int, ...]:
+    """Digests of `pages` of one layer, in the order given."""
+    return tuple(digest_bytes(read(layer, page)) for page in pages)
 
 
 def find_mismatches(
-    arena: memoryview, shape: ArenaShape, pages: Sequence[int], digests: Sequence[Sequence[int]]
+    read: ReadExtent, pages: Sequence[int], digests: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, int], ...]:
     """Compare arrived pages with the digests of a commit.
 
@@ -44,6 +51,6 @@ def find_mismatches(
     return tuple(
         (layer, page)
         for layer, wanted in enumerate(digests)
-        for page, expected, found in zip(pages, wanted, digest_pages(arena, shape, layer, pages), strict=True)
+        for page, expected, found in zip(pages, wanted, digest_pages(read, layer, pages), strict=True)
         if expected != found
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.digest import digest_pages
+from kvtransfer.digest import ReadExtent, digest_pages
 from kvtransfer.extents import ArenaShape, merge_extents
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
@@ -88,7 +88,7 @@ class SendingDesk:
     """All handoffs that this worker sends.
 
     Args:
-        arena: the KV arena as bytes, for the digests.
+        read_extent: reads this worker's arena, for the digests.
         write: queues a write on the transport (`TransferThread.write`).
         peer: the transport's peer and the shape of its arena, for a receiver's incarnation that is paired.
     """
@@ -98,7 +98,7 @@ class SendingDesk:
         incarnation: str,
         layout: LayoutId,
         shape: ArenaShape,
-        arena: memoryview,
+        read_extent: ReadExtent,
         limits: SenderLimits,
         outlet: SendingOutlet,
         write: Callable[..., None],
@@ -107,7 +107,7 @@ class SendingDesk:
         self._incarnation = incarnation
         self._layout = layout
         self._shape = shape
-        self._arena = arena
+        self._read_extent = read_extent
         self._limits = limits
         self._outlet = outlet
         self._write = write
@@ -151,7 +151,7 @@ class SendingDesk:
                     self._outlet.release(part.local_pages)
                 continue
             entry.pages.update(part.local_pages)
-            digests = digest_pages(self._arena, self._shape, part.layer, part.local_pages)
+            digests = digest_pages(self._read_extent, part.layer, part.local_pages)
             self._handle(part.key, ev.PagesSealed(part.layer, part.first_index, part.local_pages, digests))
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None:

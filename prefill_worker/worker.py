@@ -64,7 +64,7 @@ class PrefillWorker(WorkerProcess):
             self.incarnation,
             self.layout,
             self.arena_shape,
-            self.engine.arena.host_bytes,
+            self.engine.arena.extent_view,
             limits,
             self,
             self.transfer.write,

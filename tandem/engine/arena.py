@@ -52,13 +52,6 @@ class KVArena:
         """Address of the first byte (a device address on CUDA)."""
         return int(self._bytes.data_ptr())
 
-    @property
-    def host_bytes(self) -> memoryview:
-        """All bytes of the arena, writable, without a copy. Only on the CPU (`TypeError` elsewhere)."""
-        if self._host_bytes is None:
-            raise TypeError(f"an arena on {self.device} has no host view")
-        return self._host_bytes
-
     def extent_offset(self, layer: int, page: int) -> int:
         """Return the bytes from `base_address` to the extent of `page` in `layer`."""
         if not (0 <= layer < self.layout.num_layers and 0 <= page < self.num_pages):
@@ -68,9 +61,16 @@ class KVArena:
         return (layer * self.num_pages + page) * self.layout.extent_bytes
 
     def extent_view(self, layer: int, page: int) -> memoryview:
-        """Return the writable bytes of one extent, without a copy. Only on the CPU (`TypeError` elsewhere)."""
+        """Return the bytes of one extent in host memory.
+
+        On the CPU the arena's own, writable, without a copy; of a device's memory a copy, made behind the work that
+        is queued on its current stream.
+        """
         begin = self.extent_offset(layer, page)
-        return self.host_bytes[begin : begin + self.layout.extent_bytes]
+        end = begin + self.layout.extent_bytes
+        if self._host_bytes is None:
+            return memoryview(_buffer(self._bytes[begin:end].cpu()))
+        return self._host_bytes[begin:end]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy the page `source` over the page `target` in all layers (copy on write)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+from grpc import aio
 
 from tandem.core.errors import (
     HandoffError,
@@ -49,8 +50,8 @@ def error_from_proto(message: pb.Error) -> TandemError:
 
 def error_from_rpc(error: grpc.RpcError, what: str) -> TandemError:
     """The domain error of a failed call; `what` names the peer."""
-    code = error.code() if isinstance(error, grpc.Call) else None
-    text = f"{what}: {error.details() if isinstance(error, grpc.Call) else error}"
+    code = error.code() if isinstance(error, aio.AioRpcError) else None
+    text = f"{what}: {error.details() if isinstance(error, aio.AioRpcError) else error}"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
         return WorkerLostError(text)
     return TransportError(text)

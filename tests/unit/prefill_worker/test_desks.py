@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from decode_worker.receiving import Answer, ReceivingDesk
+from kvtransfer.digest import read_from
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as rev
@@ -80,7 +81,7 @@ class Sending(End):
         limits = SenderLimits(lease_margin_s=0.05, write_timeout_s=0.3, resend_s=0.1, answer_timeout_s=0.4)
         self.knows_receiver = True
         self.desk = SendingDesk(
-            SENDER, LAYOUT, MINE, memoryview(self.arena), limits, self, self.thread.write, self.peer
+            SENDER, LAYOUT, MINE, read_from(memoryview(self.arena), MINE), limits, self, self.thread.write, self.peer
         )
 
     def peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
@@ -118,7 +119,7 @@ class Receiving(End):
         super().__init__(RECEIVER, THEIRS, world.network)
         self.world = world
         limits = ReceiverLimits(lease_s=LEASE_S, grace_s=0.1, ask_again_s=0.05, quarantine_cap_pages=3)
-        self.desk = ReceivingDesk(RECEIVER, LAYOUT, THEIRS, memoryview(self.arena), limits, self)
+        self.desk = ReceivingDesk(RECEIVER, LAYOUT, THEIRS, read_from(memoryview(self.arena), THEIRS), limits, self)
         self.stops = True
 
     def queue(self, key: AttemptKey) -> None:

@@ -100,14 +100,11 @@ def test_foreign_errors_and_unknown_codes() -> None:
     assert type(error_from_proto(pb.Error(code="newer"))) is errors.InternalError
 
 
-_NO_CALL = pytest.mark.xfail(reason="`error_from_rpc` takes asynchronous errors, which are no `grpc.Call`, for others")
-
-
 @pytest.mark.parametrize(
     ("code", "cls"),
     [
-        pytest.param("UNAVAILABLE", WorkerLostError, marks=_NO_CALL),
-        pytest.param("DEADLINE_EXCEEDED", WorkerLostError, marks=_NO_CALL),
+        ("UNAVAILABLE", WorkerLostError),
+        ("DEADLINE_EXCEEDED", WorkerLostError),
         ("UNKNOWN", TransportError),
     ],
 )

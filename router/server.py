@@ -168,7 +168,8 @@ class RouterServer:
         under_way = house.under_way
         log.info("router drains", num_exchanges=under_way.num, at_most_s=self._drain_s)
         try:
-            await asyncio.wait_for(_drain(house), self._drain_s)
+            async with asyncio.timeout(self._drain_s):
+                await _drain(house)
         except TimeoutError:
             log.warning("router closes with requests under way", num_exchanges=under_way.num)
             under_way.break_off("the router is shutting down")

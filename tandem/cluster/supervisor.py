@@ -324,7 +324,8 @@ class Supervisor:
         if self._router is None:
             return  # its process has been asked for and is not there yet: `_start_router` ends it
         try:
-            await asyncio.wait_for(self._router.stop(), self.cluster.policy.stop_s)
+            async with asyncio.timeout(self.cluster.policy.stop_s):
+                await self._router.stop()
         except (TandemError, TimeoutError) as error:
             log.warning("the router did not stop in order: %r", error)
         self._router.kill()

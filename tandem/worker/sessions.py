@@ -185,7 +185,9 @@ class SessionHub(Generic[Command, Event, Events]):
         """Send the status when it changed, and as a heartbeat; runs as long as the worker."""
         while True:
             with suppress(TimeoutError):  # nothing changed: the status goes out as a heartbeat
-                await asyncio.wait_for(self._changed.wait(), self._heartbeat_s)
+                # Not `wait_for`: in Python 3.11 it swallows a cancel that comes together with the event.
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._changed.wait()
             self._changed.clear()
             if self._sessions:
                 message = self._make_events([], self._read_status())

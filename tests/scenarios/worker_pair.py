@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -269,12 +270,16 @@ class Outcome:
         return [tokens[i] for i in sorted(tokens)]
 
 
+_ROUTERS = itertools.count()
+
+
 class Router:
     """One router: a session with each worker. Use as `async with`."""
 
     def __init__(self, pair: WorkerPair, name: str = "r") -> None:
         self._pair = pair
         self._name = name
+        self._number = next(_ROUTERS)  # request ids are never used again: workers remember ended attempts
         self._num_asks = 0
         self.outcomes: defaultdict[AttemptKey, Outcome] = defaultdict(Outcome)
         self.suspected: list[decode_pb2.WriterSuspected] = []
@@ -386,7 +391,7 @@ class Router:
     def name(self, ask: Ask) -> Ask:
         if not ask.request_id:
             self._num_asks += 1
-            ask.request_id = f"{self._name}-{id(self):x}-{self._num_asks}"
+            ask.request_id = f"{self._name}-{self._number}-{self._num_asks}"
         self._asks[ask.key] = ask
         return ask
 

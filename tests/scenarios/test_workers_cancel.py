@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tandem.core.sampling import SamplingParams
-from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Ask, Gate, Oracle, Router, Stash, WorkerPair, prompt_of
+from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, Stash, WorkerPair, prompt_of
+from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
 pytestmark = SHARED_LOOP

@@ -21,16 +21,15 @@ from tests.scenarios.worker_pair import (
     CONFIG,
     PAGE,
     SHARED_LOOP,
-    Ask,
     Gate,
     Oracle,
-    Router,
     Stash,
     WorkerPair,
     prompt_of,
     running_pair,
     until,
-)  # fmt: skip
+)
+from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
 pytestmark = SHARED_LOOP
@@ -61,8 +60,10 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
                     await router.begin(ask)
                 for ask in asks:
                     await router.until(
-                        lambda a=ask: "prefill.handoff_done" in router.outcomes[a.key].kinds  # type: ignore[misc]
-                        or router.outcomes[a.key].failures,
+                        lambda a=ask: (
+                            "prefill.handoff_done" in router.outcomes[a.key].kinds  # type: ignore[misc]
+                            or router.outcomes[a.key].failures
+                        ),
                         "the handoff",
                     )
                     assert not router.outcomes[ask.key].failures, router.outcomes[ask.key].failures
@@ -226,9 +227,7 @@ async def commit_by_hand(pair: WorkerPair, router: Router, stash: Stash, change:
 
 
 @pytest.mark.parametrize("reason", HARMLESS)
-async def test_a_commit_that_is_not_this_grants_changes_nothing(
-    pair: WorkerPair, oracle: Oracle, reason: str
-) -> None:
+async def test_a_commit_that_is_not_this_grants_changes_nothing(pair: WorkerPair, oracle: Oracle, reason: str) -> None:
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
         with Stash(pair.prefill, "commit") as stash:

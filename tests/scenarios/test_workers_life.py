@@ -26,17 +26,8 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2, prefill_pb2
 from tandem.worker import sessions
 from tandem.worker.process import WorkerProcess
-from tests.scenarios.worker_pair import (
-    CONFIG,
-    SHARED_LOOP,
-    Ask,
-    Gate,
-    Router,
-    WorkerPair,
-    make_worker,
-    prompt_of,
-    until,
-)  # fmt: skip
+from tests.scenarios.worker_pair import CONFIG, SHARED_LOOP, Gate, WorkerPair, make_worker, prompt_of, until
+from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
 pytestmark = SHARED_LOOP

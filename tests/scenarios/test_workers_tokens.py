@@ -8,7 +8,8 @@ import pytest
 
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
-from tests.scenarios.worker_pair import PAGE, SHARED_LOOP, Ask, Gate, Oracle, Router, WorkerPair, prompt_of
+from tests.scenarios.worker_pair import PAGE, SHARED_LOOP, Gate, Oracle, WorkerPair, prompt_of
+from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
 pytestmark = SHARED_LOOP

@@ -50,7 +50,10 @@ async def computing_the_second_chunk(pair: WorkerPair, router: Router) -> AsyncI
 @asynccontextmanager
 async def between_two_writes(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
     with Stash(pair.prefill.desk, "_write", first=1) as stash:
-        ask = await router.begin(an_ask())
+        # Attached before anything is computed, or all would go as one write.
+        with Gate(pair.prefill.engine, "forward"):
+            ask = await router.begin(an_ask())
+            await router.until_attached(ask)
         await stash.wait()
         yield ask
 

@@ -195,3 +195,16 @@ def test_a_foreign_error_ends_an_attempt_as_internal() -> None:
     message = attempt_failed("r", 3, ValueError("x"))
     assert (message.request_id, message.attempt) == ("r", 3)
     assert (message.error.code, message.error.request_id) == ("internal", "r")
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_cancel_that_comes_with_a_change_still_ends_the_beat(num_turns: int) -> None:
+    hub = make_hub(Handler())
+    beat = asyncio.create_task(hub.beat())
+    await asyncio.sleep(0.01)
+    hub._changed.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    beat.cancel()
+    done, _ = await asyncio.wait([beat], timeout=1.0)
+    assert done, "the cancel was swallowed"

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.core.model_path import resolve_model
@@ -61,6 +62,20 @@ def test_the_embedded_model_gives_its_reference_text(cluster: ProcessCluster, ca
     assert answer.token_ids == [case["token_ids"]]
     assert answer.texts == [case["text"]]
     assert answer.finish_reasons == [case["finish_reason"]]
+
+
+@pytest.mark.parametrize("case", [c for c in references() if "messages" in c], ids=["story", "recall"])
+def test_a_chat_gives_its_reference_text(cluster: ProcessCluster, case: dict[str, Any]) -> None:
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
+        whole = client.chat.completions.create(model="any", messages=case["messages"], max_tokens=96, temperature=0)
+        pieces = client.chat.completions.create(
+            model="any", messages=case["messages"], max_tokens=96, temperature=0, stream=True
+        )
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert whole.choices[0].message.content == text == case["text"]
+    assert whole.choices[0].finish_reason == case["finish_reason"]
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(case["prompt_token_ids"])
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is not there")

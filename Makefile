@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# What may be chosen: make serve PORT=9000 ARGS="--log-level debug"
+# What may be chosen: make serve PORT=9000 ARGS="--prefill 2"
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0

@@ -293,7 +293,9 @@ class Prompts:
 
     def handoff_failed(self, key: AttemptKey, error: TandemError) -> None:
         """The handoff is over; the router decides what comes next."""
-        job = self.jobs[key]
+        job = self.jobs.get(key)
+        if job is None:  # the prompt was never taken, and the router has heard why
+            return
         self._leave_batch(job)
         self._send(job.session, failed=attempt_failed(key.request_id, key.attempt, error))
 

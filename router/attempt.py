@@ -18,7 +18,7 @@ from router.events import (
 )
 from router.request import TokenGiven
 from router.worker_key import WorkerKey
-from tandem.core.errors import InternalError, TandemError
+from tandem.core.errors import DrainingError, InternalError, OverloadedError, TandemError
 from tandem.core.logging import get_logger
 from tandem.core.states import RequestState
 
@@ -31,10 +31,12 @@ log = get_logger(__name__)
 class AttemptOver(Exception):
     """The attempt failed at `worker`; both workers have been told to drop it."""
 
-    def __init__(self, error: TandemError, worker: WorkerKey) -> None:
+    def __init__(self, error: TandemError, worker: WorkerKey, suspects: tuple[WorkerKey, ...] = ()) -> None:
         super().__init__(error.message)
         self.error = error
         self.worker = worker
+        # Whom the next attempt avoids: of a failure between two workers either may be the cause.
+        self.suspects = suspects or (worker,)
 
 
 class Attempt:
@@ -142,7 +144,9 @@ class Attempt:
             self._is_prefill_done = True
             self._prefill.release(self._story.request.request_id)
             return
-        raise AttemptOver(failed.error, failed.worker)
+        is_between_both = not isinstance(failed.error, (DrainingError, OverloadedError))
+        suspects = (self._prefill.key, self._decode.key) if is_between_both else ()
+        raise AttemptOver(failed.error, failed.worker, suspects)
 
     def _worker_lost(self, lost: WorkerLost) -> None:
         if lost.worker == self._decode.key:

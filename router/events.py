@@ -65,6 +65,13 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterLeaves:
+    """The router stops and waits no longer; the client is still there."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClientGone:
     """The client closed its connection, or reads too slowly."""
 
@@ -96,6 +103,7 @@ Event: TypeAlias = (
     | AttemptFailed
     | WorkerLost
     | ClientGone
+    | RouterLeaves
     | DeadlinePassed
     | WorkersChanged
     | WaitOver

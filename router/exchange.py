@@ -68,7 +68,7 @@ class Exchange:
             answer_id=f"{_ID_PREFIX[parsed.kind]}-{request_id}",
             created=self._card.created_now(),
         )
-        with self._house.under_way.entered(telling.client_gone):
+        with self._house.under_way.entered(telling.break_off):
             telling.start()
             watcher = asyncio.create_task(_watch_client(receive, telling), name="client watcher")
             respond = self._stream if parsed.stream else self._whole

@@ -22,7 +22,7 @@ from router.admission import Admission
 from router.attempt import Attempt, AttemptOver
 from router.choice_text import ChoiceText
 from router.cluster import Cluster, Pair
-from router.events import ClientGone, DeadlinePassed, Event, WaitOver
+from router.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver
 from router.journal import Journal
 from router.mailbox import Mailbox
 from router.placement import place
@@ -31,7 +31,7 @@ from router.under_way import UnderWay
 from router.worker_key import WorkerKey
 from tandem.core.clock import Clock
 from tandem.core.config import Config
-from tandem.core.errors import CancelledError, NoWorkerError, TandemError
+from tandem.core.errors import CancelledError, DrainingError, NoWorkerError, TandemError
 from tandem.core.logging import get_logger
 from tandem.core.metrics import RouterMetrics
 from tandem.core.states import RequestLife, RequestState
@@ -111,6 +111,8 @@ class Story:
         if not self._pending:
             self._pending.extend(await self.inbox.take())
         event = self._pending.popleft()
+        if isinstance(event, RouterLeaves):
+            raise DrainingError(event.why, request_id=self.request.request_id)
         if isinstance(event, ClientGone):
             raise CancelledError(f"cancelled: {event.why}", request_id=self.request.request_id)
         if isinstance(event, DeadlinePassed):
@@ -183,7 +185,7 @@ class Story:
         if is_last or not error.retryable:
             raise error
         self._last_failure = error
-        self._avoid.add(over.worker)
+        self._avoid.update(over.suspects)
         self.journal.next_attempt()
         if self.life.state is not RequestState.QUEUED:
             self.life.to(RequestState.QUEUED, self.house.clock.now())

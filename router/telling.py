@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from router.events import ClientGone, Event
+from router.events import ClientGone, Event, RouterLeaves
 from router.mailbox import Mailbox
 from router.outlet import Outlet
 from router.request import Delta, Request, Usage
@@ -35,6 +35,11 @@ class Telling:
         """Every story that still goes on is cancelled."""
         for inbox in self._inboxes:
             inbox.put(ClientGone(why))
+
+    def break_off(self, why: str) -> None:
+        """Every story that still goes on ends with an error that makes the client try again."""
+        for inbox in self._inboxes:
+            inbox.put(RouterLeaves(why))
 
     async def wait_ended(self) -> None:
         """Return when every story has ended and every worker has been told."""

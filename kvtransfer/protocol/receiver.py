@@ -221,7 +221,9 @@ class ReceiverHandoffs:
                 self._forget(record)
 
     def _kill_if_silent(self, record: GrantRecord, now_s: float) -> None:
-        if record.sender is None or now_s < record.since_s + self.limits.grace_s:
+        # Beyond lease *and* grace: a writer that drains after a cancel may take as long as its lease allowed.
+        silent_from_s = max(record.since_s, record.lease_ends_s)
+        if record.sender is None or now_s < silent_from_s + self.limits.grace_s:
             return
         asked_s = self._kill_asked_s.get(record.sender)
         if asked_s is None or now_s >= asked_s + self.limits.grace_s:

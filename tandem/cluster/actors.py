@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tandem.worker.process import WorkerProcess
 
 MAX_CONCURRENCY = 8
-"""Calls that one actor serves at a time; `wait_closed` and `drain` occupy one each for long."""
+"""Calls that one actor serves at a time. Waiting for its end is asked in slices: a supervisor that died leaves no
+call behind that would occupy a place for ever."""
 
 ROUTER_DRAIN_S = 2.0
 """For requests whose workers stop at the same time: to end in a typed error instead of a broken connection."""
@@ -86,8 +87,9 @@ class WorkerActor:
                 self._worker = worker
         return self.state()
 
-    def wait_closed(self) -> None:
-        self._running().wait_closed()
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Whether it has stopped, after at most `timeout_s`. Raises what made it fail."""
+        return self._running().wait_closed(timeout_s)
 
     def drain(self) -> None:
         self._draining = True
@@ -143,8 +145,9 @@ class RouterActor:
                 self._addresses = info.http_url, info.control_address
             return self._addresses
 
-    def wait_closed(self) -> None:
-        self._server.wait_closed()
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Whether it has stopped, after at most `timeout_s`."""
+        return self._server.wait_closed(timeout_s)
 
     def stop(self) -> None:
         self._server.stop(drain_s=ROUTER_DRAIN_S)

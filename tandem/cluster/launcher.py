@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _MEMORY_KEY = b"supervisor"
+_WAIT_SLICE_S = 30.0
 
 
 class _RayHandle:
@@ -36,7 +37,8 @@ class _RayHandle:
         self._actor, self._name = actor, name
 
     async def wait_closed(self) -> None:
-        await self._call(self._actor.wait_closed.remote())
+        while not await self._call(self._actor.wait_closed.remote(_WAIT_SLICE_S)):
+            pass  # still running: ask again
 
     async def stop(self) -> None:
         await self._call(self._actor.stop.remote())

@@ -268,12 +268,14 @@ class Supervisor:
         return ev.WorkerExited(worker_id, incarnation, None)
 
     async def _drain_worker(self, worker_id: str, incarnation: str) -> None:
+        handle = self._workers.get((worker_id, incarnation))
+        if handle is None:  # it has ended meanwhile, which its own task reports
+            return
         try:
-            await self._workers[worker_id, incarnation].drain()
+            await handle.drain()
         except TandemError as error:  # it died, which its own task reports, or cannot drain: then it is killed
             log.warning("%s did not drain: %s", worker_id, error)
-            if handle := self._workers.get((worker_id, incarnation)):
-                handle.kill()
+            handle.kill()
             return
         self._feed(ev.Drained(worker_id, incarnation))
 

@@ -17,6 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -305,9 +306,13 @@ class WorkerProcess(ABC):
                 else:
                     self._closed.set_result(None)
 
-    def wait_closed(self) -> None:
-        """Block until the worker is stopped; raises what made it fail."""
+    def wait_closed(self, timeout_s: float | None = None) -> bool:
+        """Block until the worker is stopped, or for `timeout_s`; whether it is. Raises what made it fail."""
+        futures.wait([self._closed], timeout_s)
+        if not self._closed.done():
+            return False
         self._closed.result()
+        return True
 
     async def drain_async(self) -> None:
         """Take no new work and return when nothing is held any more, or the worker stops; in the event loop."""

@@ -194,7 +194,7 @@ class SessionHub(Generic[Command, Event, Events]):
                 for session in list(self._sessions.values()):
                     session.put(message)
             # A busy worker changes at every step; routers need it a few times a second.
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(min(self._interval_s, self._heartbeat_s))
 
     def close(self) -> None:
         """End every session."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.core.sampling import SamplingParams
-from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, Stash, WorkerPair, prompt_of
+from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, Stash, WorkerPair, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -186,3 +186,22 @@ async def test_others_do_not_notice(pair: WorkerPair, oracle: Oracle) -> None:
                 await router.cancel(asks[2])
         for ask in (asks[0], asks[3]):
             assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+
+
+async def test_a_prompt_refused_after_its_handoff_failed_harms_nobody(pair: WorkerPair, oracle: Oracle) -> None:
+    """Attached while prefill is in a long step, dropped by decode, and then refused because prefill drains."""
+    async with Router(pair) as router:
+        with Gate(pair.prefill.engine, "forward") as gate:
+            busy = await router.begin(Ask(prompt_of(30)))
+            await gate.wait()
+            ask = await router.begin(an_ask())
+            await router.until_attached(ask)
+            pair.prefill.draining = True
+            await router.cancel(ask, "decode")
+            await until(lambda: ask.key not in pair.prefill.desk._entries, "the end of the handoff")
+            gate.open()
+            await router.until(lambda: "prefill" in router.outcomes[ask.key].failures, "the refusal")
+            pair.prefill.draining = False
+        assert (await router.finish(busy)).ids() == oracle.greedy(busy.prompt, 12)
+        after = await router.begin(Ask(prompt_of(50)))
+        assert (await router.finish(after)).ids() == oracle.greedy(after.prompt, 12)

@@ -379,8 +379,17 @@ def test_a_writer_that_attaches_too_late_becomes_known_and_can_be_killed() -> No
     worker = Worker().reach("granted")
     worker.feed(ev.GrantGivenOut(worker.grant.grant_id, None), ev.RequestCancelled(KEY))
     assert names(worker.feed(ev.GrantGivenOut(worker.grant.grant_id, SENDER))) == ["SendRefusal"]
-    worker.now_s += LIMITS.grace_s
+    worker.now_s += LIMITS.lease_s + LIMITS.grace_s
     assert ev.KillWriter(SENDER) in worker.feed(ev.Tick())
+
+
+def test_a_cancel_leaves_the_writer_its_lease_to_drain_in() -> None:
+    worker = Worker().reach("open")
+    worker.feed(ev.RequestCancelled(KEY))
+    worker.now_s += LIMITS.grace_s
+    assert "KillWriter" not in names(worker.feed(ev.Tick()))
+    worker.now_s += LIMITS.lease_s
+    assert "KillWriter" in names(worker.feed(ev.Tick()))
 
 
 def test_one_exit_fences_all_grants_of_that_writer_only() -> None:

@@ -88,6 +88,22 @@ def test_draining_workers_get_no_new_requests_but_finish_theirs(site: Site) -> N
     site.decode.kill()
 
 
+def test_a_failure_between_two_workers_makes_the_retry_avoid_both(site: Site) -> None:
+    """Prefill says that it cannot reach decode-0, which looks idle and would be chosen again and again."""
+    site.prefill.auto = site.decode.auto = False
+    under_way = in_background(site)
+    start = site.prefill.wait_for("start")
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: [w["state"] for w in cluster(site)["decode"]] == ["ready"] * 2)
+    site.prefill.auto = True
+    site.prefill.fail(start.request_id, start.attempt, "handoff", retryable=True, reason="write_failed")
+    assert under_way.result().status_code == 200
+    assert other.count("reserve") == 1
+    assert site.decode.count("reserve") == 1
+    other.kill()
+
+
 def cluster(site: Site) -> Any:
     with site.http() as client:
         return client.get("/v1/cluster").json()
@@ -463,4 +479,7 @@ def test_a_drain_is_bounded(site: Site) -> None:
     began_s = time.monotonic()
     site.server.stop(drain_s=0.2)
     assert time.monotonic() - began_s < 4
-    assert under_way.result().json()["error"]["message"] == "cancelled: the router is shutting down"
+    answer = under_way.result()
+    assert answer.status_code == 503, "the client is still there and should try again"
+    assert answer.json()["error"]["message"] == "the router is shutting down"
+    assert answer.json()["error"]["code"] == "draining"

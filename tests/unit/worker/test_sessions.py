@@ -208,3 +208,16 @@ async def test_a_cancel_that_comes_with_a_change_still_ends_the_beat(num_turns: 
     beat.cancel()
     done, _ = await asyncio.wait([beat], timeout=1.0)
     assert done, "the cancel was swallowed"
+
+
+async def test_a_long_interval_does_not_hold_the_heartbeat_back() -> None:
+    """What a router may take for silence is bounded by the heartbeat alone."""
+    hub = make_hub(Handler(), heartbeat_s=0.05, interval_s=60.0)
+    stream = Stream(hub)
+    beat = asyncio.create_task(hub.beat())
+    async with asyncio.timeout(WAIT_S):
+        while len(stream.heard) < 4:  # hello and three heartbeats
+            stream._changed.clear()
+            await stream._changed.wait()
+    beat.cancel()
+    hub.close()

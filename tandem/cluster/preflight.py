@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 import tandem
+from tandem.cluster import statefile
 from tandem.cluster.host import Host, human_bytes
 from tandem.core.config import Config, PoolConfig
 from tandem.core.errors import ConfigError, TandemError
@@ -308,6 +309,12 @@ def _port_error(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EACCES:
         return ConfigError(
             f"http.port {port} is reserved for the administrator; choose one above 1023 with --port", key="http.port"
+        )
+    if any(cluster.port == port for cluster in statefile.running()):
+        return ConfigError(
+            f"http.port {port} is taken by a Tandem cluster of yours; end it with `tandem stop --port {port}`, "
+            "or choose another with --port",
+            key="http.port",
         )
     return ConfigError(
         f"http.port {port} on {host} cannot be used: {error.strerror}{_listener(port)}; "

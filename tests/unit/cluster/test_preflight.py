@@ -10,10 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tandem.cluster import statefile
 from tandem.cluster.host import Host, human_bytes, this_host
 from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room
+from tandem.cluster.statefile import ClusterFile
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError
 from tandem.core.model_path import read_facts, resolve_model
@@ -102,6 +105,17 @@ def test_a_port_in_use_is_named_with_a_remedy(checkpoint: Path, taken_port: int)
         preflight(checkpoint, taken_port).plan()
     assert caught.value.key == "http.port"
     assert str(taken_port) in caught.value.message
+
+
+def test_a_port_of_ones_own_cluster_is_told_apart(
+    checkpoint: Path, taken_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    me = psutil.Process()
+    url = f"http://127.0.0.1:{taken_port}"
+    statefile.write(ClusterFile(url, taken_port, "", "", "tandem", me.pid, me.create_time(), local=True))
+    with pytest.raises(ConfigError, match=rf"a Tandem cluster of yours; end it with `tandem stop --port {taken_port}`"):
+        preflight(checkpoint, taken_port).plan()
 
 
 def test_another_owner_of_a_top_level_name_is_refused(

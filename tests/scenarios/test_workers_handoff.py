@@ -378,7 +378,7 @@ async def test_every_router_hears_of_a_writer_that_does_not_answer(hasty_pair: W
             async with Router(pair) as router:
                 ask = await router.begin(Ask(prompt_of(60, seed=9)))
                 await router.until_attached(ask)
-                with Stash(pair.prefill.desk, "stop_asked"), Stash(pair.prefill.desk, "happened"):
+                with Stash(pair.prefill, "confirm_idle"):
                     router.close("decode")
                     await bystander.until(lambda: bystander.suspected, "a suspicion")
                     assert bystander.suspected[0].writer_incarnation == pair.prefill.incarnation

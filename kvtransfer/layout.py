@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from tandem.core.dtypes import DTYPE_BYTES
 from tandem.core.errors import IncompatibleError
 
 PROTOCOL_VERSION = 1
 
-_ITEM_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+# Beyond what weights may have: KV that is quantised.
+_ITEM_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.core.config import EMBEDDED_MODEL
+from tandem.core.dtypes import DTYPE_BYTES
 from tandem.core.errors import ModelLoadError
 
 EMBEDDED_NAME = "tandem-tiny"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What `snapshot_download` fetches: weights in safetensors, configuration, tokenizer."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.core.dtypes import DTYPE_BYTES
 from tandem.core.errors import ConfigError
-
-#: Bytes of one element, by the name that checkpoints and the configuration use.
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)

@@ -360,7 +360,6 @@ class CommitRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -369,8 +368,6 @@ class CommitRequest(_message.Message):
     receiver_incarnation: _builtins.str
     sender_worker_id: _builtins.str
     sender_incarnation: _builtins.str
-    num_tokens: _builtins.int
-    """tokens of KV handed off"""
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -398,12 +395,11 @@ class CommitRequest(_message.Message):
         layout: _common_pb2.Layout | None = ...,
         pages: _abc.Iterable[_builtins.int] | None = ...,
         layers: _abc.Iterable[Global___LayerDigests] | None = ...,
-        num_tokens: _builtins.int = ...,
         first_tokens: _abc.Iterable[Global___FirstToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "first_tokens", b"first_tokens", "grant_id", b"grant_id", "layers", b"layers", "layout", b"layout", "num_tokens", b"num_tokens", "pages", b"pages", "receiver_incarnation", b"receiver_incarnation", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "first_tokens", b"first_tokens", "grant_id", b"grant_id", "layers", b"layers", "layout", b"layout", "pages", b"pages", "receiver_incarnation", b"receiver_incarnation", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

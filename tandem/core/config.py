@@ -86,6 +86,18 @@ class SchedulingConfig:
     chunk_size: int = _key(512, "most tokens of one prompt in one step; a multiple of the page size", minimum=1)
     max_queued_requests: int = _key(256, "requests that the router keeps waiting; beyond that: 429", minimum=1)
     worker_queue_bound: int = _key(512, "requests that one worker keeps waiting", minimum=1)
+    unacknowledged_share: float = _key(
+        0.75, "share of a prefill worker's pages that computed prompts may hold while decode has not taken them; above "
+        "it no new prompt is admitted", minimum=0.01
+    )
+    local_prefill_tokens: int = _key(
+        512, "after a prefill worker was lost, decode computes the rest of a prompt by itself if no more tokens than "
+        "this are missing; 0: never", minimum=0
+    )
+    max_step_s: float = _key(
+        300.0, "seconds that one step of a model may take before its worker is taken for stuck and ends itself",
+        minimum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -111,12 +123,39 @@ class LimitsConfig:
         1024, "tokens kept for a client that reads too slowly before its request is cancelled", minimum=1
     )
     max_attempts: int = _key(3, "attempts at one request in all, the first one included", minimum=1)
+    retry_budget: float = _key(
+        0.1, "share of all requests that may be tried again, cluster-wide; a few in a row always may", minimum=0
+    )
+    wait_for_worker_s: float = _key(
+        10.0, "seconds that a request waits for a worker of an empty pool to come (back)", minimum=0
+    )
+    header_timeout_s: float = _key(10.0, "seconds that the head of an HTTP request may take to arrive", minimum=0.1)
+    body_timeout_s: float = _key(30.0, "seconds that the body of an HTTP request may take to arrive", minimum=0.1)
+    max_connections: int = _key(4096, "HTTP connections open at a time; beyond that new ones are closed", minimum=1)
 
 
 @dataclass(frozen=True)
 class HttpConfig:
     host: str = _key("127.0.0.1", "address to listen on")
     port: int = _key(8000, "TCP port to listen on", minimum=1)
+    api_keys_file: str = _key(
+        "", "file with one API key a line; the variable TANDEM_API_KEYS (comma-separated) adds to it. Where there are "
+        "keys, every request but /health needs one"
+    )
+    allow_anonymous: bool = _key(
+        False, "let the router listen beyond loopback without API keys; without this it refuses to start"
+    )
+
+
+@dataclass(frozen=True)
+class SecurityConfig:
+    """Who may speak to whom inside the cluster."""
+
+    tls: str = _key(
+        "auto", "mutual TLS between the cluster's processes; `auto`: as soon as a process listens beyond loopback",
+        choices=("auto", "on", "off"),
+    )
+    certificates: str = _key("", "directory that `tandem certs` made, the same on every node; needed where TLS is on")
 
 
 @dataclass(frozen=True)
@@ -144,6 +183,7 @@ class Config:
     transport: TransportConfig = field(default_factory=TransportConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -263,6 +303,12 @@ def _check_relations(config: Config) -> None:
             f"cache.memory_share is {cache.memory_share}, must be at most 0.95: the model needs room too",
             key="cache.memory_share",
         )
+    if config.scheduling.unacknowledged_share > 1:
+        raise ConfigError(
+            "scheduling.unacknowledged_share is a share: at most 1", key="scheduling.unacknowledged_share"
+        )
+    if config.limits.retry_budget > 1:
+        raise ConfigError("limits.retry_budget is a share: at most 1", key="limits.retry_budget")
     if config.transport.quarantine_cap > 1:
         raise ConfigError("transport.quarantine_cap is a share: at most 1", key="transport.quarantine_cap")
     if config.http.port > 65535:

@@ -9,8 +9,12 @@
     ├── OverloadedError              a bounded queue is full                               429
     ├── NoWorkerError                a pool has no ready worker                            503
     ├── DrainingError                the worker takes no new work                          503
-    ├── CancelledError               the client went away, or the deadline passed          499
+    ├── CancelledError               the client went away, or read too slowly              499
+    ├── DeadlineError                the request's own `timeout` passed                    504
+    ├── AuthenticationError          no valid API key                                      401
+    ├── ForbiddenError               a caller's certificate does not allow the call        403
     ├── WorkerLostError              a worker died or fell silent                          502
+    ├── WorkersDiedError             two workers died of this request, or with it          500
     ├── HandoffError                 the pages did not reach decode; `reason` says why     502
     ├── TransportError               the transport below the pages failed                  502
     ├── IncompatibleError            two sides differ in layout or protocol                503
@@ -122,10 +126,34 @@ class DrainingError(TandemError):
 
 
 class CancelledError(TandemError):
-    """The request was cancelled: client gone, reader too slow, or deadline passed."""
+    """The request was cancelled: client gone, or reader too slow."""
 
     code = "cancelled"
     http_status = 499
+
+
+class DeadlineError(TandemError):
+    """The request's own `timeout` passed before its end."""
+
+    code = "deadline"
+    http_status = 504
+    openai_type = "timeout_error"
+
+
+class AuthenticationError(TandemError):
+    """The request carries no valid API key."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    openai_type = "authentication_error"
+
+
+class ForbiddenError(TandemError):
+    """The caller's certificate names a role that may not make this call."""
+
+    code = "forbidden"
+    http_status = 403
+    openai_type = "permission_error"
 
 
 class WorkerLostError(TandemError):
@@ -134,6 +162,12 @@ class WorkerLostError(TandemError):
     code = "worker_lost"
     http_status = 502
     retryable = True
+
+
+class WorkersDiedError(TandemError):
+    """Two workers died while they held this request: it may be the cause, and is not tried a third time."""
+
+    code = "workers_died"
 
 
 class HandoffError(TandemError):

@@ -8,6 +8,7 @@ from grpc import aio
 from tandem.core.errors import (
     HandoffError,
     InvalidRequestError,
+    OverloadedError,
     TandemError,
     TransportError,
     WorkerLostError,
@@ -29,6 +30,7 @@ def error_to_proto(error: BaseException, request_id: str = "") -> pb.Error:
         retryable=error.retryable,
         reason=error.reason if isinstance(error, HandoffError) else "",
         field=(error.field or "") if isinstance(error, InvalidRequestError) else "",
+        retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else 0.0,
     )
 
 
@@ -41,6 +43,8 @@ def error_from_proto(message: pb.Error) -> TandemError:
         error = cls(message.message, reason=message.reason, request_id=request_id)
     elif issubclass(cls, InvalidRequestError):
         error = cls(message.message, field=message.field or None, request_id=request_id)
+    elif issubclass(cls, OverloadedError):
+        error = cls(message.message, retry_after_s=message.retry_after_s or 1.0, request_id=request_id)
     else:
         error = cls(message.message)
         error.request_id = request_id

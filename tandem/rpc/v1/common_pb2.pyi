@@ -71,6 +71,7 @@ class Error(_message.Message):
     RETRYABLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """`TandemError.code`, e.g. "worker_lost" """
     message: _builtins.str
@@ -83,6 +84,8 @@ class Error(_message.Message):
     """of a refused handoff: `RefusalReason` in lower case"""
     field: _builtins.str
     """of an invalid request: the JSON field"""
+    retry_after_s: _builtins.float
+    """of an overload: the advice, in seconds"""
     def __init__(
         self,
         *,
@@ -92,10 +95,11 @@ class Error(_message.Message):
         retryable: _builtins.bool = ...,
         reason: _builtins.str = ...,
         field: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

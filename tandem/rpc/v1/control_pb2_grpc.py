@@ -45,6 +45,11 @@ class RouterControlStub:
                 request_serializer=tandem_dot_v1_dot_control__pb2.DrainRouterRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_control__pb2.DrainRouterReply.FromString,
                 _registered_method=True)
+        self.RouterStatus = channel.unary_unary(
+                '/tandem.v1.RouterControl/RouterStatus',
+                request_serializer=tandem_dot_v1_dot_control__pb2.RouterStatusRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_control__pb2.RouterStatusReply.FromString,
+                _registered_method=True)
 
 
 class RouterControlServicer:
@@ -64,6 +69,13 @@ class RouterControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RouterStatus(self, request, context):
+        """The supervisor's heartbeat; answered from the event loop that serves clients.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_RouterControlServicer_to_server(servicer, server):
                     servicer.DrainRouter,
                     request_deserializer=tandem_dot_v1_dot_control__pb2.DrainRouterRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_control__pb2.DrainRouterReply.SerializeToString,
+            ),
+            'RouterStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.RouterStatus,
+                    request_deserializer=tandem_dot_v1_dot_control__pb2.RouterStatusRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_control__pb2.RouterStatusReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -142,6 +159,33 @@ class RouterControl:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def RouterStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RouterControl/RouterStatus',
+            tandem_dot_v1_dot_control__pb2.RouterStatusRequest.SerializeToString,
+            tandem_dot_v1_dot_control__pb2.RouterStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WorkerControlStub:
     """Every worker has this too: read by the supervisor, tests and tools.
@@ -168,6 +212,11 @@ class WorkerControlStub:
                 request_serializer=tandem_dot_v1_dot_control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_common__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.NoteEnded = channel.unary_unary(
+                '/tandem.v1.WorkerControl/NoteEnded',
+                request_serializer=tandem_dot_v1_dot_control__pb2.NoteEndedRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_control__pb2.NoteEndedReply.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -193,6 +242,14 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NoteEnded(self, request, context):
+        """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+        have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,6 +267,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=tandem_dot_v1_dot_control__pb2.StatusRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_common__pb2.WorkerStatus.SerializeToString,
+            ),
+            'NoteEnded': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteEnded,
+                    request_deserializer=tandem_dot_v1_dot_control__pb2.NoteEndedRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_control__pb2.NoteEndedReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -294,6 +356,33 @@ class WorkerControl:
             '/tandem.v1.WorkerControl/Status',
             tandem_dot_v1_dot_control__pb2.StatusRequest.SerializeToString,
             tandem_dot_v1_dot_common__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteEnded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.WorkerControl/NoteEnded',
+            tandem_dot_v1_dot_control__pb2.NoteEndedRequest.SerializeToString,
+            tandem_dot_v1_dot_control__pb2.NoteEndedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class RouterControlStub:
     """Replace the membership. Pushed whenever it changes and again to a router that has started anew."""
     DrainRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]
     """Take no new requests, finish those under way, then answer."""
+    RouterStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]
+    """The supervisor's heartbeat; answered from the event loop that serves clients."""
 
 @_typing.type_check_only
 class RouterControlAsyncStub(RouterControlStub):
@@ -44,6 +46,8 @@ class RouterControlAsyncStub(RouterControlStub):
     """Replace the membership. Pushed whenever it changes and again to a router that has started anew."""
     DrainRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]  # type: ignore[assignment]
     """Take no new requests, finish those under way, then answer."""
+    RouterStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]  # type: ignore[assignment]
+    """The supervisor's heartbeat; answered from the event loop that serves clients."""
 
 class RouterControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -62,6 +66,14 @@ class RouterControlServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_pb2.DrainRouterReply, _abc.Awaitable[_control_pb2.DrainRouterReply]]:
         """Take no new requests, finish those under way, then answer."""
 
+    @_abc_1.abstractmethod
+    def RouterStatus(
+        self,
+        request: _control_pb2.RouterStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RouterStatusReply, _abc.Awaitable[_control_pb2.RouterStatusReply]]:
+        """The supervisor's heartbeat; answered from the event loop that serves clients."""
+
 def add_RouterControlServicer_to_server(servicer: RouterControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerControlStub:
@@ -75,6 +87,10 @@ class WorkerControlStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerReply]
     """Take no new work, finish what is held; answers when nothing is held any more."""
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _common_pb2.WorkerStatus]
+    NoteEnded: _grpc.UnaryUnaryMultiCallable[_control_pb2.NoteEndedRequest, _control_pb2.NoteEndedReply]
+    """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+    have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
+    """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -85,6 +101,10 @@ class WorkerControlAsyncStub(WorkerControlStub):
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerReply]  # type: ignore[assignment]
     """Take no new work, finish what is held; answers when nothing is held any more."""
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _common_pb2.WorkerStatus]  # type: ignore[assignment]
+    NoteEnded: _aio.UnaryUnaryMultiCallable[_control_pb2.NoteEndedRequest, _control_pb2.NoteEndedReply]  # type: ignore[assignment]
+    """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+    have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
+    """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
     """Every worker has this too: read by the supervisor, tests and tools."""
@@ -110,5 +130,15 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.WorkerStatus, _abc.Awaitable[_common_pb2.WorkerStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def NoteEnded(
+        self,
+        request: _control_pb2.NoteEndedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.NoteEndedReply, _abc.Awaitable[_control_pb2.NoteEndedReply]]:
+        """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+        have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
+        """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -58,11 +58,16 @@ class Reserve(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     JOURNAL_FIELD_NUMBER: _builtins.int
+    MAX_LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
     """lower goes first"""
     num_choices: _builtins.int
+    max_local_tokens: _builtins.int
+    """Decode computes the prompt itself, and samples the first tokens, when at most so many of its tokens are not in its
+    cache: then it answers `local` instead of `granted`, and no prefill worker takes part. 0: never.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -81,10 +86,11 @@ class Reserve(_message.Message):
         sampling: _common_pb2.Sampling | None = ...,
         num_choices: _builtins.int = ...,
         journal: _abc.Iterable[_common_pb2.ChoiceJournal] | None = ...,
+        max_local_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "journal", b"journal", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -104,6 +110,7 @@ class Grant(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     NUM_CACHED_PAGES_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     epoch: _builtins.int
     """grows with every grant of this incarnation"""
@@ -114,6 +121,10 @@ class Grant(_message.Message):
     """leading logical pages that decode already holds, verified"""
     lease_s: _builtins.float
     """how long the grant holds from when it was given"""
+    capability: _builtins.bytes
+    """Proof that its bearer was given this grant: HMAC-SHA256 by decode's own secret over all of the above but the lease.
+    Every call about the grant carries it.
+    """
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """page ids at decode, for logical pages [num_cached_pages, …)"""
@@ -129,10 +140,11 @@ class Grant(_message.Message):
         pages: _abc.Iterable[_builtins.int] | None = ...,
         num_cached_pages: _builtins.int = ...,
         lease_s: _builtins.float = ...,
+        capability: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "grant_id", b"grant_id", "lease_s", b"lease_s", "num_cached_pages", b"num_cached_pages", "pages", b"pages", "receiver_incarnation", b"receiver_incarnation", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capability", b"capability", "epoch", b"epoch", "grant_id", b"grant_id", "lease_s", b"lease_s", "num_cached_pages", b"num_cached_pages", "pages", b"pages", "receiver_incarnation", b"receiver_incarnation", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,6 +186,7 @@ class DecodeEvent(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     WRITER_SUSPECTED_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -186,6 +199,8 @@ class DecodeEvent(_message.Message):
     def failed(self) -> _common_pb2.AttemptFailed: ...
     @_builtins.property
     def writer_suspected(self) -> Global___WriterSuspected: ...
+    @_builtins.property
+    def local(self) -> Global___ComputesHere: ...
     def __init__(
         self,
         *,
@@ -195,12 +210,13 @@ class DecodeEvent(_message.Message):
         token: _common_pb2.Token | None = ...,
         failed: _common_pb2.AttemptFailed | None = ...,
         writer_suspected: Global___WriterSuspected | None = ...,
+        local: Global___ComputesHere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected", "local"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -229,6 +245,40 @@ class Admitted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
+
+@_typing.final
+class ComputesHere(_message.Message):
+    """Decode computes the prompt by itself; all tokens, the first ones too, come from here. Sent when the request has its
+    pages and is in the batch from the next step on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    num_cached_tokens: _builtins.int
+    """of the prompt, verified here already"""
+    num_computed_tokens: _builtins.int
+    """of the prompt, that it computes"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputesHere: _TypeAlias = ComputesHere  # noqa: Y015
 
 @_typing.final
 class WriterSuspected(_message.Message):
@@ -361,6 +411,7 @@ class CommitRequest(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     grant_id: _builtins.str
@@ -368,6 +419,8 @@ class CommitRequest(_message.Message):
     receiver_incarnation: _builtins.str
     sender_worker_id: _builtins.str
     sender_incarnation: _builtins.str
+    capability: _builtins.bytes
+    """of the grant"""
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -396,14 +449,91 @@ class CommitRequest(_message.Message):
         pages: _abc.Iterable[_builtins.int] | None = ...,
         layers: _abc.Iterable[Global___LayerDigests] | None = ...,
         first_tokens: _abc.Iterable[Global___FirstToken] | None = ...,
+        capability: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "first_tokens", b"first_tokens", "grant_id", b"grant_id", "layers", b"layers", "layout", b"layout", "pages", b"pages", "receiver_incarnation", b"receiver_incarnation", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capability", b"capability", "epoch", b"epoch", "first_tokens", b"first_tokens", "grant_id", b"grant_id", "layers", b"layers", "layout", b"layout", "pages", b"pages", "receiver_incarnation", b"receiver_incarnation", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+
+@_typing.final
+class CommitPartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    GRANT_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RECEIVER_INCARNATION_FIELD_NUMBER: _builtins.int
+    SENDER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    grant_id: _builtins.str
+    epoch: _builtins.int
+    receiver_incarnation: _builtins.str
+    sender_worker_id: _builtins.str
+    sender_incarnation: _builtins.str
+    first_index: _builtins.int
+    """in the grant's pages, of the first page of this part"""
+    capability: _builtins.bytes
+    """of the grant"""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerDigests]:
+        """one a layer, each with as many digests as the part has pages"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        grant_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        receiver_incarnation: _builtins.str = ...,
+        sender_worker_id: _builtins.str = ...,
+        sender_incarnation: _builtins.str = ...,
+        first_index: _builtins.int = ...,
+        layers: _abc.Iterable[Global___LayerDigests] | None = ...,
+        capability: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capability", b"capability", "epoch", b"epoch", "first_index", b"first_index", "grant_id", b"grant_id", "layers", b"layers", "receiver_incarnation", b"receiver_incarnation", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitPartRequest: _TypeAlias = CommitPartRequest  # noqa: Y015
+
+@_typing.final
+class CommitPartReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ok: _builtins.bool
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """code "handoff" and the reason when refused"""
+
+    def __init__(
+        self,
+        *,
+        ok: _builtins.bool = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "ok", b"ok"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitPartReply: _TypeAlias = CommitPartReply  # noqa: Y015
 
 @_typing.final
 class CommitReply(_message.Message):
@@ -439,12 +569,15 @@ class AttachRequest(_message.Message):
     GRANT_ID_FIELD_NUMBER: _builtins.int
     SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     grant_id: _builtins.str
     sender_incarnation: _builtins.str
     renew: _builtins.bool
     """attached already; the lease starts anew"""
+    capability: _builtins.bytes
+    """of the grant"""
     def __init__(
         self,
         *,
@@ -453,10 +586,11 @@ class AttachRequest(_message.Message):
         grant_id: _builtins.str = ...,
         sender_incarnation: _builtins.str = ...,
         renew: _builtins.bool = ...,
+        capability: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "grant_id", b"grant_id", "renew", b"renew", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capability", b"capability", "grant_id", b"grant_id", "renew", b"renew", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,10 +632,13 @@ class ConfirmIdleRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     GRANT_ID_FIELD_NUMBER: _builtins.int
     SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     grant_id: _builtins.str
     sender_incarnation: _builtins.str
+    capability: _builtins.bytes
+    """of the grant; empty where the sender never had it"""
     def __init__(
         self,
         *,
@@ -509,10 +646,11 @@ class ConfirmIdleRequest(_message.Message):
         attempt: _builtins.int = ...,
         grant_id: _builtins.str = ...,
         sender_incarnation: _builtins.str = ...,
+        capability: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "grant_id", b"grant_id", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capability", b"capability", "grant_id", b"grant_id", "request_id", b"request_id", "sender_incarnation", b"sender_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,11 @@ class DecodeServiceStub:
                 request_serializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleReply.FromString,
                 _registered_method=True)
+        self.CommitPart = channel.unary_unary(
+                '/tandem.v1.DecodeService/CommitPart',
+                request_serializer=tandem_dot_v1_dot_decode__pb2.CommitPartRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_decode__pb2.CommitPartReply.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -102,6 +107,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CommitPart(self, request, context):
+        """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
+        verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +142,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.ConfirmIdle,
                     request_deserializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleReply.SerializeToString,
+            ),
+            'CommitPart': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitPart,
+                    request_deserializer=tandem_dot_v1_dot_decode__pb2.CommitPartRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_decode__pb2.CommitPartReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +284,33 @@ class DecodeService:
             '/tandem.v1.DecodeService/ConfirmIdle',
             tandem_dot_v1_dot_decode__pb2.ConfirmIdleRequest.SerializeToString,
             tandem_dot_v1_dot_decode__pb2.ConfirmIdleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitPart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.DecodeService/CommitPart',
+            tandem_dot_v1_dot_decode__pb2.CommitPartRequest.SerializeToString,
+            tandem_dot_v1_dot_decode__pb2.CommitPartReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class DecodeServiceStub:
     """
     ConfirmIdle: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]
     """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
+    CommitPart: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitPartRequest, _decode_pb2.CommitPartReply]
+    """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
+    verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -67,6 +71,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """
     ConfirmIdle: _aio.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]  # type: ignore[assignment]
     """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
+    CommitPart: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitPartRequest, _decode_pb2.CommitPartReply]  # type: ignore[assignment]
+    """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
+    verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
+    """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -114,5 +122,15 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ConfirmIdleReply, _abc.Awaitable[_decode_pb2.ConfirmIdleReply]]:
         """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
+
+    @_abc_1.abstractmethod
+    def CommitPart(
+        self,
+        request: _decode_pb2.CommitPartRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.CommitPartReply, _abc.Awaitable[_decode_pb2.CommitPartReply]]:
+        """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
+        verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
+        """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -49,6 +49,11 @@ class SupervisorControlStub:
                 request_serializer=tandem_dot_v1_dot_supervisor__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_supervisor__pb2.ScaleReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.SupervisorControl/Drain',
+                request_serializer=tandem_dot_v1_dot_supervisor__pb2.DrainRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_supervisor__pb2.DrainReply.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/tandem.v1.SupervisorControl/Shutdown',
                 request_serializer=tandem_dot_v1_dot_supervisor__pb2.ShutdownRequest.SerializeToString,
@@ -80,6 +85,14 @@ class SupervisorControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
+        its place. Answers at once; WatchCluster tells when it is done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Finish what is under way (within `grace_s`), then stop router, workers and supervisor. Answers when the
         router and all workers have stopped; the supervisor's own process ends right after.
@@ -105,6 +118,11 @@ def add_SupervisorControlServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=tandem_dot_v1_dot_supervisor__pb2.ScaleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_supervisor__pb2.ScaleReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=tandem_dot_v1_dot_supervisor__pb2.DrainRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_supervisor__pb2.DrainReply.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -193,6 +211,33 @@ class SupervisorControl:
             '/tandem.v1.SupervisorControl/Scale',
             tandem_dot_v1_dot_supervisor__pb2.ScaleRequest.SerializeToString,
             tandem_dot_v1_dot_supervisor__pb2.ScaleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.SupervisorControl/Drain',
+            tandem_dot_v1_dot_supervisor__pb2.DrainRequest.SerializeToString,
+            tandem_dot_v1_dot_supervisor__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class SupervisorControlStub:
     """The cluster now, then again after each change of membership or wanted sizes. Ends with the cluster."""
     Scale: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleReply]
     """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.DrainRequest, _supervisor_pb2.DrainReply]
+    """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
+    its place. Answers at once; WatchCluster tells when it is done.
+    """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ShutdownRequest, _supervisor_pb2.ShutdownReply]
     """Finish what is under way (within `grace_s`), then stop router, workers and supervisor. Answers when the
     router and all workers have stopped; the supervisor's own process ends right after.
@@ -51,6 +55,10 @@ class SupervisorControlAsyncStub(SupervisorControlStub):
     """The cluster now, then again after each change of membership or wanted sizes. Ends with the cluster."""
     Scale: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleReply]  # type: ignore[assignment]
     """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
+    Drain: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.DrainRequest, _supervisor_pb2.DrainReply]  # type: ignore[assignment]
+    """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
+    its place. Answers at once; WatchCluster tells when it is done.
+    """
     Shutdown: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ShutdownRequest, _supervisor_pb2.ShutdownReply]  # type: ignore[assignment]
     """Finish what is under way (within `grace_s`), then stop router, workers and supervisor. Answers when the
     router and all workers have stopped; the supervisor's own process ends right after.
@@ -80,6 +88,16 @@ class SupervisorControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_pb2.ScaleReply, _abc.Awaitable[_supervisor_pb2.ScaleReply]]:
         """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _supervisor_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_pb2.DrainReply, _abc.Awaitable[_supervisor_pb2.DrainReply]]:
+        """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
+        its place. Answers at once; WatchCluster tells when it is done.
+        """
 
     @_abc_1.abstractmethod
     def Shutdown(

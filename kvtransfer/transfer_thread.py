@@ -78,6 +78,9 @@ class TransferThread:
         # Daemon: a process that dies without `stop` must not hang on it. `stop` is the clean way.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.num_polls = 0
+        # Since when the present turn (commands, poll, deliveries) has been running, on the monotonic clock; `None` while
+        # the thread waits. Read by the worker's watchdog.
+        self.busy_since_s: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -176,9 +179,11 @@ class TransferThread:
         pause_s = SHORTEST_PAUSE_S
         last_event_s = time.monotonic()
         while True:
+            self.busy_since_s = None
             commands = self._next_commands(pause_s)
             if commands is None:
                 return
+            self.busy_since_s = time.monotonic()
             for command in commands:
                 _run(command, self._transport)
             self.num_polls += 1

@@ -11,6 +11,7 @@ import threading
 import uuid
 from pathlib import Path
 
+from tandem.core import points
 from tandem.core.config import load
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
@@ -52,6 +53,7 @@ def _parse(role: str, program: str) -> argparse.Namespace:
 def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> int:
     config = load(options.config)
     setup_logging(config.logging, options.worker_id)
+    points.name_process(options.worker_id)
     worker = worker_class(
         config,
         worker_id=options.worker_id,

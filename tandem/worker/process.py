@@ -44,6 +44,7 @@ from tandem.worker.loop_thread import LoopThread
 from tandem.worker.runner import Role, Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sessions import SessionHub
+from tandem.worker.watchdog import Watchdog
 from tandem.worker.wire import layout_to_proto
 
 _log = logging.getLogger(__name__)
@@ -142,6 +143,13 @@ class WorkerProcess(ABC):
     @abstractmethod
     async def close_channels(self) -> None:
         """Close the connections to other workers; in the event loop."""
+
+    @abstractmethod
+    def process_ended(self, incarnation: str) -> None:
+        """The process of this incarnation, on whatever host, has provably ended; in the event loop.
+
+        A fence for all that it might have written here, and the end of all that was sent to it. Often unknown here.
+        """
 
     @abstractmethod
     def num_held(self) -> int:
@@ -265,6 +273,8 @@ class WorkerProcess(ABC):
         await server.start()
         self._server = server
         self.spawn(self.hub.beat())
+        threads = {"runner": lambda: self.runner.busy_since_s, "transfer": lambda: self.transfer.busy_since_s}
+        self.spawn(Watchdog(threads, self.config.scheduling.max_step_s).watch())
         return f"{self._host}:{port}"
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -317,6 +327,7 @@ class WorkerProcess(ABC):
     async def drain_async(self) -> None:
         """Take no new work and return when nothing is held any more, or the worker stops; in the event loop."""
         self.draining = True
+        self.hub.status_changed()  # routers look for other places at once
         self.runner.submit(self.check_drained)
         await self._drained.wait()
 
@@ -397,3 +408,8 @@ class _ControlService(control_pb2_grpc.WorkerControlServicer):
     async def Drain(self, _request: control_pb2.DrainWorkerRequest, _: Any) -> control_pb2.DrainWorkerReply:
         await self._worker.drain_async()
         return control_pb2.DrainWorkerReply()
+
+    async def NoteEnded(self, request: control_pb2.NoteEndedRequest, _: Any) -> control_pb2.NoteEndedReply:
+        for incarnation in request.incarnations:
+            self._worker.process_ended(incarnation)
+        return control_pb2.NoteEndedReply()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -63,6 +64,8 @@ class Runner:
         self._role: Role | None = None
         self._stopping = False
         self._num_failed_steps = 0
+        # Since when the present turn has been running, on the monotonic clock; read by the watchdog.
+        self.busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, role: Role) -> None:
@@ -96,10 +99,13 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 - handed on; nobody is above a thread
             _log.exception("the runner failed")
             self._on_fatal(error)
+        finally:
+            self.busy_since_s = None
 
     def _turn(self) -> None:
         role = self._role
         assert role is not None
+        self.busy_since_s = time.monotonic()
         self._drain_inbox()
         if self._stopping:
             return
@@ -109,7 +115,10 @@ class Runner:
             self._step(role, batch)
             return
         role.going_idle()
-        self._inbox.get()()
+        self.busy_since_s = None
+        call = self._inbox.get()
+        self.busy_since_s = time.monotonic()
+        call()
 
     def _drain_inbox(self) -> None:
         while True:

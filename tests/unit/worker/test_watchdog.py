@@ -1,0 +1,77 @@
+"""A stuck thread ends the process; a busy one that makes turns, or an idle one, does not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+from kvtransfer.transfer_thread import TransferThread
+from kvtransfer.transports.loopback import LoopbackTransport
+from tandem.worker.watchdog import EXIT_CODE, Watchdog
+
+WAIT_S = 10.0
+
+
+def test_only_a_thread_beyond_its_time_is_reported() -> None:
+    now_s = time.monotonic()
+    stuck: list[tuple[str, float]] = []
+    threads = {"idle": lambda: None, "busy": lambda: now_s - 5.0, "stuck": lambda: now_s - 11.0}
+    Watchdog(threads, 10.0, lambda name, busy_s: stuck.append((name, busy_s))).look()
+    assert [name for name, _ in stuck] == ["stuck"]
+    assert stuck[0][1] >= 11.0
+
+
+def test_it_looks_again_and_again() -> None:
+    async def scenario() -> str:
+        found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        began_s = time.monotonic()
+
+        def on_stuck(name: str, _: float) -> None:
+            if not found.done():
+                found.set_result(name)
+
+        task = asyncio.create_task(Watchdog({"runner": lambda: began_s}, 0.1, on_stuck).watch())
+        try:
+            return await asyncio.wait_for(found, WAIT_S)
+        finally:
+            task.cancel()
+
+    assert asyncio.run(scenario()) == "runner"
+
+
+def test_a_stuck_process_ends_with_its_own_code() -> None:
+    program = "from tandem.worker.watchdog import end_process; end_process('runner', 12.0)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == EXIT_CODE
+    assert "runner thread has been busy for 12 s" in ended.stderr
+
+
+def test_the_transfer_thread_tells_since_when_it_is_busy() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def block(_: object) -> None:
+        entered.set()
+        assert leave.wait(WAIT_S)
+
+    transport = LoopbackTransport("watched")
+    thread = TransferThread(transport, lambda _: None, lambda _: None)
+    thread.start()
+    try:
+        before_s = time.monotonic()
+        command = thread.submit(block)
+        assert entered.wait(WAIT_S)
+        since_s = thread.busy_since_s
+        assert since_s is not None
+        assert before_s <= since_s <= time.monotonic()
+        leave.set()
+        command.result(WAIT_S)
+        deadline_s = time.monotonic() + WAIT_S
+        while thread.busy_since_s is not None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+    finally:
+        leave.set()
+        thread.stop()

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-from collections.abc import Callable
 
 import numba
 import numpy as np
 
-_log = logging.getLogger(__name__)
-
-# Numba's own thread pool: present everywhere (OpenMP's library is not), and its idle threads sleep. It aborts the
-# process when two threads launch kernels at once, so every launch holds this lock.
-numba.config.THREADING_LAYER = "workqueue"
-_LAUNCH = threading.Lock()
-
-# Reassociation and contraction let the dot products use vector units; NaN and infinity keep their meaning, since
-# the running maximum starts at minus infinity.
-_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+from tandem.engine.threads import compile_kernel, launch
 
 
-def _compile(function: Callable[..., None]) -> Callable[..., None]:
-    options = {"parallel": True, "nogil": True, "fastmath": _FASTMATH, "error_model": "numpy"}
-    try:
-        compiled: Callable[..., None] = numba.njit(function, cache=True, **options)
-    except RuntimeError as error:  # no directory to write to: every process compiles anew
-        _log.warning("compiled kernels cannot be cached: %s", error)
-        compiled = numba.njit(function, **options)
-    return compiled
-
-
-@_compile
+@compile_kernel(parallel=True)
 def _attend_rows(query, pages, tables, row_tables, row_positions, scaling, window, softcap, output):  # type: ignore[no-untyped-def] # pragma: no cover
     num_rows, num_heads, head_dim = query.shape
     page_size = pages.shape[2]
@@ -110,17 +88,17 @@ def attend_rows(
         `[rows, heads, head_dim]` float32. A row's result does not depend on the other rows or on the threads.
     """
     output = np.empty_like(query)
-    with _LAUNCH:
-        numba.set_num_threads(max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS)))
-        _attend_rows(
-            query,
-            pages,
-            tables,
-            row_tables,
-            row_positions,
-            np.float32(scaling),
-            window,
-            np.float32(softcap),
-            output,
-        )
+    launch(
+        num_threads,
+        _attend_rows,
+        query,
+        pages,
+        tables,
+        row_tables,
+        row_positions,
+        np.float32(scaling),
+        window,
+        np.float32(softcap),
+        output,
+    )
     return output

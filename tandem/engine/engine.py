@@ -16,6 +16,7 @@ from tandem.engine.attention import AttentionBackend
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
 from tandem.engine.layout import KVLayout
+from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
 from tandem.engine.probe import probe_architecture
 
@@ -43,6 +44,7 @@ class Engine:
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
         model_dtype: "float32", "float16" or "bfloat16"; also of the KV.
         attention: name of the attention kernel in use.
+        linear: whose products of linear layers are in use, "packed" or "torch".
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Engine:
         backend: AttentionBackend,
         eos_token_ids: tuple[int, ...],
         max_context: int,
+        num_threads: int,
     ) -> None:
         self.arena = arena
         self.layout: KVLayout = arena.layout
@@ -61,6 +64,7 @@ class Engine:
         self.model_dtype = arena.layout.dtype
         self.weights_sha256 = loader.weights_sha256(model)
         self.attention = backend.name
+        self.linear = pack(model, num_threads)
         self._model = model
         self._backend = backend
         self._paged = PagedModel(model, arena, backend, self.vocab_size, max_context)
@@ -107,9 +111,9 @@ class Engine:
             probe_architecture(config, num_threads=threads)
         model = loader.load_model(model_dir, config, resolved, target)
         arena = KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target), target)
-        engine = cls(model, arena, backend, loader.eos_of(model_dir, config), context)
+        engine = cls(model, arena, backend, loader.eos_of(model_dir, config), context, threads)
         _log.info(
-            "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %d threads",
+            "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, %d threads",
             model_dir,
             resolved,
             target,
@@ -117,6 +121,7 @@ class Engine:
             page_size,
             arena.num_bytes,
             engine.attention,
+            engine.linear,
             threads,
         )
         return engine

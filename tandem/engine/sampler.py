@@ -83,27 +83,45 @@ class SampledToken:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()) -> list[SampledToken]:
-    """Choose one token for each row.
+    """As `sample_rows`, for those to whom one bad row is the end of all: raises its error."""
+    tokens = []
+    for token in sample_rows(logits, rows, eos_token_ids):
+        if isinstance(token, InternalError):
+            raise token
+        tokens.append(token)
+    return tokens
+
+
+def sample_rows(
+    logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()
+) -> list[SampledToken | InternalError]:
+    """Choose one token for each row; where that fails, the row has its error, and no other row shows it.
 
     Args:
         logits: `[len(rows), vocab]` float32, on any device; not changed.
         rows: what is asked of each row. Its state is read, not appended to.
         eos_token_ids: the model's ends of text, kept out until `min_tokens` unless `ignore_eos`.
 
-    Raises `InternalError` if a row holds NaN: the model overflowed, and any token would be invented.
+    A row that holds NaN fails: the model overflowed, and any token would be invented.
     """
     if logits.dim() != 2 or logits.shape[0] != len(rows):
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows")
     if not rows:
         return []
     best, best_ids = logits.max(dim=-1)
-    if bool(torch.isnan(best).any()):
-        raise InternalError(f"the model gave NaN logits in rows {torch.isnan(best).nonzero().flatten().tolist()}")
     chosen: list[int] = best_ids.tolist()
+    failed = {
+        index: InternalError("the model gave NaN logits") for index in torch.isnan(best).nonzero().flatten().tolist()
+    }
     for index, row in enumerate(rows):
-        if not row.params.is_greedy or _changes_logits(row):
-            chosen[index] = _sample_row(logits[index], row, eos_token_ids)
-    return _with_logprobs(logits, rows, chosen)
+        if index not in failed and (not row.params.is_greedy or _changes_logits(row)):
+            try:
+                chosen[index] = _sample_row(logits[index], row, eos_token_ids)
+            except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
+                failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
+                failed[index].__cause__ = error
+    tokens = _with_logprobs(logits, rows, chosen)
+    return [failed.get(index, token) for index, token in enumerate(tokens)]
 
 
 def _changes_logits(row: SampleRow) -> bool:

@@ -1,0 +1,80 @@
+"""Packed products against torch's, and what torch's cannot promise: a row's result is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from tandem.engine.packed_linear import PackedLinear, pack
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 16, 32, 65)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_out", "num_in"), [(32, 8), (64, 100), (96, 768), (50, 17), (1, 1), (33, 64)])
+def test_products_are_those_of_torch(num_out: int, num_in: int, num_threads: int) -> None:
+    weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
+    packed = PackedLinear(weight, bias, num_threads)
+    for rows in ROWS:
+        x = draw(rows, num_in, seed=rows)
+        exact = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(packed(x).double(), exact, rtol=1e-5, atol=1e-5 * num_in**0.5)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_does_not_depend_on_what_is_beside_it(num_threads: int) -> None:
+    packed = PackedLinear(draw(200, 300), None, num_threads)
+    x = draw(70, 300, seed=3)
+    alone = torch.cat([packed(row[None]) for row in x])
+    for rows in ROWS:
+        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+
+
+def test_leading_dimensions_and_strides_of_the_input_are_free() -> None:
+    packed = PackedLinear(draw(40, 24), draw(40, seed=1), 1)
+    x = draw(2, 24, 5).transpose(1, 2)
+    assert not x.is_contiguous()
+    result = packed(x)
+    assert result.shape == (2, 5, 40)
+    assert torch.equal(result.reshape(10, 40), packed(x.reshape(10, 24)))
+
+
+def test_all_linear_layers_of_a_model_are_replaced_and_tied_embeddings_stay() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=70,
+        tie_word_embeddings=True, attention_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.arange(10)[None]
+    with torch.inference_mode():
+        before = model(ids).logits
+        assert pack(model, 1) == "packed"
+        after = model(ids).logits
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    assert not [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    assert model.get_input_embeddings().weight.shape == (70, 32)
+
+
+def test_gpt2_style_layers_are_replaced_too() -> None:
+    layer = Conv1D(48, 16)
+    with torch.no_grad():
+        layer.weight.copy_(draw(16, 48))
+    x = draw(5, 16, seed=4)
+    packed = PackedLinear(layer.weight.T, layer.bias, 1)
+    torch.testing.assert_close(packed(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_float32_keeps_torch() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=70
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    assert pack(model, 1) == "torch"
+    assert type(model.lm_head) is torch.nn.Linear

@@ -1,4 +1,4 @@
-"""Attention on the CPU in float32: the paged kernel for few rows, torch's for long chunks."""
+"""Attention on the CPU in float32: the paged kernel for few rows, torch's for long chunks and odd head sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_numba import attend_rows
+from tandem.engine.attention_numba import attend_rows, can_attend
 from tandem.engine.attention_reference import AttentionParams, attend_math, gather, visibility
 from tandem.engine.batch import PagedBatch, SequenceRows
 
@@ -31,7 +31,7 @@ class CPUAttention:
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return the attention of all rows, `[T, heads, head_dim]` float32; `query` has the same shape."""
-        few, many = _split(batch)
+        few, many = _split(batch, query.shape[2])
         if not many:
             return self._attend_paged(batch, arena, layer, query, params)
         output = torch.empty_like(query)
@@ -61,11 +61,12 @@ class CPUAttention:
         return torch.from_numpy(output)
 
 
-def _split(batch: PagedBatch) -> tuple[list[SequenceRows], list[SequenceRows]]:
+def _split(batch: PagedBatch, head_dim: int) -> tuple[list[SequenceRows], list[SequenceRows]]:
     """Return the sequences for the paged kernel and those to gather; the same for all layers of a forward."""
     if "split" not in batch.plan:
-        few = [sequence for sequence in batch.sequences if sequence.num_rows <= MAX_PAGED_ROWS]
-        many = [sequence for sequence in batch.sequences if sequence.num_rows > MAX_PAGED_ROWS]
+        most = MAX_PAGED_ROWS if can_attend(head_dim) else 0
+        few = [sequence for sequence in batch.sequences if sequence.num_rows <= most]
+        many = [sequence for sequence in batch.sequences if sequence.num_rows > most]
         rows = [sequence.row + offset for sequence in few for offset in range(sequence.num_rows)]
         tables = [sequence.index for sequence in few for _ in range(sequence.num_rows)]
         positions = [sequence.start + offset for sequence in few for offset in range(sequence.num_rows)]

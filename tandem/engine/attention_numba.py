@@ -1,65 +1,247 @@
-"""Paged attention on the CPU, float32, without gathering: each query row walks its pages."""
+"""Paged attention on the CPU, float32, without gathering: each query row walks its pages.
+
+Query heads that share a KV head go together, up to three at a time: each vector of K or V that is loaded serves all of
+them. Softmax is online, page by page.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
+from numba import types
+from numba.core import cgutils
 
+from tandem.engine import vector_ir as vir
 from tandem.engine.threads import compile_kernel, launch
 
 
-@compile_kernel(parallel=True)
-def _attend_rows(query, pages, tables, row_tables, row_positions, scaling, window, softcap, output):  # type: ignore[no-untyped-def] # pragma: no cover
+def _score_tile(num_heads: int, num_slots: int) -> Callable[..., None]:
+    """Products of `num_heads` queries with the keys of `num_slots` slots.
+
+    Arguments, in addresses, bytes and counts: queries, their stride, keys, their stride, vectors of a head, scores,
+    their stride from head to head; then the scale.
+    """
+
+    def emit(
+        builder: Any, query: Any, query_stride: Any, key: Any, key_stride: Any, vectors: Any, scores: Any, stride: Any,
+        scale: Any,
+    ) -> None:  # fmt: skip
+        queries = [vir.advance(builder, query, query_stride, head) for head in range(num_heads)]
+        keys = [vir.advance(builder, key, key_stride, slot) for slot in range(num_slots)]
+        pairs = list(itertools.product(range(num_heads), range(num_slots)))
+        sums = {pair: cgutils.alloca_once_value(builder, vir.constant(0.0)) for pair in pairs}
+        vector_bytes = query.type(vir.VECTOR_BYTES)
+        with cgutils.for_range(builder, vectors) as loop:
+            at = builder.mul(loop.index, vector_bytes)
+            key_parts = [vir.load(builder, builder.add(start, at)) for start in keys]
+            query_parts = [vir.load(builder, builder.add(start, at)) for start in queries]
+            for head, slot in pairs:
+                total = sums[head, slot]
+                product = vir.fma(builder, query_parts[head], key_parts[slot], builder.load(total))
+                builder.store(product, total)
+        for head, slot in pairs:
+            score = builder.fmul(vir.sum_of(builder, builder.load(sums[head, slot])), scale)
+            row = vir.advance(builder, scores, stride, head)
+            vir.store_real(builder, score, vir.offset(builder, row, slot * vir.FLOAT_BYTES))
+
+    return vir.kernel(7, 1, types.void, emit)
+
+
+def _value_tile(num_heads: int, num_vectors: int) -> Callable[..., None]:
+    """Adds the weighted values of some slots to `num_vectors` vectors of `num_heads` sums.
+
+    Arguments, in addresses, bytes and counts: weights, their stride from head to head, values, their stride, slots,
+    sums, their stride.
+    """
+
+    def emit(
+        builder: Any,
+        weights: Any,
+        weight_stride: Any,
+        value: Any,
+        value_stride: Any,
+        slots: Any,
+        total: Any,
+        stride: Any,
+    ) -> None:
+        rows = [vir.advance(builder, weights, weight_stride, head) for head in range(num_heads)]
+        places = [
+            [
+                vir.offset(builder, vir.advance(builder, total, stride, head), n * vir.VECTOR_BYTES)
+                for n in range(num_vectors)
+            ]
+            for head in range(num_heads)
+        ]
+        sums = [[cgutils.alloca_once_value(builder, vir.load(builder, place)) for place in row] for row in places]
+        one = slots.type(vir.FLOAT_BYTES)
+        with cgutils.for_range(builder, slots) as loop:
+            start = vir.advance(builder, value, value_stride, loop.index)
+            parts = [vir.load(builder, vir.offset(builder, start, n * vir.VECTOR_BYTES)) for n in range(num_vectors)]
+            for row, row_sums in zip(rows, sums, strict=True):
+                weight = vir.spread(builder, vir.load_real(builder, vir.advance(builder, row, one, loop.index)))
+                for part, slot in zip(parts, row_sums, strict=True):
+                    builder.store(vir.fma(builder, weight, part, builder.load(slot)), slot)
+        for place_row, row_sums in zip(places, sums, strict=True):
+            for place, slot in zip(place_row, row_sums, strict=True):
+                vir.store(builder, builder.load(slot), place)
+
+    return vir.kernel(7, 0, types.void, emit)
+
+
+def _emit_greatest(builder: Any, scores: Any, vectors: Any, start: Any) -> Any:
+    found = cgutils.alloca_once_value(builder, vir.spread(builder, start))
+    stride = vectors.type(vir.VECTOR_BYTES)
+    with cgutils.for_range(builder, vectors) as loop:
+        part = vir.load(builder, vir.advance(builder, scores, stride, loop.index))
+        builder.store(vir.greater(builder, part, builder.load(found)), found)
+    return vir.greatest_of(builder, builder.load(found))
+
+
+def _emit_exponentials(builder: Any, scores: Any, vectors: Any, greatest: Any) -> Any:
+    """In place: `exp(score - greatest)`; returns their sum."""
+    total = cgutils.alloca_once_value(builder, vir.constant(0.0))
+    subtrahend = vir.spread(builder, greatest)
+    stride = vectors.type(vir.VECTOR_BYTES)
+    with cgutils.for_range(builder, vectors) as loop:
+        place = vir.advance(builder, scores, stride, loop.index)
+        weight = vir.exponential(builder, builder.fsub(vir.load(builder, place), subtrahend))
+        vir.store(builder, weight, place)
+        builder.store(builder.fadd(builder.load(total), weight), total)
+    return vir.sum_of(builder, builder.load(total))
+
+
+_greatest = vir.kernel(2, 1, types.float32, _emit_greatest)
+_exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
+_scores_1x4, _scores_2x4, _scores_3x4 = (_score_tile(heads, 4) for heads in (1, 2, 3))
+_scores_1x1, _scores_2x1, _scores_3x1 = (_score_tile(heads, 1) for heads in (1, 2, 3))
+_values_1x4, _values_2x4, _values_3x4 = (_value_tile(heads, 4) for heads in (1, 2, 3))
+_values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1) for heads in (1, 2, 3))
+
+
+@numba.njit(nogil=True, inline="always")
+def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Scores of `heads` queries (1 to 3) with `slots` keys."""
+    vectors = head_bytes // 32
+    slot = 0
+    while slot < slots:
+        four = slots - slot >= 4
+        k, s = key + slot * token_bytes, scores + slot * 4
+        if heads == 3:
+            if four:
+                _scores_3x4(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+            else:
+                _scores_3x1(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+        elif heads == 2:
+            if four:
+                _scores_2x4(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+            else:
+                _scores_2x1(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+        elif four:
+            _scores_1x4(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+        else:
+            _scores_1x1(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+        slot += 4 if four else 1
+
+
+@numba.njit(nogil=True, inline="always")
+def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_bytes):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3)."""
+    vectors = head_bytes // 32
+    done = 0
+    while done < vectors:
+        four = vectors - done >= 4
+        v, t = value + done * 32, total + done * 32
+        if heads == 3:
+            if four:
+                _values_3x4(weights, stride, v, token_bytes, slots, t, head_bytes)
+            else:
+                _values_3x1(weights, stride, v, token_bytes, slots, t, head_bytes)
+        elif heads == 2:
+            if four:
+                _values_2x4(weights, stride, v, token_bytes, slots, t, head_bytes)
+            else:
+                _values_2x1(weights, stride, v, token_bytes, slots, t, head_bytes)
+        elif four:
+            _values_1x4(weights, stride, v, token_bytes, slots, t, head_bytes)
+        else:
+            _values_1x1(weights, stride, v, token_bytes, slots, t, head_bytes)
+        done += 4 if four else 1
+
+
+def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    query, pages, tables, row_tables, row_positions, kv_heads, splits, page_size, scaling, window, softcap, output
+):
     num_rows, num_heads, head_dim = query.shape
-    page_size = pages.shape[2]
-    num_kv_heads = pages.shape[3]
-    group = num_heads // num_kv_heads
-    for item in numba.prange(num_rows * num_kv_heads):
-        row = item // num_kv_heads
-        kv_head = item % num_kv_heads
+    group = num_heads // kv_heads
+    own = kv_heads // splits
+    head_bytes = head_dim * 4
+    token_bytes = kv_heads * head_bytes
+    padded = (page_size + 7) // 8 * 8
+    for item in numba.prange(num_rows * splits):
+        row = item // splits
+        first_head = (item % splits) * own
         position = row_positions[row]
         table = row_tables[row]
         first = 0
         if window > 0 and position - window + 1 > 0:
             first = position - window + 1
-        total = np.zeros((group, head_dim), dtype=np.float32)
-        weight_sum = np.zeros(group, dtype=np.float32)
-        greatest = np.full(group, -np.inf, dtype=np.float32)
-        scores = np.empty(page_size, dtype=np.float32)
+        scores = np.empty((3, padded), dtype=np.float32)
+        total = np.zeros((own * group, head_dim), dtype=np.float32)
+        weight_sum = np.zeros(own * group, dtype=np.float32)
+        greatest = np.full(own * group, -np.inf, dtype=np.float32)
+        queries = query.ctypes.data + (row * num_heads + first_head * group) * head_bytes
+        at = scores.ctypes.data
         for index in range(first // page_size, position // page_size + 1):
-            page = tables[table, index]
             low = max(first - index * page_size, 0)
-            high = min(position + 1 - index * page_size, page_size)
-            for member in range(group):
-                head = kv_head * group + member
-                page_greatest = np.float32(-np.inf)
-                for slot in range(low, high):
-                    score = np.float32(0.0)
-                    for dim in range(head_dim):
-                        score += query[row, head, dim] * pages[page, 0, slot, kv_head, dim]
-                    score *= scaling
+            slots = min(position + 1 - index * page_size, page_size) - low
+            vectors = (slots + 7) // 8
+            start = pages + (tables[table, index] * 2 * page_size + low) * token_bytes
+            # All heads of a page before the next page: its memory comes in one stream.
+            member = 0
+            while member < own * group:
+                kv_head = member // group
+                heads = min(3, (kv_head + 1) * group - member)
+                key = start + (first_head + kv_head) * head_bytes
+                value = key + page_size * token_bytes
+                query_at = queries + member * head_bytes
+                _score(heads, query_at, head_bytes, key, token_bytes, slots, at, padded * 4, scaling)
+                for offset in range(heads):
+                    head = member + offset
                     if softcap > 0:
-                        score = softcap * math.tanh(score / softcap)
-                    scores[slot] = score
-                    page_greatest = max(page_greatest, score)
-                # Online softmax: what was summed so far is rescaled when a greater score appears.
-                if page_greatest > greatest[member]:
-                    rescale = np.float32(math.exp(greatest[member] - page_greatest))
-                    greatest[member] = page_greatest
-                    weight_sum[member] *= rescale
-                    for dim in range(head_dim):
-                        total[member, dim] *= rescale
-                for slot in range(low, high):
-                    weight = np.float32(math.exp(scores[slot] - greatest[member]))
-                    weight_sum[member] += weight
-                    for dim in range(head_dim):
-                        total[member, dim] += weight * pages[page, 1, slot, kv_head, dim]
-        for member in range(group):
-            inverse = np.float32(1.0) / weight_sum[member]
+                        for slot in range(slots):
+                            scores[offset, slot] = softcap * math.tanh(scores[offset, slot] / softcap)
+                    for slot in range(slots, vectors * 8):
+                        scores[offset, slot] = -np.inf
+                    page_greatest = _greatest(at + offset * padded * 4, vectors, greatest[head])
+                    # Online softmax: what was summed so far is rescaled when a greater score appears.
+                    if page_greatest > greatest[head]:
+                        rescale = np.float32(math.exp(greatest[head] - page_greatest))
+                        greatest[head] = page_greatest
+                        weight_sum[head] *= rescale
+                        for dim in range(head_dim):
+                            total[head, dim] *= rescale
+                    weight_sum[head] += _exponentials(at + offset * padded * 4, vectors, greatest[head])
+                sums = total.ctypes.data + member * head_bytes
+                _add_values(heads, at, padded * 4, value, token_bytes, slots, sums, head_bytes)
+                member += heads
+        for head in range(own * group):
+            inverse = np.float32(1.0) / weight_sum[head]
             for dim in range(head_dim):
-                output[row, kv_head * group + member, dim] = total[member, dim] * inverse
+                output[row, first_head * group + head, dim] = total[head, dim] * inverse
+
+
+_attend_alone = compile_kernel(parallel=False)(_attend)
+_attend_together = compile_kernel(parallel=True)(_attend)
+
+
+def can_attend(head_dim: int) -> bool:
+    """Whether heads of this size fill whole vectors, and this CPU has them."""
+    return head_dim % vir.LANES == 0 and vir.is_fast_here()
 
 
 def attend_rows(
@@ -76,7 +258,7 @@ def attend_rows(
     """Attention of each query row over its own pages, tokens `[0, position]` or the last `window` of them.
 
     Args:
-        query: `[rows, heads, head_dim]` float32, contiguous.
+        query: `[rows, heads, head_dim]` float32, contiguous; `can_attend(head_dim)`.
         pages: one layer of the arena, `[page][K|V][slot][kv_head][head_dim]` float32, contiguous.
         tables: block tables `[N, P]` int32.
         row_tables: `[rows]` int64, the row of `tables` that a query reads.
@@ -88,17 +270,15 @@ def attend_rows(
         `[rows, heads, head_dim]` float32. A row's result does not depend on the other rows or on the threads.
     """
     output = np.empty_like(query)
-    launch(
-        num_threads,
-        _attend_rows,
-        query,
-        pages,
-        tables,
-        row_tables,
-        row_positions,
-        np.float32(scaling),
-        window,
-        np.float32(softcap),
-        output,
-    )
+    kv_heads = pages.shape[3]
+    # With few rows the KV heads are shared out too, so that every thread has work.
+    splits = kv_heads if num_threads > 1 and query.shape[0] < 4 * num_threads else 1
+    arguments = (
+        query, pages.ctypes.data, tables, row_tables, row_positions, kv_heads, splits, pages.shape[2],
+        np.float32(scaling), window, np.float32(softcap), output,
+    )  # fmt: skip
+    if num_threads == 1:
+        _attend_alone(*arguments)
+    else:
+        launch(num_threads, _attend_together, *arguments)
     return output

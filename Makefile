@@ -11,6 +11,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 PORT   ?=
 TESTS  ?= tests
+FIGURES ?= docs/figures
+SOAK_MINUTES ?= 10
 ARGS   ?=
 
 BIN := $(VENV)/bin
@@ -18,14 +20,15 @@ BIN := $(VENV)/bin
 empty :=
 STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(empty),_,$(strip $(TORCH))))))
 
-.PHONY: help setup serve test check stubs docs wheel lock clean distclean
+.PHONY: help setup serve test test-faults soak check stubs docs wheel lock clean distclean
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo '  TORCH="torch==2.13.0"  the torch build to install, with pip options if need be'
 	@echo '  PORT=8000              port of `make serve`;  ARGS="..." goes to tandem serve or pytest'
 	@echo '  TESTS=tests/unit       part of the tests;     PYTHON=python3.12  interpreter of a new $(VENV)'
+	@echo '  SOAK_MINUTES=2         a shorter soak;        FIGURES=DIR        where figures go (default: $(FIGURES))'
 
 setup: $(STAMP)  ## create .venv and install everything, pinned
 
@@ -39,6 +42,14 @@ serve: $(STAMP)  ## start the cluster with the embedded model on http://127.0.0.
 
 test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is none)
 	@$(BIN)/python -m pytest --durations=15 $(TESTS) $(ARGS)
+
+test-faults: $(STAMP)  ## run the whole kill matrix and print it as a table (half an hour on two cores)
+	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
+		$(BIN)/python -m pytest -m "" tests/scenarios/faults $(ARGS) || status=$$?; \
+		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status
+
+soak: $(STAMP)  ## ten minutes of mixed load on 2P2D with a random fault every five seconds
+	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_REPORT=$(FIGURES)/soak.json $(BIN)/python -m pytest -s -m soak tests/soak $(ARGS)
 
 check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
 	$(BIN)/ruff check .

@@ -5,26 +5,28 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from decode_worker.reservations import Granted, Reservation, ReservationQueue
+from decode_worker.generation import Choice, Generation, Prompt
+from decode_worker.reservations import Granted, Local, Reservation, ReservationQueue
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
-from tandem.core.errors import DrainingError, HandoffError, TandemError
+from tandem.core import points
+from tandem.core.errors import DrainingError, HandoffError, InternalError, InvalidRequestError, TandemError
 from tandem.core.pages import page_keys
-from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import Logits, SampledToken, SampleRow, SequenceState, sample
+from tandem.engine.sampler import Logits, SampledToken, repeat_rows, sample_rows
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import decode_pb2 as decode_pb
-from tandem.worker.intake import check_prompt, open_journals
+from tandem.worker.intake import check_choices, check_prompt, open_journals
 from tandem.worker.process import WorkerProcess
-from tandem.worker.scheduler import Batch
-from tandem.worker.sequence import Sequence, finish_reason
+from tandem.worker.scheduler import Batch, ScheduledSequence
+from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.sessions import attempt_failed
 from tandem.worker.tokens import token_event
 from tandem.worker.wire import grant_to_proto
 
 _log = logging.getLogger(__name__)
+
+Events = defaultdict[int, list[decode_pb.DecodeEvent]]  # by session
 
 
 class Desk(Protocol):
@@ -34,33 +36,9 @@ class Desk(Protocol):
 
     def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None: ...
 
-    def denied(self, key: AttemptKey) -> None: ...
+    def denied(self, key: AttemptKey, reason: RefusalReason) -> None: ...
 
     def cancel(self, key: AttemptKey) -> None: ...
-
-
-@dataclass(slots=True)
-class Generation:
-    """One attempt at one request."""
-
-    key: AttemptKey
-    session: int
-    priority: int
-    arrival: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    num_choices: int
-    journal: dict[int, list[int]]
-    queued: bool = False  # the protocol took it for a new attempt
-    sequences: list[Sequence] = field(default_factory=list)  # of the choices that still run, once admitted
-
-
-@dataclass(slots=True)
-class _Choice:
-    """What a sequence in the batch belongs to."""
-
-    generation: Generation
-    state: SequenceState
 
 
 class Generations:
@@ -79,18 +57,23 @@ class Generations:
         self._desk = desk
         self._emit = emit
         self._eos = frozenset(worker.engine.eos_token_ids)
-        self._sampled: list[SampledToken] = []
+        # Of the step under way: what was sampled for each item that samples, or why it could not be.
+        self._sampled: list[list[SampledToken] | InternalError] = []
         self.reservations = ReservationQueue(worker.scheduler, bound=worker.config.scheduling.worker_queue_bound)
-        # Invariant: all and only attempts that a router still wants.
+        # Invariant: all and only attempts that a router still wants; what waits for pages or computes is among them.
         self.jobs: dict[AttemptKey, Generation] = {}
         self._arrivals = 0
 
     # -- commands
 
     def reserve(self, session: int, command: decode_pb.Reserve) -> None:
-        """Take a request in; a repeated command is answered again by the protocol."""
+        """Take a request in; a repeated command is answered again."""
         key = AttemptKey(command.request_id, command.attempt)
-        if key not in self.jobs:
+        job = self.jobs.get(key)
+        if job is not None and job.local is not None:
+            self._emit({job.session: [decode_pb.DecodeEvent(local=job.local)]})
+            return
+        if job is None:
             try:
                 self.jobs[key] = self._make_job(key, session, command)
             except TandemError as error:
@@ -102,13 +85,17 @@ class Generations:
 
     def _make_job(self, key: AttemptKey, session: int, command: decode_pb.Reserve) -> Generation:
         if self._worker.draining:
-            raise DrainingError(f"{self._worker.worker_id} is draining", request_id=key.request_id)
+            raise self._draining(key)
         engine, prompt, params = self._worker.engine, list(command.prompt_ids), sampling_from_proto(command.sampling)
         limit = engine.max_context
         check_prompt(prompt, engine.vocab_size, limit, key.request_id)
-        journal, _ = open_journals(
+        journal, finished = open_journals(
             command.journal, params, len(prompt), engine.vocab_size, limit, self._eos, key.request_id
         )
+        num_choices = command.num_choices or 1
+        check_choices(num_choices, self._worker.config.limits.max_choices, key.request_id)
+        if strange := [c for c in (*journal, *finished) if c >= num_choices]:
+            raise InvalidRequestError(f"a journal for choices {strange} of {num_choices}", request_id=key.request_id)
         # The oldest choice alone must be able to end here, or preemption could not help it.
         self._scheduler.check_fits(min(len(prompt) + params.max_tokens, limit), key.request_id)
         self._arrivals += 1
@@ -119,15 +106,17 @@ class Generations:
             arrival=self._arrivals,
             prompt_ids=prompt,
             params=params,
-            num_choices=command.num_choices or 1,
+            num_choices=num_choices,
             journal=journal,
+            finished=finished,
+            max_local_tokens=command.max_local_tokens,
         )
 
     def cancel(self, key: AttemptKey) -> None:
         """Nobody wants this attempt any more; its pages follow, by the protocol where a writer may know them."""
         job = self.jobs.pop(key, None)
         if job is not None:
-            self._release(job)
+            self._leave(job)
         self._desk.cancel(key)
 
     def session_ended(self, session: int) -> None:
@@ -135,7 +124,9 @@ class Generations:
         for job in [j for j in self.jobs.values() if j.session == session]:
             self.cancel(job.key)
 
-    def _release(self, job: Generation) -> None:
+    def _leave(self, job: Generation) -> None:
+        self.reservations.drop(job.key)
+        self.reservations.computed(job.key)
         for sequence in job.sequences:
             self._pool.release(self._scheduler.remove(sequence))
         job.sequences = []
@@ -146,18 +137,34 @@ class Generations:
         """The protocol accepted the reservation: it waits for pages."""
         job = self.jobs.get(key)
         if job is None:  # cancelled meanwhile
-            self._desk.denied(key)
+            self._desk.denied(key, RefusalReason.CANCELLED)
             return
         job.queued = True
         salt, caching = self._scheduler.salt, self._scheduler.prefix_cache
         keys = tuple(page_keys(job.prompt_ids, self._pool.page_size, salt)) if caching else ()
-        reservation = Reservation(key, job.priority, job.arrival, len(job.prompt_ids), job.num_choices, keys)
+        reservation = Reservation(
+            key,
+            job.priority,
+            job.arrival,
+            len(job.prompt_ids),
+            max(1, len(job.going_on)),
+            keys,
+            # A request that has ended by its own rules is prefill's to end.
+            job.max_local_tokens if job.going_on else 0,
+        )
         try:
             self.reservations.push(reservation)
         except TandemError as error:
-            self.jobs.pop(key)
-            self._desk.denied(key)
-            self._fail(job.session, key, error)
+            self._deny(job, RefusalReason.NO_ROOM, error)
+            return
+        points.reach("decode.queued")
+
+    def _deny(self, job: Generation, reason: RefusalReason, error: TandemError) -> None:
+        """This attempt gets no pages."""
+        del self.jobs[job.key]
+        self.reservations.drop(job.key)
+        self._desk.denied(job.key, reason)
+        self._fail(job.session, job.key, error)
 
     def drop(self, key: AttemptKey) -> None:
         self.reservations.drop(key)
@@ -172,9 +179,7 @@ class Generations:
 
     def admit(self, grant: Grant, commit: Commit) -> None:
         """The handoff is verified: its choices are in the batch from the next step on."""
-        granted = self.reservations.settle(grant.key)
-        assert granted is not None, grant
-        self._pool.admit(granted.pages)
+        granted = self.reservations.admit(grant.key)
         pages = [*granted.cached, *granted.pages]
         job = self.jobs.get(grant.key)
         if job is None:  # cancelled while the commit was on its way
@@ -186,12 +191,11 @@ class Generations:
             text = f"the commit's first tokens make no sense: {commit.first_tokens}"
             self._fail(job.session, grant.key, HandoffError(text, reason=RefusalReason.INCOMPLETE.value))
             return
-        for index, first in enumerate(commit.first_tokens):
-            if index:
-                self._pool.share(pages)
-            self._enter(job, first.choice, first.token_id, list(pages), len(granted.cached))
+        outputs = {first.choice: job.journal.get(first.choice, [first.token_id]) for first in commit.first_tokens}
+        self._enter(job, outputs, pages, len(granted.cached))
         admitted = decode_pb.Admitted(request_id=grant.key.request_id, attempt=grant.key.attempt)
         self._emit({job.session: [decode_pb.DecodeEvent(admitted=admitted)]})
+        points.reach("decode.admitted")
 
     def _are_good(self, commit: Commit, job: Generation) -> bool:
         choices = {first.choice for first in commit.first_tokens}
@@ -199,34 +203,24 @@ class Generations:
         in_vocabulary = all(first.token_id < self._worker.engine.vocab_size for first in commit.first_tokens)
         return bool(choices) and len(choices) == len(commit.first_tokens) and known and in_vocabulary
 
-    def _enter(self, job: Generation, choice: int, first_token: int, pages: list[int], num_cached_pages: int) -> None:
-        output = job.journal.get(choice, [first_token])
-        sequence = Sequence(
-            request_id=job.key.request_id,
-            attempt=job.key.attempt,
-            choice=choice,
-            priority=job.priority,
-            arrival=job.arrival,
-            token_ids=job.prompt_ids + output,
-            num_prompt=len(job.prompt_ids),
-            params=job.params,
-            num_computed=len(job.prompt_ids),
-            pages=pages,
-            num_published=num_cached_pages,
-            owner=_Choice(job, SequenceState(job.prompt_ids, output)),
-        )
-        job.sequences.append(sequence)
-        self._scheduler.enter(sequence)
+    def _enter(self, job: Generation, outputs: dict[int, list[int]], pages: list[int], num_published: int) -> None:
+        """Let choices into the batch that share the prompt's `pages`; each copies what it writes to."""
+        for num_entered, (choice, output) in enumerate(outputs.items()):
+            if num_entered:
+                self._pool.share(pages)
+            self._scheduler.enter(job.begin_choice(choice, output, pages, num_published))
 
-    def over(self, key: AttemptKey, pages: tuple[int, ...], reason: RefusalReason, *, quarantined: bool) -> None:
+    def over(
+        self,
+        key: AttemptKey,
+        pages: tuple[int, ...],
+        verified: tuple[tuple[int, int], ...],
+        reason: RefusalReason,
+        *,
+        quarantined: bool,
+    ) -> None:
         """The handoff ended without admission."""
-        granted = self.reservations.settle(key)
-        if quarantined:
-            self._pool.quarantine(pages)
-        else:
-            self._pool.release(pages)
-        if granted is not None:
-            self._pool.release(granted.cached)
+        self.reservations.end(key, pages, verified, quarantined=quarantined)
         job = self.jobs.pop(key, None)
         # A writer that stops by itself tells the router why, or that there was nothing to hand off.
         if job is not None and reason is not RefusalReason.WRITER_STOPPED:
@@ -240,61 +234,129 @@ class Generations:
 
     def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
         """The protocol will not have this reservation."""
-        job = self.jobs.pop(key, None)
-        if job is not None:
-            text = f"{self._worker.worker_id} refused the reservation: {reason.value} {detail}".rstrip()
-            self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
+        job = self.jobs.get(key)
+        if job is None or job.local is not None:  # it was told itself that there will be no grant
+            return
+        del self.jobs[key]
+        text = f"{self._worker.worker_id} refused the reservation: {reason.value} {detail}".rstrip()
+        self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
 
     # -- a step
 
     def before_schedule(self) -> None:
-        for granted in self.reservations.pump():
-            self._grant(granted)
+        if self._worker.draining:
+            for reservation in self.reservations.waiting:
+                self._deny(self.jobs[reservation.key], RefusalReason.DRAINING, self._draining(reservation.key))
+        while (taken := self.reservations.take()) is not None:
+            self._worker.num_prompt_tokens_cached += len(taken.cached) * self._pool.page_size
+            if isinstance(taken, Granted):
+                points.reach("decode.granted")
+                self._desk.granted(taken.reservation.key, taken.pages, len(taken.cached))
+            else:
+                self._compute_here(taken)
 
-    def _grant(self, granted: Granted) -> None:
-        self._worker.num_prompt_tokens_cached += len(granted.cached) * self._pool.page_size
-        self._desk.granted(granted.reservation.key, granted.pages, len(granted.cached))
+    def _compute_here(self, taken: Local) -> None:
+        """The prompt goes into the batch, to be computed by chunks; no writer takes part."""
+        key = taken.reservation.key
+        job = self.jobs[key]
+        num_cached = len(taken.cached) * self._pool.page_size
+        job.local = decode_pb.ComputesHere(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            num_cached_tokens=num_cached,
+            num_computed_tokens=len(job.prompt_ids) - num_cached,
+        )
+        # For the protocol the attempt has ended: a late repetition of its Reserve hears so.
+        self._desk.denied(key, RefusalReason.ALREADY_ENDED)
+        self._scheduler.enter(job.begin_prompt(taken, self._pool.page_size))
+        self._emit({job.session: [decode_pb.DecodeEvent(local=job.local)]})
+        points.reach("decode.admitted")
 
     def before_forward(self, batch: Batch) -> None:
         self._worker.num_preemptions += len(batch.preempted)
+        self._worker.num_prompt_tokens_cached += sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
+        points.reach("decode.step")
 
     def sample(self, batch: Batch, logits: Logits) -> list[int]:
-        rows = [
-            SampleRow(s.owner.state, s.params, s.choice, s.num_output)
-            for s in (item.sequence for item in batch.items if item.samples)
-        ]
-        self._sampled = sample(logits, rows, self._worker.engine.eos_token_ids)
-        return [token.token_id for token in self._sampled]
+        rows = [item.sequence.owner.rows(item.sequence) for item in batch.items if item.samples]
+        flat = [row for of_one in rows for row in of_one]
+        if len(flat) > len(rows):
+            logits = repeat_rows(logits, [len(of_one) for of_one in rows])
+        sampled = iter(sample_rows(logits, flat, self._worker.engine.eos_token_ids))
+        self._sampled = [_all_or_error([next(sampled) for _ in of_one]) for of_one in rows]
+        # A sequence that could not be sampled is gone before it is looked at again.
+        return [0 if isinstance(tokens, InternalError) else tokens[0].token_id for tokens in self._sampled]
 
     def after_step(self, batch: Batch) -> None:
-        events: defaultdict[int, list[decode_pb.DecodeEvent]] = defaultdict(list)
-        tokens = iter(self._sampled)
+        events: Events = defaultdict(list)
+        sampled = iter(self._sampled)
         for item in batch.items:
-            if item.num_tokens > 1 or not item.samples:
-                self._worker.num_prompt_tokens_computed += item.num_tokens - int(item.samples)
-            if item.samples:
-                self._worker.num_decode_tokens += 1
-                self._book(item.sequence, next(tokens), events)
+            sequence = item.sequence
+            self._count(item)
+            tokens = next(sampled) if item.samples else []
+            if sequence.owner.generation.key not in self.jobs:  # another choice could not be sampled
+                continue
+            if isinstance(tokens, InternalError):
+                self._fail_sampling(sequence, tokens, events)
+                continue
+            match sequence.owner:
+                case Choice() if tokens:
+                    self._book(sequence, tokens[0], events)
+                case Prompt() if sequence.num_computed == sequence.num_prompt:
+                    self._fork(sequence, tokens, events)
         if events:
             self._emit(events)
         self.snapshot()
 
-    def _book(
-        self, sequence: Sequence, token: SampledToken, events: defaultdict[int, list[decode_pb.DecodeEvent]]
-    ) -> None:
-        choice: _Choice = sequence.owner
+    def _fail_sampling(self, sequence: Sequence, error: InternalError, events: Events) -> None:
+        """Its logits are of no use; what it computed may be none either, so nobody else shall find it."""
+        job: Generation = sequence.owner.generation
+        self._pool.discard(sequence.keys)
+        failed = attempt_failed(job.key.request_id, job.key.attempt, error)
+        events[job.session].append(decode_pb.DecodeEvent(failed=failed))
+        self.cancel(job.key)
+
+    def _count(self, item: ScheduledSequence) -> None:
+        end = min(item.start + item.num_tokens, item.sequence.num_prompt)
+        self._worker.num_prompt_tokens_computed += max(0, end - item.start)
+
+    def _fork(self, prompt: Sequence, tokens: list[SampledToken], events: Events) -> None:
+        """The prompt is computed: its choices go on from here, those with a journal by replaying it."""
+        job: Generation = prompt.owner.generation
+        pages = self._scheduler.remove(prompt)
+        job.sequences.remove(prompt)
+        self.reservations.computed(job.key)
+        outputs = dict(job.journal)
+        for choice, token in zip(job.to_sample, tokens, strict=True):
+            if self._give_out(job, choice, 0, token, events) is None:
+                outputs[choice] = [token.token_id]
+        if outputs:
+            self._enter(job, outputs, pages, prompt.num_published)
+        else:
+            self._pool.release(pages)
+            del self.jobs[job.key]
+
+    def _book(self, sequence: Sequence, token: SampledToken, events: Events) -> None:
+        choice: Choice = sequence.owner
         job = choice.generation
         choice.state.append(token.token_id)
-        num_output, num_tokens = sequence.num_output, len(sequence.token_ids)
-        limit = self._worker.engine.max_context
-        ended = finish_reason(sequence.params, token.token_id, num_output, num_tokens, self._eos, limit)
-        event = token_event(job.key, sequence.choice, num_output - 1, token, ended)
-        events[job.session].append(decode_pb.DecodeEvent(token=event))
-        if ended is not None:
+        if self._give_out(job, sequence.choice, sequence.num_output - 1, token, events) is not None:
             job.sequences.remove(sequence)
             self._pool.release(self._scheduler.remove(sequence))
             if not job.sequences:
                 del self.jobs[job.key]
+
+    def _give_out(
+        self, job: Generation, choice: int, index: int, token: SampledToken, events: Events
+    ) -> FinishReason | None:
+        """Send the `index`th token of a choice; returns why it was the last, or `None`."""
+        self._worker.num_decode_tokens += 1
+        num_tokens = len(job.prompt_ids) + index + 1
+        limit = self._worker.engine.max_context
+        ended = finish_reason(job.params, token.token_id, index + 1, num_tokens, self._eos, limit)
+        event = token_event(job.key, choice, index, token, ended)
+        events[job.session].append(decode_pb.DecodeEvent(token=event))
+        return ended
 
     def step_failed(self, batch: Batch, error: Exception) -> None:
         for job in {id(i.sequence.owner.generation): i.sequence.owner.generation for i in batch.items}.values():
@@ -307,10 +369,23 @@ class Generations:
     # -- load
 
     def snapshot(self) -> None:
-        waiting = self._scheduler.waiting
-        tokens = sum(s.num_to_compute for s in waiting) + sum(r.num_tokens for r in self.reservations.waiting)
-        self._worker.take_snapshot(len(waiting) + len(self.reservations.waiting), tokens)
+        waiting, reservations = self._scheduler.waiting, self.reservations.waiting
+        computing = (s for s in self._scheduler.running if not s.is_decode)
+        tokens = sum(s.num_to_compute for s in (*waiting, *computing)) + sum(r.num_tokens for r in reservations)
+        self._worker.take_snapshot(len(waiting) + len(reservations), tokens)
+
+    def _draining(self, key: AttemptKey) -> DrainingError:
+        return DrainingError(f"{self._worker.worker_id} is draining", request_id=key.request_id)
 
     def _fail(self, session: int, key: AttemptKey, error: BaseException) -> None:
         event = decode_pb.DecodeEvent(failed=attempt_failed(key.request_id, key.attempt, error))
         self._emit({session: [event]})
+
+
+def _all_or_error(sampled: list[SampledToken | InternalError]) -> list[SampledToken] | InternalError:
+    tokens = []
+    for token in sampled:
+        if isinstance(token, InternalError):
+            return token
+        tokens.append(token)
+    return tokens

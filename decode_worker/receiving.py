@@ -1,12 +1,14 @@
 """Drives the receiver's half of every handoff; all of it runs on the transfer thread.
 
-Commits are verified right where they arrive, so a commit's answer is known when `commit` returns; the runner hears
-of the admission before anybody else does.
+Parts and commits are verified right where they arrive, so their answer is known when the call returns; the runner
+hears of the admission before anybody else does.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,9 +18,12 @@ from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 from kvtransfer.protocol.receiver import ReceiverHandoffs
 from kvtransfer.transports.base import PeerId, Transport
+from tandem.core import points
+
+_log = logging.getLogger(__name__)
 
 
 class ReceivingOutlet(Protocol):
@@ -34,15 +39,29 @@ class ReceivingOutlet(Protocol):
 
     def admit(self, grant: Grant, commit: Commit) -> None: ...
 
-    def over(self, key: AttemptKey, pages: tuple[int, ...], reason: RefusalReason, *, quarantined: bool) -> None:
-        """The attempt ended here without admission; its pages are free, or in quarantine."""
+    def over(
+        self,
+        key: AttemptKey,
+        pages: tuple[int, ...],
+        verified: tuple[tuple[int, int], ...],
+        reason: RefusalReason,
+        *,
+        quarantined: bool,
+    ) -> None:
+        """The attempt ended here without admission.
+
+        Args:
+            pages: those that are not verified: free, or in quarantine.
+            verified: the others as (index in the grant, page), in order: they hold what was sealed, and no write can
+                reach them.
+        """
 
     def lift(self, pages: tuple[int, ...]) -> None: ...
 
     def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
         """A reservation was refused."""
 
-    def ask_to_stop(self, sender: str, key: AttemptKey, grant_id: str, reason: RefusalReason) -> None: ...
+    def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None: ...
 
     def kill_writer(self, sender: str) -> None: ...
 
@@ -64,7 +83,7 @@ class ReceivingDesk:
 
     Args:
         read_extent: reads this worker's arena, for the digests.
-        transport: the transport of this thread.
+        secret: of this incarnation, for the capabilities of its grants.
     """
 
     def __init__(
@@ -75,15 +94,21 @@ class ReceivingDesk:
         read_extent: ReadExtent,
         limits: ReceiverLimits,
         outlet: ReceivingOutlet,
+        secret: bytes,
     ) -> None:
-        self._handoffs = ReceiverHandoffs(incarnation, layout, limits)
+        self._handoffs = ReceiverHandoffs(incarnation, layout, limits, secret=secret)
         self._shape = shape
         self._read_extent = read_extent
         self._outlet = outlet
         self._answer = Answer()
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
         self._transport: Transport | None = None
-        self.num_refused = 0
+        # What senders were refused, by why; but for repetitions of what has ended well.
+        self.refusals: Counter[RefusalReason] = Counter()
+
+    @property
+    def num_refused(self) -> int:
+        return self.refusals.total()
 
     def bind(self, transport: Transport) -> None:
         """Give it the transport; once, on the transfer thread."""
@@ -91,33 +116,37 @@ class ReceivingDesk:
 
     # -- what others say
 
-    def attach(self, grant_id: str, sender: str, *, renew: bool) -> Answer:
+    def attach(self, grant_id: str, sender: str, capability: bytes, *, renew: bool) -> Answer:
         """A sender wants to write, or still does."""
-        if not renew:
-            return self._ask(ev.GrantGivenOut(grant_id, sender))
-        if not self._is_writer(grant_id, sender):
-            return Answer(RefusalReason.WRONG_SENDER)
-        return self._ask(ev.LeaseRenewed(grant_id))
+        kind = ev.LeaseRenewed if renew else ev.GrantGivenOut
+        return self._answer_sender(kind(grant_id, sender, capability), f"{sender}, {grant_id}")
+
+    def commit_part(self, part: CommitPart) -> Answer:
+        """A sender says that these pages are written."""
+        return self._answer_sender(ev.PartReceived(part), f"{part.sender}, {part.grant_id}")
 
     def commit(self, commit: Commit) -> Answer:
         """A sender says that all is written."""
-        answer = self._ask(ev.CommitReceived(commit))
-        self.num_refused += answer.refusal is not None
+        points.reach("decode.commit")
+        answer = self._answer_sender(ev.CommitReceived(commit), f"{commit.sender}, {commit.grant_id}")
+        if answer.refusal is None:
+            points.reach("decode.verified")
         return answer
 
-    def confirm_idle(self, grant_id: str, sender: str) -> None:
+    def confirm_idle(self, grant_id: str, sender: str, capability: bytes) -> Answer:
         """A sender says that nothing of the grant is outstanding and it will never be committed."""
-        if self._is_writer(grant_id, sender):
-            self.happened(ev.WriterConfirmedIdle(grant_id))
+        return self._answer_sender(ev.WriterConfirmedIdle(grant_id, sender, capability), f"{sender}, {grant_id}")
+
+    def _answer_sender(self, event: ev.ReceiverEvent, what: str) -> Answer:
+        answer = self._ask(event)
+        if answer.refusal not in (None, RefusalReason.ALREADY_ENDED):
+            self.refusals[answer.refusal] += 1
+            _log.warning("%s of %s is refused: %s", type(event).__name__, what, answer.refusal.value)
+        return answer
 
     def happened(self, event: ev.ReceiverEvent) -> None:
         """Any event that nobody waits for an answer to."""
         self._ask(event)
-
-    def _is_writer(self, grant_id: str, sender: str) -> bool:
-        """Whether nobody else is known to write into this grant."""
-        records = (r for r in self._handoffs.records() if r.grant is not None and r.grant.grant_id == grant_id)
-        return all(r.sender in (None, sender) for r in records)
 
     def tick(self) -> None:
         self.happened(ev.Tick())
@@ -151,11 +180,15 @@ class ReceivingDesk:
     def _expect(self, i: ev.ExpectWrites) -> None:
         assert self._transport is not None
         ranges = page_ranges(i.pages, self._shape)
-        self._transport.expect_incoming(i.grant_id, PeerId(i.sender) if i.sender else None, ranges)
+        self._transport.expect_incoming(i.grant_id, PeerId(i.sender), ranges)
 
     def _end_writes(self, i: ev.EndWrites) -> None:
         assert self._transport is not None
         self._transport.end_incoming(i.grant_id)
+
+    def _verify_part(self, i: ev.VerifyPart) -> None:
+        mismatches = find_mismatches(self._read_extent, i.pages, i.part.digests)
+        self._run(ev.PartVerified(i.grant_id, i.part, mismatches))
 
     def _verify(self, i: ev.VerifyDigests) -> None:
         self._run(ev.DigestsVerified(i.grant_id, find_mismatches(self._read_extent, i.pages, i.digests)))
@@ -163,11 +196,7 @@ class ReceivingDesk:
     def _over(self, i: ev.FreePages | ev.QuarantinePages) -> None:
         record = self._handoffs.record(i.key)
         reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
-        self._outlet.over(i.key, i.pages, reason, quarantined=isinstance(i, ev.QuarantinePages))
-
-    def _ask_to_stop(self, i: ev.AskWriterToStop) -> None:
-        if i.sender is not None:  # without a sender nobody was ever allowed to post
-            self._outlet.ask_to_stop(i.sender, i.key, i.grant_id, i.reason)
+        self._outlet.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {
@@ -180,12 +209,14 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.SendRefusal: ReceivingDesk._refuse,
     ev.ExpectWrites: ReceivingDesk._expect,
     ev.EndWrites: ReceivingDesk._end_writes,
+    ev.VerifyPart: ReceivingDesk._verify_part,
+    ev.ConfirmPart: ReceivingDesk._agree,
     ev.VerifyDigests: ReceivingDesk._verify,
     ev.AdmitRequest: lambda desk, i: desk._outlet.admit(i.grant, i.commit),
     ev.FreePages: ReceivingDesk._over,
     ev.QuarantinePages: ReceivingDesk._over,
     ev.LiftQuarantine: lambda desk, i: desk._outlet.lift(i.pages),
-    ev.AskWriterToStop: ReceivingDesk._ask_to_stop,
+    ev.AskWriterToStop: lambda desk, i: desk._outlet.ask_to_stop(i.sender, i.grant, i.reason),
     ev.KillWriter: lambda desk, i: desk._outlet.kill_writer(i.sender),
     ev.ReplaceSelf: lambda desk, i: desk._outlet.replace_self(i.num_quarantined_pages),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +20,9 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from kvtransfer.transfer_thread import ThreadEvent
 from kvtransfer.transports.base import PeerId, Transport
-from tandem.core.errors import IncompatibleError, InternalError, TandemError, TransportError
+from kvtransfer.transports.envelope import unpack
+from tandem.core import points
+from tandem.core.errors import IncompatibleError, InternalError, TandemError, TransportError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -29,10 +33,16 @@ from tandem.worker.process import WorkerProcess
 from tandem.worker.runner import Role
 from tandem.worker.sessions import SessionHub
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import commit_from_proto, layout_from_proto, refusal_to_proto
+from tandem.worker.wire import commit_from_proto, layout_from_proto, part_from_proto, refusal_to_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+# Ended incarnations that are remembered.
+_NUM_REMEMBERED = 1024
+# How long a worker that has too much in quarantine goes on with what it holds, in leases: time for routers to hear of
+# the drain and to move their requests elsewhere.
+_LAST_WORK_LEASES = 3
 
 Hub = SessionHub[decode_pb.DecodeCommand, decode_pb.DecodeEvent, decode_pb.DecodeEvents]
 
@@ -56,6 +66,8 @@ class DecodeWorker(WorkerProcess):
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._peers: dict[str, PeerId] = {}
         self._channels: dict[str, aio.Channel] = {}
+        # Incarnations that have provably ended, newest last: a pairing of theirs may still be on its way.
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
         limits = ReceiverLimits(
             lease_s=transport.lease_s,
@@ -64,7 +76,13 @@ class DecodeWorker(WorkerProcess):
             quarantine_cap_pages=max(1, int(transport.quarantine_cap * self.pool.num_pages)),
         )
         self.desk = ReceivingDesk(
-            self.incarnation, self.layout, self.arena_shape, self.engine.arena.extent_view, limits, self
+            self.incarnation,
+            self.layout,
+            self.arena_shape,
+            self.engine.arena.extent_view,
+            limits,
+            self,
+            secrets.token_bytes(32),
         )
         self._on_transfer(self.desk.bind)
         self.generations = Generations(self, _QueuedDesk(self), self._emit)
@@ -109,36 +127,53 @@ class DecodeWorker(WorkerProcess):
         Raises:
             IncompatibleError: naming both sides and what differs.
             TransportError: its metadata is of no use.
+            WorkerLostError: its process has ended.
         """
         check_compatible(layout_from_proto(prefill.layout), prefill.worker_id, self.layout, self.worker_id)
         if prefill.transport != self.info.transport:
             raise IncompatibleError(
                 f"{prefill.worker_id} sends by {prefill.transport}, {self.worker_id} takes {self.info.transport}"
             )
-        metadata = prefill.transport_metadata
+        incarnation, metadata = prefill.incarnation, prefill.transport_metadata
+        described = unpack(metadata, prefill.transport)[0].agent_name
+        if described != incarnation:  # or its end would be taken for that of whoever the description is of
+            raise TransportError(f"{prefill.worker_id} ({incarnation}) gives the description of {described} as its own")
+        self._check_alive(prefill)
         peer = await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
-        self._writers[prefill.incarnation] = prefill
-        self._peers[prefill.incarnation] = peer
+        try:
+            self._check_alive(prefill)
+        except WorkerLostError:
+            self.on_transfer(lambda transport: _disconnect(transport, peer))
+            raise
+        # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
+        self._writers[incarnation] = prefill
+        self._peers[incarnation] = peer
         if prefill.host_id == self.info.host_id:
-            incarnation = prefill.incarnation
-            self.exits.watch(incarnation, prefill.pid, lambda: self._writer_exited(incarnation))
+            self.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
 
-    def _writer_exited(self, incarnation: str) -> None:
-        """Its process has ended, seen on this host: a fence for all that it might have written."""
+    def _check_alive(self, prefill: pb.WorkerInfo) -> None:
+        if prefill.incarnation in self._ended:
+            raise WorkerLostError(f"{prefill.worker_id} ({prefill.incarnation}) has ended")
+
+    def process_ended(self, incarnation: str) -> None:
+        """Seen on this host, or proved by the supervisor: a fence for all that the process might have written."""
+        if incarnation in self._ended:
+            return
+        self._ended[incarnation] = None
+        if len(self._ended) > _NUM_REMEMBERED:
+            self._ended.popitem(last=False)
+        self.exits.forget(incarnation)
+        if self._writers.pop(incarnation, None) is None:
+            return
         _log.info("prefill worker %s has exited", incarnation)
-        self._writers.pop(incarnation, None)
-        peer = self._peers.pop(incarnation, None)
+        peer = self._peers.pop(incarnation)
         channel = self._channels.pop(incarnation, None)
         if channel is not None:
             self.spawn(channel.close(grace=None))
 
         def forget(transport: Transport) -> None:
             self.desk.happened(ev.WriterExited(incarnation))
-            try:
-                if peer is not None:
-                    transport.disconnect(peer)
-            except TransportError as error:  # it is gone either way
-                _log.warning("%s", error)
+            _disconnect(transport, peer)
 
         self.on_transfer(forget)
 
@@ -150,12 +185,12 @@ class DecodeWorker(WorkerProcess):
         writer = self._writers.get(sender)
         if writer is None:
             return
-        if sender not in self._channels:
-            self._channels[sender] = make_channel(writer.address)
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels[sender])
         try:
+            if sender not in self._channels:
+                self._channels[sender] = make_channel(writer.address)
+            stub = prefill_pb2_grpc.PrefillServiceStub(self._channels[sender])
             await stub.StopWrites(request, timeout=self.config.transport.lease_s)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, TandemError) as error:
             # Asked again by the protocol's clock, and killed when it stays silent.
             _log.warning("%s did not hear that %s has ended: %s", writer.worker_id, request.grant_id, error)
 
@@ -173,8 +208,16 @@ class DecodeWorker(WorkerProcess):
     def admit(self, grant: Grant, commit: Commit) -> None:
         self.runner.submit(lambda: self.generations.admit(grant, commit))
 
-    def over(self, key: AttemptKey, pages: tuple[int, ...], reason: RefusalReason, *, quarantined: bool) -> None:
-        self.runner.submit(lambda: self.generations.over(key, pages, reason, quarantined=quarantined))
+    def over(
+        self,
+        key: AttemptKey,
+        pages: tuple[int, ...],
+        verified: tuple[tuple[int, int], ...],
+        reason: RefusalReason,
+        *,
+        quarantined: bool,
+    ) -> None:
+        self.runner.submit(lambda: self.generations.over(key, pages, verified, reason, quarantined=quarantined))
 
     def lift(self, pages: tuple[int, ...]) -> None:
         self.runner.submit(lambda: self.generations.lift(pages))
@@ -182,9 +225,13 @@ class DecodeWorker(WorkerProcess):
     def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
         self.runner.submit(lambda: self.generations.refused(key, reason, detail))
 
-    def ask_to_stop(self, sender: str, key: AttemptKey, grant_id: str, reason: RefusalReason) -> None:
+    def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
         request = prefill_pb.StopWritesRequest(
-            request_id=key.request_id, attempt=key.attempt, grant_id=grant_id, reason=reason.value
+            request_id=grant.key.request_id,
+            attempt=grant.key.attempt,
+            grant_id=grant.grant_id,
+            reason=reason.value,
+            capability=grant.capability,
         )
         self.loop.call_soon_threadsafe(lambda: self.spawn(self._ask_to_stop(sender, request)))
 
@@ -197,7 +244,20 @@ class DecodeWorker(WorkerProcess):
         self.hub.broadcast([decode_pb.DecodeEvent(writer_suspected=suspected)])
 
     def replace_self(self, num_quarantined: int) -> None:
-        self.fail(InternalError(f"{num_quarantined} pages are in quarantine: only a new process frees them"))
+        if not self.draining:  # else it leaves anyway
+            self.loop.call_soon_threadsafe(lambda: self.spawn(self._retire(num_quarantined)))
+
+    async def _retire(self, num_quarantined: int) -> None:
+        """Take no new work, let end what can, and fail: whoever supervises this worker starts a new process."""
+        _log.error("%d pages are in quarantine: this process drains, and only a new one frees them", num_quarantined)
+        bound_s = _LAST_WORK_LEASES * self.config.transport.lease_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await self.drain_async()
+        except TimeoutError:
+            _log.warning("requests are still held %g s after the drain began: they are lost here", bound_s)
+        if not self._stopping:
+            self.fail(InternalError(f"{num_quarantined} pages are in quarantine: only a new process frees them"))
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
@@ -231,8 +291,8 @@ class _QueuedDesk:
     def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None:
         self._happened(ev.ReservationGranted(key, pages, first_page))
 
-    def denied(self, key: AttemptKey) -> None:
-        self._happened(ev.ReservationDenied(key, RefusalReason.NO_ROOM))
+    def denied(self, key: AttemptKey, reason: RefusalReason) -> None:
+        self._happened(ev.ReservationDenied(key, reason))
 
     def cancel(self, key: AttemptKey) -> None:
         self._happened(ev.RequestCancelled(key))
@@ -262,11 +322,14 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if not self._worker.has_paired(request.sender_incarnation):
             answer = Answer(RefusalReason.WRITER_EXITED, f"{request.sender_incarnation} is not paired with")
         else:
-            answer = await self._worker.ask_desk(
-                lambda desk: desk.attach(request.grant_id, request.sender_incarnation, renew=request.renew)
-            )
+            answer = await self._worker.ask_desk(lambda desk: _attach(desk, request))
         lease_s = self._worker.config.transport.lease_s
         return decode_pb.AttachReply(ok=answer.refusal is None, error=_refusal(answer, request), lease_s=lease_s)
+
+    async def CommitPart(self, request: decode_pb.CommitPartRequest, _: Any) -> decode_pb.CommitPartReply:
+        part = part_from_proto(request)
+        answer = await self._worker.ask_desk(lambda desk: desk.commit_part(part))
+        return decode_pb.CommitPartReply(ok=answer.refusal is None, error=_refusal(answer, request))
 
     async def Commit(self, request: decode_pb.CommitRequest, _: Any) -> decode_pb.CommitReply:
         commit = commit_from_proto(request)
@@ -274,14 +337,32 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb.CommitReply(ok=answer.refusal is None, error=_refusal(answer, request))
 
     async def ConfirmIdle(self, request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
-        await self._worker.ask_desk(lambda desk: desk.confirm_idle(request.grant_id, request.sender_incarnation))
+        await self._worker.ask_desk(
+            lambda desk: desk.confirm_idle(request.grant_id, request.sender_incarnation, request.capability)
+        )
         return decode_pb.ConfirmIdleReply()
 
 
-def _refusal(answer: Answer, request: decode_pb.AttachRequest | decode_pb.CommitRequest) -> pb.Error | None:
+def _attach(desk: ReceivingDesk, request: decode_pb.AttachRequest) -> Answer:
+    answer = desk.attach(request.grant_id, request.sender_incarnation, request.capability, renew=request.renew)
+    if answer.refusal is None and not request.renew:
+        points.reach("decode.attached")
+    return answer
+
+
+def _refusal(
+    answer: Answer, request: decode_pb.AttachRequest | decode_pb.CommitPartRequest | decode_pb.CommitRequest
+) -> pb.Error | None:
     if answer.refusal is None:
         return None
     return refusal_to_proto(answer.refusal, answer.detail, request.request_id)
+
+
+def _disconnect(transport: Transport, peer: PeerId) -> None:
+    try:
+        transport.disconnect(peer)
+    except TransportError as error:  # it is gone either way
+        _log.warning("%s", error)
 
 
 def _make_events(events: Sequence[decode_pb.DecodeEvent], status: pb.WorkerStatus) -> decode_pb.DecodeEvents:

@@ -78,8 +78,8 @@ class TransferThread:
         # Daemon: a process that dies without `stop` must not hang on it. `stop` is the clean way.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.num_polls = 0
-        # Since when the present turn (commands, poll, deliveries) has been running, on the monotonic clock; `None` while
-        # the thread waits. Read by the worker's watchdog.
+        # Since when the present turn (commands, poll, deliveries) has been running, on the monotonic clock; `None`
+        # while the thread waits. Read by the worker's watchdog.
         self.busy_since_s: float | None = None
 
     def start(self) -> None:

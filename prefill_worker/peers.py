@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from grpc import aio
 
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId, check_compatible
-from kvtransfer.protocol.messages import AttemptKey, Commit
+from kvtransfer.protocol.messages import Commit, CommitPart, Grant
+from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.base import PeerId
 from tandem.core.errors import IncompatibleError, WorkerLostError
 from tandem.rpc.channel import make_channel
@@ -21,13 +23,14 @@ from tandem.rpc.convert import error_from_proto, error_from_rpc
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc
-from tandem.worker.wire import commit_to_proto, layout_from_proto
+from tandem.worker.wire import commit_to_proto, layout_from_proto, part_to_proto
 
 _log = logging.getLogger(__name__)
 
-# How long and how often decode is told that nothing is outstanding; after that it asks by itself.
-_CONFIRM_FOR_S = 60.0
+# How often decode is told that nothing is outstanding, while it does not answer.
 _CONFIRM_EVERY_S = 1.0
+# Incarnations that ended and are remembered: a membership that is late may still name them.
+_NUM_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class DecodePeers:
         paired: called with each new peer, which has just spoken to us.
         lost: called when an incarnation is known to have ended.
         call_timeout_s: for one call to decode, in seconds.
+        confirm_for_s: how long decode is told that nothing is outstanding; after that it asks by itself.
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class DecodePeers:
         connect: Callable[[bytes], Awaitable[PeerId]],
         paired: Callable[[Peer], None],
         lost: Callable[[Peer], None],
+        *,
         call_timeout_s: float,
+        confirm_for_s: float,
     ) -> None:
         self._info = info
         self._layout = layout
@@ -68,6 +74,8 @@ class DecodePeers:
         self._paired = paired
         self._lost = lost
         self._timeout_s = call_timeout_s
+        self._confirm_for_s = confirm_for_s
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._pairing: dict[str, asyncio.Task[Peer]] = {}
         # By incarnation. Written in the event loop, read by the transfer thread.
         self.peers: dict[str, Peer] = {}
@@ -82,6 +90,8 @@ class DecodePeers:
         peer = self.peers.get(info.incarnation)
         if peer is not None:
             return peer
+        if info.incarnation in self._ended:
+            raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended")
         task = self._pairing.get(info.incarnation)
         if task is None:
             task = asyncio.create_task(self._pair(info))
@@ -100,6 +110,9 @@ class DecodePeers:
             if isinstance(error, grpc.RpcError):
                 raise error_from_rpc(error, f"pairing with {info.worker_id}") from error
             raise
+        if info.incarnation in self._ended:
+            self._lost(peer)
+            raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended while it was paired with")
         self._replace_older(peer)
         self.peers[info.incarnation] = peer
         self._paired(peer)
@@ -134,55 +147,76 @@ class DecodePeers:
             self.ended(old.info.incarnation)
 
     def ended(self, incarnation: str) -> None:
-        """The process of this incarnation has ended."""
+        """The process of this incarnation has ended, and with it every hold on it here; again changes nothing."""
+        self._ended[incarnation] = None
+        if len(self._ended) > _NUM_REMEMBERED:
+            self._ended.popitem(last=False)
         peer = self.peers.pop(incarnation, None)
         if peer is not None:
             self._lost(peer)
 
     # -- the calls of a handoff
 
-    async def attach(self, peer: Peer, key: AttemptKey, grant_id: str, *, renew: bool) -> decode_pb.AttachReply:
+    async def attach(self, peer: Peer, grant: Grant, *, renew: bool) -> decode_pb.AttachReply:
         """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
         request = decode_pb.AttachRequest(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            grant_id=grant_id,
+            request_id=grant.key.request_id,
+            attempt=grant.key.attempt,
+            grant_id=grant.grant_id,
             sender_incarnation=self._info.incarnation,
             renew=renew,
+            capability=grant.capability,
         )
         try:
             return await peer.stub.Attach(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
             raise error_from_rpc(error, f"attach to {peer.info.worker_id}") from error
 
+    async def commit_part(self, part: CommitPart) -> decode_pb.CommitPartReply:
+        """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
+        peer = self._of(part.receiver)
+        try:
+            return await peer.stub.CommitPart(part_to_proto(part, self._info.worker_id), timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, f"part of a commit to {peer.info.worker_id}") from error
+
     async def commit(self, commit: Commit) -> decode_pb.CommitReply:
         """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
-        peer = self.peers.get(commit.receiver)
-        if peer is None:
-            raise WorkerLostError(f"decode worker {commit.receiver} is gone")
+        peer = self._of(commit.receiver)
         try:
             return await peer.stub.Commit(commit_to_proto(commit, self._info.worker_id), timeout=self._timeout_s)
         except grpc.RpcError as error:
             raise error_from_rpc(error, f"commit to {peer.info.worker_id}") from error
 
-    async def confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
-        """Tell decode that nothing of the grant is outstanding, until it has heard or is gone."""
+    def _of(self, receiver: str) -> Peer:
+        peer = self.peers.get(receiver)
+        if peer is None:
+            raise WorkerLostError(f"decode worker {receiver} is gone")
+        return peer
+
+    async def confirm_idle(self, idle: ConfirmIdle) -> None:
+        """Tell decode that nothing of the grant is outstanding, until it has heard, is gone, or does not answer.
+
+        Ends within `confirm_for_s` and the time of one call, so it holds nothing up for ever: decode's quarantine asks
+        by itself, and the end of this process says the same.
+        """
         request = decode_pb.ConfirmIdleRequest(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            grant_id=grant_id,
+            request_id=idle.key.request_id,
+            attempt=idle.key.attempt,
+            grant_id=idle.grant_id,
             sender_incarnation=self._info.incarnation,
+            capability=idle.capability,
         )
-        give_up_s = time.monotonic() + _CONFIRM_FOR_S
+        give_up_s = time.monotonic() + self._confirm_for_s
         while time.monotonic() < give_up_s:
-            peer = self.peers.get(receiver)
+            peer = self.peers.get(idle.receiver)
             if peer is None:
                 return
             try:
                 await peer.stub.ConfirmIdle(request, timeout=self._timeout_s)
                 return
             except grpc.RpcError as error:
-                _log.info("%s has not heard that %s is idle: %s", peer.info.worker_id, grant_id, error)
+                _log.info("%s has not heard that %s is idle: %s", peer.info.worker_id, idle.grant_id, error)
                 await asyncio.sleep(_CONFIRM_EVERY_S)
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
 """What a prefill worker does around each step: prompts in, sealed pages and first tokens out.
 
-Runs on the runner thread. A prompt's pages have two holders: the sequence, until the prompt is computed, and the
-sending desk, from when a page is sealed until decode has it or no write can read it any more.
+Runs on the runner thread. A prompt's pages have two holders: its sequence, until decode has the pages or nobody wants
+them, and the sending desk, from when it hears of a page until no write can read it. It hears of pages only when a
+grant is attached; before that the scheduler may take them for a prompt that has one.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvtransfer.protocol.messages import AttemptKey, FirstToken, RefusalReason
+from prefill_worker.job import PromptJob, StepPart
+from prefill_worker.kept import KeptPrompts
 from prefill_worker.sending import HandoffStats, SealedPages
-from tandem.core.errors import DrainingError, HandoffError, TandemError
+from tandem.core import points
+from tandem.core.errors import DrainingError, HandoffError, TandemError, WorkerLostError
 from tandem.core.pages import PageState, pages_for
-from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import Logits, SampledToken, SampleRow, SequenceState, repeat_rows, sample
+from tandem.engine.sampler import Logits, SampledToken, SampleRow, SequenceState, repeat_rows, sample_rows
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.intake import check_prompt, open_journals
+from tandem.worker.intake import check_choices, check_prompt, open_journals
 from tandem.worker.process import WorkerProcess
 from tandem.worker.scheduler import Batch, ScheduledSequence
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
@@ -45,28 +47,6 @@ class Desk(Protocol):
         """Nothing more comes of this attempt, or nothing ever did."""
 
 
-@dataclass(slots=True)
-class PromptJob:
-    """One attempt at one prompt."""
-
-    key: AttemptKey
-    session: int
-    sequence: Sequence
-    params: SamplingParams
-    num_choices: int
-    journal: dict[int, list[int]]  # tokens that the client has, by choice; such a choice is not sampled again
-    finished: frozenset[int]  # choices that have ended already
-    started_s: float | None = None
-    compute_s: float = 0.0
-    first_tokens: list[SampledToken] = field(default_factory=list)  # of `to_sample`, in order
-    # True from the last logits on: the sequence is out of the batch, only the handoff goes on.
-    computed: bool = False
-
-    @property
-    def to_sample(self) -> list[int]:
-        return [c for c in range(self.num_choices) if c not in self.journal and c not in self.finished]
-
-
 class Prompts:
     """The `Role` of a prefill worker.
 
@@ -86,6 +66,9 @@ class Prompts:
         self._page_size = worker.pool.page_size
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
         self.jobs: dict[AttemptKey, PromptJob] = {}
+        self.kept = KeptPrompts(worker.pool, worker.scheduler.salt, shares=worker.scheduler.prefix_cache)
+        # Attached, and the runner may be in a step still. Added to by any thread, read by the runner.
+        self._newly_attached: set[AttemptKey] = set()
         self._ended_keys: OrderedDict[AttemptKey, None] = OrderedDict()
         self._arrivals = 0
 
@@ -98,12 +81,20 @@ class Prompts:
             return
         try:
             job = self._make_job(key, session, command)
-            self._scheduler.add(job.sequence)
+            is_kept = self._recall(job)
+            if not is_kept:
+                self._scheduler.add(job.sequence)
         except TandemError as error:
             self._desk.cancel(key)
             self._send(session, failed=attempt_failed(key.request_id, key.attempt, error))
             return
+        for older in [k for k in self.jobs if k.request_id == key.request_id and k.attempt < key.attempt]:
+            self.cancel(older)
         self.jobs[key] = job
+        points.reach("prefill.queued")
+        if is_kept:
+            self._begin(job)
+            self._finish(job)
 
     def _make_job(self, key: AttemptKey, session: int, command: prefill_pb.StartPrefill) -> PromptJob:
         if self._worker.draining:
@@ -113,6 +104,8 @@ class Prompts:
             raise HandoffError(f"{key} has ended at {self._worker.worker_id}", reason=reason)
         engine, prompt = self._worker.engine, list(command.prompt_ids)
         check_prompt(prompt, engine.vocab_size, engine.max_context, key.request_id)
+        num_choices = command.num_choices or 1
+        check_choices(num_choices, self._worker.config.limits.max_choices, key.request_id)
         params = sampling_from_proto(command.sampling)
         journal, finished = open_journals(
             command.journal, params, len(prompt), engine.vocab_size, engine.max_context, self._eos, key.request_id
@@ -128,22 +121,59 @@ class Prompts:
             num_prompt=len(prompt),
             params=params,
         )
-        job = PromptJob(key, session, sequence, params, command.num_choices or 1, journal, finished)
-        sequence.samples = bool(job.to_sample)
+        job = PromptJob(key, session, sequence, num_choices, journal, finished)
         sequence.owner = job
         return job
 
-    def cancel(self, key: AttemptKey) -> None:
-        """Nobody wants this attempt any more."""
+    def _recall(self, job: PromptJob) -> bool:
+        """Take over what an earlier attempt has left; whether that is all, so that nothing is to compute."""
+        recalled = self.kept.recall(job.sequence)
+        if recalled is not None:
+            job.first_tokens = {c: recalled.first_tokens[c] for c in job.open_choices if c in recalled.first_tokens}
+        job.sequence.samples = bool(job.to_sample)
+        return recalled is not None and not job.to_sample and self.kept.give_pages(job.sequence, recalled)
+
+    def grant_attached(self, key: AttemptKey) -> None:
+        """Decode took this worker as the grant's writer, and the desk will hear of it first; from any thread."""
+        self._newly_attached.add(key)
+        self._worker.runner.submit(lambda: self._attach(key))
+
+    def _attach(self, key: AttemptKey) -> None:
+        """Decode's pages wait for this prompt from now on: it goes first, and what is sealed goes to the desk."""
+        self._newly_attached.discard(key)
         job = self.jobs.get(key)
-        if job is not None:
-            self._leave_batch(job)
+        if job is None or job.over or job.attached:
+            return
+        job.attached = True
+        self._scheduler.promote(job.sequence)
+        self._seal_computed(job)
+        if job.computed and job.computed_s is not None:
+            job.unattached_s = time.monotonic() - job.computed_s
+            self._desk.computed(key, self._going_on(job))
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Nobody wants this attempt any more. What it computed may serve the request's next one."""
+        job = self.jobs.get(key)
+        if job is not None and not job.over:
+            self._leave(job)
             self._desk.cancel(key)
+
+    def release_request(self, request_id: str) -> None:
+        """The request has ended: no attempt will ask for its pages again."""
+        self.kept.drop(request_id)
 
     def session_ended(self, session: int) -> None:
         """Its router is gone, and with it all that it had started."""
         for job in [j for j in self.jobs.values() if j.session == session]:
             self.cancel(job.key)
+        self.kept.drop_session(session)
+
+    def receiver_ended(self, keys: Iterable[AttemptKey], error: WorkerLostError) -> None:
+        """The decode worker of these attempts is gone; of those with a grant the desk says so itself."""
+        for key in keys:
+            job = self.jobs.get(key)
+            if job is not None and not job.attached:
+                self.fail(key, error)
 
     # -- a step
 
@@ -151,102 +181,135 @@ class Prompts:
         """Prompts wait in the scheduler itself."""
 
     def before_forward(self, batch: Batch) -> Callable[[int], None]:
-        now_s = time.monotonic()
-        parts: list[tuple[AttemptKey, int, tuple[int, ...]]] = []
+        self._worker.num_preemptions += len(batch.preempted)
         for sequence in batch.admitted:
-            self._begin(sequence, now_s)
-        for item in batch.items:
-            job: PromptJob = item.sequence.owner
-            first, pages = self._sealed_by(item)
-            if pages:
-                parts.append((job.key, first, pages))
+            self._begin(sequence.owner)
+        parts = [self._filled_by(item) for item in batch.items]
+        points.reach("prefill.chunk")
 
         def on_layer(layer: int) -> None:
-            if layer == 0:  # the desk's hold begins as it hears of a page: a step that failed before leaves none
-                for _, _, pages in parts:
-                    self._pool.share(pages)
-            if parts:
-                self._desk.sealed([SealedPages(key, layer, first, pages) for key, first, pages in parts])
+            sealed = [pages for part in parts for pages in self._seal_part(part, layer)]
+            if sealed:
+                self._desk.sealed(sealed)
 
         return on_layer
 
-    def _begin(self, sequence: Sequence, now_s: float) -> None:
-        """The first chunk comes: pages found in the cache are sealed already."""
-        job: PromptJob = sequence.owner
-        job.started_s = now_s
-        self._send(
-            job.session,
-            started=prefill_pb.PrefillStarted(request_id=job.key.request_id, attempt=job.key.attempt),
-        )
-        cached = tuple(sequence.pages[: sequence.num_cached // self._page_size])
-        self._worker.num_prompt_tokens_cached += sequence.num_cached
-        if cached:
-            self._pool.share(cached)
+    def _begin(self, job: PromptJob) -> None:
+        """It has its pages; those found in the cache hold what they shall."""
+        num_cached = job.sequence.num_cached
+        self._worker.num_prompt_tokens_cached += num_cached
+        if job.attached:
+            self._seal_computed(job)
+        if job.started_s is None:
+            job.started_s = time.monotonic()
+            request_id, attempt = job.key.request_id, job.key.attempt
+            started = prefill_pb.PrefillStarted(request_id=request_id, attempt=attempt, num_cached_tokens=num_cached)
+            self._send(job.session, started=started)
+
+    def _seal_computed(self, job: PromptJob) -> None:
+        """Give the desk all pages that are computed so far, in all layers."""
+        num_computed = job.sequence.num_computed
+        num_pages = pages_for(num_computed, self._page_size) if job.computed else num_computed // self._page_size
+        pages = tuple(job.sequence.pages[:num_pages])
+        if pages:
+            self._pool.share(pages)
             layers = range(self._worker.layout.num_layers)
-            self._desk.sealed([SealedPages(job.key, layer, 0, cached) for layer in layers])
+            self._desk.sealed([SealedPages(job.key, layer, 0, pages) for layer in layers])
 
-    def _sealed_by(self, item: ScheduledSequence) -> tuple[int, tuple[int, ...]]:
-        """Pages that this step fills, or ends the prompt in: index of the first, and their ids.
-
-        Chunks end on page borders or with the prompt, so the first page was not begun by an earlier chunk.
-        """
-        end = item.start + item.num_tokens
+    def _filled_by(self, item: ScheduledSequence) -> StepPart:
+        """Chunks end on page borders or with the prompt, so the first page was not begun by an earlier chunk."""
+        end, num_prompt = item.start + item.num_tokens, item.sequence.num_prompt
         first = item.start // self._page_size
-        last = pages_for(end, self._page_size) if end == item.sequence.num_prompt else end // self._page_size
-        return first, tuple(item.sequence.pages[first:last])
+        last = pages_for(end, self._page_size) if end == num_prompt else end // self._page_size
+        return StepPart(item.sequence.owner, first, tuple(item.sequence.pages[first:last]))
+
+    def _seal_part(self, part: StepPart, layer: int) -> list[SealedPages]:
+        """What the desk may hear of the step now that `layer` is computed: it may have been attached just now."""
+        job = part.job
+        if job.key in self._newly_attached:
+            self._attach(job.key)
+        if not job.attached or not part.pages:
+            return []
+        if part.next_layer == 0:  # the desk's hold begins as it hears of a page: a step that failed before leaves none
+            self._pool.share(part.pages)
+        sealed = [SealedPages(job.key, n, part.first, part.pages) for n in range(part.next_layer, layer + 1)]
+        part.next_layer = layer + 1
+        return sealed
 
     def sample(self, batch: Batch, logits: Logits) -> list[int]:
         jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]
-        counts = [len(job.to_sample) for job in jobs]
+        choices = [job.to_sample for job in jobs]
         rows = [
-            SampleRow(SequenceState(job.sequence.token_ids), job.params, choice, 0)
-            for job in jobs
-            for choice in job.to_sample
+            SampleRow(SequenceState(job.sequence.token_ids), job.sequence.params, choice, 0)
+            for job, of_one in zip(jobs, choices, strict=True)
+            for choice in of_one
         ]
-        sampled = iter(sample(repeat_rows(logits, counts), rows, self._worker.engine.eos_token_ids))
-        for job in jobs:
-            job.first_tokens = [next(sampled) for _ in job.to_sample]
-        return [job.first_tokens[0].token_id for job in jobs]
+        counts = [len(of_one) for of_one in choices]
+        sampled = iter(sample_rows(repeat_rows(logits, counts), rows, self._worker.engine.eos_token_ids))
+        for job, of_one in zip(jobs, choices, strict=True):
+            for choice in of_one:
+                token = next(sampled)
+                if isinstance(token, SampledToken):
+                    job.first_tokens[choice] = token
+                else:
+                    job.error = token
+        # The scheduler books a token behind each prompt; it goes away with the prompt, which is never decoded here.
+        return [0] * len(jobs)
 
     def after_step(self, batch: Batch) -> None:
         self._worker.num_prompt_tokens_computed += batch.num_tokens
         for item in batch.items:
             job: PromptJob = item.sequence.owner
-            if item.start + item.num_tokens == item.sequence.num_prompt:
+            job.num_computed_tokens += item.num_tokens
+            if job.error is not None:
+                self._fail_sampling(job, job.error)
+            elif item.start + item.num_tokens == item.sequence.num_prompt:
                 self._finish(job)
         self.snapshot()
 
     def _finish(self, job: PromptJob) -> None:
         """The prompt is computed: give out the first tokens, and let the handoff end."""
-        job.compute_s = time.monotonic() - (job.started_s or 0.0)
-        events: list[prefill_pb.PrefillEvent] = []
+        sequence = job.sequence
+        del sequence.token_ids[sequence.num_prompt :]
+        sequence.samples = False
+        self._scheduler.park(sequence)
+        self.kept.keep(job.session, sequence, job.first_tokens)
+        going_on = self._going_on(job)
+        if job.computed_s is None:
+            job.computed_s = time.monotonic()
+            self._tell(job, ends=not going_on)
+        if not going_on:
+            self.cancel(job.key)
+            self.kept.drop(job.key.request_id)
+        elif job.attached:
+            self._desk.computed(job.key, going_on)
+
+    def _going_on(self, job: PromptJob) -> tuple[FirstToken, ...]:
+        """What decode continues: choices that did not end with their first token."""
         going_on = [FirstToken(choice, ids[0]) for choice, ids in job.journal.items()]
-        for choice, token in zip(job.to_sample, job.first_tokens, strict=True):
-            ended = self._ended_by(job, token.token_id)
-            events.append(prefill_pb.PrefillEvent(first_token=token_event(job.key, choice, 0, token, ended)))
-            if ended is None:
+        for choice, token in job.first_tokens.items():
+            if self._ended_by(job, token.token_id) is None:
                 going_on.append(FirstToken(choice, token.token_id))
-        self._leave_batch(job)
-        if going_on:
-            self._desk.computed(job.key, tuple(going_on))
-        else:
-            events.append(prefill_pb.PrefillEvent(ended=self._ended(job)))
-            self._desk.cancel(job.key)
+        return tuple(going_on)
+
+    def _tell(self, job: PromptJob, *, ends: bool) -> None:
+        events = []
+        for choice, token in job.first_tokens.items():
+            event = token_event(job.key, choice, 0, token, self._ended_by(job, token.token_id))
+            events.append(prefill_pb.PrefillEvent(first_token=event))
+        if ends:
+            events.append(prefill_pb.PrefillEvent(ended=job.describe_end()))
         if events:
             self._emit(job.session, events)
 
     def _ended_by(self, job: PromptJob, token_id: int) -> FinishReason | None:
         num_tokens = job.sequence.num_prompt + 1
-        return finish_reason(job.params, token_id, 1, num_tokens, self._eos, self._worker.engine.max_context)
+        return finish_reason(job.sequence.params, token_id, 1, num_tokens, self._eos, self._worker.engine.max_context)
 
-    def _ended(self, job: PromptJob) -> prefill_pb.PrefillEnded:
-        return prefill_pb.PrefillEnded(
-            request_id=job.key.request_id,
-            attempt=job.key.attempt,
-            compute_s=job.compute_s,
-            num_computed_tokens=job.sequence.num_prompt - job.sequence.num_cached,
-            num_cached_tokens=job.sequence.num_cached,
-        )
+    def _fail_sampling(self, job: PromptJob, error: TandemError) -> None:
+        """Its logits are of no use; what it computed may be none either, so nobody else shall find it."""
+        self._pool.discard(job.sequence.keys)
+        self.fail(job.key, error)
 
     def step_failed(self, batch: Batch, error: Exception) -> None:
         for item in batch.items:
@@ -257,10 +320,10 @@ class Prompts:
     def going_idle(self) -> None:
         self.snapshot()
 
-    def _leave_batch(self, job: PromptJob) -> None:
+    def _leave(self, job: PromptJob) -> None:
         """Drop the sequence's own hold on its pages; the desk's goes on."""
-        if not job.computed:
-            job.computed = True
+        if not job.over:
+            job.over = True
             self._pool.release(self._scheduler.remove(job.sequence))
 
     # -- what the desk says, on the runner thread
@@ -268,35 +331,21 @@ class Prompts:
     def handed_off(self, key: AttemptKey, stats: HandoffStats) -> None:
         """Decode has acknowledged."""
         job = self.jobs[key]
-        self._send(
-            job.session,
-            handoff_done=prefill_pb.HandoffDone(
-                request_id=key.request_id,
-                attempt=key.attempt,
-                num_bytes=stats.num_bytes,
-                num_extents=stats.num_extents,
-                num_descriptors=stats.num_descriptors,
-                handoff_s=stats.handoff_s,
-                exposed_s=stats.exposed_s,
-                compute_s=job.compute_s,
-                num_computed_tokens=job.sequence.num_prompt - job.sequence.num_cached,
-                num_cached_tokens=job.sequence.num_cached,
-            ),
-        )
+        self._send(job.session, handoff_done=job.describe_handoff(stats))
 
     def fail(self, key: AttemptKey, error: TandemError) -> None:
         """The attempt cannot go on; ends it as a cancel does, but says why."""
         job = self.jobs.get(key)
-        if job is not None:
+        if job is not None and not job.over:
             self._send(job.session, failed=attempt_failed(key.request_id, key.attempt, error))
             self.cancel(key)
 
     def handoff_failed(self, key: AttemptKey, error: TandemError) -> None:
         """The handoff is over; the router decides what comes next."""
         job = self.jobs.get(key)
-        if job is None:  # the prompt was never taken, and the router has heard why
+        if job is None or job.over:  # never taken, or ended from here: the router has heard why
             return
-        self._leave_batch(job)
+        self._leave(job)
         self._send(job.session, failed=attempt_failed(key.request_id, key.attempt, error))
 
     def quarantine(self, pages: tuple[int, ...]) -> None:
@@ -318,12 +367,18 @@ class Prompts:
         job = self.jobs.pop(key, None)
         if job is None:
             return
-        self._leave_batch(job)
+        # After an acknowledgement, this is the last hold: the pages become evictable, a prompt's last one first.
+        self._leave(job)
         self._ended_keys[key] = None
         if len(self._ended_keys) > _NUM_REMEMBERED:
             self._ended_keys.popitem(last=False)
 
     # -- load
+
+    @property
+    def num_wanted(self) -> int:
+        """Attempts that have not ended for those who asked for them."""
+        return sum(not job.over for job in self.jobs.values())
 
     def snapshot(self) -> None:
         waiting = self._scheduler.waiting

@@ -17,10 +17,11 @@ from kvtransfer.extents import ArenaShape, merge_extents
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
-from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transfer_thread import ThreadEvent, WritePosted
 from kvtransfer.transports.base import PeerId, WriteArrived, WriteCompleted, WriteFailed
+from tandem.core import points
 
 _TAG = struct.Struct("<QI")
 
@@ -49,9 +50,11 @@ class HandoffStats:
 class SendingOutlet(Protocol):
     """Where the desk's results go. Called on the transfer thread; must hand over and return."""
 
+    def commit_part(self, part: CommitPart) -> None: ...
+
     def commit(self, commit: Commit) -> None: ...
 
-    def confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
+    def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         """Tell the receiver that nothing of the grant is outstanding, until it has heard."""
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None: ...
@@ -78,6 +81,7 @@ class _Entry:
     # All pages ever sealed for it: the desk holds them until the handoff is done.
     pages: set[int] = field(default_factory=set)
     released: bool = False
+    has_committed: bool = False
     first_post_s: float | None = None
     computed_s: float = 0.0
     num_descriptors: int = 0
@@ -137,7 +141,7 @@ class SendingDesk:
         """Decode took this worker as the grant's writer."""
         if key not in self._entries:
             # The attempt ended while decode was asked: it must hear that nothing will be written.
-            self._outlet.confirm_idle(key, grant.grant_id, grant.receiver)
+            self._outlet.confirm_idle(ev.ConfirmIdle(key, grant.grant_id, grant.receiver, grant.capability))
             return
         self._handle(key, ev.GrantAttached(grant, lease_ends_s))
 
@@ -166,12 +170,17 @@ class SendingDesk:
         if key in self._entries:
             self._handle(key, event)
 
-    def stop_asked(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
+    def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> None:
         """Decode wants to hear that nothing of the grant is outstanding."""
         if key in self._entries:
-            self._handle(key, ev.StopAsked(grant_id))
+            self._handle(key, asked)
         else:
-            self._outlet.confirm_idle(key, grant_id, receiver)
+            self._outlet.confirm_idle(ev.ConfirmIdle(key, asked.grant_id, asked.receiver, asked.capability))
+
+    def needs_lease(self, key: AttemptKey) -> bool:
+        """Whether renewing the lease of this attempt is of any use; from any thread."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.handoff.needs_lease
 
     def receiver_lost(self, receiver: str) -> None:
         """A decode worker's process has ended."""
@@ -190,6 +199,7 @@ class SendingDesk:
             case WritePosted():
                 entry.first_post_s = entry.first_post_s or time.monotonic()
                 self._handle(entry.handoff.key, ev.WritePosted(write_id))
+                points.reach("prefill.sending")
             case WriteCompleted():
                 self.num_bytes_written += event.handle.num_bytes
                 self._handle(entry.handoff.key, ev.WriteCompleted(write_id))
@@ -225,14 +235,18 @@ class SendingDesk:
         match instruction:
             case ev.PostWrites():
                 self._post(entry, instruction)
+            case ev.SendCommitPart():
+                self._outlet.commit_part(instruction.part)
             case ev.SendCommit():
+                if not entry.has_committed:
+                    entry.has_committed = True
+                    points.reach("prefill.written")
                 self._outlet.commit(instruction.commit)
             case ev.ConfirmIdle():
-                grant = entry.handoff.grant
-                assert grant is not None, key
-                self._outlet.confirm_idle(key, instruction.grant_id, grant.receiver)
+                self._outlet.confirm_idle(instruction)
             case ev.Succeed():
                 self._outlet.succeeded(key, self._stats(entry))
+                points.reach("prefill.acked")
             case ev.Fail():
                 self._outlet.failed(instruction)
             case ev.QuarantinePages():

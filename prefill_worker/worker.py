@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpc import aio
@@ -13,13 +14,14 @@ from grpc import aio
 from kvtransfer.extents import ArenaShape
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, FirstToken, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, FirstToken, Grant, RefusalReason
 from kvtransfer.transfer_thread import ThreadEvent
 from kvtransfer.transports.base import PeerId, Transport
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.prompts import Prompts
 from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
-from tandem.core.errors import HandoffError, TandemError, TransportError
+from tandem.core import points
+from tandem.core.errors import HandoffError, TandemError, TransportError, WorkerLostError
 from tandem.core.pages import pages_for
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
@@ -51,7 +53,13 @@ class PrefillWorker(WorkerProcess):
         )
         self.hub.attach(self, self.loop)
         self.peers = DecodePeers(
-            self.info, self.layout, self._connect, self._watch_peer, self._peer_lost, transport.lease_s
+            self.info,
+            self.layout,
+            self._connect,
+            self._watch_peer,
+            self._peer_lost,
+            call_timeout_s=transport.lease_s,
+            confirm_for_s=transport.lease_s + transport.grace_s,
         )
         self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
         limits = SenderLimits(
@@ -72,8 +80,11 @@ class PrefillWorker(WorkerProcess):
         )
         # Where each attempt's pages go. Written and read in the event loop.
         self._targets: dict[AttemptKey, pb.WorkerInfo] = {}
-        # Grants of which decode has not yet heard that nothing is outstanding.
+        # Grants of which decode has not yet heard that nothing is outstanding; each for a bounded time, see
+        # `DecodePeers.confirm_idle`.
         self._confirming: set[str] = set()
+        share = self.config.scheduling.unacknowledged_share
+        self.scheduler.limits = replace(self.scheduler.limits, unpromoted_share=share)
         self.prompts = Prompts(self, _QueuedDesk(self), self._emit)
         return self.prompts
 
@@ -88,7 +99,11 @@ class PrefillWorker(WorkerProcess):
         self.num_transfer_bytes = self.desk.num_bytes_written
 
     def num_held(self) -> int:
-        return len(self.prompts.jobs) + len(self._confirming)
+        """What a drain waits for: prompts that somebody wants, and decode workers that are told of an idle writer.
+
+        Not for a write that nobody waits for, which may never end: the end of this process ends it, and is a fence.
+        """
+        return self.prompts.num_wanted + len(self._confirming)
 
     # -- routers, in the event loop
 
@@ -108,6 +123,9 @@ class PrefillWorker(WorkerProcess):
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
                 self.runner.submit(lambda: self.prompts.cancel(key))
+            case "release":
+                request_id = command.release.request_id
+                self.runner.submit(lambda: self.prompts.release_request(request_id))
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 
@@ -134,7 +152,7 @@ class PrefillWorker(WorkerProcess):
                     reason=FailureReason.GRANT_MISMATCH.value,
                 )
             asked_s = time.monotonic()
-            reply = await self.peers.attach(peer, key, grant.grant_id, renew=False)
+            reply = await self.peers.attach(peer, grant, renew=False)
         except TandemError as error:
             self._attach_failed(key, error)
             return
@@ -143,18 +161,24 @@ class PrefillWorker(WorkerProcess):
             if reason is not RefusalReason.ALREADY_ENDED:  # else the command was a repetition
                 self.on_transfer(lambda _: self.desk.happened(key, ev.RefusalReceived(reason, detail)))
             return
-        self.on_transfer(lambda _: self.desk.attached(key, grant, asked_s + reply.lease_s))
+        self.on_transfer(lambda _: self._attached(key, grant, asked_s + reply.lease_s))
+        self.prompts.grant_attached(key)
         await self._renew(peer, key, grant, reply.lease_s)
 
+    def _attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
+        """On the transfer thread."""
+        points.reach("prefill.attached")
+        self.desk.attached(key, grant, lease_ends_s)
+
     async def _renew(self, peer: Peer, key: AttemptKey, grant: Grant, lease_s: float) -> None:
-        """Keep the lease while the handoff lasts; a lease that is not renewed is lost by time."""
+        """Keep the lease while the handoff needs it; a lease that is not renewed is lost by time."""
         while True:
             await asyncio.sleep(lease_s / 3)
-            if key not in self._targets:
+            if not self.desk.needs_lease(key):
                 return
             asked_s = time.monotonic()
             try:
-                reply = await self.peers.attach(peer, key, grant.grant_id, renew=True)
+                reply = await self.peers.attach(peer, grant, renew=True)
             except TandemError as error:
                 _log.warning("lease of %s not renewed: %s", grant.grant_id, error)
                 continue
@@ -171,10 +195,18 @@ class PrefillWorker(WorkerProcess):
         return await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
 
     def _watch_peer(self, peer: Peer) -> None:
-        """Its exit, seen on this host, ends all that was sent to it; from other hosts its next incarnation tells."""
+        """Its exit, seen on this host, ends all that was sent to it; from other hosts the supervisor tells."""
         if peer.info.host_id == self.info.host_id:
             incarnation = peer.info.incarnation
-            self.exits.watch(incarnation, peer.info.pid, lambda: self.peers.ended(incarnation))
+            self.exits.watch(incarnation, peer.info.pid, lambda: self.process_ended(incarnation))
+
+    def process_ended(self, incarnation: str) -> None:
+        """A process has ended, on whatever host: if it was a decode worker, nothing can be sent to it any more."""
+        self.peers.ended(incarnation)
+        keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
+        if keys:
+            error = WorkerLostError(f"decode worker {incarnation} has ended")
+            self.runner.submit(lambda: self.prompts.receiver_ended(keys, error))
 
     def _peer_lost(self, peer: Peer) -> None:
         def forget(transport: Transport) -> None:
@@ -193,6 +225,20 @@ class PrefillWorker(WorkerProcess):
 
     # -- what the desk says; on the transfer thread
 
+    def commit_part(self, part: CommitPart) -> None:
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._commit_part(part)))
+
+    async def _commit_part(self, part: CommitPart) -> None:
+        try:
+            reply = await self.peers.commit_part(part)
+        except TandemError as error:
+            _log.info("a part of %s went unanswered: %s", part.grant_id, error)  # best effort; the commit names all
+            return
+        if not reply.ok:
+            event = ev.RefusalReceived(*refusal_from_proto(reply.error))
+            self.num_handoffs_refused += 1
+            self.on_transfer(lambda _: self.desk.happened(part.key, event))
+
     def commit(self, commit: Commit) -> None:
         self.loop.call_soon_threadsafe(lambda: self.spawn(self._commit(commit)))
 
@@ -209,15 +255,20 @@ class PrefillWorker(WorkerProcess):
         else:
             event = ev.RefusalReceived(*refusal_from_proto(reply.error))
             self.num_handoffs_refused += 1
-        self.on_transfer(lambda _: self.desk.happened(commit.key, event))
+        self.on_transfer(lambda _: self._answered(commit.key, event))
 
-    def confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
-        self._confirming.add(grant_id)
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self._confirm_idle(key, grant_id, receiver)))
+    def _answered(self, key: AttemptKey, event: ev.SenderEvent) -> None:
+        """Decode's answer to a commit; on the transfer thread."""
+        points.reach("prefill.committed")
+        self.desk.happened(key, event)
 
-    async def _confirm_idle(self, key: AttemptKey, grant_id: str, receiver: str) -> None:
-        await self.peers.confirm_idle(key, grant_id, receiver)
-        self._confirming.discard(grant_id)
+    def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
+        self._confirming.add(idle.grant_id)
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._confirm_idle(idle)))
+
+    async def _confirm_idle(self, idle: ev.ConfirmIdle) -> None:
+        await self.peers.confirm_idle(idle)
+        self._confirming.discard(idle.grant_id)
         self.runner.submit(self.check_drained)
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
@@ -282,7 +333,8 @@ class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         worker = self._worker
         key = AttemptKey(request.request_id, request.attempt)
         receiver = request.grant_id.rpartition("/")[0]
-        worker.on_transfer(lambda _: worker.desk.stop_asked(key, request.grant_id, receiver))
+        asked = ev.StopAsked(request.grant_id, receiver, request.capability)
+        worker.on_transfer(lambda _: worker.desk.stop_asked(key, asked))
         return prefill_pb.StopWritesReply()
 
 

@@ -16,16 +16,21 @@ from types import FrameType
 
 from router.server import RouterInfo, RouterServer
 from tandem.core import config as configuration
+from tandem.core import points
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import configure
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run until a signal; returns the exit status."""
     options = _parser().parse_args(arguments)
+    points.name_process("router")
     try:
         config = configuration.load(options.config)
         setup_logging(config.logging, "router")
+        configure(config.security, PeerRole.ROUTER, options.control_host)
         server = RouterServer(
             config,
             model_dir=options.model_dir,

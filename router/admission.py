@@ -1,58 +1,177 @@
-"""The bounded queue in front of both pools: who may wait, and what the others are told.
+"""Who may come in, and what the others are told: a bound on waiting in front of both pools.
 
-A request counts as waiting until its prompt is being computed. Counting, not queueing: the workers keep the queues,
-this bound keeps them short.
+A request waits for its prompt's computation, and later, where all places in the decode workers' batches are taken, for
+one of these. The workers keep the queues; this keeps them short:
+
+- Never more than `max_waiting` wait, for either.
+- What comes in steadily must not wait for long: for a prompt's computation as long as a first token takes normally, for
+  a place in a batch a quarter of what a request takes. What is normal is learnt while nobody is refused.
+- More may wait only as far as there is *credit*, and never for longer than a few requests take. Each request that ends
+  while nobody waits leaves one credit, `max_waiting` at most; each refusal takes one. So a burst is taken by a cluster
+  that was not overloaded before, and a lasting overload is refused at once instead of being served late (the aim of
+  CoDel: Nichols and Jacobson, ACM Queue 2012).
+
+That keeps the waiting short. How slow the tokens of a full batch may come is said by `scheduling.max_num_seqs`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, OverloadedError
 
 _MAX_RETRY_AFTER_S = 60.0
-_NUM_SAMPLES = 64
+_WEIGHT = 1 / 32  # of the newest sample in an average
+_SHARE_IN_FRONT_OF_DECODE = 0.25
+#: How long the last of a burst may wait: so many times what a request takes, and this many seconds in any case.
+_BURST_SHARE, _BURST_S = 4.0, 1.0
+_REFUSAL_WINDOW_S = 1.0
 
 
 class Admission:
-    """Counts waiting requests against a bound. Not thread-safe."""
+    """Counts what waits and what is under way. Not thread-safe.
 
-    def __init__(self, max_waiting: int, clock: Clock) -> None:
+    Each request that `enter` let in calls `leave` when its prompt is being computed (or it ends before), and `end` when
+    it has ended; `first_token` in between where one came.
+    """
+
+    def __init__(self, max_waiting: int, clock: Clock, num_places: Callable[[], float] = lambda: math.inf) -> None:
+        """`num_places`: sequences that all decode workers can have in their batches."""
         self.max_waiting = max_waiting
         self.is_draining = False
-        self.num_waiting = 0
         self._clock = clock
-        # When the last waiting requests left the queue, oldest first.
-        self._left_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._num_places = num_places
+        # When those that wait for their prompt's computation came, oldest first.
+        self._waiting_since_s: deque[float] = deque()
+        self._num_sequences = 0  # of all requests under way
+        # Invariant: 0 <= _credit <= max_waiting
+        self._credit = max_waiting
+        self._last_left_s = self._last_ended_s = -math.inf
+        # Since when all places in the batches have been taken; meaningful while they are.
+        self._full_since_s = -math.inf
+        # Between two that left the queue, or ended, while others waited behind them: what the pools give at most.
+        self._left_gap_s, self._ended_gap_s = _Average(), _Average()
+        # From being let in to the first token, and to the end; learnt while nobody is refused.
+        self._ttft_s, self._whole_s = _Average(), _Average()
+        self._num_refused = 0
+        self._refusals_since_s = self._last_refusal_s = -math.inf
 
-    def enter(self, num_requests: int = 1) -> None:
-        """Take places for `num_requests`, all or none; each is given back by one `leave`.
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose prompts wait for their computation."""
+        return len(self._waiting_since_s)
+
+    # -- coming in
+
+    def enter(self, num_requests: int = 1, num_choices: int = 1) -> None:
+        """Take `num_requests` in, all or none, each with `num_choices` sequences.
 
         Raises:
-            OverloadedError: not so many places are left; says when to try again.
+            OverloadedError: too many wait; says when to try again.
             DrainingError: the router takes no new requests.
         """
+        self._credit -= self._check(num_requests, num_choices)
+        now_s, places = self._clock.now(), self._num_places()
+        if self._num_sequences <= places < self._num_sequences + num_requests * num_choices:
+            self._full_since_s = now_s
+        self._waiting_since_s.extend([now_s] * num_requests)
+        self._num_sequences += num_requests * num_choices
+
+    def check(self) -> None:
+        """Raises as `enter` does where not even one request would be let in."""
+        self._check(1, 1)
+
+    def _check(self, num_requests: int, num_choices: int) -> int:
+        """The credit that letting them in costs."""
         if self.is_draining:
             raise DrainingError("the router is shutting down; try another one")
-        if self.num_waiting + num_requests > self.max_waiting:
-            raise OverloadedError(
-                f"{self.num_waiting} requests are waiting and the bound is {self.max_waiting}; try again later",
-                retry_after_s=self.retry_after_s(),
-            )
-        self.num_waiting += num_requests
+        waiting = self.num_waiting + num_requests
+        queued = self._num_sequences + num_requests * num_choices - self._num_places()
+        if waiting > self.max_waiting or queued > self.max_waiting * num_choices:
+            raise self._refusal(f"{self.num_waiting} requests are waiting and the bound is {self.max_waiting}")
+        excess = min(num_requests, max(0, waiting - self._room_for_prefill(), queued - self._room_for_decode()))
+        if excess > self._credit or (excess > 0 and self._burst_wait_s(waiting, queued) > self._longest_burst_s()):
+            raise self._refusal("requests come in faster than they are served")
+        return math.ceil(excess)
 
-    def leave(self) -> None:
-        """One request waits no longer."""
-        if self.num_waiting < 1:
-            raise ValueError("nobody is waiting")
-        self.num_waiting -= 1
-        self._left_s.append(self._clock.now())
+    def _refusal(self, why: str) -> OverloadedError:
+        now_s = self._clock.now()
+        if now_s - self._refusals_since_s > _REFUSAL_WINDOW_S:
+            self._refusals_since_s, self._num_refused = now_s, 0
+        self._last_refusal_s = now_s
+        self._num_refused += 1
+        self._credit = max(0, self._credit - 1)
+        return OverloadedError(f"{why}; try again later", retry_after_s=self.retry_after_s())
 
     def retry_after_s(self) -> float:
-        """Whole seconds until about half of the queue will have gone, by the recent rate; at least 1."""
-        if len(self._left_s) < 2:
-            return 1.0
-        rate = len(self._left_s) / max(self._clock.now() - self._left_s[0], 1e-3)
-        return min(max(1.0, math.ceil(self.num_waiting / 2 / rate)), _MAX_RETRY_AFTER_S)
+        """Whole seconds in which as many are served as wait and were lately refused; at least 1, at most 60.
+
+        If all come back after that long, about as many come each second as are served.
+        """
+        gap_s = max(self._left_gap_s.value, self._ended_gap_s.value)
+        return min(max(1.0, math.ceil((self.num_waiting + self._num_refused) * gap_s)), _MAX_RETRY_AFTER_S)
+
+    # -- on its way
+
+    def leave(self) -> None:
+        """One request waits no longer for its prompt's computation. Which one does not matter for sums."""
+        if not self._waiting_since_s:
+            raise ValueError("nobody is waiting")
+        now_s, since_s = self._clock.now(), self._waiting_since_s.popleft()
+        self._left_gap_s.add(now_s - max(since_s, self._last_left_s))
+        self._last_left_s = now_s
+
+    def first_token(self, after_s: float) -> None:
+        """A request has its first token, `after_s` seconds after it was let in."""
+        if not self._is_refusing():
+            self._ttft_s.add(after_s)
+
+    def end(self, after_s: float, num_choices: int = 1) -> None:
+        """A request with this many sequences has ended, `after_s` seconds after it was let in."""
+        now_s, places = self._clock.now(), self._num_places()
+        if self._num_sequences > places:
+            self._ended_gap_s.add(now_s - max(self._last_ended_s, self._full_since_s))
+        self._last_ended_s = now_s
+        self._num_sequences -= num_choices
+        if not self._is_refusing():
+            self._whole_s.add(after_s)
+        if not self._waiting_since_s and self._num_sequences < places:
+            self._credit = min(self._credit + 1, self.max_waiting)
+
+    # -- how many may wait
+
+    def _is_refusing(self) -> bool:
+        """Whether somebody was refused lately, or while those were waiting who get their answers now."""
+        return self._clock.now() - self._last_refusal_s < _REFUSAL_WINDOW_S + 2 * self._whole_s.value
+
+    def _room_for_prefill(self) -> float:
+        """As many as leave the queue in the time of a normal first token; at least 1."""
+        gap_s = self._left_gap_s.value
+        return max(1.0, self._ttft_s.value / gap_s) if gap_s else math.inf
+
+    def _room_for_decode(self) -> float:
+        """As many as end in a quarter of the time that one takes."""
+        gap_s = self._ended_gap_s.value
+        return _SHARE_IN_FRONT_OF_DECODE * self._whole_s.value / gap_s if gap_s else math.inf
+
+    def _burst_wait_s(self, num_waiting: int, num_queued: float) -> float:
+        """How long the last of them waits."""
+        return max(num_waiting * self._left_gap_s.value, num_queued * self._ended_gap_s.value if num_queued > 0 else 0)
+
+    def _longest_burst_s(self) -> float:
+        return max(_BURST_S, _BURST_SHARE * self._whole_s.value)
+
+
+class _Average:
+    """An average that forgets."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._is_empty = True
+
+    def add(self, value: float) -> None:
+        self.value = value if self._is_empty else self.value + _WEIGHT * (value - self.value)
+        self._is_empty = False

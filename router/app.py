@@ -14,13 +14,21 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.exchange import Exchange, Parser, error_headers
+from router.auth import OPEN_PATHS, ApiKeys
+from router.exchange import Exchange, Parser, send_error
 from router.model_card import ModelCard
 from router.openai_schema import parse_chat, parse_completion
-from router.responses import error_body
+from router.openapi import document
+from router.responses import error_body, error_headers
 from router.story import House
 from tandem.core import metrics
-from tandem.core.errors import DrainingError, InternalError, TandemError
+from tandem.core.errors import (
+    AuthenticationError,
+    DrainingError,
+    InternalError,
+    InvalidRequestError,
+    TandemError,
+)
 from tandem.core.logging import bound, get_logger
 
 log = get_logger(__name__)
@@ -29,8 +37,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
 _QUIET_PATHS = ("/health", "/metrics")
 
 
-def create_app(house: House, card: ModelCard) -> ASGIApp:
-    """The ASGI application of one router."""
+def create_app(house: House, card: ModelCard, keys: ApiKeys) -> ASGIApp:
+    """The ASGI application of one router; `keys` guard every route but `/health`."""
     app = FastAPI(title="Tandem", openapi_url=None)
     _add_model_routes(app, card)
     _add_cluster_routes(app, house, card)
@@ -40,7 +48,7 @@ def create_app(house: House, card: ModelCard) -> ASGIApp:
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
-    return RequestIds(app)
+    return RequestIds(ApiKeyGate(app, keys))
 
 
 def _add_post(app: FastAPI, path: str, exchange: Exchange) -> None:
@@ -71,6 +79,12 @@ def _add_cluster_routes(app: FastAPI, house: House, card: ModelCard) -> None:
     async def cluster() -> Response:
         return _json(house.cluster.describe(card.own_name))
 
+    described = document(house.config, card)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return _json(described)
+
     if house.config.metrics.enabled:
 
         @app.get("/metrics")
@@ -82,24 +96,54 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(orjson.dumps(value), status, headers, media_type="application/json")
 
 
-async def _tandem_error(_: Request, error: Exception) -> Response:
+async def _tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
-    return _json(error_body(error), error.http_status, error_headers(error))
+    return _error_response(request, error)
+
+
+def _error_response(request: Request, error: TandemError, status: int | None = None) -> Response:
+    body = error_body(error, request.scope["state"]["request_id"])
+    return _json(body, status or error.http_status, error_headers(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     rule = "has no such method" if status == 405 else "is not served here"
     message = f"{request.method} {request.url.path} {rule}"
-    body = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
-    return _json({"error": body}, status)
+    answer = _error_response(request, NotServedError(message), status)
+    if isinstance(error, HTTPException) and error.headers:  # `Allow`
+        answer.headers.update(error.headers)
+    return answer
+
+
+class NotServedError(InvalidRequestError):
+    """No such path, or not with this method."""
+
+    code = "not_found"
+    http_status = 404
 
 
 async def _unforeseen(request: Request, _: Exception) -> Response:
     """The server logs the error itself; the client gets its id to ask about."""
     request_id = request.scope["state"]["request_id"]
-    known = InternalError(f"an unforeseen error; the log has it under {request_id}", request_id=request_id)
-    return _json(error_body(known), known.http_status)
+    return _error_response(request, InternalError(f"an unforeseen error; the log has it under {request_id}"))
+
+
+class ApiKeyGate:
+    """Lets pass what carries a key that holds, and what needs none."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._keys.check(scope["headers"])
+            except AuthenticationError as error:
+                await send_error(send, error, scope["state"]["request_id"])
+                return
+        await self._app(scope, receive, send)
 
 
 class RequestIds:
@@ -127,7 +171,8 @@ class RequestIds:
             try:
                 await self._app(scope, receive, send_with_id)
             finally:
-                level = log.debug if scope["path"] in _QUIET_PATHS else log.info
+                # Refusals under overload are counted, not told one by one: that would cost more than they do.
+                level = log.debug if scope["path"] in _QUIET_PATHS or status == 429 else log.info
                 level(
                     "http",
                     method=scope["method"],

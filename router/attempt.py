@@ -9,16 +9,23 @@ from router.cluster import Pair
 from router.events import (
     Admitted,
     AttemptFailed,
+    DecodeLeaves,
     Event,
     Granted,
     HandoffDone,
+    LocalPrefillStarted,
+    MayMove,
     PrefillEnded,
     PrefillStarted,
     WorkerLost,
+    WorkersChanged,
 )
+from router.recovery import AttemptEnd, Fault, Plan, failure
 from router.request import TokenGiven
+from router.session import WorkerSession
 from router.worker_key import WorkerKey
-from tandem.core.errors import DrainingError, InternalError, OverloadedError, TandemError
+from tandem.core import points
+from tandem.core.errors import DrainingError, IncompatibleError, InternalError, NoWorkerError, TandemError
 from tandem.core.logging import get_logger
 from tandem.core.states import RequestState
 
@@ -29,27 +36,27 @@ log = get_logger(__name__)
 
 
 class AttemptOver(Exception):
-    """The attempt failed at `worker`; both workers have been told to drop it."""
+    """The attempt ended before the request did; both workers have been told to drop it."""
 
-    def __init__(self, error: TandemError, worker: WorkerKey, suspects: tuple[WorkerKey, ...] = ()) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.worker = worker
-        # Whom the next attempt avoids: of a failure between two workers either may be the cause.
-        self.suspects = suspects or (worker,)
+    def __init__(self, end: AttemptEnd) -> None:
+        super().__init__(end.error.message)
+        self.end = end
 
 
 class Attempt:
-    """Everything between choosing a pair and the end of the attempt."""
+    """Everything between choosing the workers and the end of the attempt."""
 
-    def __init__(self, story: Story, pair: Pair) -> None:
+    def __init__(self, story: Story, pair: Pair, plan: Plan) -> None:
         self._story = story
+        self._plan = plan
+        # `None` while decode has not said that it needs one, and for good where it computes by itself.
         self._prefill = pair.prefill
         self._decode = pair.decode
         self._number = story.journal.attempt
         self._is_admitted = False
         # Whether prefill has nothing left to give: the pages are decode's, or there was nothing to hand off.
         self._is_prefill_done = False
+        self._is_decode_leaving = False
         # Whether each choice was ended by a worker, which then holds nothing of it any more.
         # An earlier attempt's end is in the journal that this attempt's workers get.
         self._ended_at_worker = [choice.is_finished for choice in story.journal.choices]
@@ -58,12 +65,12 @@ class Attempt:
         """Begin, and follow the events until every choice has ended.
 
         Raises:
-            AttemptOver: a worker failed, refused or was lost.
-            CancelledError: the client or the deadline ended the request.
+            AttemptOver: a worker failed, refused, left or was lost.
+            TandemError: the client, the deadline or the router ended the request.
         """
         why = "the router gave up"
-        self._begin()
         try:
+            self._begin()
             while not self._story.journal.is_finished:
                 self._handle(await self._story.next_event())
             why = "every choice has ended"
@@ -74,21 +81,27 @@ class Attempt:
             self._close(why)
 
     def _begin(self) -> None:
-        """Both workers start at once: prefill computes while decode makes room."""
+        """Both workers start at once: prefill computes while decode makes room. Or decode alone is asked."""
+        story, request = self._story, self._story.request
+        self._decode.hold(request.request_id, story.inbox, len(request.prompt_ids))
+        self._decode.send(wire.reserve(request, story.journal, max_local_tokens=self._plan.max_local_tokens))
+        if self._prefill is not None:
+            self._start_prefill(self._prefill)
+        points.reach("router.sent")
+        log.debug("attempt begun", attempt=self._number, prefill=str(self._prefill_key), decode=str(self._decode.key))
+
+    def _start_prefill(self, prefill: WorkerSession) -> None:
         story, request = self._story, self._story.request
         decode_info = self._decode.info
         if decode_info is None:  # never: placement takes greeted workers only
             raise InternalError(f"{self._decode.key} was chosen before its hello", request_id=request.request_id)
-        for session in (self._prefill, self._decode):
-            session.hold(request.request_id, story.inbox, len(request.prompt_ids))
-        self._decode.send(wire.reserve(request, story.journal))
-        self._prefill.send(wire.start_prefill(request, story.journal, decode_info))
-        log.debug("attempt begun", attempt=self._number, prefill=str(self._prefill.key), decode=str(self._decode.key))
+        prefill.hold(request.request_id, story.inbox, len(request.prompt_ids))
+        prefill.send(wire.start_prefill(request, story.journal, decode_info))
+        story.pages_kept_at[prefill.key] = prefill
+
+    # -- events
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, WorkerLost):
-            self._worker_lost(event)
-            return
         if getattr(event, "attempt", self._number) != self._number:
             if isinstance(event, TokenGiven):
                 self._story.take_token(event)  # the journal counts it as stale
@@ -99,16 +112,27 @@ class Attempt:
             case Granted():
                 self._granted(event)
             case PrefillStarted():
+                self._story.note_cached(event.num_cached_tokens)
                 self._story.reach(RequestState.PREFILLING)
+            case LocalPrefillStarted():
+                self._computes_locally(event)
             case Admitted():
                 self._is_admitted = True
-                self._prefill.note_computed(self._story.request.request_id)
-                self._story.reach(RequestState.DECODING)
+                self._note_computed()
+                self._generates()
             case HandoffDone() | PrefillEnded():
                 self._prefill_done(event)
             case AttemptFailed():
                 self._failed(event)
-            case _:  # WorkersChanged, WaitOver: of a wait that is over
+            case WorkerLost():
+                self._worker_lost(event)
+            case DecodeLeaves():
+                self._decode_leaves(event)
+            case MayMove():
+                self._move()
+            case WorkersChanged():
+                self._ask_to_move()
+            case _:  # WaitOver: of a wait that is over
                 pass
 
     def _token(self, token: TokenGiven) -> None:
@@ -117,52 +141,128 @@ class Attempt:
             self._ended_at_worker[token.choice] = True
         story.take_token(token)
         if story.life.state in (RequestState.QUEUED, RequestState.PREFILLING) and not story.journal.is_finished:
-            has_all = story.journal.has_first_tokens
-            story.reach(RequestState.HANDOFF if has_all else RequestState.PREFILLING)
-            if has_all:
-                self._prefill.note_computed(story.request.request_id)
+            if not story.journal.has_first_tokens:
+                story.reach(RequestState.PREFILLING)
+            elif self._prefill is None:  # decode goes on by itself: there is no handoff
+                self._generates()
+            else:
+                story.reach(RequestState.HANDOFF)
+                self._note_computed()
+        if token.index == 0:
+            self._ask_to_move()
 
     def _granted(self, granted: Granted) -> None:
         request_id = self._story.request.request_id
         self._decode.note_granted(request_id)
+        if self._prefill is None:
+            self._prefill = self._find_prefill()
+            self._start_prefill(self._prefill)
+        points.reach("router.granted")
         self._prefill.send(wire.attach_grant(request_id, granted))
 
+    def _find_prefill(self) -> WorkerSession:
+        """Decode needs a prefill worker; where none is ready it gets its pages back while the request waits."""
+        try:
+            return self._story.house.cluster.prefill_for(self._decode, self._plan.wishes)
+        except (NoWorkerError, IncompatibleError) as error:
+            raise self._over(Fault.UNSERVED, self._decode.key, error) from error
+
+    def _computes_locally(self, event: LocalPrefillStarted) -> None:
+        self._decode.note_granted(self._story.request.request_id)
+        self._is_admitted = True
+        self._story.note_cached(event.num_cached_tokens)
+        self._story.reach(RequestState.PREFILLING)
+
+    def _generates(self) -> None:
+        """Decode has all it needs, and goes on alone."""
+        self._story.reach(RequestState.DECODING)
+        self._story.house.moves.leave(self._story.inbox)  # if it came here by a move, that is done
+        self._ask_to_move()
+
+    def _note_computed(self) -> None:
+        if self._prefill is not None:
+            self._prefill.note_computed(self._story.request.request_id)
+
     def _prefill_done(self, event: HandoffDone | PrefillEnded) -> None:
-        story = self._story
-        story.num_cached_tokens = event.num_cached_tokens
-        missing = isinstance(event, PrefillEnded) or not story.journal.has_first_tokens
-        if missing:  # its tokens come before this on the same stream, and they would have ended the request
-            error = InternalError(f"{self._prefill.key} ended without the first token of each choice")
-            raise AttemptOver(error, self._prefill.key)
+        if isinstance(event, PrefillEnded) or not self._story.journal.has_first_tokens:
+            # Its tokens come before this on the same stream, and they would have ended the request.
+            prefill = self._prefill_key or self._decode.key
+            error = InternalError(f"{prefill} ended without the first token of each choice")
+            raise self._over(Fault.FAILED, prefill, error)
+        self._let_prefill_go()
+
+    def _let_prefill_go(self) -> None:
         self._is_prefill_done = True
-        self._prefill.release(story.request.request_id)
+        if self._prefill is not None:
+            self._prefill.let_go(self._story.request.request_id)
+
+    # -- failures
+
+    @property
+    def _prefill_key(self) -> WorkerKey | None:
+        return self._prefill.key if self._prefill is not None else None
+
+    def _over(self, fault: Fault, worker: WorkerKey, error: TandemError) -> AttemptOver:
+        return AttemptOver(AttemptEnd(fault, worker, error, self._prefill_key, self._decode.key))
+
+    def _needs_prefill(self) -> bool:
+        """Commit is the truth: once decode has the pages and the client the first tokens, prefill may even die."""
+        is_handed_over = self._is_admitted or self._is_prefill_done
+        return not (is_handed_over and self._story.journal.has_first_tokens)
 
     def _failed(self, failed: AttemptFailed) -> None:
-        if failed.worker == self._prefill.key and self._is_admitted and self._story.journal.has_first_tokens:
-            # Commit is the truth: decode has the pages, whatever prefill makes of the acknowledgement.
+        if failed.worker == self._prefill_key and self._is_admitted and not self._needs_prefill():
             log.warning("prefill failed after decode's admission", worker=str(failed.worker), error=str(failed.error))
-            self._is_prefill_done = True
-            self._prefill.release(self._story.request.request_id)
+            self._let_prefill_go()
             return
-        is_between_both = not isinstance(failed.error, (DrainingError, OverloadedError))
-        suspects = (self._prefill.key, self._decode.key) if is_between_both else ()
-        raise AttemptOver(failed.error, failed.worker, suspects)
+        raise AttemptOver(failure(failed.error, failed.worker, self._prefill_key, self._decode.key))
 
     def _worker_lost(self, lost: WorkerLost) -> None:
-        if lost.worker == self._decode.key:
-            raise AttemptOver(lost.error, lost.worker)
-        if lost.worker == self._prefill.key:
-            is_needed = not (self._is_admitted or self._is_prefill_done)
-            if is_needed or not self._story.journal.has_first_tokens:
-                raise AttemptOver(lost.error, lost.worker)
+        is_needed = self._needs_prefill() if lost.worker == self._prefill_key else lost.worker == self._decode.key
+        if is_needed:
+            raise self._over(Fault.LEFT if lost.is_planned else Fault.DIED, lost.worker, lost.error)
+
+    # -- moving away from a decode worker that leaves
+
+    def _decode_leaves(self, event: DecodeLeaves) -> None:
+        if event.worker != self._decode.key:
+            return
+        self._is_decode_leaving = True
+        # Another worker may become ready only later.
+        self._ask_to_move()
+
+    def _ask_to_move(self) -> None:
+        """What still is on its way to the leaving worker moves once it has arrived: its pages are then at prefill."""
+        if not self._is_decode_leaving:
+            return
+        has_arrived = self._is_admitted and self._story.journal.has_first_tokens
+        if has_arrived and self._has_other_place():
+            self._story.house.moves.ask(self._story.inbox)
+
+    def _has_other_place(self) -> bool:
+        wishes = self._story.recovery.wishes_to_move(self._decode.key)
+        try:
+            self._story.house.cluster.place(len(self._story.request.prompt_ids), wishes)
+        except (NoWorkerError, IncompatibleError):
+            return False
+        return True
+
+    def _move(self) -> None:
+        if self._is_decode_leaving and self._has_other_place():
+            raise self._over(Fault.MOVED, self._decode.key, DrainingError(f"{self._decode.key} is leaving"))
+        self._story.house.moves.leave(self._story.inbox)  # asked again when workers change
+
+    # -- the end
 
     def _close(self, why: str) -> None:
         """Leave nothing behind: whatever a worker may still hold of this attempt, it is told to drop."""
         request_id = self._story.request.request_id
-        ended_by_itself = all(self._ended_at_worker)
-        if not ended_by_itself and not self._is_prefill_done:
-            self._prefill.cancel(request_id, self._number, why)
+        self._story.house.cluster.unwatch(self._story.inbox)
+        ended_by_itself = self._story.journal.is_finished and all(self._ended_at_worker)
+        if self._prefill is not None:
+            if not ended_by_itself and not self._is_prefill_done:
+                self._prefill.cancel(request_id, self._number, why)
+            self._prefill.let_go(request_id)
         if not ended_by_itself or not self._is_admitted:
             self._decode.cancel(request_id, self._number, why)
-        for session in (self._prefill, self._decode):
-            session.release(request_id)
+        self._decode.let_go(request_id)

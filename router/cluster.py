@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from router.events import Event, WorkersChanged
 from router.mailbox import Mailbox
-from router.placement import Placement, Snapshot, place
+from router.pairing import KvFormat, mismatches
+from router.placement import ANY, Placement, Snapshot, Wishes, place, place_prefill
 from router.session import SessionState, WorkerSession
 from router.worker_key import WorkerKey
 from tandem.core.logging import get_logger
@@ -27,9 +28,9 @@ ROLE_NAMES = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode"}
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two workers of one attempt."""
+    """The two workers of one attempt; `prefill` is `None` where decode is asked first."""
 
-    prefill: WorkerSession
+    prefill: WorkerSession | None
     decode: WorkerSession
 
 
@@ -65,8 +66,12 @@ class Cluster:
         self._members = {WorkerKey(m.worker_id, m.incarnation): m for m in membership.members}
         for key, member in self._members.items():
             self._apply_member(key, member)
+        lives = {member.worker_id: member.incarnation for member in membership.members}
         for key in self._sessions.keys() - self._members.keys():
-            self._sessions[key].retire()
+            if key.worker_id in lives:  # the next life begins only when this one has ended
+                self._sessions[key].declare_dead(f"{lives[key.worker_id]} has taken its place")
+            else:
+                self._sessions[key].retire()
         self._forget_closed()
         log.info("membership", version=membership.version, members=[_shown(m) for m in membership.members])
         self._tell_watchers()
@@ -77,7 +82,7 @@ class Cluster:
         if session is not None and not (session.state is SessionState.CLOSED and member.state in _CONNECTABLE):
             session.update(member)
             if member.state == "failed":
-                session.close("the supervisor has declared it failed")
+                session.declare_dead("the supervisor has declared it failed")
         elif member.address and member.state in _CONNECTABLE:
             session = WorkerSession(member, lease_s=self._lease_s, observer=self)
             self._sessions[key] = session
@@ -99,19 +104,41 @@ class Cluster:
     # -- for the stories
 
     def snapshot(self) -> Snapshot:
-        """The load of every worker that takes requests."""
+        """The load of every worker that takes requests, and whether others will."""
         ready = [session for session in self._sessions.values() if session.takes_requests]
+        ready_keys = {session.key for session in ready}
+        coming = {member.role for key, member in self._members.items() if key not in ready_keys}
         return Snapshot(
-            prefill=[s.load() for s in ready if s.is_prefill], decode=[s.load() for s in ready if not s.is_prefill]
+            prefill=[s.load() for s in ready if s.is_prefill],
+            decode=[s.load() for s in ready if not s.is_prefill],
+            is_prefill_coming=ROLE_PREFILL in coming,
+            is_decode_coming=ROLE_DECODE in coming,
         )
+
+    def place(self, num_prompt_tokens: int, wishes: Wishes = ANY) -> Placement:
+        """A placement by the workers as they are now; raises as `placement.place` does."""
+        return place(self.snapshot(), num_prompt_tokens, wishes)
 
     def pair(self, placement: Placement) -> Pair:
         """The sessions of a placement that was made from the current snapshot."""
-        return Pair(self._sessions[placement.prefill], self._sessions[placement.decode])
+        prefill = self._sessions[placement.prefill] if placement.prefill is not None else None
+        return Pair(prefill, self._sessions[placement.decode])
+
+    def prefill_for(self, decode: WorkerSession, wishes: Wishes) -> WorkerSession:
+        """A prefill worker for a decode worker that has granted pages; raises as `place` does."""
+        placement = place_prefill(self.snapshot(), decode.key, decode.kv_format, wishes)
+        assert placement.prefill is not None
+        return self._sessions[placement.prefill]
 
     def check_ready(self) -> None:
         """Raises as `place` does unless a request could be placed: both pools have a ready worker, and two pair."""
-        place(self.snapshot(), num_prompt_tokens=0)
+        self.place(num_prompt_tokens=0)
+
+    def check_placeable(self) -> None:
+        """Raises as `place` does unless a request could be placed now, or once a worker that is coming is there."""
+        snapshot = self.snapshot()
+        if not snapshot.may_get_better:
+            place(snapshot, num_prompt_tokens=0)
 
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""
@@ -121,11 +148,18 @@ class Cluster:
     @contextmanager
     def watched_by(self, mailbox: Mailbox[Event]) -> Iterator[None]:
         """Inside, `mailbox` gets `WorkersChanged` whenever a worker comes or goes."""
-        self._watchers.add(mailbox)
+        self.watch(mailbox)
         try:
             yield
         finally:
-            self._watchers.discard(mailbox)
+            self.unwatch(mailbox)
+
+    def watch(self, mailbox: Mailbox[Event]) -> None:
+        """From now on `mailbox` gets `WorkersChanged` whenever a worker comes or goes."""
+        self._watchers.add(mailbox)
+
+    def unwatch(self, mailbox: Mailbox[Event]) -> None:
+        self._watchers.discard(mailbox)
 
     def _tell_watchers(self) -> None:
         for mailbox in self._watchers:
@@ -137,20 +171,27 @@ class Cluster:
         if session.state is SessionState.LOST:
             self._metrics.workers_lost.labels(ROLE_NAMES[session.role]).inc()
         elif session.state is SessionState.OPEN:
-            self._warn_of_layouts(session)
+            self._warn_of_formats(session)
         elif session.state is SessionState.CLOSED and session.key not in self._members:
             # Not at once: the caller may be walking over the sessions.
             asyncio.get_running_loop().call_soon(self._forget_closed)
         self._tell_watchers()
 
-    def _warn_of_layouts(self, session: WorkerSession) -> None:
+    def worker_died(self, session: WorkerSession) -> None:
+        self._metrics.worker_deaths.labels(ROLE_NAMES[session.role]).inc()
+
+    def _warn_of_formats(self, session: WorkerSession) -> None:
+        """Say which of the connected workers this one cannot serve a request with, and why."""
         others = [s for s in self._sessions.values() if s.state is SessionState.OPEN and s.role != session.role]
-        if others and not any(other.layout == session.layout for other in others):
+        prefill, decode = ([session], others) if session.is_prefill else (others, [session])
+        differing = mismatches(*_formats(prefill, decode))
+        if differing:
+            pairs_with_nobody = len(differing) == len(others)
             log.error(
-                "worker pairs with nobody: its layout is no other's",
+                "workers do not pair",
                 worker=str(session.key),
-                layout=str(session.info.layout) if session.info else "",
-                others=[str(other.key) for other in others],
+                pairs_with_nobody=pairs_with_nobody,
+                differences=[d for _, _, names in differing for d in names],
             )
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None:
@@ -175,12 +216,22 @@ class Cluster:
             metrics.handoff_s.observe(message.handoff_s)
             metrics.exposed_s.observe(message.exposed_s)
             metrics.prefill_compute_s.observe(message.compute_s)
+            self._recomputed(message)
         elif kind == "ended":
             metrics.prefill_compute_s.observe(message.compute_s)
+            self._recomputed(message)
+        elif kind == "local":
+            metrics.local_prefills.inc()
+            self._recomputed(message)
         elif kind == "failed" and message.error.code == "handoff":
             metrics.handoffs_refused.labels(message.error.reason or "failed").inc()
         elif kind == "writer_suspected":
             self._writer_suspected(message)
+
+    def _recomputed(self, message: Any) -> None:
+        """Count what an attempt after the first computed of its prompt."""
+        if message.attempt > 1:
+            self._metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
 
     def _writer_suspected(self, message: WriterSuspected) -> None:
         key = WorkerKey(message.writer_worker_id, message.writer_incarnation)
@@ -203,7 +254,22 @@ class Cluster:
                 member = session.member
             if member is not None and member.role in ROLE_NAMES:
                 pools[ROLE_NAMES[member.role]].append(_described(member, session))
-        return {"model": model, "membership_version": max(self._version, 0), **pools}
+        open_sessions = [s for s in self._sessions.values() if s.state is SessionState.OPEN]
+        prefill = [s for s in open_sessions if s.is_prefill]
+        decode = [s for s in open_sessions if not s.is_prefill]
+        differing = mismatches(*_formats(prefill, decode))
+        return {
+            "model": model,
+            "membership_version": max(self._version, 0),
+            **pools,
+            "incompatible": [{"prefill": p, "decode": d, "differences": names} for p, d, names in differing],
+        }
+
+
+def _formats(
+    prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession]
+) -> tuple[list[tuple[str, KvFormat]], list[tuple[str, KvFormat]]]:
+    return [(str(s.key), s.kv_format) for s in prefill], [(str(s.key), s.kv_format) for s in decode]
 
 
 def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
@@ -218,6 +284,7 @@ def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
         "state": session.shown_state if session is not None else _shown_without_session(member),
         "address": member.address,
         "transport": info.transport if info is not None else "",
+        "version": info.version if info is not None else "",
         "layout": _layout(info.layout) if info is not None else None,
         "num_running": status.num_running,
         "num_queued": status.num_queued,

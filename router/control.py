@@ -1,4 +1,4 @@
-"""The router's control service: the supervisor pushes the membership and asks it to drain."""
+"""The router's control service: the supervisor pushes the membership, asks it to drain and whether it lives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from router.cluster import Cluster
+from router.story import House
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1.control_pb2 import (
@@ -15,6 +15,8 @@ from tandem.rpc.v1.control_pb2 import (
     DrainRouterRequest,
     Membership,
     MembershipReply,
+    RouterStatusReply,
+    RouterStatusRequest,
 )
 from tandem.rpc.v1.control_pb2_grpc import RouterControlServicer, add_RouterControlServicer_to_server
 
@@ -22,17 +24,21 @@ from tandem.rpc.v1.control_pb2_grpc import RouterControlServicer, add_RouterCont
 class RouterControl(RouterControlServicer):
     """`tandem.v1.RouterControl` on the router's loop."""
 
-    def __init__(self, cluster: Cluster, drain: Callable[[], Awaitable[None]]) -> None:
-        self._cluster = cluster
+    def __init__(self, house: House, drain: Callable[[], Awaitable[None]]) -> None:
+        self._house = house
         self._drain = drain
 
     async def SetMembership(self, request: Membership, _: Any) -> MembershipReply:
-        self._cluster.apply(request)
+        self._house.cluster.apply(request)
         return MembershipReply()
 
     async def DrainRouter(self, _request: DrainRouterRequest, _: Any) -> DrainRouterReply:
         await self._drain()
         return DrainRouterReply()
+
+    async def RouterStatus(self, _request: RouterStatusRequest, _: Any) -> RouterStatusReply:
+        """Answered on the loop that serves clients: where it stands still, so does this."""
+        return RouterStatusReply(num_under_way=self._house.under_way.num, num_waiting=self._house.admission.num_waiting)
 
 
 async def serve_control(control: RouterControl, host: str, port: int) -> tuple[grpc.aio.Server, int]:

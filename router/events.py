@@ -21,7 +21,18 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
+    """Prefill computes the prompt's first chunk."""
+
     attempt: int
+    num_cached_tokens: int  # of the prompt, that it has already
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefillStarted:
+    """Decode computes what it lacks of the prompt by itself; all tokens come from there."""
+
+    attempt: int
+    num_cached_tokens: int  # of the prompt, that it has already
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,6 @@ class PrefillEnded:
     """Every choice ended with its first token: there is no handoff."""
 
     attempt: int
-    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,6 @@ class HandoffDone:
     """Decode has acknowledged the pages to prefill."""
 
     attempt: int
-    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,19 @@ class WorkerLost:
 
     worker: WorkerKey
     error: TandemError
+    is_planned: bool  # it was leaving: no death
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLeaves:
+    """The decode worker drains: its requests shall go on elsewhere."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class MayMove:
+    """It is this request's turn to leave its draining decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +112,21 @@ class WorkersChanged:
 
 @dataclass(frozen=True, slots=True)
 class WaitOver:
-    """The time that a request waits for a worker to come back is over."""
+    """The time that a request waits for a worker is over."""
 
 
 Event: TypeAlias = (
     TokenGiven
     | Granted
     | PrefillStarted
+    | LocalPrefillStarted
     | PrefillEnded
     | HandoffDone
     | Admitted
     | AttemptFailed
     | WorkerLost
+    | DecodeLeaves
+    | MayMove
     | ClientGone
     | RouterLeaves
     | DeadlinePassed

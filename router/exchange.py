@@ -17,14 +17,13 @@ from router.model_card import ModelCard
 from router.openai_schema import ParsedRequest, parse_body
 from router.outlet import Outlet
 from router.prompting import requests_from
-from router.responses import DONE_FRAME, Answer, error_body, error_frame
+from router.responses import DONE_FRAME, Answer, error_body, error_frame, error_headers
 from router.story import House
 from router.telling import Telling
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import (
     InvalidRequestError,
-    NoWorkerError,
-    OverloadedError,
+    RequestTooLargeError,
     TandemError,
 )
 from tandem.core.logging import get_logger
@@ -33,7 +32,6 @@ log = get_logger(__name__)
 
 Parser = Callable[[dict[str, Any], LimitsConfig], ParsedRequest]
 
-_ID_PREFIX = {"completion": "cmpl", "chat": "chatcmpl"}
 _MAX_HEADER_CHARS = 1000
 _OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "no_worker"}
 
@@ -50,6 +48,8 @@ class Exchange:
         arrived_s = self._house.clock.now()
         request_id: str = scope["state"]["request_id"]
         try:
+            # First what costs least: under overload most requests end here, their bodies unread.
+            self._house.admission.check()
             raw = await self._read_body(Request(scope, receive))
             parsed = self._parser(parse_body(raw), self._house.config.limits)
             self._card.check_name(parsed.model)
@@ -59,13 +59,13 @@ class Exchange:
             return
         except TandemError as error:
             self._count_refused(error)
-            await send_error(send, error)
+            await send_error(send, error, request_id)
             return
         answer = Answer(
             parsed,
             telling.requests,
             self._house.tokenizer,
-            answer_id=f"{_ID_PREFIX[parsed.kind]}-{request_id}",
+            request_id=request_id,
             created=self._card.created_now(),
         )
         with self._house.under_way.entered(telling.break_off):
@@ -86,7 +86,7 @@ class Exchange:
         async for part in request.stream():
             size += len(part)
             if size > limit:
-                raise InvalidRequestError(f"the body is larger than {limit} bytes (limits.max_body_bytes)")
+                raise RequestTooLargeError(f"the body is larger than {limit} bytes (limits.max_body_bytes)")
             parts.append(part)
         return b"".join(parts)
 
@@ -107,14 +107,15 @@ class Exchange:
             client_request_id=request_id,
             arrived_s=arrived_s,
         )
-        house.cluster.check_ready()
-        house.admission.enter(len(requests))
+        house.cluster.check_placeable()
+        house.admission.enter(len(requests), parsed.num_choices)
         return Telling(requests, house, Outlet(house.config.limits.stream_buffer_tokens if parsed.stream else None))
 
     def _count_refused(self, error: TandemError) -> None:
         outcome = "invalid" if isinstance(error, InvalidRequestError) else _OUTCOMES.get(error.code, "failed")
         self._house.metrics.requests.labels(outcome).inc()
-        log.info("request refused", outcome=outcome, code=error.code, error=error.message)
+        level = log.debug if outcome == "overloaded" else log.info
+        level("request refused", outcome=outcome, code=error.code, error=error.message)
 
     # -- answers
 
@@ -124,7 +125,7 @@ class Exchange:
             for prompt, delta in items:
                 answer.gather(prompt, delta)
         if outlet.error is not None:
-            await send_error(send, outlet.error)
+            await send_error(send, outlet.error, answer.request_id)
             return
         await send_body(send, 200, answer.body(telling.usages), headers)
 
@@ -132,7 +133,7 @@ class Exchange:
         outlet, writer = telling.outlet, asyncio.current_task()
         items = await outlet.take()
         if not items and outlet.error is not None:  # nothing was promised yet: a plain error is possible
-            await send_error(send, outlet.error)
+            await send_error(send, outlet.error, answer.request_id)
             return
         has_overflowed = False
 
@@ -149,7 +150,7 @@ class Exchange:
                 await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
                 items = await outlet.take()
             if outlet.error is not None:
-                await send(_body(error_frame(outlet.error), more=False))
+                await send(_body(error_frame(outlet.error, answer.request_id), more=False))
             else:
                 await send(_body(answer.usage_frame(telling.usages) + DONE_FRAME, more=False))
         except asyncio.CancelledError:
@@ -178,14 +179,9 @@ def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
     return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names)}
 
 
-def error_headers(error: TandemError) -> dict[str, str]:
-    if isinstance(error, OverloadedError):
-        return {"retry-after": f"{max(1, round(error.retry_after_s))}"}
-    return {"retry-after": "1"} if isinstance(error, NoWorkerError) else {}
-
-
-async def send_error(send: Send, error: TandemError) -> None:
-    await send_body(send, error.http_status, orjson.dumps(error_body(error)), error_headers(error))
+async def send_error(send: Send, error: TandemError, request_id: str) -> None:
+    """Answer with `error`."""
+    await send_body(send, error.http_status, orjson.dumps(error_body(error, request_id)), error_headers(error))
 
 
 async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:

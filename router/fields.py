@@ -45,10 +45,11 @@ class Fields:
         value = self.raw(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int):
+        number = whole(value)
+        if number is None:
             raise self.error(name, f"must be a whole number, not {shown(value)}")
-        self._check_range(name, value, minimum, maximum)
-        return value
+        self._check_range(name, number, minimum, maximum)
+        return number
 
     def number(self, name: str, default: float, *, minimum: float | None = None, maximum: float | None = None) -> float:
         value = self.raw(name)
@@ -82,6 +83,13 @@ class Fields:
             raise self.error(name, f"must be at least {minimum}, not {value}")
         if maximum is not None and value > maximum:
             raise self.error(name, f"must be at most {maximum}, not {value}")
+
+
+def whole(value: Any) -> int | None:
+    """`value` where it is a whole number, as JSON Schema means it: JSON knows one kind of number, so 5.0 is one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
 def shown(value: Any) -> str:

@@ -1,14 +1,32 @@
-"""The workers' gauges, read from their last reports when Prometheus asks: a worker that left leaves no stale series."""
+"""What is read when Prometheus asks: the workers' last reports, so that one that left leaves no stale series, the
+router's queue and its retry budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.cluster import ROLE_NAMES
+from router.retry_budget import RetryBudget
 from router.session import SessionState, WorkerSession
+
+
+class BudgetGauges(Collector):
+    """The retry budget: what is left of it, and how often it was spent."""
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self._budget = budget
+
+    def collect(self) -> Iterable[Metric]:
+        left = GaugeMetricFamily("tandem_retry_budget_retries", "Requests that may be tried again now")
+        left.add_metric([], self._budget.num_left)
+        spent = CounterMetricFamily(
+            "tandem_retry_budget_exhausted", "Requests that were not tried again: the retry budget was spent"
+        )
+        spent.add_metric([], self._budget.num_refused)
+        return [left, spent]
 
 
 class WorkerGauges(Collector):

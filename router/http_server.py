@@ -1,18 +1,25 @@
-"""uvicorn without its ticking, on a socket of our own."""
+"""uvicorn without its ticking, with bounds, on a socket of our own."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import resource
 import socket
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.http_protocol import BoundedProtocol, HttpBounds
 from tandem.core.errors import ConfigError
+from tandem.core.logging import get_logger
+
+log = get_logger(__name__)
 
 _BACKLOG = 1024
-_KEEP_ALIVE_S = 75
+#: Descriptors that a router needs beside its connections: workers, logs, the model's files.
+_OTHER_DESCRIPTORS = 256
 #: A client that reads nothing at all, or whose host is gone, is cut off by the kernel after this.
 _DEAD_CLIENT_MS = 60_000
 _SEND_BUFFER_BYTES = 128 << 10
@@ -37,14 +44,26 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _allow_descriptors(wanted: int) -> None:
+    """Raise this process's soft limit of open files so far as the hard one lets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning("fewer open files are allowed than limits.max_connections needs", allowed=allowed, wanted=wanted)
+
+
 class HttpServer(uvicorn.Server):
     """Serves until `stop`. Sleeps while nothing happens: the ten ticks a second only renew a date header."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, bounds: HttpBounds) -> None:
+        _allow_descriptors(bounds.max_connections + _OTHER_DESCRIPTORS)
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=functools.partial(BoundedProtocol, bounds=bounds),  # type: ignore[arg-type]  # called, as a class is
+                h11_max_incomplete_event_size=bounds.max_head_bytes,
                 ws="none",
                 loop="none",
                 lifespan="off",
@@ -53,7 +72,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 date_header=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=bounds.keep_alive_s,  # type: ignore[arg-type]  # a timer's delay
                 timeout_graceful_shutdown=2,
             )
         )

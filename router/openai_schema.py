@@ -7,49 +7,50 @@ it is ignored and named in the answer.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
 
-from router.fields import Fields, shown
+from router.fields import Fields, shown, whole
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError
 from tandem.core.sampling import SamplingParams
 
-_MAX_STOPS = 16
-_MAX_SEED = (1 << 64) - 1
+MAX_STOPS = 16
+MAX_SEED = (1 << 64) - 1
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
 _MAX_INT32 = (1 << 31) - 1
+_MAX_PENALTY = 100.0  # of a repetition: beyond, float32 logits overflow
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 #: Of OpenAI's, without influence on the output.
-_ACCEPTED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction")
+ACCEPTED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction")
 
 
-def _is_empty(value: Any) -> bool:
-    return value in ([], {}, "")
-
+_EMPTY: tuple[Any, ...] = ([], {}, "")
 
 #: Of OpenAI's, would change the output, not there yet; each with the values that ask for nothing.
-_REFUSED: dict[str, Callable[[Any], bool]] = {
-    "tools": _is_empty,
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "parallel_tool_calls": lambda value: isinstance(value, bool),
-    "functions": _is_empty,
-    "function_call": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: value == {"type": "text"},
-    "modalities": lambda value: value == ["text"],
-    "audio": _is_empty,
-    "web_search_options": _is_empty,
-    "reasoning_effort": lambda value: value == "none",
-    "verbosity": lambda value: value == "medium",
-    "suffix": _is_empty,
-    "echo": lambda value: value is False,
-    "best_of": lambda value: value == 1 and value is not True,
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "tools": _EMPTY,
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": _EMPTY,
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": _EMPTY,
+    "web_search_options": _EMPTY,
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "suffix": _EMPTY,
+    "echo": (False,),
+    "best_of": (1,),
 }
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,14 @@ def _common(
     num_choices = fields.integer("n", 1, minimum=1, maximum=limits.max_choices) or 1
     stop, stream = _stop(fields), fields.boolean("stream")
     include_usage, ignored_options = _stream_options(fields, stream)
-    timeout_s = fields.number("timeout", 0.0)
+    timeout_s = fields.number("timeout", 0.0, maximum=MAX_TIMEOUT_S)
     if fields.raw("timeout") is not None and timeout_s <= 0:
         raise fields.error("timeout", f"must be above 0 seconds, not {timeout_s:g}")
     sampling = _sampling(fields, num_logprobs, max_tokens)
     priority = fields.integer("priority", 0, minimum=-_MAX_INT32, maximum=_MAX_INT32) or 0
     return_token_ids = fields.boolean("return_token_ids")
     _refuse_unsupported(fields)
-    for name in _ACCEPTED:
+    for name in ACCEPTED_FIELDS:
         fields.raw(name)
     return ParsedRequest(
         kind=kind,
@@ -168,9 +169,10 @@ def _common(
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    for name, asks_for_nothing in _REFUSED.items():
+    for name, allowed in REFUSED_FIELDS.items():
         value = fields.raw(name)
-        if value is not None and not asks_for_nothing(value):
+        # In Python True is 1; in JSON it is not.
+        if value is not None and (value, isinstance(value, bool)) not in [(v, isinstance(v, bool)) for v in allowed]:
             raise fields.error(name, "is not supported yet and would change the output; leave it out")
 
 
@@ -179,10 +181,10 @@ def _sampling(fields: Fields, num_logprobs: int, max_tokens: int | None) -> Samp
     top_p = fields.number("top_p", 1.0, maximum=1.0)
     if top_p <= 0:
         raise fields.error("top_p", f"must be in (0, 1], not {top_p:g}")
-    repetition_penalty = fields.number("repetition_penalty", 1.0)
+    repetition_penalty = fields.number("repetition_penalty", 1.0, maximum=_MAX_PENALTY)
     if repetition_penalty <= 0:
         raise fields.error("repetition_penalty", f"must be above 0, not {repetition_penalty:g}")
-    seed = fields.integer("seed", minimum=-(1 << 63), maximum=_MAX_SEED)
+    seed = fields.integer("seed", minimum=-(1 << 63), maximum=MAX_SEED)
     min_tokens = fields.integer("min_tokens", 0, minimum=0, maximum=_MAX_INT32) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise fields.error("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {min_tokens}")
@@ -196,7 +198,7 @@ def _sampling(fields: Fields, num_logprobs: int, max_tokens: int | None) -> Samp
         frequency_penalty=fields.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
         logit_bias=_logit_bias(fields),
         # Drawn here and not by a worker, so that a retry elsewhere repeats it.
-        seed=secrets.randbits(63) if seed is None else seed & _MAX_SEED,
+        seed=secrets.randbits(63) if seed is None else seed & MAX_SEED,
         stop_token_ids=_token_ids(fields, "stop_token_ids", fields.raw("stop_token_ids") or []),
         max_tokens=max(max_tokens or 1, min_tokens, 1),
         min_tokens=min_tokens,
@@ -209,7 +211,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     biases = fields.object("logit_bias") or {}
     nested = Fields(biases, "logit_bias")
     for key in biases:
-        if not key.isascii() or not key.isdigit():
+        if not _TOKEN_ID.fullmatch(key):  # as ids are written: no two keys are the same id
             raise InvalidRequestError(f"logit_bias: {shown(key)} is not a token id", field="logit_bias")
     return tuple((int(key), nested.number(key, 0.0, minimum=-100.0, maximum=100.0)) for key in biases)
 
@@ -219,8 +221,8 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise fields.error("stop", f"must be a text or a list of texts, not {shown(value)}")
-    if len(stops) > _MAX_STOPS:
-        raise fields.error("stop", f"may hold {_MAX_STOPS} texts, not {len(stops)}")
+    if len(stops) > MAX_STOPS:
+        raise fields.error("stop", f"may hold {MAX_STOPS} texts, not {len(stops)}")
     if not all(stops):
         raise fields.error("stop", "must not hold an empty text")
     return tuple(stops)
@@ -262,10 +264,11 @@ def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
 def _token_ids(fields: Fields, name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise fields.error(name, f"must hold token ids, not {shown(value)}")
-    for token_id in value:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise fields.error(name, f"must hold token ids, not {shown(token_id)}")
-    return tuple(value)
+    token_ids = [whole(token_id) for token_id in value]
+    for given, token_id in zip(value, token_ids, strict=True):
+        if token_id is None:
+            raise fields.error(name, f"must hold token ids, not {shown(given)}")
+    return tuple(token_id for token_id in token_ids if token_id is not None)
 
 
 def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
@@ -280,8 +283,8 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{path} must be an object, not {shown(message)}", field=path)
     fields = Fields(message, path)
     role = fields.text("role")
-    if role not in _ROLES:
-        raise fields.error("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
+    if role not in MESSAGE_ROLES:
+        raise fields.error("role", f"must be one of {', '.join(MESSAGE_ROLES)}, not {shown(role)}")
     for name in ("tool_calls", "function_call"):
         if fields.raw(name):
             raise fields.error(name, "is not supported yet; leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,21 +12,41 @@ import orjson
 from router.logprobs import chat_logprobs, completion_logprobs
 from router.openai_schema import ParsedRequest
 from router.request import Delta, Request, TokenGiven, Usage
-from tandem.core.errors import InvalidRequestError, TandemError
+from tandem.core.errors import AuthenticationError, InvalidRequestError, OverloadedError, TandemError
 from tandem.core.tokenizer import Tokenizer
 
 DONE_FRAME = b"data: [DONE]\n\n"
 
 
-def error_body(error: TandemError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    param = error.field if isinstance(error, InvalidRequestError) else None
-    return {"error": {"message": error.message, "type": error.openai_type, "param": param, "code": error.code}}
+def error_body(error: TandemError, request_id: str) -> dict[str, Any]:
+    """OpenAI's error object, and what a client needs beside it: which request it was and whether to send it again."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.openai_type,
+            "param": error.field if isinstance(error, InvalidRequestError) else None,
+            "code": error.code,
+            "request_id": request_id,
+            "retryable": error.retryable,
+        }
+    }
 
 
-def error_frame(error: TandemError) -> bytes:
+def error_headers(error: TandemError) -> dict[str, str]:
+    """What an error says beside its body. OpenAI's clients obey `x-should-retry` and `retry-after`."""
+    headers = {"x-should-retry": "true" if error.retryable else "false"}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = f"{max(1, math.ceil(error.retry_after_s))}"
+    elif error.http_status == 503 and error.retryable:
+        headers["retry-after"] = "1"
+    elif isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def error_frame(error: TandemError, request_id: str) -> bytes:
     """The last frame of a stream that fails."""
-    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+    return b"data: " + orjson.dumps(error_body(error, request_id)) + b"\n\n"
 
 
 def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
@@ -58,8 +79,9 @@ class Answer:
     """One answer: gathers deltas into a body, or makes a stream frame of each. Choices are prompt × n + choice."""
 
     def __init__(
-        self, parsed: ParsedRequest, requests: Sequence[Request], tokenizer: Tokenizer, *, answer_id: str, created: int
+        self, parsed: ParsedRequest, requests: Sequence[Request], tokenizer: Tokenizer, *, request_id: str, created: int
     ) -> None:
+        self.request_id = request_id
         self._parsed = parsed
         self._requests = requests
         self._tokenizer = tokenizer
@@ -68,6 +90,7 @@ class Answer:
         self._is_plain = parsed.sampling.num_logprobs < 0 and not parsed.return_token_ids
         name = "chat.completion" if self._is_chat else "text_completion"
         chunk_name = "chat.completion.chunk" if self._is_chat else name
+        answer_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}"
         base = {"id": answer_id, "created": created, "model": parsed.model}
         self._base = {**base, "object": name}
         self._chunk_base = {**base, "object": chunk_name}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,15 @@ import uvloop
 
 from router.admission import Admission
 from router.app import create_app
+from router.auth import ApiKeys, check_exposure
 from router.cluster import Cluster
 from router.control import RouterControl, serve_control
-from router.gauges import WorkerGauges
+from router.gauges import BudgetGauges, WorkerGauges
+from router.http_protocol import HttpBounds
 from router.http_server import HttpServer, listen
 from router.model_card import ModelCard
+from router.moves import Moves
+from router.retry_budget import RetryBudget
 from router.story import House
 from router.under_way import UnderWay
 from router.worker_key import WorkerKey
@@ -31,6 +36,7 @@ log = get_logger(__name__)
 
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
+_MIN_RETRY_BURST = 10
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class RouterServer:
         """Start and return when both ports listen.
 
         Raises:
-            ConfigError: a port is taken.
+            ConfigError: a port is taken, the API keys are unusable, or there are none beyond loopback.
             ModelLoadError: the tokenizer or the model's configuration cannot be read.
         """
         self._thread.start()
@@ -119,12 +125,14 @@ class RouterServer:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_asked = asyncio.Event()
+        check_exposure(self._config.http, self._host, os.environ)
+        keys = ApiKeys(self._config.http, os.environ, MonotonicClock())
         house, card = self._build()
         listener = listen(self._host, self._http_port)
         control, control_port = await serve_control(
-            RouterControl(house.cluster, lambda: _drain(house)), self._control_host, self._control_port
+            RouterControl(house, lambda: _drain(house)), self._control_host, self._control_port
         )
-        http = HttpServer(create_app(house, card))
+        http = HttpServer(create_app(house, card, keys), HttpBounds.of(self._config.limits))
         http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
         try:
             await http.is_up.wait()
@@ -151,8 +159,17 @@ class RouterServer:
         cluster = Cluster(
             lease_s=config.transport.lease_s, metrics=metrics, on_writer_suspected=self._on_writer_suspected
         )
-        admission = Admission(config.scheduling.max_queued_requests, clock)
+        scheduling = config.scheduling
+
+        def num_places() -> int:
+            return scheduling.max_num_seqs * sum(s.takes_requests and not s.is_prefill for s in cluster.sessions())
+
+        admission = Admission(scheduling.max_queued_requests, clock, num_places)
         metrics.registry.register(WorkerGauges(cluster.sessions, lambda: admission.num_waiting))
+        # One full worker's death must not spend it.
+        burst = max(_MIN_RETRY_BURST, config.scheduling.max_num_seqs)
+        budget = RetryBudget(config.limits.retry_budget, burst, clock)
+        metrics.registry.register(BudgetGauges(budget))
         house = House(
             config=config,
             clock=clock,
@@ -161,6 +178,8 @@ class RouterServer:
             metrics=metrics,
             tokenizer=tokenizer,
             under_way=UnderWay(),
+            budget=budget,
+            moves=Moves(),
         )
         return house, card
 

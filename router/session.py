@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import grpc
 
 from router import wire
-from router.events import Event, WorkerLost
+from router.events import DecodeLeaves, Event, WorkerLost
 from router.mailbox import Mailbox
+from router.pairing import KvFormat, kv_format
 from router.placement import WorkerLoad
 from router.worker_key import WorkerKey
 from tandem.core.errors import TandemError, WorkerLostError
@@ -50,6 +51,9 @@ class SessionObserver(Protocol):
 
     def session_changed(self, session: WorkerSession) -> None: ...
 
+    def worker_died(self, session: WorkerSession) -> None:
+        """It was lost without a plan; told once for each incarnation."""
+
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
 
     def event_seen(self, kind: str, message: Any) -> None: ...
@@ -74,13 +78,14 @@ class WorkerSession:
         self.state = SessionState.CONNECTING
         self.info: WorkerInfo | None = None  # set exactly once, by the first hello
         self.status = WorkerStatus()
-        self.layout = b""
+        self.kv_format: KvFormat = ()  # set with `info`
         self._lease_s = lease_s
         self._observer = observer
         # Invariant: all and only requests with an attempt under way at this worker.
         self._held: dict[str, Held] = {}
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._is_retired = False
+        self._has_died = False
         self._last_heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -91,13 +96,20 @@ class WorkerSession:
 
     def update(self, member: Member) -> None:
         """The membership says something new about the same incarnation."""
-        self.member = member
+        was_leaving, self.member = self.is_leaving, member
+        self._tell_leaving(was_leaving)
 
     def retire(self) -> None:
         """The membership lists it no more: close once nothing is held, and never reconnect."""
         self._is_retired = True
         if not self._held or self.state is not SessionState.OPEN:
             self.close("the worker left the cluster")
+
+    def declare_dead(self, why: str) -> None:
+        """The supervisor says that this life has ended: close, and count it where we had not noticed."""
+        if self.state is SessionState.OPEN:
+            self._note_death()
+        self.close(why)
 
     def close(self, why: str) -> None:
         """End the stream now; what is held is lost."""
@@ -123,6 +135,11 @@ class WorkerSession:
         return ready and not self._is_retired and self.state is SessionState.OPEN
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether it drains, by its own word or the supervisor's; its end is no death then."""
+        return self.status.draining or self.member.state == "draining"
+
+    @property
     def shown_state(self) -> str:
         """`starting`, `ready`, `draining` or `failed`, for people and tools."""
         if self.state in (SessionState.LOST, SessionState.CLOSED) or self.member.state == "failed":
@@ -140,7 +157,7 @@ class WorkerSession:
         pages = status.pages
         return WorkerLoad(
             key=self.key,
-            layout=self.layout,
+            kv_format=self.kv_format,
             page_size=max(1, info.layout.page_size),
             num_active=max(status.num_running + status.num_queued, len(held)),
             num_queued_tokens=max(status.num_queued_tokens, sum(h.num_queued_tokens for h in held)),
@@ -165,7 +182,7 @@ class WorkerSession:
         if (held := self._held.get(request_id)) is not None:
             held.num_pages = 0
 
-    def release(self, request_id: str) -> None:
+    def let_go(self, request_id: str) -> None:
         """The attempt is over here."""
         self._held.pop(request_id, None)
         if self._is_retired and not self._held:
@@ -175,6 +192,10 @@ class WorkerSession:
         """Queue a command; lost with the stream, as is all that it would have changed."""
         if self.state is SessionState.OPEN:
             self._commands.put_nowait(command)
+
+    def release_pages(self, request_id: str) -> None:
+        """Tell a prefill worker that the request has ended: what it keeps of it may go."""
+        self.send(wire.release(request_id))
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
         """Tell the worker to drop an attempt and free all it holds."""
@@ -207,6 +228,7 @@ class WorkerSession:
             if was_open:
                 backoff_s = _FIRST_BACKOFF_S
                 log.warning("worker lost", worker=str(self.key), error=str(error), num_held=len(self._held))
+                self._note_death()
                 self._set_state(SessionState.LOST)
             self._tell_lost(error)
             if self._is_retired:
@@ -248,7 +270,8 @@ class WorkerSession:
 
     def _receive(self, message: Any) -> None:
         if message.HasField("status"):
-            self.status = message.status
+            was_leaving, self.status = self.is_leaving, message.status
+            self._tell_leaving(was_leaving)
             self._observer.status_reported(self, message.status)
         translate: Callable[[Any, WorkerKey], tuple[str, Event] | None]
         translate = wire.prefill_event if self.is_prefill else wire.decode_event
@@ -278,14 +301,28 @@ class WorkerSession:
                 f"{self.member.address} answers as {info.worker_id}/{info.incarnation}, not as {self.key}"
             )
         self.info = info
-        self.layout = info.layout.SerializeToString(deterministic=True)
+        self.kv_format = kv_format(info)
         log.info("worker connected", worker=str(self.key), address=self.member.address, pid=info.pid)
         self._set_state(SessionState.OPEN)
 
     def _tell_lost(self, error: TandemError) -> None:
         held, self._held = self._held, {}
         for holder in held.values():
-            holder.mailbox.put(WorkerLost(self.key, error))
+            holder.mailbox.put(WorkerLost(self.key, error, self.is_leaving))
+
+    def _tell_leaving(self, was_leaving: bool) -> None:
+        """Where the worker begins to drain: who generates there shall go on elsewhere."""
+        if was_leaving or not self.is_leaving:
+            return
+        log.info("worker leaves", worker=str(self.key), num_held=len(self._held))
+        if not self.is_prefill:
+            for holder in list(self._held.values()):
+                holder.mailbox.put(DecodeLeaves(self.key))
+
+    def _note_death(self) -> None:
+        if not self._has_died and not self.is_leaving:
+            self._has_died = True
+            self._observer.worker_died(self)
 
     def _is_closed(self) -> bool:
         return self.state is SessionState.CLOSED
@@ -297,7 +334,11 @@ class WorkerSession:
 
 
 class _Watchdog:
-    """Calls `on_silent` once nothing was heard for `lease_s`. One timer a lease, not one a message."""
+    """Calls `on_silent` once nothing was heard for `lease_s`. One timer a lease, not one a message.
+
+    A timer that comes late says that this process itself stood still (it was stopped, or its host stalled): what the
+    worker sent meanwhile has not been read yet. Then it gets the time of two heartbeats more.
+    """
 
     def __init__(self, last_heard_s: Callable[[], float], lease_s: float, on_silent: Callable[[], object]) -> None:
         self._last_heard_s = last_heard_s
@@ -305,15 +346,22 @@ class _Watchdog:
         self._on_silent = on_silent
         self.has_fired = False
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(lease_s, self._look)
+        self._set(lease_s)
+
+    def _set(self, delay_s: float) -> None:
+        self._due_s = self._loop.time() + delay_s
+        self._timer = self._loop.call_later(delay_s, self._look)
 
     def _look(self) -> None:
-        left_s = self._last_heard_s() + self._lease_s - self._loop.time()
-        if left_s <= 0:
+        now_s = self._loop.time()
+        left_s = self._last_heard_s() + self._lease_s - now_s
+        if now_s - self._due_s > self._lease_s / 4:
+            self._set(max(left_s, self._lease_s / 2))
+        elif left_s <= 0:
             self.has_fired = True
             self._on_silent()
         else:
-            self._timer = self._loop.call_later(left_s, self._look)
+            self._set(left_s)
 
     def stop(self) -> None:
         self._timer.cancel()

@@ -6,13 +6,14 @@
     DECODING    decode has verified the pages and sends all further tokens
     FINISHED    every choice has ended
 
-An attempt that a worker's loss or a refusal ends begins anew on another pair, with the journal: what the client has
-seen stands, and the new attempt goes on behind it. `docs/life-of-a-request.md` tells the same hop by hop.
+An attempt that a worker's loss or a refusal ends begins anew, with the journal: what the client has seen stands, and
+the new attempt goes on behind it. `router/recovery.py` says how; `docs/life-of-a-request.md` tells the same hop by hop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,16 +23,27 @@ from router.admission import Admission
 from router.attempt import Attempt, AttemptOver
 from router.choice_text import ChoiceText
 from router.cluster import Cluster, Pair
-from router.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver
+from router.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver, WorkerLost
 from router.journal import Journal
 from router.mailbox import Mailbox
-from router.placement import place
+from router.moves import Moves
+from router.recovery import FIRST, PLANNED, Fault, Recovery, RecoveryLimits
 from router.request import Delta, Request, TokenGiven, Usage
+from router.retry_budget import RetryBudget
+from router.session import WorkerSession
 from router.under_way import UnderWay
 from router.worker_key import WorkerKey
+from tandem.core import points
 from tandem.core.clock import Clock
 from tandem.core.config import Config
-from tandem.core.errors import CancelledError, DrainingError, NoWorkerError, TandemError
+from tandem.core.errors import (
+    CancelledError,
+    DeadlineError,
+    DrainingError,
+    IncompatibleError,
+    NoWorkerError,
+    TandemError,
+)
 from tandem.core.logging import get_logger
 from tandem.core.metrics import RouterMetrics
 from tandem.core.states import RequestLife, RequestState
@@ -40,6 +52,14 @@ from tandem.core.tokenizer import Tokenizer
 log = get_logger(__name__)
 
 _WAY = [RequestState.QUEUED, RequestState.PREFILLING, RequestState.HANDOFF, RequestState.DECODING]
+# Error codes that `tandem_requests_total` tells apart from "failed".
+_OUTCOMES = {
+    "cancelled": "cancelled",
+    "deadline": "deadline",
+    "overloaded": "overloaded",
+    "no_worker": "no_worker",
+    "draining": "no_worker",
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,8 @@ class House:
     metrics: RouterMetrics
     tokenizer: Tokenizer
     under_way: UnderWay
+    budget: RetryBudget
+    moves: Moves
 
 
 async def tell(request: Request, house: House, inbox: Mailbox[Event], emit: Callable[[Delta], None]) -> Usage:
@@ -65,23 +87,28 @@ async def tell(request: Request, house: House, inbox: Mailbox[Event], emit: Call
         TandemError: what the request ended with; nothing of it is left at any worker then.
     """
     story = Story(request, house, inbox, emit)
-    end = RequestState.FAILED
+    state, outcome = RequestState.FAILED, "failed"
     try:
         with story.deadline():
             while True:
                 pair = await story.find_pair()
                 try:
-                    await Attempt(story, pair).run()
+                    await Attempt(story, pair, story.plan).run()
                     break
                 except AttemptOver as over:
                     story.begin_anew(over)
-        end = RequestState.FINISHED
+        state, outcome = RequestState.FINISHED, "finished"
         return story.usage()
-    except (CancelledError, asyncio.CancelledError):
-        end = RequestState.CANCELLED
+    except TandemError as error:
+        outcome = _OUTCOMES.get(error.code, "failed")
+        if isinstance(error, CancelledError | DeadlineError):
+            state = RequestState.CANCELLED
+        raise
+    except asyncio.CancelledError:
+        state, outcome = RequestState.CANCELLED, "cancelled"
         raise
     finally:
-        story.end(end)
+        story.end(state, outcome)
 
 
 class Story:
@@ -93,21 +120,41 @@ class Story:
         self.inbox = inbox
         self.journal = Journal(request.num_choices)
         self.life = RequestLife(request.request_id, request.arrived_s)
-        self.num_cached_tokens: int | None = None
+        limits = house.config.limits
+        self.recovery = Recovery(
+            RecoveryLimits(
+                max_attempts=limits.max_attempts,
+                local_prefill_tokens=house.config.scheduling.local_prefill_tokens,
+                max_rest_s=limits.wait_for_worker_s,
+            ),
+            house.budget,
+        )
+        self.plan = FIRST
+        #: Every prefill worker that may keep pages of this request until it is told that it has ended.
+        self.pages_kept_at: dict[WorkerKey, WorkerSession] = {}
+        self._num_cached_tokens: int | None = None
         self._emit = emit
         self._texts = [ChoiceText(house.tokenizer, request, n) for n in range(request.num_choices)]
         # Events that were taken from the inbox and not looked at yet.
         self._pending: deque[Event] = deque()
-        self._avoid: set[WorkerKey] = set()
         self._last_failure: TandemError | None = None
+        # When the fault was noticed after which no token has been given out yet.
+        self._fault_s: float | None = None
         # Invariant: true exactly while we hold a place in the admission queue.
         self._is_waiting = True
         self._last_token_s: list[float | None] = [None] * request.num_choices
+        house.budget.earn()
 
     # -- inputs
 
     async def next_event(self) -> Event:
-        """The next event that concerns an attempt. Raises `CancelledError` when client or deadline end it all."""
+        """The next event that concerns an attempt.
+
+        Raises:
+            CancelledError: the client is gone, or reads too slowly.
+            DeadlineError: its time-out is over.
+            DrainingError: the router leaves.
+        """
         if not self._pending:
             self._pending.extend(await self.inbox.take())
         event = self._pending.popleft()
@@ -116,9 +163,11 @@ class Story:
         if isinstance(event, ClientGone):
             raise CancelledError(f"cancelled: {event.why}", request_id=self.request.request_id)
         if isinstance(event, DeadlinePassed):
-            raise CancelledError(
+            raise DeadlineError(
                 f"the deadline of {self.request.timeout_s:g} s passed", request_id=self.request.request_id
             )
+        if isinstance(event, WorkerLost) and not event.is_planned:
+            self.recovery.note_death(event.worker)
         return event
 
     @contextmanager
@@ -137,67 +186,92 @@ class Story:
     # -- placing
 
     async def find_pair(self) -> Pair:
-        """The workers of the next attempt.
-
-        A first attempt takes what there is. A later one waits up to the lease for a worker to come back.
+        """The workers of the next attempt. Where there are none, it waits for up to `limits.wait_for_worker_s`:
+        a new request only if the membership says that one will come, a later attempt for any change.
 
         Raises:
             NoWorkerError: a pool is empty.
             IncompatibleError: no two workers pair.
+            TandemError: as `next_event`.
         """
-        if self._last_failure is None:
-            return self._place()
-        house, lease_s = self.house, self.house.config.transport.lease_s
-        timer = asyncio.get_running_loop().call_later(lease_s, self.inbox.put, WaitOver())
+        house, clock = self.house, self.house.clock
+        wait_s = house.config.limits.wait_for_worker_s
+        give_up_s = clock.now() + wait_s
+        while True:
+            try:
+                placement = house.cluster.place(len(self.request.prompt_ids), self.plan.wishes)
+            except (NoWorkerError, IncompatibleError) as error:
+                is_hopeless = self._last_failure is None and not house.cluster.snapshot().may_get_better
+                if is_hopeless or clock.now() >= give_up_s:
+                    raise self._no_pair(error, wait_s) from error
+                wake_s = give_up_s
+            else:
+                wake_s = self.plan.rests_until_s(placement)
+                if clock.now() >= wake_s:
+                    points.reach("router.placed")
+                    return house.cluster.pair(placement)
+            await self._change_of_workers(wake_s)
+
+    async def _change_of_workers(self, until_s: float) -> None:
+        """Wait until a worker comes or goes, for at most until then."""
+        timer = asyncio.get_running_loop().call_later(until_s - self.house.clock.now(), self.inbox.put, WaitOver())
         try:
-            with house.cluster.watched_by(self.inbox):
-                while True:
-                    try:
-                        return self._place()
-                    except NoWorkerError as error:
-                        if isinstance(await self.next_event(), WaitOver):
-                            raise NoWorkerError(
-                                f"{self._last_failure.message}; then for {lease_s:g} s: {error.message}",
-                                request_id=self.request.request_id,
-                            ) from self._last_failure
+            with self.house.cluster.watched_by(self.inbox):
+                await self.next_event()
         finally:
             timer.cancel()
+        if self._last_failure is not None:  # who was held by two workers hears of both
+            self.recovery.check_deaths(self._last_failure)
 
-    def _place(self) -> Pair:
-        cluster = self.house.cluster
-        return cluster.pair(place(cluster.snapshot(), len(self.request.prompt_ids), self._avoid))
+    def _no_pair(self, error: TandemError, wait_s: float) -> TandemError:
+        error.request_id = self.request.request_id
+        if self._last_failure is not None:
+            error.message = f"{self._last_failure.message}; then for {wait_s:g} s: {error.message}"
+        return error
 
     def begin_anew(self, over: AttemptOver) -> None:
-        """The attempt is over: begin the next one, or raise the error that ended it when there is none."""
-        error, attempt = over.error, self.journal.attempt
-        error.request_id = self.request.request_id
-        is_last = attempt >= self.house.config.limits.max_attempts
+        """The attempt is over: plan the next one, or raise the error with which the request ends."""
+        end, now_s = over.end, self.house.clock.now()
         log.warning(
             "attempt over",
-            attempt=attempt,
-            code=error.code,
-            error=error.message,
-            worker=str(over.worker),
+            attempt=self.journal.attempt,
+            fault=end.fault.value,
+            code=end.error.code,
+            error=end.error.message,
+            worker=str(end.worker),
             state=self.life.state.value,
             num_tokens=self.journal.num_tokens,
-            retry=error.retryable and not is_last,
         )
-        if is_last or not error.retryable:
-            raise error
-        self._last_failure = error
-        self._avoid.update(over.suspects)
+        try:
+            self.plan = self.recovery.after(end, now_s)
+        except TandemError as error:
+            ours = copy.copy(error)  # a lost worker's error is that of all requests that it held
+            ours.request_id = self.request.request_id
+            raise ours from error
+        self._last_failure = end.error
         self.journal.next_attempt()
         if self.life.state is not RequestState.QUEUED:
-            self.life.to(RequestState.QUEUED, self.house.clock.now())
-        self.house.metrics.retries.labels(error.code).inc()
+            self.life.to(RequestState.QUEUED, now_s)
+        self._count(end.fault, end.error, now_s)
+
+    def _count(self, fault: Fault, error: TandemError, now_s: float) -> None:
+        metrics = self.house.metrics
+        if fault in PLANNED and fault is not Fault.UNSERVED:
+            metrics.moves.labels(fault.value).inc()
+            return
+        metrics.retries.labels(error.code).inc()
+        if self._fault_s is None:
+            self._fault_s = now_s
 
     # -- tokens
 
     def take_token(self, token: TokenGiven) -> None:
         """Enter a token in the journal; give the client what may be given now."""
+        is_first = self.journal.num_tokens == 0
         ready = self.journal.accept(token)
         if not ready:
             return
+        points.reach("router.first_token" if is_first else "router.token")
         self._measure(token.choice, len(ready))
         text = self._texts[token.choice]
         deltas = text.push(ready)
@@ -208,6 +282,9 @@ class Story:
 
     def _measure(self, choice: int, num_tokens: int) -> None:
         now_s, metrics = self.house.clock.now(), self.house.metrics
+        if self._fault_s is not None:
+            metrics.recovery_s.observe(now_s - self._fault_s)
+            self._fault_s = None
         last_s = self._last_token_s[choice]
         if last_s is not None:
             metrics.itl_s.observe(now_s - last_s)
@@ -230,8 +307,11 @@ class Story:
             self.life.to(step, now_s)
         self._leave_queue()
 
-    def end(self, state: RequestState) -> None:
-        """The request has ended in `state`: measure and log it."""
+    def end(self, state: RequestState, outcome: str) -> None:
+        """The request has ended in `state`: free what is kept of it, measure and log it."""
+        self.house.moves.leave(self.inbox)
+        for session in self.pages_kept_at.values():
+            session.release_pages(self.request.request_id)
         if state is RequestState.FINISHED:
             self.reach(RequestState.DECODING if self.life.state is RequestState.HANDOFF else RequestState.PREFILLING)
         self._leave_queue()
@@ -242,7 +322,7 @@ class Story:
         for phase, seconds in phases.items():
             metrics.phase_s.labels(phase.value).observe(seconds)
         metrics.request_s.observe(now_s - self.request.arrived_s)
-        metrics.requests.labels(state.value).inc()
+        metrics.requests.labels(outcome).inc()
         for reason, count in dropped.items():
             if reason == "disagreed":
                 metrics.disagreements.inc(count)
@@ -250,7 +330,7 @@ class Story:
                 metrics.dropped_tokens.labels(reason).inc(count)
         log.info(
             "request ended",
-            outcome=state.value,
+            outcome=outcome,
             attempts=self.journal.attempt,
             num_prompt_tokens=len(self.request.prompt_ids),
             num_output_tokens=self.journal.num_tokens,
@@ -263,5 +343,10 @@ class Story:
             self._is_waiting = False
             self.house.admission.leave()
 
+    def note_cached(self, num_tokens: int) -> None:
+        """So many of the prompt's tokens were there before. A retry's are our own, computed by an earlier attempt."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_tokens
+
     def usage(self) -> Usage:
-        return Usage(len(self.request.prompt_ids), self.journal.num_tokens, self.num_cached_tokens)
+        return Usage(len(self.request.prompt_ids), self.journal.num_tokens, self._num_cached_tokens)

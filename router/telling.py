@@ -20,11 +20,12 @@ class Telling:
     """Starts the stories, passes on what happens to the client, and closes the outlet when all have ended."""
 
     def __init__(self, requests: Sequence[Request], house: House, outlet: Outlet) -> None:
-        """Each request holds a place in the admission queue; its story gives it back."""
+        """Each request was let in by admission; its story says when it waits no more, and this when it has ended."""
         self.requests = requests
         self.outlet = outlet
         self.usages: list[Usage] = []
         self._house = house
+        self._entered_s = house.clock.now()
         self._inboxes: list[Mailbox[Event]] = [Mailbox() for _ in requests]
         self._task: asyncio.Task[None] | None = None
 
@@ -53,9 +54,14 @@ class Telling:
         self.outlet.close(errors[0] if errors else None)
 
     async def _tell_one(self, number: int, errors: list[TandemError]) -> Usage | None:
-        request, outlet = self.requests[number], self.outlet
+        request, outlet, admission = self.requests[number], self.outlet, self._house.admission
+        has_token = False
 
         def emit(delta: Delta) -> None:
+            nonlocal has_token
+            if not has_token:
+                has_token = True
+                admission.first_token(self._age_s())
             outlet.put(number, delta)
 
         with bound(wire_id=request.request_id):
@@ -66,6 +72,12 @@ class Telling:
             except Exception:  # the last border: logged here, typed for the client
                 log.exception("unforeseen error")
                 errors.append(InternalError("an unforeseen error; the log has it under this request id"))
+            finally:
+                admission.end(self._age_s(), request.num_choices)
         # The answer is one: it fails as a whole.
         self.client_gone("another prompt of the same request failed")
         return None
+
+    def _age_s(self) -> float:
+        """Seconds since admission let it in."""
+        return self._house.clock.now() - self._entered_s

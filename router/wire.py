@@ -10,6 +10,7 @@ from router.events import (
     Event,
     Granted,
     HandoffDone,
+    LocalPrefillStarted,
     PrefillEnded,
     PrefillStarted,
 )
@@ -26,7 +27,8 @@ _FINISH_REASONS = {
 }
 
 
-def reserve(request: Request, journal: Journal) -> decode_pb2.DecodeCommand:
+def reserve(request: Request, journal: Journal, *, max_local_tokens: int = 0) -> decode_pb2.DecodeCommand:
+    """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead."""
     return decode_pb2.DecodeCommand(
         reserve=decode_pb2.Reserve(
             request_id=request.request_id,
@@ -36,6 +38,7 @@ def reserve(request: Request, journal: Journal) -> decode_pb2.DecodeCommand:
             sampling=sampling_to_proto(request.sampling),
             num_choices=request.num_choices,
             journal=_journal_to_proto(journal),
+            max_local_tokens=max_local_tokens,
         )
     )
 
@@ -58,6 +61,10 @@ def start_prefill(request: Request, journal: Journal, decode: common_pb2.WorkerI
 def attach_grant(request_id: str, granted: Granted) -> prefill_pb2.PrefillCommand:
     attach = prefill_pb2.AttachGrant(request_id=request_id, attempt=granted.attempt, grant=granted.grant)
     return prefill_pb2.PrefillCommand(attach=attach)
+
+
+def release(request_id: str) -> prefill_pb2.PrefillCommand:
+    return prefill_pb2.PrefillCommand(release=prefill_pb2.Release(request_id=request_id))
 
 
 def cancel(request_id: str, attempt: int, reason: str) -> common_pb2.Cancel:
@@ -94,6 +101,8 @@ def decode_event(event: decode_pb2.DecodeEvent, worker: WorkerKey) -> tuple[str,
         return event.granted.request_id, Granted(event.granted.attempt, event.granted)
     if kind == "admitted":
         return event.admitted.request_id, Admitted(event.admitted.attempt)
+    if kind == "local":
+        return event.local.request_id, LocalPrefillStarted(event.local.attempt, event.local.num_cached_tokens)
     if kind == "failed":
         return event.failed.request_id, _failed(event.failed, worker)
     return None
@@ -105,13 +114,11 @@ def prefill_event(event: prefill_pb2.PrefillEvent, worker: WorkerKey) -> tuple[s
     if kind == "first_token":
         return event.first_token.request_id, token_from_proto(event.first_token)
     if kind == "started":
-        return event.started.request_id, PrefillStarted(event.started.attempt)
+        return event.started.request_id, PrefillStarted(event.started.attempt, event.started.num_cached_tokens)
     if kind == "handoff_done":
-        return event.handoff_done.request_id, HandoffDone(
-            event.handoff_done.attempt, event.handoff_done.num_cached_tokens
-        )
+        return event.handoff_done.request_id, HandoffDone(event.handoff_done.attempt)
     if kind == "ended":
-        return event.ended.request_id, PrefillEnded(event.ended.attempt, event.ended.num_cached_tokens)
+        return event.ended.request_id, PrefillEnded(event.ended.attempt)
     if kind == "failed":
         return event.failed.request_id, _failed(event.failed, worker)
     return None

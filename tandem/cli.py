@@ -1,4 +1,4 @@
-"""The command line: `tandem serve | status | scale | stop | doctor | version`."""
+"""The command line: `tandem serve | status | scale | drain | stop | doctor | certs | version`."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_status(commands)
     _add_scale(commands)
+    _add_drain(commands)
     _add_stop(commands)
     _add_doctor(commands)
+    _add_certs(commands)
     _add_command(commands, "version", "print the version", "tandem version", _version)
     return parser
 
@@ -130,6 +132,29 @@ def _add_scale(commands: Any) -> None:
     command.add_argument("--no-wait", action="store_true", help="return at once, not when the new size is reached")
 
 
+def _add_drain(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "drain",
+        "replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves",
+        "tandem drain decode-0\ntandem drain decode-0 --no-replace-first --timeout 60",
+        _drain,
+    )
+    _add_target_options(command)
+    command.add_argument("worker", metavar="WORKER", help="its name, as `tandem status` shows it")
+    command.add_argument(
+        "--no-replace-first", action="store_true", help="start its successor when it has gone, not before it drains"
+    )
+    command.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="what its drain may take; then it is killed, and its requests are tried elsewhere (default: 300)",
+    )
+    command.add_argument("--no-wait", action="store_true", help="return at once, not when it has been replaced")
+
+
 def _add_stop(commands: Any) -> None:
     command = _add_command(commands, "stop", "stop a running cluster", "tandem stop --port 8000", _stop)
     _add_target_options(command)
@@ -148,6 +173,21 @@ def _add_doctor(commands: Any) -> None:
         _doctor,
     )
     _add_config_options(command)
+
+
+def _add_certs(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "certs",
+        "make the certificates by which a cluster's processes know each other",
+        "tandem certs ~/tandem-certs\ntandem certs ~/tandem-certs --days 90 --force",
+        _certs,
+    )
+    command.add_argument("directory", type=Path, metavar="DIR", help="where to write them; made if it is not there")
+    command.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
+    command.add_argument(
+        "--force", action="store_true", help="replace what is there; by the same authority if its key is there too"
+    )
 
 
 # --- what they run ----------------------------------------------------------------------------------------------------
@@ -174,6 +214,19 @@ def _scale(options: argparse.Namespace) -> int:
     )
 
 
+def _drain(options: argparse.Namespace) -> int:
+    from tandem.cluster import commands
+
+    return commands.drain(
+        options.port,
+        options.address,
+        options.worker,
+        replace_first=not options.no_replace_first,
+        timeout_s=options.timeout,
+        wait=not options.no_wait,
+    )
+
+
 def _stop(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
@@ -184,6 +237,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
     return commands.doctor(_config(options), address=options.address)
+
+
+def _certs(options: argparse.Namespace) -> int:
+    from tandem.cluster import certs
+
+    return certs.run(options.directory, days=options.days, force=options.force)
 
 
 def _version(_options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""One grant of a receiver: its states, its record, and what its commit must say."""
+"""One grant of a receiver: its states, its record, and what a sender must say about it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.layout import differences
-from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
+from kvtransfer.protocol.capability import is_capability_of
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 
 
 class GrantState(Enum):
@@ -45,17 +46,45 @@ class GrantRecord:
     since_s: float  # when `state` was entered
     state: GrantState = GrantState.WAITING
     grant: Grant | None = None  # Invariant: set when the state is or was GRANTED
-    sender: str | None = None  # incarnation that may write; None in OPEN: it is not known who
+    sender: str | None = None  # incarnation that may write. Invariant: set from OPEN on
     lease_ends_s: float = 0.0
     asked_s: float = 0.0  # when the writer was last asked to stop
     reason: RefusalReason | None = None  # Invariant: set exactly in ABANDONED, QUARANTINED and REFUSED
     commit: Commit | None = None  # Invariant: set exactly in VERIFYING and ABANDONED
+    # Digests by layer of the pages that parts have verified, by index in the grant. Invariant: grows in OPEN only.
+    verified: dict[int, tuple[int, ...]] = field(default_factory=dict)
     history: list[str] = field(default_factory=list)
 
     @property
     def held(self) -> Grant:
         assert self.grant is not None, f"{self.key} has no grant in {self.state.value}"
         return self.grant
+
+    @property
+    def verified_pages(self) -> tuple[tuple[int, int], ...]:
+        """(index in the grant, page) of what holds the right bytes and will not be written again, in order."""
+        return tuple((index, self.held.pages[index]) for index in sorted(self.verified))
+
+    @property
+    def unverified_pages(self) -> tuple[int, ...]:
+        """The grant's other pages, in order."""
+        return tuple(page for index, page in enumerate(self.held.pages) if index not in self.verified)
+
+    def note_verified(self, part: CommitPart) -> None:
+        """All bytes of a part are right."""
+        self.verified |= dict(enumerate(zip(*part.digests, strict=True), start=part.first_index))
+
+    def drop_contradicted(self, first_index: int, digests: tuple[tuple[int, ...], ...]) -> list[int]:
+        """Take back what was verified with other digests than these, `[layer][index - first_index]`.
+
+        Returns:
+            The pages: their sender says now that something else should be in them.
+        """
+        said = dict(enumerate(zip(*digests, strict=True), start=first_index))
+        wrong = [index for index, digest in self.verified.items() if said.get(index, digest) != digest]
+        for index in wrong:
+            del self.verified[index]
+        return [self.held.pages[index] for index in wrong]
 
     def deadline_s(self, limits: ReceiverLimits) -> float | None:
         """When time alone changes this record; `None`: never."""
@@ -70,17 +99,19 @@ class GrantRecord:
                 return None
 
 
-def find_contradiction(commit: Commit, record: GrantRecord | None, incarnation: str) -> RefusalReason | None:
-    """Why `commit` is not about the grant in `record` at all; such a commit proves nothing about its writes."""
-    if commit.receiver != incarnation:
+def find_contradiction(said: Commit | CommitPart, record: GrantRecord | None, incarnation: str) -> RefusalReason | None:
+    """Why `said` is not about the grant in `record` at all; it then proves nothing about any write."""
+    if said.receiver != incarnation:
         return RefusalReason.WRONG_RECEIVER
     if record is None:
         return RefusalReason.UNKNOWN_GRANT
-    if commit.key != record.key:
+    if not is_capability_of(record.held, said.capability):
+        return RefusalReason.BAD_CAPABILITY
+    if said.key != record.key:
         return RefusalReason.WRONG_ATTEMPT
-    if commit.epoch != record.held.epoch:
+    if said.epoch != record.held.epoch:
         return RefusalReason.WRONG_EPOCH
-    if record.sender is not None and commit.sender != record.sender:
+    if record.sender is not None and said.sender != record.sender:
         return RefusalReason.WRONG_SENDER
     return None
 
@@ -96,9 +127,24 @@ def find_problem(commit: Commit, grant: Grant) -> tuple[RefusalReason, str] | No
         return RefusalReason.OUTSIDE_GRANT, f"pages {sorted(foreign)[:8]} were not granted"
     if commit.pages != grant.pages:
         return RefusalReason.INCOMPLETE, f"{len(commit.pages)} of {len(grant.pages)} pages, or not in their order"
-    if len(commit.digests) != grant.layout.num_layers:
-        return RefusalReason.INCOMPLETE, f"{len(commit.digests)} of {grant.layout.num_layers} layers"
-    for layer, digests in enumerate(commit.digests):
-        if len(digests) != len(grant.pages):
-            return RefusalReason.INCOMPLETE, f"layer {layer} has {len(digests)} of {len(grant.pages)} extents"
+    return _find_missing(commit.digests, grant.layout.num_layers, len(grant.pages))
+
+
+def find_part_problem(part: CommitPart, grant: Grant) -> tuple[RefusalReason, str] | None:
+    """Why a part cannot be of `grant`; `None` when its digests decide."""
+    num_pages = len(part.digests[0]) if part.digests else 0
+    last = part.first_index + num_pages
+    if part.first_index < 0 or last > len(grant.pages):
+        return RefusalReason.OUTSIDE_GRANT, f"pages {part.first_index} to {last} of {len(grant.pages)}"
+    return _find_missing(part.digests, grant.layout.num_layers, num_pages)
+
+
+def _find_missing(
+    digests: tuple[tuple[int, ...], ...], num_layers: int, num_pages: int
+) -> tuple[RefusalReason, str] | None:
+    if len(digests) != num_layers:
+        return RefusalReason.INCOMPLETE, f"{len(digests)} of {num_layers} layers"
+    for layer, of_layer in enumerate(digests):
+        if len(of_layer) != num_pages:
+            return RefusalReason.INCOMPLETE, f"layer {layer} has {len(of_layer)} of {num_pages} extents"
     return None

@@ -3,11 +3,12 @@
     router   ── Reserve ──> receiver       receiver ── Grant ──> router ──> sender
     sender   ── Attach ───> receiver       the receiver learns who will write; only then may the sender post
     sender   ══ pages ════> receiver       one-sided writes, while the prefill computes
+    sender   ── CommitPart> receiver       whole pages that are written already, while others are still computed
     sender   ── Commit ───> receiver       receiver ── Ack | Refusal ──> sender
     receiver ── Stop ─────> sender         sender   ── Idle ──> receiver
 
 The *receiver* is the decode worker, the *sender* the prefill worker. No message is trusted to arrive, to arrive once
-or to arrive in order.
+or to arrive in order. All that a sender says about a grant carries the grant's capability.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Grant:
         first_page: how many leading prompt pages the receiver has already; `pages[0]` takes prompt page `first_page`.
         lease_s: how long the grant holds from the moment the receiver learns of its writer, in seconds. The sender
             counts from when it *sent* that message, so its lease ends first.
+        capability: proof of having been given this grant; see `kvtransfer.protocol.capability`.
     """
 
     grant_id: str
@@ -51,6 +53,7 @@ class Grant:
     pages: tuple[int, ...]
     lease_s: float
     first_page: int = 0
+    capability: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,6 @@ class Commit:
         sender: incarnation of the prefill worker.
         pages: the granted pages that were written, in prompt order.
         digests: `[layer][index into pages]`, of the bytes as they were sealed.
-        sampler_state: what decode needs beyond the tokens to go on sampling; opaque here.
     """
 
     grant_id: str
@@ -83,7 +85,28 @@ class Commit:
     pages: tuple[int, ...]
     digests: tuple[tuple[int, ...], ...]
     first_tokens: tuple[FirstToken, ...] = ()
-    sampler_state: bytes = b""
+    capability: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitPart:
+    """Every write of these pages has completed and none will follow, whatever becomes of the others.
+
+    Best effort: sent once, and a lost one costs nothing, because the commit names all pages.
+
+    Attributes:
+        first_index: of the part's first page among the grant's pages; the others follow it.
+        digests: `[layer][index in the part]`, of the bytes as they were sealed.
+    """
+
+    grant_id: str
+    key: AttemptKey
+    epoch: int
+    receiver: str
+    sender: str
+    first_index: int
+    digests: tuple[tuple[int, ...], ...]
+    capability: bytes = b""
 
 
 class RefusalReason(Enum):
@@ -95,6 +118,7 @@ class RefusalReason(Enum):
     WRONG_ATTEMPT = "wrong_attempt"  # the message names a grant of another attempt
     WRONG_RECEIVER = "wrong_receiver"  # meant for another incarnation
     WRONG_SENDER = "wrong_sender"  # another writer is attached to the grant
+    BAD_CAPABILITY = "bad_capability"  # the message does not prove that its sender was given the grant
     NOT_ATTACHED = "not_attached"  # written without telling the receiver
     LAYOUT_MISMATCH = "layout_mismatch"
     INCOMPLETE = "incomplete"  # an extent of the grant is missing from the commit

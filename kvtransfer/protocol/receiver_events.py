@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 
 # ---- events
 
@@ -35,21 +35,37 @@ class ReservationDenied:
 
 @dataclass(frozen=True, slots=True)
 class GrantGivenOut:
-    """A writer was told of the grant, or asks to attach to it; from here on it may write.
+    """A writer asks to attach to the grant; from here on it may write.
 
-    Feed this *before* any answer leaves that lets a writer post. `sender` is its incarnation; `None` when
-    the grant leaves the process and nobody knows yet who will write.
+    Feed this *before* any answer leaves that lets it post. `sender` is its incarnation.
     """
 
     grant_id: str
-    sender: str | None
+    sender: str
+    capability: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed:
-    """The writer (or, before one is attached, the router) still means to use the grant; the lease starts anew."""
+    """The writer still means to use the grant; the lease starts anew."""
 
     grant_id: str
+    sender: str
+    capability: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartReceived:
+    part: CommitPart
+
+
+@dataclass(frozen=True, slots=True)
+class PartVerified:
+    """The check that `VerifyPart` asked for is over. `mismatches` are (layer, page); none means all agree."""
+
+    grant_id: str
+    part: CommitPart
+    mismatches: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +90,11 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class WriterConfirmedIdle:
-    """A fence: the writer has nothing outstanding for this grant and will post nothing more.
-
-    Also the right event when the router vouches that no writer was ever told of the grant.
-    """
+    """A fence: the writer has nothing outstanding for this grant and will post nothing more."""
 
     grant_id: str
+    sender: str
+    capability: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +115,8 @@ ReceiverEvent = (
     | ReservationDenied
     | GrantGivenOut
     | LeaseRenewed
+    | PartReceived
+    | PartVerified
     | CommitReceived
     | DigestsVerified
     | RequestCancelled
@@ -137,7 +154,7 @@ class ConfirmAttached:
     """Answer the writer that asked to attach: it may post until its lease ends."""
 
     grant: Grant
-    sender: str | None
+    sender: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +170,7 @@ class ExpectWrites:
     """Writes into `pages` of every layer may arrive: poll the transport and, where it checks, allow them."""
 
     grant_id: str
-    sender: str | None
+    sender: str
     pages: tuple[int, ...]
 
 
@@ -165,8 +182,30 @@ class EndWrites:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyPart:
+    """Read these pages, compare with the part's digests, answer with `PartVerified`.
+
+    The grant may end meanwhile, and its pages go: then the answer changes nothing.
+    """
+
+    grant_id: str
+    part: CommitPart
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmPart:
+    """Answer the part: these pages are verified."""
+
+    grant_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyDigests:
-    """Read the pages, compare, answer with `DigestsVerified`. The pages stay until then."""
+    """Read the pages, compare, answer with `DigestsVerified`. The pages stay until then.
+
+    Pages that a part has verified already are not among them. `digests` are `[layer][index into pages]`.
+    """
 
     grant_id: str
     pages: tuple[int, ...]
@@ -201,11 +240,16 @@ class SendRefusal:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinePages:
-    """Reserved pages that a writer may still write: nobody gets them before `LiftQuarantine`."""
+    """The grant has ended. Reserved `pages` may still be written: nobody gets them before `LiftQuarantine`.
+
+    `verified`, as (index in the grant, page) in order, hold what was sealed and no write can reach them: they may be
+    kept for what is in them. Same in `FreePages`.
+    """
 
     key: AttemptKey
     grant_id: str
     pages: tuple[int, ...]
+    verified: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,20 +263,23 @@ class LiftQuarantine:
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
-    """Reserved pages go back to the pool: no write can reach them."""
+    """The grant has ended. Reserved pages go back to the pool: no write can reach them."""
 
     key: AttemptKey
     grant_id: str | None
     pages: tuple[int, ...]
+    verified: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AskWriterToStop:
-    """Ask for a confirmation that nothing is outstanding. `sender` `None`: ask the router who it is."""
+    """Ask for a confirmation that nothing is outstanding.
 
-    grant_id: str
-    key: AttemptKey
-    sender: str | None
+    The grant's capability goes along: the writer confirms with it, also when it never heard the grant's answer.
+    """
+
+    grant: Grant
+    sender: str
     reason: RefusalReason
 
 
@@ -261,6 +308,8 @@ ReceiverInstruction = (
     | ConfirmRenewed
     | ExpectWrites
     | EndWrites
+    | VerifyPart
+    | ConfirmPart
     | VerifyDigests
     | AdmitRequest
     | SendAck

@@ -6,9 +6,10 @@
                              └─────failed────> DRAINING ──all settled────────> DONE
 
 It may compute before the grant, never post. A batch counts as outstanding from the instruction to post it until the
-transport has settled it. Source pages are released on the acknowledgement or, after a failure, when no outstanding
-write can still read them. An attempt that ends without an acknowledgement confirms to the receiver that nothing is
-outstanding: that is the fence for the pages over there.
+transport has settled it. Whole pages that are written while others are still computed are told to the receiver as
+parts, so that it has them should this attempt fail. Source pages are released on the acknowledgement or, after a
+failure, when no outstanding write can still read them. An attempt that ends without an acknowledgement confirms to the
+receiver that nothing is outstanding: that is the fence for the pages over there.
 
 Pure: no I/O, no clock; `handle(event, now_s)` returns instructions. Not thread-safe, but for `may_post`.
 """
@@ -21,8 +22,8 @@ from typing import Any
 from kvtransfer.extents import PageWrite
 from kvtransfer.layout import LayoutId, differences
 from kvtransfer.protocol import sender_events as ev
-from kvtransfer.protocol.attempts import Batch, SealedExtent, SenderLimits, SenderState
-from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, Grant, RefusalReason
+from kvtransfer.protocol.attempts import Batch, SealedExtents, SenderLimits, SenderState, WrittenExtents
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
 from tandem.core.errors import IllegalTransitionError
 
 
@@ -46,14 +47,13 @@ class SenderHandoff:
         self.grant: Grant | None = None
         self.num_bytes_posted = 0
         self._lease_ends_s = 0.0
-        # By (layer, index of the page in the prompt). Invariant: never changes an entry, so a digest is of the
-        # bytes that were posted.
-        self._sealed: dict[tuple[int, int], SealedExtent] = {}
+        self._sealed = SealedExtents(layout.num_layers, num_pages)
         # Invariant: sealed extents of the grant are in exactly one of _unposted, one batch of _outstanding, _written;
         # after a failed write, or an end, in any or none.
         self._unposted: list[tuple[int, int]] = []
         self._outstanding: dict[int, Batch] = {}
-        self._written: set[tuple[int, int]] = set()
+        self._written = WrittenExtents(layout.num_layers)
+        self._parted = 0  # pages of the prompt before this one were told as parts, or are not of the grant
         self._next_write_id = 0
         # Invariant: all and only local pages that this handoff keeps from being evicted or overwritten.
         self._held: set[int] = set()
@@ -69,6 +69,11 @@ class SenderHandoff:
     def may_post(self, now_s: float) -> bool:
         """Whether the grant holds; ask right before each post, from any thread."""
         return self.state is SenderState.SENDING and now_s < self._lease_ends_s - self.limits.lease_margin_s
+
+    @property
+    def needs_lease(self) -> bool:
+        """Whether it may still post, or its commit is unanswered; from any thread. Else a renewal is of no use."""
+        return self.state in (SenderState.WAITING, SenderState.SENDING, SenderState.COMMITTED)
 
     @property
     def num_outstanding(self) -> int:
@@ -106,9 +111,7 @@ class SenderHandoff:
 
     def _illegal(self, what: str) -> IllegalTransitionError:
         history = " → ".join([*self._history, self.state.value])
-        return IllegalTransitionError(
-            f"handoff {self.key}: {what}; history: {history}", request_id=self.key.request_id
-        )
+        return IllegalTransitionError(f"handoff {self.key}: {what}; history: {history}", request_id=self.key.request_id)
 
     def _move(self, state: SenderState) -> None:
         self._history.append(self.state.value)
@@ -121,6 +124,7 @@ class SenderHandoff:
         if grant.key != self.key:
             raise self._illegal(f"grant {grant.grant_id} is for {grant.key}")
         self.grant = grant
+        self._parted = grant.first_page
         self._lease_ends_s = event.lease_ends_s
         self._move(SenderState.SENDING)
         names = differences(grant.layout, self.layout)
@@ -130,7 +134,7 @@ class SenderHandoff:
         elif num_granted != self.num_pages:
             self._give_up(FailureReason.GRANT_MISMATCH, f"pages for {num_granted} of {self.num_pages} pages")
         else:
-            self._unposted = [extent for extent in self._sealed if extent[1] >= grant.first_page]
+            self._unposted = self._sealed.from_page(grant.first_page)
             self._post(now_s)
             self._commit_when_written(now_s)
 
@@ -141,20 +145,11 @@ class SenderHandoff:
             self._post(now_s)
 
     def _take_sealed(self, event: ev.PagesSealed) -> list[tuple[int, int]]:
-        """Enter new extents; a repeated one is fine as long as it says the same."""
-        fresh = []
-        for n, (page, digest) in enumerate(zip(event.local_pages, event.digests, strict=True)):
-            extent = (event.layer, event.first_index + n)
-            known = self._sealed.get(extent)
-            if known is not None:
-                if known != SealedExtent(page, digest):
-                    raise self._illegal(f"extent {extent} was sealed before with other contents")
-                continue
-            if not (0 <= extent[0] < self.layout.num_layers and 0 <= extent[1] < self.num_pages):
-                raise self._illegal(f"extent {extent} is not of this prompt")
-            self._sealed[extent] = SealedExtent(page, digest)
-            self._held.add(page)
-            fresh.append(extent)
+        try:
+            fresh = self._sealed.add(event.layer, event.first_index, event.local_pages, event.digests)
+        except ValueError as error:
+            raise self._illegal(str(error)) from error
+        self._held.update(event.local_pages)
         return fresh
 
     def _seal_again(self, event: ev.PagesSealed, _: float) -> None:
@@ -171,7 +166,7 @@ class SenderHandoff:
         extents, self._unposted = tuple(self._unposted), []
         grant = self.grant
         writes = tuple(
-            PageWrite(layer, self._sealed[layer, index].local_page, grant.pages[index - grant.first_page])
+            PageWrite(layer, self._sealed.local_page((layer, index)), grant.pages[index - grant.first_page])
             for layer, index in extents
         )
         write_id = self._next_write_id
@@ -191,7 +186,8 @@ class SenderHandoff:
         self._require_issued(event.write_id)
         batch = self._outstanding.pop(event.write_id, None)
         if batch is not None:
-            self._written.update(batch.extents)
+            self._written.add(batch.extents)
+            self._commit_part()
             self._commit_when_written(now_s)
 
     def _failed(self, event: ev.WriteFailed, _: float) -> None:
@@ -217,6 +213,29 @@ class SenderHandoff:
         if self.state is SenderState.SENDING:
             self._commit_when_written(now_s)
 
+    def _commit_part(self) -> None:
+        """Tell of further whole pages at the grant's start, unless the commit is about to.
+
+        Once the last page is sealed nothing is left to compute. That page is never in a part: it may not be full.
+        """
+        grant = self.grant
+        assert grant is not None
+        end = self._written.end_of_run(self._parted, self.num_pages - 1)
+        if end == self._parted or self._sealed.is_complete or self._all_computed is not None:
+            return
+        part = CommitPart(
+            grant_id=grant.grant_id,
+            key=self.key,
+            epoch=grant.epoch,
+            receiver=grant.receiver,
+            sender=self.sender,
+            first_index=self._parted - grant.first_page,
+            digests=self._sealed.digests(range(self._parted, end)),
+            capability=grant.capability,
+        )
+        self._parted = end
+        self._out.append(ev.SendCommitPart(part))
+
     def _commit_when_written(self, now_s: float) -> None:
         if self.state is not SenderState.SENDING or self._all_computed is None:
             return
@@ -225,7 +244,7 @@ class SenderHandoff:
         grant = self.grant
         assert grant is not None
         wanted = range(grant.first_page, self.num_pages)
-        missing = [(la, i) for la in range(self.layout.num_layers) for i in wanted if (la, i) not in self._written]
+        missing = self._written.missing(wanted)
         if missing:
             self._give_up(FailureReason.INCOMPLETE, f"{len(missing)} extents were never sealed, first {missing[0]}")
             return
@@ -237,11 +256,9 @@ class SenderHandoff:
             sender=self.sender,
             layout=self.layout,
             pages=grant.pages,
-            digests=tuple(
-                tuple(self._sealed[layer, i].digest for i in wanted) for layer in range(self.layout.num_layers)
-            ),
+            digests=self._sealed.digests(wanted),
             first_tokens=self._all_computed.first_tokens,
-            sampler_state=self._all_computed.sampler_state,
+            capability=grant.capability,
         )
         self._committed_s = now_s
         self._move(SenderState.COMMITTED)
@@ -277,7 +294,7 @@ class SenderHandoff:
             return
         self._move(SenderState.DONE)
         if self.grant is not None:
-            self._confirm_idle(self.grant.grant_id)
+            self._confirm_idle(self.grant)
 
     def _busy_pages(self) -> set[int]:
         return {page for batch in self._outstanding.values() for page in batch.pages}
@@ -287,8 +304,8 @@ class SenderHandoff:
             self._out.append(ev.ReleasePages(self.key, tuple(sorted(pages))))
             self._held = self._held - pages
 
-    def _confirm_idle(self, grant_id: str) -> None:
-        self._out.append(ev.ConfirmIdle(self.key, grant_id))
+    def _confirm_idle(self, of: Grant | ev.StopAsked) -> None:
+        self._out.append(ev.ConfirmIdle(self.key, of.grant_id, of.receiver, of.capability))
 
     def _cancelled(self, _: ev.CancelRequested, __: float) -> None:
         self._give_up(FailureReason.CANCELLED)
@@ -312,20 +329,20 @@ class SenderHandoff:
 
     def _stop_asked(self, event: ev.StopAsked, _: float) -> None:
         if self.grant is not None and event.grant_id != self.grant.grant_id:
-            self._confirm_idle(event.grant_id)  # a grant this attempt never used
+            self._confirm_idle(event)  # a grant this attempt never used
             return
         self._give_up(FailureReason.STOP_ASKED, "the receiver withdrew the grant")
         if self.grant is None:
-            self._confirm_idle(event.grant_id)
+            self._confirm_idle(event)
 
     def _stop_asked_when_done(self, event: ev.StopAsked, _: float) -> None:
-        self._confirm_idle(event.grant_id)
+        self._confirm_idle(event)
 
     def _attached_too_late(self, event: ev.GrantAttached, _: float) -> None:
         if self.grant is None:
             self.grant = event.grant
             if self.state is SenderState.DONE:
-                self._confirm_idle(event.grant.grant_id)
+                self._confirm_idle(event.grant)
 
     # ---- time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.extents import PageWrite
-from kvtransfer.protocol.messages import AttemptKey, Commit, FailureReason, FirstToken, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, FirstToken, Grant, RefusalReason
 
 # ---- events
 
@@ -72,7 +72,6 @@ class AllComputed:
     """The prefill has ended and every page is sealed; the first token of each choice is sampled."""
 
     first_tokens: tuple[FirstToken, ...]
-    sampler_state: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class AckReceived:
 
 @dataclass(frozen=True, slots=True)
 class RefusalReceived:
-    """The receiver said no: to the attach, a renewal or the commit."""
+    """The receiver said no: to the attach, a renewal, a part or the commit."""
 
     reason: RefusalReason
     detail: str = ""
@@ -100,9 +99,11 @@ class LeaseLost:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """The receiver wants to hear that nothing of this grant is outstanding."""
+    """The receiver wants to hear that nothing of this grant is outstanding, with this capability."""
 
     grant_id: str
+    receiver: str
+    capability: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,13 @@ class PostWrites:
 
 
 @dataclass(frozen=True, slots=True)
+class SendCommitPart:
+    """Send once; what becomes of it matters only if it is refused."""
+
+    part: CommitPart
+
+
+@dataclass(frozen=True, slots=True)
 class SendCommit:
     """Send, or send again."""
 
@@ -176,6 +184,8 @@ class ConfirmIdle:
 
     key: AttemptKey
     grant_id: str
+    receiver: str
+    capability: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,4 +206,6 @@ class Fail:
     refusal: RefusalReason | None = None
 
 
-SenderInstruction = PostWrites | SendCommit | ReleasePages | QuarantinePages | ConfirmIdle | Succeed | Fail
+SenderInstruction = (
+    PostWrites | SendCommitPart | SendCommit | ReleasePages | QuarantinePages | ConfirmIdle | Succeed | Fail
+)

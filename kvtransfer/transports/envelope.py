@@ -27,6 +27,16 @@ class Envelope:
     num_bytes: int
     device: str
 
+    def check(self) -> None:
+        """Raises `ValueError` where a peer's header says what no arena can be."""
+        if not all(isinstance(text, str) for text in (self.transport, self.agent_name, self.device)):
+            raise ValueError("names must be texts")
+        for number in (self.address, self.num_bytes):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ValueError(f"{number!r} is neither an address nor a size")
+        if self.address + self.num_bytes > 1 << 64:
+            raise ValueError(f"{self.num_bytes} bytes from {self.address} on are beyond all memory")
+
     def pack(self, blob: bytes = b"") -> bytes:
         header = json.dumps(asdict(self)).encode()
         return _MAGIC + _LENGTH.pack(len(header)) + header + blob
@@ -44,7 +54,8 @@ def unpack(metadata: bytes, transport: str) -> tuple[Envelope, bytes]:
     (length,) = _LENGTH.unpack_from(metadata, len(_MAGIC))
     try:
         envelope = Envelope(**json.loads(metadata[start : start + length]))
-    except (ValueError, TypeError) as error:
+        envelope.check()
+    except (ValueError, TypeError, RecursionError) as error:
         raise TransportError(f"the description of a peer is damaged: {error}") from error
     if envelope.transport != transport:
         raise TransportError(f"peer {envelope.agent_name} speaks {envelope.transport!r}, this worker {transport!r}")

@@ -16,16 +16,20 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from tandem.cluster.events import Role
 from tandem.cluster.node_share import kv_bytes_here
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
+from tandem.cluster.node_watcher import NodeWatcher, ProcessId, started_at
+from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.core import points
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import configure
 
 if TYPE_CHECKING:
     from router.worker_key import WorkerKey
@@ -44,13 +48,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ActorState:
-    """What a worker actor says of itself. `info`: a serialised `WorkerInfo`, empty while it loads."""
+    """What a worker's or the router's actor says of itself.
+
+    Attributes:
+        node_id: Ray's.
+        started: of the process, in clock ticks since boot.
+        info: a serialised `WorkerInfo`; empty while it loads.
+    """
 
     node: str
     node_id: str
     pid: int
-    info: bytes
-    draining: bool
+    started: int
+    info: bytes = b""
+    draining: bool = False
 
 
 class WorkerActor:
@@ -63,8 +74,7 @@ class WorkerActor:
     """
 
     def __init__(self, spec: ClusterSpec, role: str, worker_id: str, incarnation: str, num_threads: int) -> None:
-        _die_with_parent()
-        _set_up_log(spec, worker_id)
+        _begin(spec, worker_id, PeerRole(role))
         self._spec, self._role = spec, Role(role)
         self._worker_id, self._incarnation, self._num_threads = worker_id, incarnation, num_threads
         self._starting = threading.Lock()
@@ -73,10 +83,7 @@ class WorkerActor:
         self._draining = False
 
     def state(self) -> ActorState:
-        context = ray.get_runtime_context()
-        return ActorState(
-            ray.util.get_node_ip_address(), context.get_node_id(), os.getpid(), self._info, self._draining
-        )
+        return dataclasses.replace(_this_process(), info=self._info, draining=self._draining)
 
     def start(self) -> ActorState:
         """Load the model and listen; idempotent, so that a restarted supervisor can ask again."""
@@ -113,7 +120,7 @@ class WorkerActor:
             model_dir=_model_dir(spec),
             kv_bytes=spec.kv_bytes[self._role] or kv_bytes_here(spec.config, self._role),
             num_threads=self._num_threads,
-            host=_host(spec),
+            host=worker_host(spec),
             device="cuda" if pool.gpus else "cpu",
         )
 
@@ -124,8 +131,7 @@ class RouterActor:
     def __init__(self, spec: ClusterSpec) -> None:
         from router.server import RouterServer
 
-        _die_with_parent()
-        _set_up_log(spec, "router")
+        _begin(spec, "router", PeerRole.ROUTER)
         http = spec.config.http
         self._server = RouterServer(
             spec.config,
@@ -136,6 +142,9 @@ class RouterActor:
         )
         self._starting = threading.Lock()
         self._addresses: tuple[str, str] | None = None
+
+    def state(self) -> ActorState:
+        return _this_process()
 
     def start(self) -> tuple[str, str]:
         """Listen; URL for clients and address of RouterControl. Idempotent."""
@@ -153,21 +162,44 @@ class RouterActor:
         self._server.stop(drain_s=ROUTER_DRAIN_S)
 
 
+class WatcherActor:
+    """The watcher of the node it runs on; its calls are coroutines, so that any number may wait."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        _begin(spec, "watcher", None)
+        self._watcher: NodeWatcher | None = None
+
+    async def wait_ended(self, process: ProcessId, timeout_s: float) -> bool:
+        """Whether it has provably ended, after at most `timeout_s`."""
+        return await self._running().wait_ended(process, timeout_s)
+
+    async def kill(self, process: ProcessId) -> None:
+        self._running().kill(process)
+
+    async def watched(self) -> dict[str, bool]:
+        return self._running().watched()
+
+    def _running(self) -> NodeWatcher:
+        if self._watcher is None:  # the event loop is there from the first call on
+            self._watcher = NodeWatcher()
+        return self._watcher
+
+
 class SupervisorActor:
     """Runs `tandem.cluster.supervisor` in an event loop of its own; Ray starts it again whenever it dies."""
 
     def __init__(self, spec: ClusterSpec) -> None:
-        _die_with_parent()
-        _set_up_log(spec, "supervisor")
+        _begin(spec, "supervisor", PeerRole.SUPERVISOR)
         self._ready = threading.Event()
-        self._address = ""
+        self._face: SupervisorFace
         self._supervisor: Supervisor
+        self._spec = spec
         threading.Thread(target=self._run, args=(spec,), name="supervisor", daemon=True).start()
 
-    def wait_ready(self) -> str:
-        """Until it serves; the address of SupervisorControl."""
+    def wait_ready(self) -> SupervisorFace:
+        """Until it serves."""
         self._ready.wait()
-        return self._address
+        return self._face
 
     def suspect(self, worker_id: str, incarnation: str) -> None:
         """A decode worker says that this writer has fallen silent beyond its lease: it must be killed on its node."""
@@ -178,7 +210,7 @@ class SupervisorActor:
         from tandem.cluster.supervisor_process import serve_supervisor
 
         try:
-            asyncio.run(serve_supervisor(spec, _host(spec), self._listening))
+            asyncio.run(serve_supervisor(spec, worker_host(spec), self._listening))
         except BaseException:
             # Nothing here foresees it: end the process, and Ray starts the next supervisor, which adopts what runs.
             logging.getLogger(__name__).critical("the supervisor failed", exc_info=True)
@@ -186,7 +218,8 @@ class SupervisorActor:
             os._exit(1)
 
     def _listening(self, address: str, supervisor: Supervisor) -> None:
-        self._address, self._supervisor = address, supervisor
+        self._face = SupervisorFace(address, self._spec.config.security, os.getpid(), _this_process().started)
+        self._supervisor = supervisor
         self._ready.set()
 
 
@@ -194,6 +227,12 @@ def _tell_supervisor(writer: WorkerKey) -> None:
     """Called on the router's thread; the call to the actor does not block."""
     log.warning("writer %s is suspected", writer)
     ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE).suspect.remote(writer.worker_id, writer.incarnation)
+
+
+def make_actor(cls: type, **options: Any) -> Any:
+    """Detached: it ends by a call or with its Ray cluster, not with the process that asked for it."""
+    common = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
+    return ray.remote(cls).options(**{**common, **options})
 
 
 def translate(error: BaseException) -> TandemError:
@@ -221,8 +260,25 @@ def _model_dir(spec: ClusterSpec) -> Path:
     return Path(spec.model_dir) if spec.model_dir else resolve_model(spec.config.model.path)
 
 
-def _host(spec: ClusterSpec) -> str:
+def worker_host(spec: ClusterSpec) -> str:
+    """The address of this node on which processes of the cluster listen for each other."""
     return "127.0.0.1" if spec.local else str(ray.util.get_node_ip_address())
+
+
+def _begin(spec: ClusterSpec, name: str, role: PeerRole | None) -> None:
+    """What every actor does first: its fate, its name, its log, and how its gRPC is secured."""
+    _die_with_parent()
+    points.name_process(name)
+    _set_up_log(spec, name)
+    if role is not None:
+        configure(spec.config.security, role, worker_host(spec))
+
+
+def _this_process() -> ActorState:
+    pid = os.getpid()
+    started = started_at(pid)
+    assert started is not None
+    return ActorState(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), pid, started)
 
 
 def _die_with_parent() -> None:

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import grpc
 
 from tandem.cluster import statefile
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME
+from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, SupervisorFace
 from tandem.cluster.statefile import ClusterFile
-from tandem.core.errors import ConfigError, WorkerLostError
+from tandem.core.config import SecurityConfig
+from tandem.core.errors import ConfigError, ForbiddenError, WorkerLostError
+from tandem.rpc.channel import host_of, make_blocking_channel
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import Security
 from tandem.rpc.v1 import supervisor_pb2_grpc
 
 TIMEOUT_S = 10.0
@@ -22,6 +26,7 @@ class Target:
     """A supervisor. `file` is absent when it was found through Ray."""
 
     control_address: str
+    security: SecurityConfig
     file: ClusterFile | None = None
 
 
@@ -32,18 +37,21 @@ def find_cluster(port: int | None, address: str | None) -> Target:
         ConfigError: there is none, or more than one to choose from.
     """
     if address:
-        return Target(_ask_ray(address))
+        return _ask_ray(address)
     clusters = statefile.running()
     chosen = [cluster for cluster in clusters if port in (None, cluster.port)]
     if len(chosen) == 1:
-        return Target(chosen[0].control_address, chosen[0])
+        file = chosen[0]
+        return Target(file.control_address, SecurityConfig(file.tls, file.certificates), file)
     if chosen:
         ports = ", ".join(str(cluster.port) for cluster in chosen)
         raise ConfigError(f"several clusters run here, on ports {ports}; choose one with --port", key="--port")
     where = f"on port {port}" if port else "on this host"
-    others = f" (there is one on port {clusters[0].port})" if clusters else ""
+    if clusters:
+        ports = " or ".join(str(cluster.port) for cluster in clusters)
+        raise ConfigError(f"no cluster of this user runs {where}; choose --port {ports}", key="--port")
     raise ConfigError(
-        f"no cluster of this user runs {where}{others}; start one with `tandem serve`, "
+        f"no cluster of this user runs {where}; start one with `tandem serve`, "
         "or name its Ray cluster with --address"
     )
 
@@ -54,11 +62,16 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
 
     Raises:
         WorkerLostError: the supervisor does not answer.
+        ForbiddenError: it does not take this host's certificate for a client's.
+        ConfigError: it speaks TLS, and there is no certificate of a client here.
     """
-    with grpc.insecure_channel(target.control_address) as channel:
+    security = Security(target.security, PeerRole.CLIENT, host_of(target.control_address))
+    with make_blocking_channel(target.control_address, security) as channel:
         try:
             yield supervisor_pb2_grpc.SupervisorControlStub(channel)
         except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                raise ForbiddenError(f"the supervisor at {target.control_address}: {error.details()}") from error
             raise WorkerLostError(
                 f"the supervisor at {target.control_address} does not answer ({_describe(error)}); "
                 "if that stays so, end the cluster with `tandem stop --now`"
@@ -69,15 +82,16 @@ def _describe(error: grpc.RpcError) -> str:
     return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
 
 
-def _ask_ray(address: str) -> str:
+def _ask_ray(address: str) -> Target:
     from tandem.cluster.ray_home import join_ray, leave_ray
 
-    join_ray(address)
+    join_ray(address, remedy="name the address that `ray status` or `tandem serve` tells, or leave --address out")
     import ray
 
     try:
         actor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)
-        return str(ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S))
+        face: SupervisorFace = ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S)
+        return Target(face.address, face.security)
     except ValueError as error:
         raise ConfigError(
             f"no Tandem cluster runs in the Ray cluster at {address}; "

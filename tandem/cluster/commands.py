@@ -1,4 +1,4 @@
-"""What `tandem status`, `scale`, `stop` and `doctor` do. Each returns the exit code."""
+"""What `tandem status`, `scale`, `drain`, `stop` and `doctor` do. Each returns the exit code."""
 
 from __future__ import annotations
 
@@ -67,6 +67,38 @@ def scale(port: int | None, address: str | None, *, prefill: int | None, decode:
     raise WorkerLostError("the cluster stopped before it had its new size")
 
 
+def drain(
+    port: int | None, address: str | None, worker_id: str, *, replace_first: bool, timeout_s: float, wait: bool
+) -> int:
+    if timeout_s <= 0:
+        raise ConfigError(f"--timeout is {timeout_s:g}, must be more than 0 seconds")
+    target = find_cluster(port, address)
+    request = supervisor_pb2.DrainRequest(worker_id=worker_id, replace_first=replace_first, timeout_s=timeout_s)
+    with Reporter() as reporter, supervisor(target) as stub:
+        reply = stub.Drain(request, timeout=TIMEOUT_S)
+        if reply.HasField("error"):
+            raise ConfigError(reply.error.message, key=reply.error.field)
+        incarnation = _find(reply.cluster, worker_id).member.incarnation
+        if not wait:
+            reporter.line(f"{worker_id} is being replaced; `tandem status` shows how far it is.")
+            return 0
+        reporter.step(f"Draining {worker_id}")
+        news = ClusterNews()
+        limit_s = timeout_s + SETTLE_TIMEOUT_S
+        for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest(), timeout=limit_s):
+            for line, style in news.lines(cluster):
+                reporter.line(line, style)
+            worker = _find(cluster, worker_id)
+            is_there = worker.member.incarnation == incarnation
+            if is_there and not worker.leaving:
+                raise WorkerLostError(f"{worker_id} was not drained; {worker.detail}")
+            if not is_there and cluster.settled:
+                reporter.end_steps()
+                reporter.line(f"Done: {worker_id} has been replaced; {pools_line(cluster)}")
+                return 0
+    raise WorkerLostError(f"the cluster stopped before {worker_id} was replaced")
+
+
 def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) -> int:
     target = find_cluster(port, address)
     reporter = Reporter()
@@ -98,6 +130,12 @@ def doctor(config: Config, *, address: str | None) -> int:
         return 1
     print("`tandem serve` can start.")
     return 0
+
+
+def _find(cluster: supervisor_pb2.Cluster, worker_id: str) -> supervisor_pb2.ClusterWorker:
+    """An empty one when there is none."""
+    found = (worker for worker in cluster.workers if worker.member.worker_id == worker_id)
+    return next(found, supervisor_pb2.ClusterWorker())
 
 
 def _end_without_supervisor(target: Target, error: WorkerLostError, *, now: bool) -> None:

@@ -5,7 +5,7 @@ Plain data between `tandem.cluster.pools`, which decides, and `tandem.cluster.su
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -20,6 +20,38 @@ class Ending:
 
     code: str
     message: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """One worker shall leave.
+
+    Attributes:
+        incarnation: of the worker that leaves.
+        timeout_s: seconds from the start of its drain until it is killed.
+        refill: its place is filled when it has gone.
+        successor: worker id of the slot that it waits for before it drains; empty: it waits for none.
+    """
+
+    incarnation: str
+    timeout_s: float
+    refill: bool
+    successor: str
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a later supervisor must know and the workers cannot tell it.
+
+    Attributes:
+        wanted: sizes of the pools.
+        drains: of the workers that leave, by worker id.
+        failures: of slots that failed of late, by worker id: a crash loop stays backed off.
+    """
+
+    wanted: dict[Role, int]
+    drains: dict[str, Drain] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,16 +99,29 @@ class RouterAdopted:
 
 @dataclass(frozen=True)
 class ClusterOpened:
-    """Everything alive has been adopted: from here on the pools are brought to these sizes."""
+    """Everything alive has been adopted: from here on the pools are brought to what is intended."""
 
-    prefill: int
-    decode: int
+    intent: Intent
 
 
 @dataclass(frozen=True)
 class WantedChanged:
     role: Role
     workers: int
+
+
+@dataclass(frozen=True)
+class DrainOrdered:
+    """Replace this worker; it must be ready and not be leaving already, or nothing happens.
+
+    Attributes:
+        replace_first: start its successor before it drains.
+        timeout_s: seconds that it may take to drain.
+    """
+
+    worker_id: str
+    replace_first: bool
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -138,6 +183,29 @@ class WriterSuspected:
 
 
 @dataclass(frozen=True)
+class ProcessEnded:
+    """This incarnation's process has provably ended, seen on its own node. May come before or after `WorkerExited`."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class EndingsTaken:
+    """A worker has taken the news of `NoteEnded`."""
+
+    worker_id: str
+    incarnation: str
+    ended: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RouterHeard:
+    """The router answered a heartbeat."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class RouterStarted:
     """A router, the first or a later one, listens. It knows no membership yet."""
 
@@ -155,6 +223,11 @@ class RouterExited:
 
 
 @dataclass(frozen=True)
+class ClosingBegun:
+    """A shutdown was asked for; requests under way may still end, new ones are refused."""
+
+
+@dataclass(frozen=True)
 class ShutdownRequested:
     """End everything; nothing that ends from here on is replaced."""
 
@@ -169,6 +242,7 @@ Event = (
     | RouterAdopted
     | ClusterOpened
     | WantedChanged
+    | DrainOrdered
     | WorkerPlaced
     | WorkerStarted
     | WorkerFailedToStart
@@ -176,8 +250,12 @@ Event = (
     | Drained
     | LoadReported
     | WriterSuspected
+    | ProcessEnded
+    | EndingsTaken
     | RouterStarted
+    | RouterHeard
     | RouterExited
+    | ClosingBegun
     | ShutdownRequested
     | Tick
 )
@@ -219,6 +297,15 @@ class KillWorker:
 
 
 @dataclass(frozen=True)
+class NoteEnded:
+    """Tell a worker that these incarnations have provably ended; `EndingsTaken` follows when it has taken it."""
+
+    worker_id: str
+    incarnation: str
+    ended: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StartRouter:
     incarnation: str
 
@@ -229,6 +316,14 @@ class StopRouter:
 
 
 @dataclass(frozen=True)
+class KillRouter:
+    """End its process whatever it does; `RouterExited` follows."""
+
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class PublishMembership:
     """Push to the router; `version` grows with every change of the membership."""
 
@@ -236,4 +331,14 @@ class PublishMembership:
     members: tuple[Member, ...]
 
 
-Instruction = StartWorker | DrainWorker | StopWorker | KillWorker | StartRouter | StopRouter | PublishMembership
+Instruction = (
+    StartWorker
+    | DrainWorker
+    | StopWorker
+    | KillWorker
+    | NoteEnded
+    | StartRouter
+    | StopRouter
+    | KillRouter
+    | PublishMembership
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.cluster.events import Placement, Role
+from tandem.cluster.events import Intent, Placement, Role
 
 
 @dataclass(frozen=True)
@@ -17,38 +17,42 @@ class WorkerState:
     draining: bool
 
 
-class WorkerHandle(Protocol):
-    """One incarnation of a worker. Every call raises `WorkerLostError` once its process has ended."""
+class ProcessHandle(Protocol):
+    """One incarnation of a worker or the router. Every call but `kill` raises `WorkerLostError` once it has ended."""
 
+    async def wait_closed(self) -> None:
+        """Until it has stopped. Raises the `TandemError` on which it gave up."""
+
+    async def wait_ended(self) -> None:
+        """Until its process has provably ended, seen on its own node; to be called once its state is known.
+
+        Raises:
+            WorkerLostError: nobody can tell any more: the node itself is gone.
+        """
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None:
+        """End its process, also one that is stopped or does not react; without effect on one that has ended."""
+
+
+class WorkerHandle(ProcessHandle, Protocol):
     async def state(self) -> WorkerState:
         """Answers as soon as the process runs, also while the model loads."""
 
     async def start(self) -> WorkerState:
         """Load and listen; the same answer again when it has. Raises the `TandemError` that prevented it."""
 
-    async def wait_closed(self) -> None:
-        """Until it has stopped. Raises the `TandemError` on which it gave up."""
-
     async def drain(self) -> None:
         """Until it holds nothing any more."""
 
-    async def stop(self) -> None: ...
 
-    def kill(self, *, unresponsive: bool = False) -> None:
-        """End its process; without effect on one that has ended. `unresponsive`: it may not even react to Ray."""
-
-
-class RouterHandle(Protocol):
-    """One incarnation of the router; errors as for `WorkerHandle`."""
+class RouterHandle(ProcessHandle, Protocol):
+    async def place(self) -> None:
+        """Until its process runs."""
 
     async def start(self) -> tuple[str, str]:
         """Listen; the URL for clients and the address of RouterControl."""
-
-    async def wait_closed(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,23 @@ class FoundWorker:
 
 @dataclass(frozen=True)
 class Found:
-    """What an earlier supervisor left running."""
+    """What an earlier supervisor left running. `ended`: incarnations of workers that have provably ended."""
 
     workers: list[FoundWorker]
     router: tuple[str, RouterHandle] | None
+    ended: list[str]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What outlives the supervisor. `term` counts the supervisors; `wanted` is `None` for the first."""
+    """What outlives the supervisor. `term` counts the supervisors; `intent` is `None` for the first."""
 
     term: int
-    wanted: dict[Role, int] | None
+    intent: Intent | None
 
 
 class Launcher(Protocol):
-    """Starts processes and finds those of an earlier supervisor."""
+    """Starts processes and finds those of an earlier supervisor. Every call blocks."""
 
     def start_worker(self, role: Role, worker_id: str, incarnation: str) -> WorkerHandle: ...
 
@@ -87,4 +92,5 @@ class Launcher(Protocol):
     def begin_term(self) -> Memory:
         """Count this supervisor and read what the last one remembered."""
 
-    def remember_wanted(self, wanted: dict[Role, int]) -> None: ...
+    def remember(self, intent: Intent) -> None:
+        """For the next supervisor."""

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-import os
-import signal
 from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
-import psutil
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.actors import MAX_CONCURRENCY, ActorState, RouterActor, SupervisorActor, WorkerActor, translate
-from tandem.cluster.events import Placement, Role
+from tandem.cluster.actors import ActorState, RouterActor, SupervisorActor, WorkerActor, make_actor, translate
+from tandem.cluster.events import Drain, Intent, Placement, Role
 from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
 from tandem.cluster.node_share import threads_for
+from tandem.cluster.node_watcher import ProcessId
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
+from tandem.cluster.watchers import WATCHER, NodeWatchers
 from tandem.core.errors import WorkerLostError
 from tandem.rpc.v1 import common_pb2
 
@@ -31,59 +31,61 @@ _WAIT_SLICE_S = 30.0
 
 
 class _RayHandle:
-    """An actor and, once it is placed, its process."""
+    """An actor and, once it is placed, its process. `name`: place and incarnation."""
 
-    def __init__(self, actor: Any, name: str) -> None:
-        self._actor, self._name = actor, name
+    def __init__(self, actor: Any, name: str, watchers: NodeWatchers) -> None:
+        self._actor, self._name, self._watchers = actor, name, watchers
+        self._place: tuple[str, ProcessId] | None = None  # Ray's id of its node, and the process there
 
     async def wait_closed(self) -> None:
         while not await self._call(self._actor.wait_closed.remote(_WAIT_SLICE_S)):
             pass  # still running: ask again
 
+    async def wait_ended(self) -> None:
+        if self._place is None:
+            raise WorkerLostError(f"nobody knows where {self._name} runs")
+        await self._watchers.wait_ended(*self._place)
+
     async def stop(self) -> None:
         await self._call(self._actor.stop.remote())
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
+        """Ray reports a killed actor dead at once, but a process that does not react would live on for seconds: its
+        node's watcher ends it."""
         ray.kill(self._actor, no_restart=True)
+        if self._place is not None:
+            await self._watchers.kill(*self._place)
+
+    async def _ask_state(self) -> ActorState:
+        state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
+        self._place = state.node_id, ProcessId(self._name, state.pid, state.started)
+        return state
 
     async def _call(self, ref: Awaitable[_T]) -> _T:
         """Await an actor call; Ray's errors become ours here and nowhere else."""
         try:
             return await ref
         except RayActorError as error:
-            raise WorkerLostError(f"{self._name}: {_reason(error)}") from error
+            raise WorkerLostError(f"{self._name.partition('.')[0]}: {_reason(error)}") from error
         except RayError as error:
             raise translate(error) from error
 
 
 class RayWorker(_RayHandle):
-    def __init__(self, actor: Any, name: str) -> None:
-        super().__init__(actor, name)
-        self._state: ActorState | None = None
-
     async def state(self) -> WorkerState:
-        return self._seen(await self._call(self._actor.state.remote()))
+        return _worker_state(await self._ask_state())
 
     async def start(self) -> WorkerState:
-        return self._seen(await self._call(self._actor.start.remote()))
+        return _worker_state(await self._call(self._actor.start.remote()))
 
     async def drain(self) -> None:
         await self._call(self._actor.drain.remote())
 
-    def kill(self, *, unresponsive: bool = False) -> None:
-        """Ray reports a killed actor dead at once, but a process that does not react lives on for 5 s: on this node
-        it gets its SIGKILL from here."""
-        super().kill()
-        if unresponsive and self._state and self._state.node_id == ray.get_runtime_context().get_node_id():
-            _kill_sibling(self._state.pid)
-
-    def _seen(self, state: ActorState) -> WorkerState:
-        self._state = state
-        address = common_pb2.WorkerInfo.FromString(state.info).address if state.info else ""
-        return WorkerState(address, Placement(state.node, state.pid), state.draining)
-
 
 class RayRouter(_RayHandle):
+    async def place(self) -> None:
+        await self._ask_state()
+
     async def start(self) -> tuple[str, str]:
         return cast(tuple[str, str], await self._call(self._actor.start.remote()))
 
@@ -93,27 +95,30 @@ class RayLauncher:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
+        self._watchers = NodeWatchers(spec)
 
     def start_worker(self, role: Role, worker_id: str, incarnation: str) -> RayWorker:
         pool = getattr(self._spec.config.pools, role)
         num_threads = self._spec.num_threads[role] or threads_for(role)
-        actor = _actor(
+        name = f"{worker_id}.{incarnation}"
+        actor = make_actor(
             WorkerActor,
-            name=f"{worker_id}.{incarnation}",
+            name=name,
             resources={role.value: 1},
             num_gpus=pool.gpus,
             # Waiting threads sleep: where workers share cores, spinning made a prefill of 400 tokens 25 times slower.
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}},
         ).remote(self._spec, role.value, worker_id, incarnation, num_threads)
-        return RayWorker(actor, worker_id)
+        return RayWorker(actor, name, self._watchers)
 
     def start_router(self, incarnation: str) -> RayRouter:
         on_its_node = NodeAffinitySchedulingStrategy(self._spec.node_id, soft=False)
-        actor = _actor(RouterActor, name=f"router.{incarnation}", scheduling_strategy=on_its_node)
-        return RayRouter(actor.remote(self._spec), "router")
+        name = f"router.{incarnation}"
+        actor = make_actor(RouterActor, name=name, scheduling_strategy=on_its_node)
+        return RayRouter(actor.remote(self._spec), name, self._watchers)
 
     def find(self) -> Found:
-        workers, router = [], None
+        workers, router, watchers = [], None, []
         for name in ray.util.list_named_actors():
             place, _, incarnation = name.partition(".")
             if not incarnation:
@@ -122,32 +127,35 @@ class RayLauncher:
                 actor = ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:
                 continue  # died since it was listed
-            if place == "router":
-                router = (incarnation, RayRouter(actor, place))
+            if place == WATCHER:
+                watchers.append((incarnation, actor))
+            elif place == "router":
+                router = (incarnation, RayRouter(actor, name, self._watchers))
             else:
-                worker = RayWorker(actor, place)
+                worker = RayWorker(actor, name, self._watchers)
                 workers.append(FoundWorker(Role(place.rpartition("-")[0]), place, incarnation, worker))
-        return Found(workers, router)
+        ended = [name.partition(".") for name in self._watchers.adopt(watchers)]
+        return Found(workers, router, [incarnation for place, _, incarnation in ended if place != "router"])
 
     def begin_term(self) -> Memory:
         kept = _recall()
         term = int(kept.get("term", 0)) + 1
         _remember({**kept, "term": term})
-        wanted = kept.get("wanted")
-        return Memory(term, {Role(role): size for role, size in wanted.items()} if wanted else None)
+        return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
 
-    def remember_wanted(self, wanted: dict[Role, int]) -> None:
-        _remember({**_recall(), "wanted": wanted})
+    def remember(self, intent: Intent) -> None:
+        _remember({**_recall(), "intent": dataclasses.asdict(intent)})
 
     def end_self(self) -> None:
-        """End the supervisor's own actor for good and forget what was for its successors."""
+        """End the watchers and the supervisor's own actor for good, and forget what was for its successors."""
+        self._watchers.end()
         internal_kv._internal_kv_del(_MEMORY_KEY, namespace=NAMESPACE)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def start_supervisor(spec: ClusterSpec) -> Any:
     """The supervisor's actor, on the node of the spec. Its own death never ends it: Ray starts it again."""
-    return _actor(
+    return make_actor(
         SupervisorActor,
         name=SUPERVISOR_NAME,
         max_restarts=-1,
@@ -156,30 +164,30 @@ def start_supervisor(spec: ClusterSpec) -> Any:
     ).remote(spec)
 
 
-def _actor(cls: type, **options: Any) -> Any:
-    """Detached: it ends by a call or with its Ray cluster, not with the process that asked for it."""
-    common = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
-    return ray.remote(cls).options(**{**common, **options})
-
-
-def _kill_sibling(pid: int) -> None:
-    """SIGKILL, if `pid` is still a process of this node's raylet and not a later one with the same number."""
-    try:
-        if psutil.Process(pid).ppid() == os.getppid():
-            os.kill(pid, signal.SIGKILL)
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        log.debug("process %d has ended already", pid)
+def _worker_state(state: ActorState) -> WorkerState:
+    address = common_pb2.WorkerInfo.FromString(state.info).address if state.info else ""
+    return WorkerState(address, Placement(state.node, state.pid), state.draining)
 
 
 def _reason(error: RayActorError) -> str:
     """The sentence in Ray's message that says why; the rest lists ids."""
     text = str(error).strip()
+    if isinstance(error, ActorUnavailableError):
+        return "the connection to its process broke"
     if "connection error code" in text:  # the socket to its raylet broke: the kernel or a crash ended the process
         return "its process was killed or crashed"
     for line in text.splitlines():
         if "exit detail:" in line:
             return line.split("exit detail:", 1)[1].split("Some common causes")[0].strip().rstrip(".")
     return text.splitlines()[-1].strip() if text else type(error).__name__
+
+
+def _read_intent(kept: dict[str, Any]) -> Intent:
+    return Intent(
+        wanted={Role(role): size for role, size in kept["wanted"].items()},
+        drains={worker_id: Drain(**drain) for worker_id, drain in kept["drains"].items()},
+        failures=kept["failures"],
+    )
 
 
 def _recall() -> dict[str, Any]:

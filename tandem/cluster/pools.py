@@ -3,9 +3,12 @@
 A *slot* is a place in a pool (`prefill-0`); it outlives the processes that fill it. Each process is one
 *incarnation* of its slot. A life goes
 
-    StartWorker ─> STARTING ─WorkerStarted─> READY ─scaled down─> DRAINING ─Drained─> STOPPING ─WorkerExited─> gone
+    StartWorker ─> STARTING ─WorkerStarted─> READY ──leaves──> DRAINING ─Drained─> STOPPING ─WorkerExited─> gone
                       │                        │
                       └── failed to start ─────┴── exited ──> STARTING again, at once or after WAITING
+
+A worker leaves because its pool was made smaller, or by an order (`tandem drain`): then another slot takes its place,
+as a rule one that is READY before the old one drains.
 
 An event that names another incarnation than the slot's present one is stale and changes nothing.
 """
@@ -14,23 +17,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from tandem.cluster.events import (
+    ClosingBegun,
     ClusterOpened,
+    Drain,
     Drained,
+    DrainOrdered,
     DrainWorker,
     Ending,
+    EndingsTaken,
     Event,
     Instruction,
+    Intent,
+    KillRouter,
     KillWorker,
     LoadReported,
     Member,
-    Placement,
+    NoteEnded,
+    ProcessEnded,
     PublishMembership,
     Role,
     RouterAdopted,
     RouterExited,
+    RouterHeard,
     RouterStarted,
     ShutdownRequested,
     StartRouter,
@@ -46,101 +56,9 @@ from tandem.cluster.events import (
     WorkerStarted,
     WriterSuspected,
 )
+from tandem.cluster.lives import Phase, Policy, RouterLife, Slot
 
-
-class Phase(Enum):
-    """Of a slot or of the router; the value is what the membership says."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPING = "stopping"
-    WAITING = "failed"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How patient the supervisor is; all in seconds.
-
-    Attributes:
-        first_delay_s: wait before the second restart in a row; the first one is immediate.
-        max_delay_s: the wait doubles up to here.
-        stable_s: a life that was ready for so long clears the record of failures.
-        silence_s: a worker that answers no heartbeat for so long is killed.
-        stop_s: a worker that was asked to stop and has not after so long is killed.
-    """
-
-    first_delay_s: float = 0.5
-    max_delay_s: float = 30.0
-    stable_s: float = 30.0
-    silence_s: float = 12.0
-    stop_s: float = 10.0
-
-    def delay(self, failures: int) -> float:
-        """Seconds before the restart that follows `failures` ends in a row."""
-        if failures <= 1:
-            return 0.0
-        return min(self.max_delay_s, self.first_delay_s * 2.0 ** min(failures - 2, 30))
-
-
-@dataclass
-class Life:
-    """One process after another in one place: what slots and the router have in common."""
-
-    incarnation: str = ""
-    phase: Phase = Phase.WAITING
-    failures: int = 0  # ends in a row without a stable run between them
-    last_error: Ending | None = None
-    ready_at: float | None = None  # of this incarnation
-    retry_at: float | None = None  # set exactly while WAITING
-    deadline: float | None = None  # set exactly while STOPPING, until the kill
-
-    def end(self, error: Ending | None, now: float, policy: Policy) -> None:
-        """Count an unwanted end and wait for the next start, which may be due at once."""
-        if self.ready_at is not None and now - self.ready_at >= policy.stable_s:
-            self.failures = 0
-        self.failures += 1
-        self.last_error = error or Ending("worker_lost", "it stopped without being asked to")
-        self.phase, self.retry_at = Phase.WAITING, now + policy.delay(self.failures)
-
-    def begin(self, incarnation: str) -> None:
-        self.incarnation, self.phase = incarnation, Phase.STARTING
-        self.ready_at = self.retry_at = self.deadline = None
-
-    def ready(self, now: float) -> None:
-        self.phase, self.ready_at = Phase.READY, now
-
-
-@dataclass
-class Slot(Life):
-    """A worker's place in its pool. `leaving`: it is not filled again when its process ends."""
-
-    role: Role = Role.PREFILL
-    index: int = 0
-    address: str = ""
-    placement: Placement | None = None
-    heard_at: float = 0.0
-    num_requests: int = 0
-    leaving: bool = False
-
-    @property
-    def worker_id(self) -> str:
-        return f"{self.role}-{self.index}"
-
-    @property
-    def member(self) -> Member:
-        node, pid = (self.placement.node, self.placement.pid) if self.placement else ("", 0)
-        state = "draining" if self.phase is Phase.STOPPING else self.phase.value
-        return Member(self.worker_id, self.incarnation, self.role, self.address, state, node, pid)
-
-
-@dataclass
-class RouterLife(Life):
-    url: str = ""
-    control_address: str = ""
-
-
-_DISMISSAL_ORDER = {Phase.WAITING: 0, Phase.STARTING: 1, Phase.READY: 2}
+_DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
 
 
 @dataclass
@@ -150,6 +68,8 @@ class Cluster:
     Attributes:
         new_incarnation: a name never used before in this Ray cluster.
         version: of the membership; starts above every version of an earlier supervisor.
+        closing: a shutdown was asked for; requests under way may still end.
+        stopping: everything is being stopped, and nothing that ends is started again.
     """
 
     policy: Policy
@@ -158,12 +78,13 @@ class Cluster:
     wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     slots: dict[str, Slot] = field(default_factory=dict)
     router: RouterLife | None = None
+    closing: bool = False
     stopping: bool = False
     _published: tuple[Member, ...] = ()
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take one event at `now` (seconds on any steady clock) and say what shall be done, in order."""
-        out = self._dispatch(event, now)
+        out = self._dispatch(event, now) + self._relieve(now)
         members = tuple(slot.member for slot in self.slots.values())
         if members != self._published:
             self._published, self.version = members, self.version + 1
@@ -175,16 +96,31 @@ class Cluster:
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
-        lives: list[Life] = [*self.slots.values(), *([self.router] if self.router else [])]
-        times = [t for life in lives for t in (life.retry_at, life.deadline) if t is not None]
-        times += [slot.heard_at + self.policy.silence_s for slot in self.slots.values() if self._listens_to(slot)]
+        slots = self.slots.values()
+        times = [t for slot in slots for t in (slot.retry_at, slot.deadline, slot.place_by) if t is not None]
+        times += [slot.heard_at + self.policy.silence_s for slot in slots if slot.listens]
+        if self.router and self.router.phase is Phase.READY:
+            times.append(self.router.heard_at + self.policy.router_silence_s)
+        if self.router and self.router.retry_at is not None:
+            times.append(self.router.retry_at)
         return min(times, default=None)
+
+    @property
+    def intent(self) -> Intent:
+        """What the next supervisor must be told if this one dies now."""
+        drains = {
+            slot.worker_id: Drain(slot.incarnation, slot.drain_s, slot.refill, slot.successor)
+            for slot in self.slots.values()
+            if slot.leaving and slot.listens
+        }
+        failures = {slot.worker_id: slot.failures for slot in self.slots.values() if slot.failures}
+        return Intent(dict(self.wanted), drains, failures)
 
     @property
     def settled(self) -> bool:
         """Every pool has exactly its wanted workers, all ready, and the router is ready."""
         return (
-            not self.stopping
+            not self.closing
             and self.router is not None
             and self.router.phase is Phase.READY
             and all(slot.phase is Phase.READY for slot in self.slots.values())
@@ -204,15 +140,22 @@ class Cluster:
                 self.router = RouterLife(incarnation=event.incarnation, phase=Phase.STARTING)
                 return []
             case ClusterOpened():
-                return self._open(event, now)
+                return self._open(event.intent, now)
             case WantedChanged():
                 self.wanted[event.role] = event.workers
                 return self._reconcile(event.role, now)
+            case DrainOrdered():
+                return self._order_drain(event, now)
+            case ProcessEnded():
+                return self._tell_all(event.incarnation)
+            case ClosingBegun():
+                self.closing = True
+                return []
             case ShutdownRequested():
                 return self._shut_down(now)
             case Tick():
                 return self._tick(now)
-            case RouterStarted() | RouterExited():
+            case RouterStarted() | RouterExited() | RouterHeard():
                 return self._on_router(event, now)
             case _:
                 slot = self.slots.get(event.worker_id)
@@ -222,35 +165,52 @@ class Cluster:
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
-    def _open(self, event: ClusterOpened, now: float) -> list[Instruction]:
-        self.wanted = {Role.PREFILL: event.prefill, Role.DECODE: event.decode}
+    def _open(self, intent: Intent, now: float) -> list[Instruction]:
+        self.wanted = dict(intent.wanted)
         out: list[Instruction] = []
         if self.router is None:
             self.router = RouterLife()
             out += self._start_router()
-        return out + [step for role in Role for step in self._reconcile(role, now)]
+        for worker_id, order in intent.drains.items():
+            slot = self.slots.get(worker_id)
+            if slot is not None and slot.incarnation == order.incarnation:
+                out += self._resume_drain(slot, order, now)
+        for slot in self.slots.values():
+            slot.failures = intent.failures.get(slot.worker_id, 0)
+        return out + [step for role in Role for step in self._reconcile(role, now, intent.failures)]
 
-    def _reconcile(self, role: Role, now: float) -> list[Instruction]:
-        """Bring the pool to its wanted size; slots that are leaving already do not count."""
+    def _reconcile(self, role: Role, now: float, failures: dict[str, int] | None = None) -> list[Instruction]:
+        """Bring the pool to its wanted size; slots that leave without a refill do not count.
+
+        `failures` of an earlier supervisor's slots: those that failed of late wait before they start.
+        """
         if self.stopping:
             return []
-        staying = [slot for slot in self._of(role) if not slot.leaving]
-        missing = self.wanted[role] - len(staying)
+        counted = [slot for slot in self._of(role) if slot.counts]
+        missing = self.wanted[role] - len(counted)
         if missing >= 0:
-            return [self._start(self._new_slot(role)) for _ in range(missing)]
+            added = [self._new_slot(role) for _ in range(missing)]
+            for slot in added:
+                slot.failures = (failures or {}).get(slot.worker_id, 0)
+                slot.retry_at = now + self.policy.delay(slot.failures)
+            return self._start_due(now)
         # Those that hold least go first; of equals the latest, so that low numbers stay.
-        staying.sort(key=lambda slot: (_DISMISSAL_ORDER[slot.phase], slot.num_requests, -slot.index))
-        return [step for slot in staying[:-missing] for step in self._dismiss(slot, now)]
+        counted.sort(key=lambda slot: (_DISMISSAL_ORDER[slot.phase], slot.num_requests, -slot.index))
+        return [step for slot in counted[:-missing] for step in self._dismiss(slot, now)]
 
     def _dismiss(self, slot: Slot, now: float) -> list[Instruction]:
+        """The pool needs it no more."""
+        if slot.refill:  # on its way already; now nobody takes its place
+            slot.refill = False
+            return []
         slot.leaving = True
         if slot.phase is Phase.WAITING:
             del self.slots[slot.worker_id]
             return []
         if slot.phase is Phase.STARTING:  # holds nothing yet
             return self._stop(slot, now, kill="the pool was made smaller while it started")
-        slot.phase = Phase.DRAINING
-        return [DrainWorker(slot.worker_id, slot.incarnation)]
+        slot.drain_s = self.policy.drain_s
+        return self._drain(slot, now)
 
     def _new_slot(self, role: Role) -> Slot:
         taken = {slot.index for slot in self._of(role)}
@@ -261,16 +221,66 @@ class Cluster:
     def _of(self, role: Role) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.role is role]
 
+    # --- replacing one worker by an order ------------------------------------------------------------------------
+
+    def _order_drain(self, order: DrainOrdered, now: float) -> list[Instruction]:
+        slot = self.slots.get(order.worker_id)
+        if slot is None or slot.leaving or slot.phase is not Phase.READY:
+            return []
+        slot.leaving, slot.drain_s, slot.note = True, order.timeout_s, ""
+        if not order.replace_first:
+            slot.refill = True
+            return self._drain(slot, now)
+        successor = self._new_slot(slot.role)
+        slot.successor, slot.place_by = successor.worker_id, now + self.policy.place_s
+        return [self._start(successor)]
+
+    def _resume_drain(self, slot: Slot, order: Drain, now: float) -> list[Instruction]:
+        """An earlier supervisor began it. A worker that it has told to drain is DRAINING already."""
+        slot.leaving, slot.drain_s, slot.refill = True, order.timeout_s, order.refill
+        if slot.phase is Phase.DRAINING:
+            slot.deadline = now + slot.drain_s
+        elif slot.phase is Phase.READY and order.successor:
+            slot.successor, slot.place_by = order.successor, now + self.policy.place_s
+        elif slot.phase is Phase.READY:
+            return self._drain(slot, now)
+        return []
+
+    def _relieve(self, now: float) -> list[Instruction]:
+        """Workers whose successor has come, or will not come while they wait."""
+        out: list[Instruction] = []
+        for slot in [slot for slot in self.slots.values() if slot.successor and slot.phase is Phase.READY]:
+            successor = self.slots.get(slot.successor)
+            if successor is None or successor.leaving or successor.phase is Phase.READY:
+                out += self._drain(slot, now)
+            elif successor.failures >= self.policy.max_successor_failures:
+                slot.stay()
+                reason = successor.last_error.message if successor.last_error else ""
+                slot.note = f"it stays: its successor {successor.worker_id} cannot start ({reason})"
+                out += self._dismiss(successor, now)
+            elif slot.place_by is not None and slot.place_by <= now:
+                slot.place_by = None
+                if successor.placement is None:
+                    slot.note = f"no node has room for {successor.worker_id} beside it: it goes first"
+                    out += self._drain(slot, now)
+        return out
+
+    def _drain(self, slot: Slot, now: float) -> list[Instruction]:
+        slot.phase, slot.deadline = Phase.DRAINING, now + slot.drain_s
+        slot.successor, slot.place_by = "", None
+        return [DrainWorker(slot.worker_id, slot.incarnation)]
+
     # --- one worker's life ---------------------------------------------------------------------------------------
 
     def _start(self, slot: Slot) -> Instruction:
         slot.begin(self.new_incarnation())
-        slot.address, slot.placement, slot.num_requests = "", None, 0
         return StartWorker(slot.role, slot.worker_id, slot.incarnation)
 
     def _stop(self, slot: Slot, now: float, kill: str = "") -> list[Instruction]:
         slot.phase, slot.deadline = Phase.STOPPING, None if kill else now + self.policy.stop_s
+        slot.place_by = None
         if kill:
+            slot.killed_for = kill
             return [KillWorker(slot.worker_id, slot.incarnation, kill)]
         return [StopWorker(slot.worker_id, slot.incarnation)]
 
@@ -279,13 +289,18 @@ class Cluster:
             case WorkerPlaced() if slot.phase is Phase.STARTING:
                 slot.placement = event.placement
             case WorkerStarted() if slot.phase is Phase.STARTING:
-                slot.address, slot.placement, slot.heard_at = event.address, event.placement, now
+                slot.address, slot.placement = event.address, event.placement
                 slot.ready(now)
+                return self._remind(slot)
             case LoadReported():
                 slot.heard_at, slot.num_requests = now, event.num_requests
+                return self._remind(slot)
+            case EndingsTaken():
+                for ended in event.ended:
+                    slot.untold.pop(ended, None)
             case Drained() if slot.phase is Phase.DRAINING:
                 return self._stop(slot, now)
-            case WriterSuspected() if self._listens_to(slot):
+            case WriterSuspected() if slot.listens:
                 return self._stop(slot, now, kill="it is silent beyond its lease, and pages wait for its end")
             case WorkerFailedToStart() if slot.phase is Phase.STARTING:
                 # Its process is still there, and it may hold memory that the next one needs.
@@ -298,28 +313,33 @@ class Cluster:
     def _ended(self, slot: Slot, error: Ending | None, now: float) -> list[Instruction]:
         if slot.leaving or self.stopping:
             del self.slots[slot.worker_id]
-            return []
+            return self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
         return self._start_due(now)
 
     def _start_due(self, now: float) -> list[Instruction]:
-        due = [slot for slot in self.slots.values() if slot.retry_at is not None and slot.retry_at <= now]
-        return [self._start(slot) for slot in due]
+        return [self._start(slot) for slot in self.slots.values() if slot.is_due(now)]
 
-    def _listens_to(self, slot: Slot) -> bool:
-        return slot.phase in (Phase.READY, Phase.DRAINING)
+    def _tell_all(self, ended: str) -> list[Instruction]:
+        """Every other process may have dealt with the one that has ended."""
+        others = [s for s in self.slots.values() if s.phase is not Phase.WAITING and s.incarnation != ended]
+        for slot in others:
+            slot.owe(ended)
+        return [NoteEnded(slot.worker_id, slot.incarnation, (ended,)) for slot in others if slot.listens]
+
+    def _remind(self, slot: Slot) -> list[Instruction]:
+        return [NoteEnded(slot.worker_id, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
     def _tick(self, now: float) -> list[Instruction]:
         out = self._start_due(now)
         for slot in self.slots.values():
             silent_s = now - slot.heard_at
-            if self._listens_to(slot) and silent_s >= self.policy.silence_s:
+            if slot.listens and silent_s >= self.policy.silence_s:
                 out += self._stop(slot, now, kill=f"it answered no heartbeat for {silent_s:.0f} s")
             elif slot.deadline is not None and slot.deadline <= now:
-                out += self._stop(slot, now, kill=f"it did not stop within {self.policy.stop_s:.0f} s")
-        if self.router and self.router.retry_at is not None and self.router.retry_at <= now:
-            out += self._start_router()
-        return out
+                late = f"drain within {slot.drain_s:.0f} s" if slot.phase is Phase.DRAINING else "stop in time"
+                out += self._stop(slot, now, kill=f"it did not {late}")
+        return out + self._tick_router(now)
 
     def _adopt(self, event: WorkerAdopted, now: float) -> list[Instruction]:
         slot = Slot(role=event.role, index=int(event.worker_id.rpartition("-")[2]), incarnation=event.incarnation)
@@ -338,24 +358,36 @@ class Cluster:
         self.router.control_address = ""
         return [StartRouter(self.router.incarnation)]
 
-    def _on_router(self, event: RouterStarted | RouterExited, now: float) -> list[Instruction]:
+    def _on_router(self, event: RouterStarted | RouterExited | RouterHeard, now: float) -> list[Instruction]:
         router = self.router
         if router is None or router.incarnation != event.incarnation:
             return []
-        if isinstance(event, RouterStarted):
-            if router.phase is Phase.STARTING:
+        match event:
+            case RouterHeard():
+                router.heard_at = now
+            case RouterStarted() if router.phase is Phase.STARTING:
                 router.url, router.control_address = event.url, event.control_address
                 router.ready(now)
+            case RouterExited() if self.stopping:
+                self.router = None
+            case RouterExited() if router.phase is not Phase.WAITING:
+                router.end(event.error, now, self.policy)
+                return self._start_router() if router.is_due(now) else []
+        return []
+
+    def _tick_router(self, now: float) -> list[Instruction]:
+        router = self.router
+        if router is None:
             return []
-        if self.stopping:
-            self.router = None
-            return []
-        if router.phase is not Phase.WAITING:
-            router.end(event.error, now, self.policy)
-        return self._start_router() if router.retry_at is not None and router.retry_at <= now else []
+        silent_s = now - router.heard_at
+        if router.phase is Phase.READY and silent_s >= self.policy.router_silence_s:
+            router.phase = Phase.STOPPING
+            router.killed_for = f"it answered no heartbeat for {silent_s:.0f} s"
+            return [KillRouter(router.incarnation, router.killed_for)]
+        return self._start_router() if router.is_due(now) else []
 
     def _shut_down(self, now: float) -> list[Instruction]:
-        self.stopping = True
+        self.closing = self.stopping = True
         out: list[Instruction] = []
         for slot in list(self.slots.values()):
             slot.leaving = True

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import importlib.util
+import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -20,15 +22,24 @@ from pathlib import Path
 import psutil
 
 import tandem
+from router.auth import KEYS_VARIABLE, ApiKeys, check_exposure
 from tandem.cluster import statefile
+from tandem.cluster.certs import AUTHORITY_KEY_FILE, WARN_BEFORE
 from tandem.cluster.host import Host, human_bytes
-from tandem.core.config import Config, PoolConfig
+from tandem.core.clock import MonotonicClock
+from tandem.core.config import Config, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
+from tandem.rpc.identity import certificate_file, load_identity
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import is_loopback
 
 WORKER_OVERHEAD_BYTES = 600 << 20
 """What a worker process takes beside weights and pages: interpreter, torch, Ray, activations."""
+
+HEAD_ROLES = frozenset({PeerRole.SUPERVISOR, PeerRole.ROUTER, PeerRole.CLIENT})
+"""What runs on the node where `tandem serve` is called."""
 
 _TRANSPORT_MODULES = {"ucx": ("nixl_cu12", "nixl-cu12"), "nccl": ("torch", "torch")}
 
@@ -61,14 +72,16 @@ class Preflight:
         self.config, self.host, self.local = config, host, local
 
     def checks(self) -> list[tuple[str, Callable[[], Finding]]]:
-        here = [("memory", self.check_memory), ("gpus", self.check_gpus)] if self.local else []
+        here = [("memory", self.check_memory), ("gpus", self.check_gpus), ("token", self.check_token)]
         return [
             ("packages", self.check_packages),
             ("port", self.check_port),
+            ("api keys", self.check_api_keys),
             ("transport", self.check_transport),
+            ("certificates", self.check_certificates),
             ("model", self.check_model),
             ("context", self.check_context),
-            *here,
+            *(here if self.local else []),
         ]
 
     def findings(self) -> list[Finding]:
@@ -97,7 +110,7 @@ class Preflight:
         names = self.config.model.served_names or (self.facts.name,)
         model = dataclasses.replace(self.config.model, served_names=names)
         return Plan(
-            config=dataclasses.replace(self.config, model=model),
+            config=dataclasses.replace(self.config, model=model, security=self._security),
             facts=self.facts,
             dtype=self.dtype,
             kv_bytes={role: self._kv_bytes(pool) for role, pool in self._pools.items()},
@@ -142,6 +155,21 @@ class Preflight:
             raise _port_error(host, port, error) from error
         return Finding("port", "ok", f"{host}:{port} is free")
 
+    def check_api_keys(self) -> Finding:
+        """The router does not serve everybody unless it was told so, and its keys can be read (where that is here)."""
+        http = self.config.http
+        check_exposure(http, http.host, os.environ)
+        if not self.local:
+            return Finding("api keys", "ok", f"read on the router's node: {http.api_keys_file or KEYS_VARIABLE}")
+        if ApiKeys(http, os.environ, MonotonicClock()).are_required:
+            return Finding("api keys", "ok", "every request but /health needs one")
+        if not is_loopback(http.host):
+            return Finding(
+                "api keys", "warn", f"whoever reaches {http.host} is served (http.allow_anonymous)",
+                "name a file in http.api_keys_file",
+            )  # fmt: skip
+        return Finding("api keys", "ok", "none; the router listens on loopback only")
+
     def check_transport(self) -> Finding:
         name = self.config.transport.name
         if name not in _TRANSPORT_MODULES:
@@ -157,6 +185,29 @@ class Preflight:
                 key="transport.name",
             )
         return Finding("transport", "ok", f"{name} by {package} {metadata.version(package)}")
+
+    def check_certificates(self) -> Finding:
+        """What lies in `security.certificates` is there for this host's roles, belongs together, and lasts."""
+        security = self._security
+        if security.tls == "off":
+            return Finding("certificates", "ok" if self.local else "warn", "security.tls is off: gRPC is plain")
+        if self.local and security.tls == "auto":
+            return Finding("certificates", "ok", "not needed: this cluster stays on loopback")
+        if not security.certificates and security.tls == "auto":
+            detail = "none; nodes with other addresses than loopback need them"
+            return Finding("certificates", "warn", detail, "tandem certs DIR, then set security.certificates")
+        if not security.certificates:
+            raise ConfigError(
+                "security.tls is on, but security.certificates names no directory; make one with `tandem certs DIR`",
+                key="security.certificates",
+            )
+        directory = Path(security.certificates)
+        if not directory.is_absolute():  # the nodes' working directories differ
+            raise ConfigError(
+                f"security.certificates is {directory}; give an absolute path, the same on every node",
+                key="security.certificates",
+            )
+        return examine_certificates(directory, set(PeerRole) if self.local else HEAD_ROLES)
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype
@@ -218,6 +269,15 @@ class Preflight:
         detail = f"{human_bytes(free)} free; {workers} workers with {human_bytes(pages)} of pages each"
         return Finding("memory", "ok", detail)
 
+    def check_token(self) -> Finding:
+        """A Ray of our own listens on all addresses of the host; what keeps others out is its token."""
+        if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
+            return Finding("token", "ok", "Ray lets nobody in without its token")
+        detail, remedy = "RAY_AUTH_MODE is not token: Ray lets in whoever reaches its ports", "unset RAY_AUTH_MODE"
+        if is_loopback(self.config.http.host):
+            return Finding("token", "warn", detail, remedy)
+        raise ConfigError(f"{detail}, and http.host is {self.config.http.host}; {remedy}", key="http.host")
+
     def _check_one_request_fits(self, pages: int) -> None:
         per_token = self.facts.kv_bytes_per_token(self.dtype)
         context = self.config.cache.max_context or self.facts.max_positions
@@ -248,6 +308,15 @@ class Preflight:
             return chosen
         on_gpu = any(pool.gpus for pool in self._pools.values())
         return (self.facts.dtype or "float32") if on_gpu else "float32"
+
+    @property
+    def _security(self) -> SecurityConfig:
+        """With the path of the certificates as other processes of this host need it."""
+        security = self.config.security
+        if not security.certificates:
+            return security
+        path = Path(security.certificates).expanduser()
+        return dataclasses.replace(security, certificates=str(path.absolute() if self.local else path))
 
     @property
     def _pools(self) -> dict[str, PoolConfig]:
@@ -284,6 +353,27 @@ def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_
     rest = max(0, available_bytes - num_workers * fixed_bytes)
     share = int(config.cache.memory_share * rest) // num_workers
     return min(share, config.cache.max_memory_bytes) if config.cache.max_memory_bytes else share
+
+
+def examine_certificates(directory: Path, needed: Collection[PeerRole], *, now: datetime | None = None) -> Finding:
+    """A finding about `needed` roles and all others that have files there.
+
+    Raises:
+        ConfigError: some cannot be used.
+    """
+    now = now or datetime.now(UTC)
+    roles = [role for role in PeerRole if role in needed or certificate_file(directory, role).exists()]
+    expires = min(load_identity(directory, role, now=now).expires for role in roles)
+    detail = f"for {', '.join(roles)} until {expires:%Y-%m-%d}, {directory}"
+    exposed = [path.name for path in sorted(directory.glob("*.key")) if path.stat().st_mode & 0o077]
+    if expires - now < WARN_BEFORE:
+        return Finding("certificates", "warn", detail, f"renew them soon: tandem certs {directory} --force")
+    if exposed:
+        return Finding("certificates", "warn", f"others may read {', '.join(exposed)}", f"chmod 600 {directory}/*.key")
+    if (directory / AUTHORITY_KEY_FILE).exists():
+        detail = f"{detail}; {AUTHORITY_KEY_FILE} lies there: whoever reads it is any role"
+        return Finding("certificates", "warn", detail, "keep it off the nodes, see docs/security.md")
+    return Finding("certificates", "ok", detail)
 
 
 def check_room(config: Config, host: Host, kv_bytes: dict[str, int], num_added: dict[str, int]) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import subprocess
 import sys
+import uuid
 
 import psutil
+
+from tandem.cluster import guard
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -19,6 +23,16 @@ def adopt_orphans() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def start_guard() -> None:
+    """Mark everything that this process starts from here on, and have it killed if this process is (Linux)."""
+    if sys.platform != "linux":
+        return
+    mark = uuid.uuid4().hex
+    line = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), mark]
+    subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+    os.environ[guard.VARIABLE] = mark
 
 
 def descendants() -> list[psutil.Process]:

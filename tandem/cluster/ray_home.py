@@ -1,9 +1,8 @@
 """The Ray under a cluster: one of our own that dies with `tandem serve`, or one that runs already.
 
 A local Ray is started by `ray.init()` inside the serving process, not by `ray start`: its processes then carry the
-kernel's parent-death signal. Even a SIGKILL of `tandem serve` takes Ray with it: raylet and control store at once,
-our actors with their raylet; Ray's own two agents some seconds later, at worst after
-a minute (how long Ray lets them try to report the death).
+kernel's parent-death signal. Even a SIGKILL of `tandem serve` takes Ray with it: raylet and control store at once, our
+actors with their raylet, and Ray's own two agents by `tandem.cluster.guard`.
 """
 
 from __future__ import annotations
@@ -11,25 +10,29 @@ from __future__ import annotations
 import logging
 import os
 import site
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import tandem
+from tandem.cluster.ray_probe import asks_for_token
 from tandem.cluster.spec import NAMESPACE
 from tandem.core.errors import ConfigError, InternalError
 
 OBJECT_STORE_BYTES = 100 << 20
 """Neither requests nor pages go through Ray's object store; this is close to the least that Ray accepts."""
 
-CONNECT_TIMEOUT_S = 5.0
-
 _PLENTY = 1_000_000
 """Of the resources `prefill` and `decode` on a local node: memory bounds the pools there, not Ray."""
 
+RECONNECT_S = 600
+"""How long every Ray process, `tandem serve` included, waits for a control store that is lost before it ends itself.
+Requests need no Ray, so they go on that long. Ray's own 60 s would end them in the middle."""
+
+_RECONNECT_SETTING = "RAY_gcs_rpc_server_reconnect_timeout_s"
+
 _LOCAL_SETTINGS = {
     "RAY_worker_niceness": "0",  # Ray's 15 would let any other process on the host slow the workers down
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # how long agents outlive a control store that was killed; was 60
+    _RECONNECT_SETTING: str(RECONNECT_S),
 }
 """Ray's own settings by environment: unlike `_system_config` it reaches Ray's agents too."""
 
@@ -70,18 +73,22 @@ def start_local_ray() -> RayHome:
     return _home(local=True)
 
 
-def join_ray(address: str) -> RayHome:
+def join_ray(address: str, *, remedy: str) -> RayHome:
     """Connect to the Ray cluster that runs at `address` (`auto`: the one of this host).
 
+    Args:
+        remedy: what the user may do when there is none.
+
     Raises:
-        ConfigError: there is none, or none of its nodes can hold a worker.
+        ConfigError: there is none, or it does not let us in.
     """
     _set_environment()
     if "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").is_file():
         # A Ray that `tandem serve` or `ray start` has made wants this token; one that wants none ignores it. Ray
         # itself thinks of it for `auto` only.
         os.environ["RAY_AUTH_MODE"] = "token"
-    _check_listens(address)
+    if address != "auto":
+        _check_answers(address, remedy)
     import ray
 
     try:
@@ -93,31 +100,29 @@ def join_ray(address: str) -> RayHome:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         if "auth" in f"{error} {error.__cause__}".lower():
-            raise ConfigError(
-                f"Ray at {address} wants a token; set RAY_AUTH_MODE=token and have its token in ~/.ray/auth_token",
-                key="--address",
-            ) from error
-        raise ConfigError(
-            f"cannot join Ray at {address} ({str(error).strip().splitlines()[0]}); start one with `ray start --head "
-            """--resources='{"prefill": 1, "decode": 1}'`, or leave --address out for a Ray of its own""",
-            key="--address",
-        ) from error
+            raise _wants_token(address) from error
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"cannot join Ray at {address} ({reason}); {remedy}", key="--address") from error
     return _home(local=False)
 
 
-def _check_listens(address: str) -> None:
-    """Ray itself would try for minutes. Raises `ConfigError` when nothing listens at `host:port`."""
-    host, colon, port = address.rpartition(":")
-    if not colon:
-        return  # `auto`: Ray knows where it runs
-    try:
-        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
+def _check_answers(address: str, remedy: str) -> None:
+    """Ray itself would try for half a minute, and say so in its own words. Raises `ConfigError`."""
+    if address.startswith("ray://") or not address.rpartition(":")[2].isdigit():
         raise ConfigError(
-            f"nothing answers at {address} ({error}); name the address that `ray status` or `tandem serve` tells, "
-            "or `auto` for the Ray of this host",
+            f"{address} is no address of a Ray head; give host:port (6379 as a rule), or `auto` for the Ray of this "
+            "host",
             key="--address",
-        ) from error
+        )
+    if asks_for_token(address, remedy=remedy) and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        raise _wants_token(address)
+
+
+def _wants_token(address: str) -> ConfigError:
+    return ConfigError(
+        f"Ray at {address} wants a token; set RAY_AUTH_MODE=token and have its token in ~/.ray/auth_token",
+        key="--address",
+    )
 
 
 def leave_ray() -> None:
@@ -145,6 +150,7 @@ def _home(*, local: bool) -> RayHome:
 
 def _set_environment() -> None:
     """Before Ray is imported; what the user has set himself stays."""
+    os.environ.setdefault(_RECONNECT_SETTING, str(RECONNECT_S))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
     package_root = str(Path(tandem.__file__).resolve().parent.parent)

@@ -15,7 +15,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import psutil
@@ -23,13 +23,17 @@ import psutil
 from tandem.cluster import processes, ray_home, statefile
 from tandem.cluster.host import human_bytes, this_host
 from tandem.cluster.preflight import Plan, Preflight
+from tandem.cluster.ray_probe import require_token
 from tandem.cluster.report import ClusterNews, Reporter
 from tandem.cluster.signals import StopRequested, StopSignals
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
+from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.vigil import end_silent_supervisor, watch_ray
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, InternalError, WorkerLostError, error_class
 from tandem.core.version import version
 from tandem.rpc.channel import make_channel
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import configure
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 
 if TYPE_CHECKING:
@@ -38,6 +42,14 @@ if TYPE_CHECKING:
 
 GRACE_S = 30.0
 """What requests under way get after the first Ctrl-C; the second ends them."""
+
+WITHOUT_RAY_S = 120.0
+"""How long a local cluster serves on without Ray's control store, as long as all its processes live."""
+
+JOIN_REMEDY = (
+    """start one with `ray start --head --resources='{"prefill": 1, "decode": 1}'`, or leave --address out for a Ray """
+    "of its own"
+)
 
 HOPELESS_AFTER = 3
 """Deaths in a row of one process, before the cluster was ever ready, after which `tandem serve` gives up."""
@@ -80,6 +92,8 @@ class Serving:
         self._control_address = ""
         self._news = ClusterNews()
         self._progress = _Progress()
+        self._ray_lost = asyncio.Event()
+        self._broken = asyncio.Event()  # something of the cluster does not run
 
     @property
     def _local(self) -> bool:
@@ -93,10 +107,12 @@ class Serving:
         if self._address is None:
             self._reporter.step("Starting Ray")
             processes.adopt_orphans()
+            processes.start_guard()
             self._home = ray_home.start_local_ray()
         else:
             self._reporter.step(f"Joining Ray at {self._address}")
-            self._home = ray_home.join_ray(self._address)
+            self._home = ray_home.join_ray(self._address, remedy=JOIN_REMEDY)
+            require_token(self._home.address)
         self._signals.install()
         self._reporter.line(f"  ray         at {self._home.address}, logs in {self._home.log_directory}")
         self._reporter.step("Starting the workers")
@@ -110,7 +126,7 @@ class Serving:
             statefile.remove(self._config.http.port)
         if self._home and not self._local and self._supervisor is not None:
             asyncio.run(self._shut_down(grace_s=0.0))
-        if self._home:
+        if self._home and not self._ray_lost.is_set():  # a lost Ray does not answer the farewell either
             ray_home.leave_ray()
         if self._local:
             processes.kill_descendants()
@@ -122,6 +138,8 @@ class Serving:
 
         from tandem.cluster.launcher import start_supervisor
 
+        host = "127.0.0.1" if self._local else ray.util.get_node_ip_address()
+        configure(plan.config.security, PeerRole.CLIENT, host)
         if SUPERVISOR_NAME in ray.util.list_named_actors():
             raise ConfigError(
                 f"a Tandem cluster runs in the Ray cluster at {home.address} already; change it with `tandem scale`, "
@@ -145,44 +163,105 @@ class Serving:
         """Until a signal, the cluster's end or its failure."""
         watching = asyncio.create_task(self._watch(plan))
         stopping = asyncio.create_task(self._signals.wait())
-        await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done():
-            stopping.cancel()
-            await watching
-            return
-        self._reporter.end_steps()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        await self._shut_down(GRACE_S if self._progress.ready else 0.0)
+        lost = asyncio.create_task(self._watch_ray())
+        await asyncio.wait({watching, stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
+        ended = watching.done()
+        for task in (watching, stopping, lost):
+            task.cancel()
+        outcomes = await asyncio.gather(watching, stopping, lost, return_exceptions=True)
+        if not ended:
+            self._reporter.end_steps()
+            await self._shut_down(GRACE_S if self._progress.ready else 0.0)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
 
     async def _watch(self, plan: Plan) -> None:
         """Tell what changes, until the cluster has ended. A supervisor that dies is awaited: Ray starts it again."""
         while True:
-            self._control_address = await self._find_supervisor()
-            async with make_channel(self._control_address) as channel:
+            face = await self._find_supervisor()
+            self._control_address = face.address
+            async with make_channel(face.address) as channel:
                 stub: _Stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
+                ending: asyncio.Task[None] | None = None
                 try:
                     async for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest()):
                         self._heard(cluster, plan)
                         if cluster.stopping and not cluster.workers and not cluster.HasField("router"):
                             return
+                        ending = ending or asyncio.create_task(self._end_silent(stub, face, plan))
                 except grpc.aio.AioRpcError as error:
                     self._reporter.line(f"  supervisor  does not answer ({error.code().name}); Ray starts it again")
+                finally:
+                    if ending:
+                        ending.cancel()
 
-    async def _find_supervisor(self) -> str:
-        """Its address once it serves, however often Ray starts it. Raises `InternalError` when it cannot start."""
+    async def _end_silent(self, stub: _Stub, face: SupervisorFace, plan: Plan) -> None:
+        lease_s = plan.config.transport.lease_s
+        await end_silent_supervisor(stub, face, lease_s)
+        self._reporter.line(f"  supervisor  was silent for {lease_s:g} s and is killed")
+
+    async def _find_supervisor(self) -> SupervisorFace:
+        """Once it serves, however often Ray starts it. Raises `InternalError` when it cannot start."""
         from ray.exceptions import RayActorError
 
         try:
-            return str(await self._supervisor.wait_ready.remote())
+            return cast(SupervisorFace, await self._supervisor.wait_ready.remote())
         except RayActorError as error:
             assert self._home is not None
             reason = str(error).strip().splitlines()[-1]
             raise InternalError(f"the supervisor ended: {reason}; logs are in {self._home.log_directory}") from error
 
+    async def _watch_ray(self) -> None:
+        """Tell when Ray's control store is lost or back. A local one cannot come back: raises when it is time to stop.
+
+        Raises:
+            InternalError: what ends now could not be started again, or it has served long enough without Ray.
+        """
+        assert self._home is not None
+        watching = asyncio.create_task(watch_ray(self._home.address, self._say_ray))
+        try:
+            if not self._local:
+                await watching
+            await self._ray_lost.wait()
+            try:
+                async with asyncio.timeout(WITHOUT_RAY_S):
+                    await self._broken.wait()
+            except TimeoutError:
+                self._reporter.line(f"Stopping: requests under way finish first, for at most {GRACE_S:.0f} s.")
+            else:
+                self._reporter.line("Stopping: something has ended that cannot be started again without Ray.")
+            raise InternalError(
+                f"Ray's control store ended, and with it what starts processes again; start anew. "
+                f"Ray's logs are in {self._home.log_directory}"
+            )
+        finally:
+            watching.cancel()
+
+    def _say_ray(self, reachable: bool) -> None:
+        assert self._home is not None
+        if reachable:
+            self._reporter.line(f"  ray         answers again at {self._home.address}")
+            return
+        self._ray_lost.set()
+        then = (
+            f"in {WITHOUT_RAY_S:.0f} s Tandem stops in order"
+            if self._local
+            else f"if it is not back within {ray_home.RECONNECT_S} s, Ray ends every process"
+        )
+        self._reporter.line(
+            f"  ray         its control store at {self._home.address} does not answer: requests go on, but nothing "
+            f"that ends now is started again; {then}",
+            style="red",
+        )
+
     def _heard(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
         for line, style in self._news.lines(cluster):
             self._reporter.line(line, style)
+        if cluster.settled:
+            self._broken.clear()
+        else:
+            self._broken.set()
         if self._progress.ready:
             return
         if cluster.settled:
@@ -205,6 +284,8 @@ class Serving:
                 pid=os.getpid(),
                 pid_created=psutil.Process().create_time(),
                 local=self._local,
+                tls=plan.config.security.tls,
+                certificates=plan.config.security.certificates,
             )
         )
         for line in ready_banner(url, port, plan):
@@ -234,12 +315,16 @@ class Serving:
 
     def _force(self) -> None:
         """The second signal: everything of ours ends now."""
-        self._reporter.line("Stopping at once.")
+        self._reporter.end_steps()
         statefile.remove(self._config.http.port)
         if self._local:
-            processes.kill_descendants()
+            num_killed = processes.kill_descendants()
+            self._reporter.line(f"Stopped at once: {num_killed} processes were killed, requests under way broke off.")
         else:
-            self._reporter.line("Actors in the joined Ray cluster may go on: end them with `tandem stop --address`.")
+            self._reporter.line(
+                "Left at once. What runs in the joined Ray cluster may go on; "
+                f"end it with `tandem stop --now --address {self._address}`."
+            )
         sys.stdout.flush()
         os._exit(130)
 

@@ -39,9 +39,18 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
         try:
             await self._supervisor.scale(wanted)
         except ConfigError as error:
-            wire = common_pb2.Error(code=error.code, message=error.message, field=error.key or "")
-            return supervisor_pb2.ScaleReply(error=wire, cluster=self._cluster())
+            return supervisor_pb2.ScaleReply(error=_error(error), cluster=self._cluster())
         return supervisor_pb2.ScaleReply(cluster=self._cluster())
+
+    async def Drain(self, request: supervisor_pb2.DrainRequest, _context: Any) -> supervisor_pb2.DrainReply:
+        await self._supervisor.opened.wait()
+        try:
+            await self._supervisor.drain(
+                request.worker_id, replace_first=request.replace_first, timeout_s=request.timeout_s
+            )
+        except ConfigError as error:
+            return supervisor_pb2.DrainReply(error=_error(error), cluster=self._cluster())
+        return supervisor_pb2.DrainReply(cluster=self._cluster())
 
     async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, _context: Any) -> supervisor_pb2.ShutdownReply:
         await self._supervisor.opened.wait()
@@ -57,3 +66,7 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
             pid=os.getpid(),
         )
         return fill_cluster(message, self._supervisor.cluster, self._supervisor.loads, self._supervisor.now)
+
+
+def _error(error: ConfigError) -> common_pb2.Error:
+    return common_pb2.Error(code=error.code, message=error.message, field=error.key or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.core.config import Config
+from tandem.core.config import Config, SecurityConfig
 
 NAMESPACE = "tandem"
 """Ray namespace of all actors: one Tandem cluster in one Ray cluster."""
@@ -36,3 +36,19 @@ class ClusterSpec:
     node_id: str
     ray_address: str
     log_directory: str
+
+
+@dataclass(frozen=True)
+class SupervisorFace:
+    """How to reach a supervisor, and which process it is.
+
+    Attributes:
+        address: host:port of SupervisorControl.
+        security: how to speak to it.
+        pid, started: of its process on the node of `ClusterSpec.node_id`; the start in clock ticks since boot.
+    """
+
+    address: str
+    security: SecurityConfig
+    pid: int
+    started: int

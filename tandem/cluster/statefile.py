@@ -23,6 +23,7 @@ class ClusterFile:
         control_address: host:port of SupervisorControl.
         pid, pid_created: of `tandem serve`; the start time tells it from a later process of the same number.
         local: its Ray dies with it.
+        tls, certificates: the cluster's `security` section.
     """
 
     url: str
@@ -33,6 +34,8 @@ class ClusterFile:
     pid: int
     pid_created: float
     local: bool
+    tls: str
+    certificates: str
 
     @property
     def serve_process(self) -> psutil.Process | None:

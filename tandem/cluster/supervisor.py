@@ -1,7 +1,8 @@
 """The supervisor: carries out what `tandem.cluster.pools` decides. One event loop, no decisions of its own.
 
-Every process it drives has one task here that follows its life and turns what happens into events. An error that
-nothing here foresees ends the whole supervisor: its actor is started again by Ray and adopts what runs.
+Every process it drives has one task that follows its life and turns what happens into events
+(`tandem.cluster.followed_worker`, `tandem.cluster.followed_router`). An error that nothing here foresees ends the whole
+supervisor: its actor is started again by Ray and adopts what runs.
 """
 
 from __future__ import annotations
@@ -10,26 +11,27 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
-
 from tandem.cluster import events as ev
+from tandem.cluster.followed_router import FollowedRouter
+from tandem.cluster.followed_worker import FollowedWorker
 from tandem.cluster.handles import FoundWorker, Launcher, Memory, RouterHandle, WorkerHandle
-from tandem.cluster.pools import Cluster, Phase, Policy
-from tandem.cluster.wire import membership
-from tandem.core.errors import ConfigError, TandemError, WorkerLostError
-from tandem.rpc.channel import make_channel
-from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
+from tandem.cluster.lives import Phase, Policy
+from tandem.cluster.pools import Cluster
+from tandem.core import points
+from tandem.core.errors import ConfigError, WorkerLostError
+from tandem.rpc.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
 FIND_TIMEOUT_S = 5.0
 """How long an adopted worker may take to say how it is; after that it counts as one that still starts."""
 
-RETRY_S = 0.2
-"""Between two tries to push the membership to a router that lives but does not answer."""
+_UNREMARKABLE = (ev.LoadReported, ev.RouterHeard, ev.Tick)
+
+MAX_POOL = 1024
+"""Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
 
 
 class Supervisor:
@@ -37,7 +39,6 @@ class Supervisor:
 
     Attributes:
         cluster: the state; read by the gRPC service.
-        loads: the last report of each worker, by worker id.
         opened: set once what an earlier supervisor left has been adopted; before that the state means nothing.
     """
 
@@ -52,39 +53,48 @@ class Supervisor:
     ) -> None:
         """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit."""
         self.cluster = Cluster(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
-        self.loads: dict[str, common_pb2.WorkerStatus] = {}
         self.opened = asyncio.Event()
         self._launcher = launcher
         self._first_wanted = wanted
         self._check_room = check_room
         self._heartbeat_s = heartbeat_s
-        self._workers: dict[tuple[str, str], WorkerHandle] = {}
-        self._router: RouterHandle | None = None
+        self._workers: dict[tuple[str, str], FollowedWorker] = {}
+        self._router: FollowedRouter | None = None
         self._tasks: asyncio.TaskGroup
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Condition()
         self._num_changes = 0
-        self._to_publish: ev.PublishMembership | None = None
-        self._publish = asyncio.Event()
+        self._remembered: ev.Intent | None = None
+        self._remembering = asyncio.Lock()
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
         """Adopt what runs, bring up what is missing and supervise until a shutdown is complete."""
         self._loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as self._tasks:
-            memory = await asyncio.to_thread(self._launcher.begin_term)
-            self.cluster.version = memory.term << 32
-            await self._adopt(memory)
-            publisher = self._tasks.create_task(self._publish_for_ever())
-            await self._closed.wait()
-            publisher.cancel()
+        closed = self._loop.create_task(self._closed.wait())
+        supervising = self._loop.create_task(self._supervise())
+        try:
+            await asyncio.wait({closed, supervising}, return_when=asyncio.FIRST_COMPLETED)
+            if not closed.done():
+                await supervising  # raises what ended it
+        finally:
             if self._timer:
                 self._timer.cancel()
+            # Proofs that nobody waits for any more, and calls that a lost Ray does not answer.
+            closed.cancel()
+            supervising.cancel()
+            await asyncio.gather(closed, supervising, return_exceptions=True)
+            await self._tell_watchers()
 
     @property
     def now(self) -> float:
         return self._loop.time()
+
+    @property
+    def loads(self) -> dict[str, common_pb2.WorkerStatus]:
+        """The last report of each worker that lives, by worker id."""
+        return {worker_id: worker.load for (worker_id, _), worker in self._workers.items() if worker.load}
 
     async def scale(self, wanted: dict[ev.Role, int]) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
@@ -92,18 +102,50 @@ class Supervisor:
         Raises:
             ConfigError: a size that cannot be.
         """
-        if self.cluster.stopping:
-            raise ConfigError("the cluster is stopping; start it again with `tandem serve`")
+        self._check_open()
         for role, workers in wanted.items():
             if workers < 1:
                 raise ConfigError(f"--{role} is {workers}, must be at least 1; `tandem stop` ends all", key=str(role))
+            if workers > MAX_POOL:
+                raise ConfigError(f"--{role} is {workers}, must be at most {MAX_POOL}", key=str(role))
         added = {role: workers - self.cluster.wanted[role] for role, workers in wanted.items()}
         if any(count > 0 for count in added.values()):
             await asyncio.to_thread(self._check_room, {role: count for role, count in added.items() if count > 0})
-        sizes = self.cluster.wanted | wanted
-        await asyncio.to_thread(self._launcher.remember_wanted, sizes)
         for role, workers in wanted.items():
             self._feed(ev.WantedChanged(role, workers))
+        await self._remember()
+
+    async def drain(self, worker_id: str, *, replace_first: bool, timeout_s: float) -> None:
+        """Replace one worker; takes effect at once, ends later.
+
+        Args:
+            replace_first: start the successor first, where there is room for both.
+            timeout_s: seconds that its drain may take before it is killed.
+
+        Raises:
+            ConfigError: there is no such worker, or it is not ready.
+        """
+        self._check_open()
+        slot = self.cluster.slots.get(worker_id)
+        if slot is None:
+            known = ", ".join(sorted(self.cluster.slots))
+            raise ConfigError(f"there is no worker {worker_id}; there are {known}", key="worker_id")
+        if slot.leaving:
+            raise ConfigError(f"{worker_id} is leaving already; `tandem status` shows how far it is", key="worker_id")
+        if slot.phase is not Phase.READY:
+            raise ConfigError(
+                f"{worker_id} is {slot.phase.value}: it holds nothing that could be finished", key="worker_id"
+            )
+        note = ""
+        if replace_first:
+            try:
+                await asyncio.to_thread(self._check_room, {slot.role: 1})
+            except ConfigError as error:
+                replace_first, note = False, f"it goes before its successor starts: {error.message}"
+                log.warning("%s: %s", worker_id, note)
+        self._feed(ev.DrainOrdered(worker_id, replace_first, timeout_s))
+        slot.note = note
+        await self._remember()
 
     def suspect(self, worker_id: str, incarnation: str) -> None:
         """This writer is silent beyond its lease, and pages wait for its end: kill it. From any thread."""
@@ -111,19 +153,19 @@ class Supervisor:
 
     async def shut_down(self, grace_s: float) -> None:
         """Let requests end for at most `grace_s`, then stop everything; returns when all of it has stopped."""
-        router = self.cluster.router
-        if grace_s > 0 and router and router.phase is Phase.READY:
-            await self._drain_router(router.control_address, grace_s)
+        self._feed(ev.ClosingBegun())
+        if grace_s > 0 and self._router:
+            await self._router.drain(grace_s)
         self._feed(ev.ShutdownRequested())
         try:
             async with asyncio.timeout(self.cluster.policy.stop_s + 2):
                 await self._closed.wait()
         except TimeoutError:
             log.warning("some processes did not stop in time; killing them")
-            for handle in self._workers.values():
-                handle.kill(unresponsive=True)
+            for worker in self._workers.values():
+                self._spawn(worker.kill())
             if self._router:
-                self._router.kill()
+                self._spawn(self._router.kill())
             await self._closed.wait()
 
     async def changes(self) -> AsyncIterator[None]:
@@ -137,9 +179,16 @@ class Supervisor:
 
     # --- from events to deeds ------------------------------------------------------------------------------------
 
+    async def _supervise(self) -> None:
+        async with asyncio.TaskGroup() as self._tasks:
+            memory = await asyncio.to_thread(self._launcher.begin_term)
+            self.cluster.version = memory.term << 32
+            await self._adopt(memory)
+            await self._closed.wait()
+
     def _feed(self, event: ev.Event) -> None:
         before = self._outline()
-        if not isinstance(event, (ev.LoadReported, ev.Tick)):
+        if not isinstance(event, _UNREMARKABLE):
             log.info("%s", event)
         for instruction in self.cluster.handle(event, self.now):
             log.info("-> %s", _brief(instruction))
@@ -150,33 +199,52 @@ class Supervisor:
         if self._outline() != before or self.cluster.closed:
             self._num_changes += 1
             self._spawn(self._tell_watchers())
+        if self.opened.is_set() and self.cluster.intent != self._remembered and not self.cluster.stopping:
+            self._spawn(self._remember())
 
     def _outline(self) -> object:
         """All that a watcher can see, without the loads."""
         cluster = self.cluster
         router = (cluster.router.phase, cluster.router.incarnation) if cluster.router else None
-        slots = tuple((slot.member, slot.failures, slot.leaving) for slot in cluster.slots.values())
-        return slots, router, tuple(cluster.wanted.items()), cluster.stopping
+        slots = tuple((slot.member, slot.failures, slot.leaving, slot.note) for slot in cluster.slots.values())
+        return slots, router, tuple(cluster.wanted.items()), cluster.closing, cluster.stopping
 
     def _do(self, instruction: ev.Instruction) -> None:
         match instruction:
             case ev.StartWorker(role, worker_id, incarnation):
                 self._spawn(self._start_worker(role, worker_id, incarnation))
-            case ev.DrainWorker(worker_id, incarnation):
-                self._spawn(self._drain_worker(worker_id, incarnation))
-            case ev.StopWorker(worker_id, incarnation):
-                self._spawn(_quietly(self._workers[worker_id, incarnation].stop()))
-            case ev.KillWorker(worker_id, incarnation):
-                # Absent: killed before its process was even asked for; its task ends by itself.
-                if handle := self._workers.get((worker_id, incarnation)):
-                    handle.kill(unresponsive=True)
             case ev.StartRouter(incarnation):
                 self._spawn(self._start_router(incarnation))
-            case ev.StopRouter():
-                self._spawn(self._stop_router())
+            case ev.PublishMembership() | ev.StopRouter() | ev.KillRouter():
+                self._do_to_router(instruction)
+            case _:
+                # Absent: it has ended meanwhile, or its process has not even been asked for; its own task tells.
+                if worker := self._workers.get((instruction.worker_id, instruction.incarnation)):
+                    self._do_to_worker(worker, instruction)
+
+    def _do_to_worker(
+        self, worker: FollowedWorker, instruction: ev.DrainWorker | ev.StopWorker | ev.KillWorker | ev.NoteEnded
+    ) -> None:
+        match instruction:
+            case ev.DrainWorker():
+                self._spawn(worker.drain())
+            case ev.StopWorker():
+                self._spawn(worker.stop())
+            case ev.KillWorker():
+                self._spawn(worker.kill())
+            case ev.NoteEnded():
+                self._spawn(worker.note_ended(instruction.ended))
+
+    def _do_to_router(self, instruction: ev.PublishMembership | ev.StopRouter | ev.KillRouter) -> None:
+        if self._router is None:
+            return  # its process has been asked for and is not there yet: `_start_router` ends it
+        match instruction:
             case ev.PublishMembership():
-                self._to_publish = instruction
-                self._publish.set()
+                self._router.publish(instruction)
+            case ev.StopRouter():
+                self._spawn(self._router.stop(self.cluster.policy.stop_s))
+            case ev.KillRouter():
+                self._spawn(self._router.kill())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.create_task(work)
@@ -194,182 +262,89 @@ class Supervisor:
         async with self._changed:
             self._changed.notify_all()
 
-    # --- workers -------------------------------------------------------------------------------------------------
+    async def _remember(self) -> None:
+        """Keep what is intended for the next supervisor; the newest is kept when several calls meet."""
+        async with self._remembering:
+            if (intent := self.cluster.intent) != self._remembered:
+                await asyncio.to_thread(self._launcher.remember, intent)
+                self._remembered = intent
+
+    def _check_open(self) -> None:
+        if self.cluster.closing:
+            raise ConfigError("the cluster is stopping; start it again with `tandem serve`")
+
+    # --- what is followed ----------------------------------------------------------------------------------------
 
     async def _adopt(self, memory: Memory) -> None:
         found = await asyncio.to_thread(self._launcher.find)
-        states = await asyncio.gather(*(self._adopt_worker(worker) for worker in found.workers))
-        for worker, alive in zip(found.workers, states, strict=True):
-            if alive:
-                self._spawn(self._follow_worker(worker.worker_id, worker.incarnation, worker.handle))
+        await asyncio.gather(*(self._adopt_worker(worker) for worker in found.workers))
+        for ended in found.ended:
+            self._feed(ev.ProcessEnded(ended))
         if found.router:
             self._feed(ev.RouterAdopted(found.router[0]))
             self._spawn(self._follow_router(*found.router))
-        wanted = memory.wanted or self._first_wanted
-        if memory.wanted is None:
-            await asyncio.to_thread(self._launcher.remember_wanted, wanted)
+        self._feed(ev.ClusterOpened(memory.intent or ev.Intent(self._first_wanted)))
+        await self._remember()
         self.opened.set()
-        self._feed(ev.ClusterOpened(prefill=wanted[ev.Role.PREFILL], decode=wanted[ev.Role.DECODE]))
 
-    async def _adopt_worker(self, worker: FoundWorker) -> bool:
-        """Take over a worker that an earlier supervisor started; `False` when it has died meanwhile."""
+    async def _adopt_worker(self, worker: FoundWorker) -> None:
+        """Take over a worker that an earlier supervisor started, unless it has died meanwhile."""
         address, placement, draining = "", None, False
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S):
                 state = await worker.handle.state()
             address, placement, draining = state.address, state.placement, state.draining
         except WorkerLostError:
-            return False
+            return
         except TimeoutError:
             log.warning("%s does not say how it is; taking it for one that starts", worker.worker_id)
-        self._workers[worker.worker_id, worker.incarnation] = worker.handle
+        followed = self._take(worker.worker_id, worker.incarnation, worker.handle)
         self._feed(
             ev.WorkerAdopted(worker.role, worker.worker_id, worker.incarnation, address, placement, draining)
         )
-        return True
+        self._spawn(self._follow_worker(followed))
 
     async def _start_worker(self, role: ev.Role, worker_id: str, incarnation: str) -> None:
+        points.reach("supervisor.start_worker")
         handle = await asyncio.to_thread(self._launcher.start_worker, role, worker_id, incarnation)
         slot = self.cluster.slots.get(worker_id)
         if slot is None or slot.incarnation != incarnation or slot.phase is not Phase.STARTING:
-            handle.kill()  # dismissed while its process was asked for
+            await handle.kill()  # dismissed while its process was asked for
             self._feed(ev.WorkerExited(worker_id, incarnation, None))
             return
-        await self._follow_worker(worker_id, incarnation, handle)
+        await self._follow_worker(self._take(worker_id, incarnation, handle))
 
-    async def _follow_worker(self, worker_id: str, incarnation: str, handle: WorkerHandle) -> None:
-        """From its placement to its end; whatever the end, its process is gone afterwards.
+    def _take(self, worker_id: str, incarnation: str, handle: WorkerHandle) -> FollowedWorker:
+        """From here on instructions reach it."""
+        worker = FollowedWorker(
+            worker_id, incarnation, handle, feed=self._feed, tasks=self._tasks, heartbeat_s=self._heartbeat_s
+        )
+        self._workers[worker_id, incarnation] = worker
+        return worker
 
-        Not so when the supervisor itself is cancelled: then the worker lives on for the next supervisor to adopt.
-        """
-        self._workers[worker_id, incarnation] = handle
-        end = await self._worker_life(worker_id, incarnation, handle)
-        handle.kill()
-        del self._workers[worker_id, incarnation]
-        self.loads.pop(worker_id, None)
+    async def _follow_worker(self, worker: FollowedWorker) -> None:
+        end = await worker.follow()
+        del self._workers[worker.worker_id, worker.incarnation]
         self._feed(end)
-
-    async def _worker_life(self, worker_id: str, incarnation: str, handle: WorkerHandle) -> ev.Event:
-        """Feeds what happens on the way and returns how it ended."""
-        try:
-            placement = (await handle.state()).placement
-            self._feed(ev.WorkerPlaced(worker_id, incarnation, placement))
-            try:
-                state = await handle.start()
-            except WorkerLostError:
-                raise
-            except TandemError as error:
-                return ev.WorkerFailedToStart(worker_id, incarnation, _ending(error))
-            self._feed(ev.WorkerStarted(worker_id, incarnation, state.address, state.placement))
-            async with self._heartbeats(worker_id, incarnation, state.address):
-                await handle.wait_closed()
-        except TandemError as error:
-            return ev.WorkerExited(worker_id, incarnation, _ending(error))
-        return ev.WorkerExited(worker_id, incarnation, None)
-
-    async def _drain_worker(self, worker_id: str, incarnation: str) -> None:
-        handle = self._workers.get((worker_id, incarnation))
-        if handle is None:  # it has ended meanwhile, which its own task reports
-            return
-        try:
-            await handle.drain()
-        except TandemError as error:  # it died, which its own task reports, or cannot drain: then it is killed
-            log.warning("%s did not drain: %s", worker_id, error)
-            handle.kill()
-            return
-        self._feed(ev.Drained(worker_id, incarnation))
-
-    @asynccontextmanager
-    async def _heartbeats(self, worker_id: str, incarnation: str, address: str) -> AsyncIterator[None]:
-        async def beat(stub: control_pb2_grpc.WorkerControlAsyncStub) -> None:
-            while True:
-                try:
-                    load = await stub.Status(control_pb2.StatusRequest(), timeout=self._heartbeat_s)
-                except grpc.aio.AioRpcError as error:
-                    log.warning("%s does not answer: %s", worker_id, error.code())
-                else:
-                    self.loads[worker_id] = load
-                    self._feed(ev.LoadReported(worker_id, incarnation, load.num_running + load.num_queued))
-                await asyncio.sleep(self._heartbeat_s)
-
-        async with make_channel(address) as channel:
-            beats = self._tasks.create_task(beat(control_pb2_grpc.WorkerControlStub(channel)))
-            try:
-                yield
-            finally:
-                beats.cancel()
-
-    # --- the router ----------------------------------------------------------------------------------------------
 
     async def _start_router(self, incarnation: str) -> None:
         handle = await asyncio.to_thread(self._launcher.start_router, incarnation)
         if self.cluster.stopping:
-            handle.kill()
+            await handle.kill()
             self._feed(ev.RouterExited(incarnation, None))
             return
         await self._follow_router(incarnation, handle)
 
     async def _follow_router(self, incarnation: str, handle: RouterHandle) -> None:
-        self._router = handle
-        try:
-            url, control_address = await handle.start()
-            self._feed(ev.RouterStarted(incarnation, url, control_address))
-            await handle.wait_closed()
-            end = ev.RouterExited(incarnation, None)
-        except TandemError as error:
-            end = ev.RouterExited(incarnation, _ending(error))
-        handle.kill()
+        router = FollowedRouter(
+            incarnation, handle, feed=self._feed, tasks=self._tasks, heartbeat_s=self._heartbeat_s
+        )
+        self._router = router
+        end = await router.follow()
         self._feed(end)
-
-    async def _stop_router(self) -> None:
-        """In order if it can within the policy's time, else by a kill; `_follow_router` tells the end."""
-        if self._router is None:
-            return  # its process has been asked for and is not there yet: `_start_router` ends it
-        try:
-            async with asyncio.timeout(self.cluster.policy.stop_s):
-                await self._router.stop()
-        except (TandemError, TimeoutError) as error:
-            log.warning("the router did not stop in order: %r", error)
-        self._router.kill()
-
-    async def _publish_for_ever(self) -> None:
-        """Push the newest membership until the router has taken it or another router has come."""
-        while True:
-            await self._publish.wait()
-            self._publish.clear()
-            router, message = self.cluster.router, self._to_publish
-            if router is None or router.phase is not Phase.READY or message is None:
-                continue
-            try:
-                async with make_channel(router.control_address) as channel:
-                    stub: control_pb2_grpc.RouterControlAsyncStub = control_pb2_grpc.RouterControlStub(channel)
-                    await stub.SetMembership(membership(message), timeout=5.0)
-            except grpc.aio.AioRpcError as error:
-                log.warning("the router did not take membership %d: %s", message.version, error.details())
-                self._loop.call_later(RETRY_S, self._publish.set)
-
-    async def _drain_router(self, control_address: str, grace_s: float) -> None:
-        try:
-            async with make_channel(control_address) as channel:
-                stub: control_pb2_grpc.RouterControlAsyncStub = control_pb2_grpc.RouterControlStub(channel)
-                await stub.DrainRouter(control_pb2.DrainRouterRequest(), timeout=grace_s)
-        except grpc.aio.AioRpcError as error:
-            log.warning("requests were still under way when the router was stopped: %s", error.code())
-
-
-async def _quietly(call: Coroutine[Any, Any, None]) -> None:
-    """For a stop: a process that has ended already, or cannot stop in order, is dealt with by its own task."""
-    try:
-        await call
-    except TandemError as error:
-        log.info("stop: %s", error)
 
 
 def _brief(instruction: ev.Instruction) -> str:
     if isinstance(instruction, ev.PublishMembership):
         return f"PublishMembership(version={instruction.version}, members={len(instruction.members)})"
     return str(instruction)
-
-
-def _ending(error: TandemError) -> ev.Ending:
-    return ev.Ending(error.code, error.message)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tandem.cluster.events import Role
 from tandem.cluster.host import this_host
 from tandem.cluster.launcher import RayLauncher
-from tandem.cluster.pools import Policy
+from tandem.cluster.lives import Policy
 from tandem.cluster.preflight import check_room
 from tandem.cluster.service import SupervisorService
 from tandem.cluster.spec import ClusterSpec
@@ -31,7 +31,7 @@ async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[
         launcher,
         wanted={Role.PREFILL: pools.prefill.workers, Role.DECODE: pools.decode.workers},
         heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
-        policy=Policy(silence_s=transport.lease_s + transport.grace_s),
+        policy=Policy(silence_s=transport.lease_s + transport.grace_s, router_silence_s=transport.lease_s),
         check_room=room,
     )
     server = make_server()

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from tandem.cluster.events import Ending, PublishMembership, Role
 from tandem.cluster.events import Member as MemberState
-from tandem.cluster.pools import Cluster, Phase, Slot
+from tandem.cluster.lives import Phase, Slot
+from tandem.cluster.pools import Cluster
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 ROLE_TO_WIRE = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
@@ -23,7 +24,7 @@ def fill_cluster(
 ) -> supervisor_pb2.Cluster:
     """Lay the state over `message`, which holds what does not change (version, model, log directory …)."""
     message.membership_version = cluster.version
-    message.settled, message.stopping = cluster.settled, cluster.stopping
+    message.settled, message.stopping = cluster.settled, cluster.closing
     for role, wanted in cluster.wanted.items():
         slots = [slot for slot in cluster.slots.values() if slot.role is role]
         ready = sum(slot.phase is Phase.READY for slot in slots)
@@ -33,7 +34,7 @@ def fill_cluster(
     if router := cluster.router:
         message.router.CopyFrom(
             supervisor_pb2.ClusterRouter(
-                state=router.phase.value,
+                state="draining" if cluster.closing and router.phase is Phase.READY else router.phase.value,
                 url=router.url,
                 control_address=router.control_address,
                 incarnation=router.incarnation,
@@ -58,6 +59,11 @@ def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> sup
 
 
 def _detail(slot: Slot) -> str:
+    """What it waits for, or why it last ended."""
+    if slot.note and slot.listens:
+        return slot.note
+    if slot.phase is Phase.READY and slot.successor:
+        return f"drains when {slot.successor} is ready"
     if slot.phase is Phase.STARTING:
         return "loads the model" if slot.placement else f"waits for a node with a free `{slot.role}` in Ray"
     if slot.phase is Phase.DRAINING:

@@ -10,9 +10,11 @@ model's own context) are made by `tandem.cluster.preflight` before anything star
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -245,7 +247,7 @@ def _build(section: type[_Section], tree: Any, path: str) -> _Section:
     for name in tree:
         if name not in fields:
             full = f"{path}.{name}".lstrip(".")
-            raise ConfigError(f"unknown key {full}; known here: {', '.join(fields)}", key=full)
+            raise ConfigError(f"unknown key {full}; {_suggestion(name, fields)}", key=full)
     values: dict[str, Any] = {}
     for name, value in tree.items():
         full = f"{path}.{name}".lstrip(".")
@@ -255,6 +257,22 @@ def _build(section: type[_Section], tree: Any, path: str) -> _Section:
         else:
             values[name] = _checked(value, hint, fields[name].metadata, full)
     return section(**values)
+
+
+def _suggestion(name: str, known_here: Iterable[str]) -> str:
+    """Where else the key is, or what it may be a slip of; and all that is known here."""
+    elsewhere = [path for path in _paths(Config) if path.rpartition(".")[2] == name]
+    meant = elsewhere or difflib.get_close_matches(name, list(known_here), n=1)
+    return (f"did you mean {' or '.join(meant)}? " if meant else "") + f"known here: {', '.join(known_here)}"
+
+
+def _paths(section: type[Any], prefix: str = "") -> Iterator[str]:
+    """Every key of the tree, dotted."""
+    for name, hint in typing.get_type_hints(section).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _paths(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _checked(value: Any, hint: Any, metadata: types.MappingProxyType[Any, Any], path: str) -> Any:

@@ -3,7 +3,9 @@
     TandemError
     ├── ConfigError                  a key of tandem.yaml or an option is wrong; names key and remedy
     ├── InvalidRequestError          the client's request is wrong; names the field        400
-    │   └── ModelNotFoundError                                                             404
+    │   ├── ModelNotFoundError                                                             404
+    │   ├── RequestTimeoutError      head or body of the request came too slowly           408
+    │   └── RequestTooLargeError     the body of the request exceeds its bound             413
     ├── ModelLoadError               the checkpoint cannot be served
     │   └── UnsupportedModelError    its architecture failed the probe; names why
     ├── OverloadedError              a bounded queue is full                               429
@@ -81,6 +83,21 @@ class ModelNotFoundError(InvalidRequestError):
 
     code = "model_not_found"
     http_status = 404
+
+
+class RequestTimeoutError(InvalidRequestError):
+    """The head or the body of an HTTP request did not arrive in time."""
+
+    code = "request_timeout"
+    http_status = 408
+    retryable = True
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """The body of an HTTP request is larger than `limits.max_body_bytes`."""
+
+    code = "request_too_large"
+    http_status = 413
 
 
 class ModelLoadError(TandemError):

@@ -15,7 +15,7 @@ _SLOW_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60
 
 
 class RouterMetrics:
-    """Counters and histograms of one router. Gauges of the workers are added by `router.gauges`."""
+    """Counters and histograms of one router. `router.gauges` adds what is read when it is asked for."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -34,7 +34,13 @@ class RouterMetrics:
         self.phase_s = histogram(
             "tandem_request_phase_seconds", "Time of a request in each phase; the phases add up", _SLOW_S, "phase"
         )
-        self.retries = counter("tandem_retries_total", "Attempts begun anew, by what ended the last one", "reason")
+        self.retries = counter("tandem_retries_total", "Attempts begun anew after a failure, by its code", "reason")
+        self.moves = counter(
+            "tandem_moves_total", "Attempts begun anew since a worker was leaving; not failures", "reason"
+        )
+        self.recovery_s = histogram(
+            "tandem_recovery_seconds", "A fault that ends an attempt to the next token given out", _SLOW_S
+        )
         self.disagreements = counter(
             "tandem_journal_disagreements_total", "Tokens that came twice with another id; the first one stands"
         )
@@ -62,10 +68,19 @@ class RouterMetrics:
         self.prompt_tokens_cached = counter(
             "tandem_prompt_tokens_cached_total", "Prompt tokens found in a prefix cache", "role"
         )
+        self.prompt_tokens_recomputed = counter(
+            "tandem_prompt_tokens_recomputed_total", "Prompt tokens that attempts after the first computed"
+        )
+        self.local_prefills = counter(
+            "tandem_local_prefills_total", "Prompts whose rest a decode worker computed after prefill was lost"
+        )
         self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")
         self.preemptions = counter("tandem_preemptions_total", "Requests that lost their pages for a while")
         # -- the control plane
         self.workers_lost = counter("tandem_workers_lost_total", "Worker connections that broke or fell silent", "role")
+        self.worker_deaths = counter(
+            "tandem_worker_deaths_total", "Workers that were lost without a plan, once for each incarnation", "role"
+        )
         self.writers_suspected = counter(
             "tandem_writers_suspected_total", "Writers that decode workers found silent beyond lease and grace"
         )

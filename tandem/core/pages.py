@@ -5,7 +5,7 @@ No tensors here. A page is in exactly one state:
     free ──allocate──> used ──release (last reference)──> cached, when it has a key; else free
     free ──reserve───> reserved ──admit──> used
     used | reserved ──quarantine──> quarantined ──lift──> free
-    cached ──acquire──> used          cached ──evict, least recently used first──> free
+    cached ──acquire──> used          cached ──evict (least recently used first), discard──> free
 
 `allocate` and `reserve` evict cached pages when free ones do not suffice, and give all pages or none.
 """
@@ -54,6 +54,22 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[byt
         chunk = struct.pack(f"<{page_size}I", *token_ids[start : start + page_size])
         previous = hashlib.sha256(previous + chunk).digest()
         keys.append(previous)
+    return keys
+
+
+def private_page_keys(
+    token_ids: Sequence[int], page_size: int, salt: bytes, owner: str, shared: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Keys of all pages of `token_ids`, a partial last one too, under which only `owner` finds them.
+
+    Chained over the tokens as `page_keys` are: the same owner with other tokens finds nothing. `shared` are the keys
+    of the leading full pages that everybody may find; they are used as they are.
+    """
+    own_salt = hashlib.sha256(salt + b"\0private\0" + owner.encode()).digest()
+    keys = list(shared) or page_keys(token_ids, page_size, own_salt)
+    rest = token_ids[len(keys) * page_size :]
+    if rest:
+        keys += page_keys(rest, len(rest), own_salt + (keys[-1] if keys else b""))
     return keys
 
 
@@ -143,12 +159,26 @@ class PagePool:
         return pages
 
     def publish(self, page: int, key: bytes) -> None:
-        """Enter a full, verified, used page under `key`. A key that is already held keeps its first page."""
+        """Enter a verified, used page under `key`: it is full, or the key is its owner's alone.
+
+        A key that is already held keeps its first page, and a page its first key.
+        """
         self._require(page, PageState.USED)
         if page in self._key_of or key in self._page_of:
             return
         self._key_of[page] = key
         self._page_of[key] = page
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Nobody finds a page under these keys any more; cached ones are free again. Unknown keys are fine."""
+        for key in keys:
+            page = self._page_of.pop(key, None)
+            if page is None:
+                continue
+            del self._key_of[page]
+            if self._state[page] is PageState.CACHED:
+                del self._lru[page]
+                self._to_free(page)
 
     def drop_cache(self) -> None:
         """Evict every cached page."""

@@ -1,8 +1,13 @@
-"""How every gRPC channel and server of the cluster is made."""
+"""How every gRPC channel and server of the cluster is made. Whether by TLS is `tandem.rpc.security`'s to say."""
 
 from __future__ import annotations
 
+import grpc
 from grpc import aio
+
+from tandem.rpc.guard import RoleGuard
+from tandem.rpc.identity import SERVER_NAME
+from tandem.rpc.security import Security, current
 
 # Prompts of a million tokens fit; nothing larger is ever sent.
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -27,6 +32,11 @@ _CHANNEL: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+_SECURE_CHANNEL: list[tuple[str, int | str]] = [
+    *_CHANNEL,
+    ("grpc.ssl_target_name_override", SERVER_NAME),  # the one name of all certificates, whatever address is dialled
+]
+
 _SERVER: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
@@ -35,23 +45,49 @@ _SERVER: list[tuple[str, int]] = [
 ]
 
 
-def make_channel(address: str) -> aio.Channel:
-    """A channel to `host:port`; must be called in a running event loop."""
-    return aio.insecure_channel(address, options=_CHANNEL)
+def make_channel(address: str, security: Security | None = None) -> aio.Channel:
+    """A channel to `host:port`; must be called in a running event loop.
+
+    Args:
+        security: of the caller; default: this process's.
+
+    Raises:
+        ConfigError: the address is beyond loopback, and there are no certificates.
+    """
+    credentials = (security or current()).channel_credentials(host_of(address))
+    if credentials is None:
+        return aio.insecure_channel(address, options=_CHANNEL)
+    return aio.secure_channel(address, credentials, options=_SECURE_CHANNEL)
+
+
+def make_blocking_channel(address: str, security: Security | None = None) -> grpc.Channel:
+    """As `make_channel`, for callers without an event loop."""
+    credentials = (security or current()).channel_credentials(host_of(address))
+    if credentials is None:
+        return grpc.insecure_channel(address, options=_CHANNEL)
+    return grpc.secure_channel(address, credentials, options=_SECURE_CHANNEL)
 
 
 def make_server() -> aio.Server:
     """A server without services or ports; must be called in the event loop that will run it."""
-    return aio.server(options=_SERVER)
+    return aio.server(options=_SERVER, interceptors=[RoleGuard()])
 
 
-def bind(server: aio.Server, host: str, port: int) -> int:
+def bind(server: aio.Server, host: str, port: int, security: Security | None = None) -> int:
     """Listen on `host:port`; port 0 takes a free one. Returns the port.
 
     Raises:
         OSError: the port is taken.
+        ConfigError: `host` is beyond loopback, and there are no certificates.
     """
-    bound = server.add_insecure_port(f"{host}:{port}")
+    credentials = (security or current()).server_credentials(host)
+    where = f"{host}:{port}"
+    bound = server.add_insecure_port(where) if credentials is None else server.add_secure_port(where, credentials)
     if bound == 0:
         raise OSError(f"cannot listen on {host}:{port}")
     return bound
+
+
+def host_of(address: str) -> str:
+    """`10.0.0.5` of `10.0.0.5:7001`."""
+    return address.rpartition(":")[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class ExitWatch:
             _log.info("process %d (%s) has ended already", pid, incarnation)
             exited()
             return
-        except OSError as error:  # no pidfds here, or too many: its end must be learnt in another way
+        except (OSError, OverflowError) as error:
+            # No pidfds here, too many, or no such number can be a pid: its end must be learnt in another way.
             _log.warning("cannot watch process %d (%s): %s", pid, incarnation, error)
             return
         self._fds[incarnation] = fd
@@ -52,6 +54,19 @@ class ExitWatch:
             exited()
 
         self._loop.add_reader(fd, readable)
+
+    def kill(self, incarnation: str) -> None:
+        """SIGKILL to the process that is watched, and to no other that has its number by now; none: no effect."""
+        if (fd := self._fds.get(incarnation)) is not None:
+            try:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            except ProcessLookupError:
+                _log.info("%s has ended already", incarnation)
+
+    def forget(self, incarnation: str) -> None:
+        """Watch it no longer."""
+        if incarnation in self._fds:
+            self._drop(incarnation)
 
     def _drop(self, incarnation: str) -> None:
         fd = self._fds.pop(incarnation)

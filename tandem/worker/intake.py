@@ -21,6 +21,12 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int, r
     _check_ids(prompt_ids, vocab_size, request_id)
 
 
+def check_choices(num_choices: int, most: int, request_id: str) -> None:
+    """Raises `InvalidRequestError` for more choices than `limits.max_choices`."""
+    if num_choices > most:
+        raise InvalidRequestError(f"{num_choices} choices, at most {most} go", field="n", request_id=request_id)
+
+
 def open_journals(
     journal: Iterable[pb.ChoiceJournal],
     params: SamplingParams,

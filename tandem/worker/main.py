@@ -16,6 +16,8 @@ from tandem.core.config import load
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import configure
 from tandem.worker.process import WorkerProcess
 
 _KV_BYTES = 256 << 20
@@ -53,6 +55,7 @@ def _parse(role: str, program: str) -> argparse.Namespace:
 def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> int:
     config = load(options.config)
     setup_logging(config.logging, options.worker_id)
+    configure(config.security, PeerRole(worker_class.role), options.host)
     points.name_process(options.worker_id)
     worker = worker_class(
         config,

@@ -1,13 +1,18 @@
 """The batch scheduler of both roles: Sarathi-Serve's decode-maximal batches under a token budget.
 
-    1  every running sequence that needs one token decodes
-    2  running sequences that need more get chunks of what the budget leaves
-    3  waiting sequences are admitted, in order, while budget, places and pages last
+    1  promoted sequences that wait get places and pages, from others if need be
+    2  every running sequence that needs one token decodes
+    3  running sequences that need more get chunks of what the budget leaves
+    4  waiting sequences are admitted, in order, while budget, places and pages last
 
-A prefill worker feeds it prompts only, so phase 1 is empty; a decode worker feeds it admitted handoffs, and chunks
+A prefill worker feeds it prompts only, so phase 2 is empty; a decode worker feeds it admitted handoffs, and chunks
 serve what must be computed there: replay after a preemption, or of a journal. When pages run out, the sequence that
 goes last in the order (lowest priority, latest arrival) gives up its pages and waits to be replayed; the first in the
 order is never preempted, so it always ends, and so does everything after it.
+
+*Promoted* is a prompt for which decode holds pages; it goes first and keeps what it has until it is removed. *Parked*
+is a computed prompt that has left the batch while its pages still wait for decode. A promoted sequence takes pages and
+places from those that are not, running or parked. That breaks the cycle between the two pools: see docs/design.md.
 
 Pure: owns the page accounting of its worker, imports no tensor library, reads no clock.
 Reference: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024.
@@ -16,6 +21,7 @@ Reference: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -32,6 +38,9 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     chunk_size: int  # a multiple of the page size, so that all chunks but a prompt's last fill whole pages
     queue_bound: int
+    # Share of the pool up to which sequences that are not promoted are admitted; one always is when nothing else is
+    # here.
+    unpromoted_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +79,10 @@ class BatchScheduler:
         self.limits = limits
         self.salt = salt
         self.prefix_cache = prefix_cache
-        # Invariant: both are sorted by `Sequence.order`, and no sequence is in both. Waiting ones hold no pages.
+        # Invariant: all are sorted by `Sequence.order`, and no sequence is in two. Waiting ones hold no pages.
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.parked: list[Sequence] = []
 
     # -- coming and going
 
@@ -102,13 +112,34 @@ class BatchScheduler:
         """Take a sequence whose pages hold its KV already into the batch, from the next step on."""
         insort(self.running, sequence, key=_order)
 
+    def park(self, sequence: Sequence) -> None:
+        """A computed sequence leaves the batch, if it is in it, and keeps its pages until `remove`.
+
+        While it is not promoted it may lose them: then it waits again, to be computed once more.
+        """
+        self._take_out(sequence)
+        insort(self.parked, sequence, key=_order)
+
+    def promote(self, sequence: Sequence) -> None:
+        """Memory elsewhere waits for what `sequence` computes: from now on it goes before all that is not promoted."""
+        queue = self._take_out(sequence)
+        sequence.promoted = True
+        if queue is not None:
+            insort(queue, sequence, key=_order)
+
     def remove(self, sequence: Sequence) -> list[int]:
         """Take a sequence out and return its pages, whose reference now is the caller's to release."""
-        for queue in (self.running, self.waiting):
-            if sequence in queue:
-                queue.remove(sequence)
+        self._take_out(sequence)
         pages, sequence.pages = sequence.pages, []
         return pages
+
+    def _take_out(self, sequence: Sequence) -> list[Sequence] | None:
+        """Returns the queue that it was in."""
+        for queue in (self.running, self.waiting, self.parked):
+            if sequence in queue:
+                queue.remove(sequence)
+                return queue
+        return None
 
     # -- one step
 
@@ -116,10 +147,24 @@ class BatchScheduler:
         """Decide the next step. Pages it needs are taken now; `apply` must follow before the next call."""
         batch = Batch()
         budget = self.limits.max_num_batched_tokens
+        self._admit_promoted(batch)
         budget = self._schedule_decodes(batch, budget)
         budget = self._schedule_chunks(batch, budget)
         self._admit_waiting(batch, budget)
         return batch
+
+    def _admit_promoted(self, batch: Batch) -> None:
+        """Let promoted ones into the batch, before anything is planned for those that they preempt."""
+        while self.waiting and self.waiting[0].promoted:
+            sequence = self.waiting[0]
+            num_places = self.limits.max_num_seqs - sum(s.promoted for s in self.running)
+            if num_places < 1 or not self._give_pages(batch, sequence):
+                return
+            self.waiting.pop(0)
+            if len(self.running) >= self.limits.max_num_seqs:
+                self._preempt(batch, self.running[-1])
+            self.enter(sequence)
+            batch.admitted.append(sequence)
 
     def _schedule_decodes(self, batch: Batch, budget: int) -> int:
         for sequence in [s for s in self.running if s.is_decode]:
@@ -145,8 +190,10 @@ class BatchScheduler:
     def _admit_waiting(self, batch: Batch, budget: int) -> None:
         while self.waiting and not batch.preempted and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            if budget < min(self.pool.page_size, sequence.num_to_compute) or not self._give_pages(sequence):
+            if sequence.promoted or budget < min(self.pool.page_size, sequence.num_to_compute):
                 return  # the head is not overtaken
+            if not self._give_pages(batch, sequence):
+                return
             self.waiting.pop(0)
             self.enter(sequence)
             batch.admitted.append(sequence)
@@ -176,25 +223,43 @@ class BatchScheduler:
         end = (sequence.num_computed + room) // self.pool.page_size * self.pool.page_size
         return max(0, end - sequence.num_computed)
 
-    def _give_pages(self, sequence: Sequence) -> bool:
+    def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens: cached ones first, then new ones; or none at all."""
         page_size = self.pool.page_size
         num_tokens = len(sequence.token_ids)
-        cached: list[int] = []
         if self.prefix_cache:
             sequence.extend_keys(page_size, self.salt, num_tokens)
-            # The newest token is always computed: its logits are what is wanted.
-            cached = self.pool.acquire(sequence.keys[: (num_tokens - 1) // page_size])
+        # The newest token is always computed: its logits are what is wanted.
+        cached = self.pool.acquire(sequence.keys[: (num_tokens - 1) // page_size])
         needed = pages_for(num_tokens, page_size) - len(cached)
-        # Who was preempted comes back only when the others can grow a page each, or it would be preempted at once.
-        headroom = len(self.running) if sequence.num_preemptions else 0
-        fresh = self.pool.allocate(needed) if needed + headroom <= self.pool.num_available else None
+        has_room = self._reclaim(batch, needed) if sequence.promoted else self._has_room(sequence, needed)
+        fresh = self.pool.allocate(needed) if has_room else None
         if fresh is None:
             self.pool.release(cached)
             return False
         sequence.pages = cached + fresh
         sequence.num_computed = sequence.num_cached = len(cached) * page_size
         sequence.num_published = len(cached)
+        return True
+
+    def _has_room(self, sequence: Sequence, needed: int) -> bool:
+        """Whether a sequence that is not promoted may take `needed` new pages, beside cached ones that it has taken."""
+        limit = self.limits.unpromoted_share * self.pool.num_pages
+        if (self.running or self.parked) and self.pool.counts().used + needed > limit:
+            return False
+        # Who was preempted comes back only when the others can grow a page each, or it would be preempted at once.
+        headroom = len(self.running) if sequence.num_preemptions else 0
+        return needed + headroom <= self.pool.num_available
+
+    def _reclaim(self, batch: Batch, needed: int) -> bool:
+        """Make `needed` pages available, from sequences that are not promoted; take none where that is not enough."""
+        victims = sorted((s for s in (*self.running, *self.parked) if not s.promoted), key=_order)
+        holders = Counter(page for victim in victims for page in victim.pages)
+        num_theirs = sum(self.pool.references(page) == num for page, num in holders.items())
+        if needed > self.pool.num_available + num_theirs:
+            return False
+        while needed > self.pool.num_available:
+            self._preempt(batch, victims.pop())
         return True
 
     def _grow_or_preempt(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
@@ -237,7 +302,7 @@ class BatchScheduler:
         return None
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        self._take_out(sequence)
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.num_computed = sequence.num_published = 0
@@ -262,5 +327,5 @@ class BatchScheduler:
         sequence.num_published = num_full
 
 
-def _order(sequence: Sequence) -> tuple[int, int, int]:
+def _order(sequence: Sequence) -> tuple[bool, int, int, int]:
     return sequence.order

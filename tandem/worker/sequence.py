@@ -41,12 +41,14 @@ class Sequence:
     num_published: int = 0  # leading pages offered to the prefix cache
     num_cached: int = 0  # tokens found in the prefix cache at the last admission
     num_preemptions: int = 0
+    # Memory elsewhere waits for what this one computes: it goes before all others. Set by `BatchScheduler.promote`.
+    promoted: bool = False
     owner: Any = None  # what the role keeps beside it
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Who goes first: by priority, then first come first served."""
-        return (self.priority, self.arrival, self.choice)
+    def order(self) -> tuple[bool, int, int, int]:
+        """Who goes first: the promoted ones; then by priority; then first come first served."""
+        return (not self.promoted, self.priority, self.arrival, self.choice)
 
     @property
     def num_to_compute(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.layout import LayoutId
-from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from tandem.core.errors import HandoffError
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -53,6 +53,7 @@ def grant_to_proto(grant: Grant) -> decode_pb.Grant:
         pages=grant.pages,
         num_cached_pages=grant.first_page,
         lease_s=grant.lease_s,
+        capability=grant.capability,
     )
 
 
@@ -67,6 +68,7 @@ def grant_from_proto(message: decode_pb.Grant, layout: LayoutId) -> Grant:
         pages=tuple(message.pages),
         lease_s=message.lease_s,
         first_page=message.num_cached_pages,
+        capability=message.capability,
     )
 
 
@@ -83,6 +85,7 @@ def commit_to_proto(commit: Commit, sender_worker_id: str) -> decode_pb.CommitRe
         pages=commit.pages,
         layers=[decode_pb.LayerDigests(xxh3=digests) for digests in commit.digests],
         first_tokens=[decode_pb.FirstToken(choice=t.choice, token_id=t.token_id) for t in commit.first_tokens],
+        capability=commit.capability,
     )
 
 
@@ -97,6 +100,35 @@ def commit_from_proto(message: decode_pb.CommitRequest) -> Commit:
         pages=tuple(message.pages),
         digests=tuple(tuple(layer.xxh3) for layer in message.layers),
         first_tokens=tuple(FirstToken(t.choice, t.token_id) for t in message.first_tokens),
+        capability=message.capability,
+    )
+
+
+def part_to_proto(part: CommitPart, sender_worker_id: str) -> decode_pb.CommitPartRequest:
+    return decode_pb.CommitPartRequest(
+        request_id=part.key.request_id,
+        attempt=part.key.attempt,
+        grant_id=part.grant_id,
+        epoch=part.epoch,
+        receiver_incarnation=part.receiver,
+        sender_worker_id=sender_worker_id,
+        sender_incarnation=part.sender,
+        first_index=part.first_index,
+        layers=[decode_pb.LayerDigests(xxh3=digests) for digests in part.digests],
+        capability=part.capability,
+    )
+
+
+def part_from_proto(message: decode_pb.CommitPartRequest) -> CommitPart:
+    return CommitPart(
+        grant_id=message.grant_id,
+        key=AttemptKey(message.request_id, message.attempt),
+        epoch=message.epoch,
+        receiver=message.receiver_incarnation,
+        sender=message.sender_incarnation,
+        first_index=message.first_index,
+        digests=tuple(tuple(layer.xxh3) for layer in message.layers),
+        capability=message.capability,
     )
 
 

@@ -33,12 +33,19 @@ def free_port() -> int:
 class Serve:
     """One `tandem serve` with a small cache and one thread a worker."""
 
-    def __init__(self, directory: Path, *options: str, port: int | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        port: int | None = None,
+        environment: dict[str, str] | None = None,
+        **config: Any,
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.mark = uuid.uuid4().hex
         self.env = {
-            **os.environ,
+            **(os.environ if environment is None else environment),
             MARK: self.mark,
             "XDG_RUNTIME_DIR": str(directory),
             "PYTHONPATH": str(ROOT),
@@ -93,10 +100,12 @@ class Serve:
     def members(self) -> dict[str, dict[str, Any]]:
         return {worker["member"]["worker_id"]: worker["member"] for worker in self.status()["workers"]}
 
-    def complete(self, prompt: str = "Once upon a time", *, max_tokens: int = 8) -> httpx.Response:
+    def complete(
+        self, prompt: str = "Once upon a time", *, max_tokens: int = 8, timeout_s: float = 60.0
+    ) -> httpx.Response:
         body = {"model": "tandem-tiny", "prompt": prompt, "max_tokens": max_tokens}
         body |= {"temperature": 0, "ignore_eos": True}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60.0)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
 
     def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
         """The cluster's state once `condition` holds: told by the supervisor at each change."""
@@ -155,6 +164,51 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
             continue
 
 
+class Stream:
+    """One long streamed request on a thread: the texts of its chunks as they come."""
+
+    def __init__(self, serve: Serve, *, max_tokens: int) -> None:
+        self.texts: list[str] = []
+        self.finish = ""
+        self.error: Exception | None = None
+        self.num_seen = threading.Semaphore(0)
+        self._serve, self._max_tokens = serve, max_tokens
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def wait_for_token(self) -> None:
+        assert self.num_seen.acquire(timeout=60), self.error
+
+    def join(self, timeout_s: float = 60.0) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the stream hangs"
+
+    def _run(self) -> None:
+        body = {"model": "tandem-tiny", "prompt": "Once upon a time", "max_tokens": self._max_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        try:
+            with httpx.stream("POST", f"{self._serve.url}/v1/completions", json=body, timeout=120.0) as response:
+                for line in response.iter_lines():
+                    self._take(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def _take(self, data: str) -> None:
+        if not data or data == "[DONE]":
+            return
+        chunk: dict[str, Any] = json.loads(data)
+        if "error" in chunk:
+            self.finish = f"error: {chunk['error']['message']}"
+            return
+        self.texts.append(chunk["choices"][0]["text"])
+        self.finish = chunk["choices"][0]["finish_reason"] or self.finish
+        self.num_seen.release()
+
+
 class Load:
     """Clients that send requests one after another until the block ends; every answer is kept."""
 
@@ -190,3 +244,4 @@ class Load:
                 self.responses.append(self._serve.complete(prompt, max_tokens=24))
             except httpx.HTTPError as error:
                 self.errors.append(error)
+                self._stop.wait(0.2)  # not to take the cores from what starts again

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -61,9 +62,9 @@ def test_a_killed_worker_comes_back_under_a_new_incarnation(serve: Serve, worker
         psutil.Process(before["pid"]).kill()
         killed = time.monotonic()
 
-        def noticed(cluster: dict) -> bool:
+        def noticed(cluster: dict[str, Any]) -> bool:
             lives = {w["member"]["worker_id"]: w["member"]["incarnation"] for w in cluster["workers"]}
-            return lives[worker_id] != before["incarnation"]
+            return bool(lives[worker_id] != before["incarnation"])
 
         serve.until(noticed)
         assert time.monotonic() - killed < 1.0
@@ -147,9 +148,10 @@ def test_a_pool_never_becomes_empty(serve: Serve) -> None:
     assert "must be at least 1" in run.stderr
 
 
-def test_an_idle_supervisor_and_router_cost_nearly_nothing(serve: Serve) -> None:
-    actors = [p for p in serve.processes() if any(n in " ".join(p.cmdline()) for n in ("Supervisor", "RouterActor"))]
-    assert len(actors) == 2
+def test_idle_supervisor_router_and_watcher_cost_nearly_nothing(serve: Serve) -> None:
+    idle = ("Supervisor", "RouterActor", "WatcherActor")
+    actors = [p for p in serve.processes() if any(name in " ".join(p.cmdline()) for name in idle)]
+    assert len(actors) == 3
 
     def cpu_s() -> list[float]:
         return [p.cpu_times().user + p.cpu_times().system for p in actors]

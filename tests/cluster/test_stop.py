@@ -57,13 +57,10 @@ def test_a_kill_of_serve_takes_everything_with_it(serves: list[Serve], tmp_path:
     serve.wait_ready()
     family = serve.processes()
     ours = [p for p in family if "Actor" in " ".join(p.cmdline())]
-    assert len(ours) == 4
+    assert len(ours) == 5  # supervisor, router, two workers and their node's watcher
     serve.process.kill()
-    _, alive = psutil.wait_procs(ours, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=10)  # Ray's own agents too, which would try for long to report it
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-    deadline = time.monotonic() + 90  # Ray's own agents may try for 60 s to report it
-    while serve.processes() and time.monotonic() < deadline:
-        time.sleep(0.5)
     assert serve.processes() == []
 
 
@@ -75,6 +72,7 @@ def test_a_second_ctrl_c_stops_at_once(serves: list[Serve], tmp_path: Path) -> N
     serve.wait_for("Stopping")
     serve.process.send_signal(signal.SIGINT)
     assert serve.process.wait(timeout=15) in (0, 130)
+    assert serve.process.returncode == 0 or "processes were killed" in serve.lines[-1]
     assert serve.processes() == []
 
 

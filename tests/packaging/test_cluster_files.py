@@ -12,8 +12,11 @@ import pytest
 import yaml
 from ray.autoscaler._private import util
 
+from tandem.cluster.ray_home import RECONNECT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["cluster.yaml", "deploy/on-premises.yaml"]
+SAYS_HOW = 'printf "%s\\n" "$@" "waits=$RAY_gcs_rpc_server_reconnect_timeout_s" "mode=$RAY_AUTH_MODE"'
 
 
 def read(name: str) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def test_pools_are_node_types_with_limits_and_resources_of_their_own() -> None:
 
 def started_with(commands: list[str], address: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `commands` as Ray's launcher would on the machine at `address`, with a `ray` that only says how."""
-    for name, script in {"hostname": f"echo '{address} '", "ray": 'printf "%s\\n" "$@" "mode=$RAY_AUTH_MODE"'}.items():
+    for name, script in {"hostname": f"echo '{address} '", "ray": SAYS_HOW}.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
     environment = {**os.environ, "RAY_AUTH_MODE": "unset", "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -82,6 +85,16 @@ def test_every_node_asks_for_the_token(name: str, commands: str, tmp_path: Path)
     assert any(target.endswith("/.ray/auth_token") for target in config["file_mounts"])
     started = started_with(config[commands], "192.168.1.11", tmp_path)
     assert started.stdout.splitlines()[-1] == "mode=token"
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
+def test_every_node_outlives_its_control_store_as_long_as_the_documentation_says(
+    name: str, commands: str, tmp_path: Path
+) -> None:
+    started = started_with(read(name)[commands], "192.168.1.11", tmp_path)
+    assert f"waits={RECONNECT_S}" in started.stdout.splitlines()
+    assert f"{RECONNECT_S} s" in (ROOT / "docs" / "deploy.md").read_text()
 
 
 def test_every_machine_on_premises_gets_one_role(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,13 +18,16 @@ from typing import Any
 
 import httpx
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.core.model_path import resolve_model
+from tandem.core.points import VARIABLE
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 
 START_TIMEOUT_S = 120.0
+PAGE_STATES = ("free", "used", "reserved", "cached", "quarantined")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,24 +45,64 @@ class Process:
     def pid(self) -> int:
         return self.popen.pid
 
+    @property
+    def lives(self) -> bool:
+        return self.popen.poll() is None
+
+    @property
+    def incarnation(self) -> str:
+        """Of a worker that is ready; else empty."""
+        return str(self.facts.get("incarnation", ""))
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.popen.send_signal(number)
 
-    def wait_ready(self) -> None:
-        """Until the ready file is there; fails with the log when the process ends before."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.ready_file.exists():
-            if self.popen.poll() is not None or time.monotonic() > deadline:
+    def end(self) -> None:
+        """SIGKILL, and wait until it has ended."""
+        self.kill()
+        self.popen.wait()
+
+    def is_ready(self) -> bool:
+        """Whether it has told where it listens; fails with the log when it has ended instead."""
+        if not self.facts:
+            if self.ready_file.exists():
+                self.facts = json.loads(self.ready_file.read_text())
+            elif not self.lives:
                 raise AssertionError(f"{self.name} did not start:\n{self.log.read_text()[-4000:]}")
+        return bool(self.facts)
+
+    def wait_ready(self) -> None:
+        """Until the ready file is there."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.is_ready():
+            assert time.monotonic() < deadline, f"{self.name} does not start:\n{self.log.read_text()[-4000:]}"
             time.sleep(0.05)
-        self.facts = json.loads(self.ready_file.read_text())
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class ProcessCluster:
-    """Starts, kills and replaces the processes of one cluster, and tells the router who is there."""
+    """Starts, kills and replaces the processes of one cluster, and tells the router who is there.
 
-    def __init__(self, directory: Path, model: str = "embedded", config: dict[str, Any] | None = None) -> None:
+    Attributes:
+        points: the directory whose files arm `tandem.core.points` in every process; `None`: no points.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: str = "embedded",
+        config: dict[str, Any] | None = None,
+        points: Path | None = None,
+    ) -> None:
         self.directory = directory
+        self.points = points
+        self.url = f"http://127.0.0.1:{free_port()}"  # stays when the router is started again
         self.model_dir = resolve_model(model)
         self.config_file = directory / "tandem.yaml"
         self.config_file.write_text(yaml.safe_dump(config or {}))
@@ -68,8 +112,9 @@ class ProcessCluster:
         self._num_started = 0
 
     @property
-    def url(self) -> str:
-        return str(self.router.facts["http"])
+    def processes(self) -> list[Process]:
+        """The newest of each name."""
+        return [self.router, *self.workers.values()]
 
     # -- processes
 
@@ -81,6 +126,8 @@ class ProcessCluster:
             "--ready-file", str(ready), *arguments,
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
+        if self.points is not None:
+            environment[VARIABLE] = str(self.points)
         with log.open("wb") as sink:
             popen = subprocess.Popen(
                 command, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=self.directory
@@ -95,24 +142,31 @@ class ProcessCluster:
         return process
 
     def start_router(self) -> Process:
-        self.router = self._start("router", "router", "--http-port", "0")
+        self.router = self._start("router", "router", "--http-port", self.url.rpartition(":")[2])
         return self.router
 
-    def start(self, num_prefill: int = 1, num_decode: int = 1) -> None:
-        """Start everything and, when both pools have workers, wait until `/health` says 200."""
+    def launch(self, num_prefill: int = 1, num_decode: int = 1) -> None:
+        """Start everything, and wait for nothing."""
         self.start_router()
         for n in range(num_prefill):
             self.start_worker("prefill", n)
         for n in range(num_decode):
             self.start_worker("decode", n)
-        for process in [self.router, *self.workers.values()]:
+
+    def wait_started(self) -> None:
+        """Until all that was launched is ready and, when both pools have workers, `/health` says 200."""
+        for process in self.processes:
             process.wait_ready()
         self.publish()
-        if num_prefill and num_decode:
+        if {name.partition("-")[0] for name in self.workers} == {"prefill", "decode"}:
             self.wait_healthy()
 
     def publish(self) -> None:
         """Tell the router about all workers that live."""
+        asyncio.run(self.push_membership())
+
+    async def push_membership(self) -> None:
+        """As `publish`. Raises gRPC's error where the router does not take it."""
         self._membership_version += 1
         members = [
             control_pb2.Member(
@@ -125,24 +179,20 @@ class ProcessCluster:
                 pid=process.pid,
             )
             for name, process in self.workers.items()
-            if process.popen.poll() is None and process.facts
+            if process.lives and process.facts
         ]
         membership = control_pb2.Membership(version=self._membership_version, members=members)
-
-        async def push() -> None:
-            async with make_channel(self.router.facts["control"]) as channel:
-                await control_pb2_grpc.RouterControlStub(channel).SetMembership(membership, timeout=10)
-
-        asyncio.run(push())
+        async with make_channel(self.router.facts["control"]) as channel:
+            await control_pb2_grpc.RouterControlStub(channel).SetMembership(membership, timeout=10)
 
     def wait_healthy(self, timeout_s: float = 30.0) -> None:
         self.wait_for(lambda: httpx.get(f"{self.url}/health").status_code == 200, "health", timeout_s)
 
     def stop(self) -> None:
         """End all processes; those that must be killed make the test fail."""
-        processes = [self.router, *self.workers.values()]
+        processes = self.processes
         for process in processes:
-            if process.popen.poll() is None:
+            if process.lives:
                 process.kill(signal.SIGCONT)
                 process.kill(signal.SIGTERM)
         stuck = []
@@ -161,26 +211,46 @@ class ProcessCluster:
         answer: dict[str, Any] = httpx.get(f"{self.url}/v1/cluster").json()
         return answer
 
-    def pages(self) -> dict[str, dict[str, int]]:
-        """Counts of pages by state, of every worker, by the worker's own word."""
+    def statuses(self) -> dict[str, pb.WorkerStatus]:
+        """Every living worker's own word on its load and pages."""
 
         async def ask(address: str) -> pb.WorkerStatus:
             async with make_channel(address) as channel:
                 stub = control_pb2_grpc.WorkerControlStub(channel)
                 return await stub.Status(control_pb2.StatusRequest(), timeout=10)
 
-        counts = {}
-        for name, process in self.workers.items():
-            if process.popen.poll() is None:
-                pages = asyncio.run(ask(process.facts["address"])).pages
-                counts[name] = {s: getattr(pages, s) for s in ("free", "used", "reserved", "cached", "quarantined")}
-        return counts
+        async def ask_all() -> dict[str, pb.WorkerStatus]:
+            living = {name: p.facts["address"] for name, p in self.workers.items() if p.lives and p.facts}
+            return dict(zip(living, await asyncio.gather(*map(ask, living.values())), strict=True))
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics").text
-        values = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-        return sum(map(float, values))
+        return asyncio.run(ask_all())
+
+    def router_status(self) -> control_pb2.RouterStatusReply:
+        """How many exchanges and requests the router has."""
+
+        async def ask() -> control_pb2.RouterStatusReply:
+            async with make_channel(self.router.facts["control"]) as channel:
+                stub = control_pb2_grpc.RouterControlStub(channel)
+                return await stub.RouterStatus(control_pb2.RouterStatusRequest(), timeout=10)
+
+        return asyncio.run(ask())
+
+    def pages(self) -> dict[str, dict[str, int]]:
+        """Counts of pages by state, of every living worker."""
+        return {
+            name: {state: getattr(status.pages, state) for state in PAGE_STATES}
+            for name, status in self.statuses().items()
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric over its labels; with `labels`, of the series that have them."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def wait_for(self, condition: Any, what: str, timeout_s: float = 10.0) -> None:
         """Until `condition()` holds: what other processes do can only be looked at."""
@@ -193,18 +263,27 @@ class ProcessCluster:
             time.sleep(0.02)
 
     def wait_idle(self, timeout_s: float = 5.0) -> None:
-        """Until no worker holds a page for any request."""
+        """Until no worker holds a request, or a page for one."""
+        seen: dict[str, pb.WorkerStatus] = {}
 
         def idle() -> bool:
-            return all(p["used"] == p["reserved"] == p["quarantined"] == 0 for p in self.pages().values())
+            seen.update(self.statuses())
+            return not any(holds_anything(status) for status in seen.values())
 
         try:
             self.wait_for(idle, "idle workers", timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"{error}; pages: {self.pages()}") from None
+            held = {name: str(status) for name, status in seen.items() if holds_anything(status)}
+            raise AssertionError(f"{error}; held: {held}") from None
 
     def logs(self) -> str:
-        return "\n".join(f"== {p.name}\n{p.log.read_text()[-1500:]}" for p in [self.router, *self.workers.values()])
+        return "\n".join(f"== {p.name}\n{p.log.read_text()[-1500:]}" for p in self.processes)
+
+
+def holds_anything(status: pb.WorkerStatus) -> bool:
+    """Whether a worker has a request, or a page for one."""
+    pages = status.pages
+    return any((status.num_running, status.num_queued, pages.used, pages.reserved, pages.quarantined))
 
 
 @contextlib.contextmanager
@@ -212,7 +291,8 @@ def running(directory: Path, num_prefill: int = 1, num_decode: int = 1, **option
     """A cluster for the length of a `with` block; nothing of it is left afterwards."""
     cluster = ProcessCluster(directory, **options)
     try:
-        cluster.start(num_prefill, num_decode)
+        cluster.launch(num_prefill, num_decode)
+        cluster.wait_started()
         yield cluster
     finally:
         cluster.stop()

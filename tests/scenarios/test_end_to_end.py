@@ -215,7 +215,8 @@ def test_a_killed_worker_ends_no_request_wrongly(tmp_path: Path, cluster: Proces
     prompts = [f"Tale {n}: " + "the bird sang. " * (3 * n) for n in range(8)]
     fields = {"max_tokens": 150, "ignore_eos": True, "temperature": 0.8, "seed": 6}
     expected = [complete(cluster.url, p, **fields).token_ids for p in prompts]
-    with running(tmp_path, 2, 2, config={**SERVED, "transport": {"lease_s": 1.0}}) as doomed:
+    config = {**SERVED, "transport": {"lease_s": 1.0}, "limits": {"retry_budget": 1.0}}  # up to all are tried again
+    with running(tmp_path, 2, 2, config=config) as doomed:
         started = threading.Semaphore(0)
 
         def ask(prompt: str) -> tuple[list[int], bool]:

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,11 +90,10 @@ async def committed_and_not_acknowledged(pair: WorkerPair, router: Router) -> As
 
 @asynccontextmanager
 async def waiting_for_pages(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-    with pair.hogged(pair.decode, num_free=2), Gate(pair.prefill.desk, "computed") as gate:
+    with pair.hogged(pair.decode, num_free=2):
         ask = await router.begin(an_ask())
-        await gate.wait()
+        await until(lambda: pair.prefill.scheduler.parked, "a computed prompt")
         assert not router.outcomes[ask.key].grant
-        gate.open()
         yield ask
 
 
@@ -125,6 +125,27 @@ def computed_at_decode(first: int) -> Point:
     return held
 
 
+def computing_its_prompt_at_decode(first: int) -> Point:
+    """Prefill has no part in it; held at a chunk of the prompt, or at a step behind it."""
+
+    @asynccontextmanager
+    async def held(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+        with Gate(pair.decode.engine, "forward", first=first) as gate:
+            ask = await router.reserve(replace(an_ask(), local=512))
+            await gate.wait()
+            yield ask
+
+    return held
+
+
+@asynccontextmanager
+async def waiting_to_compute_at_decode(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    with pair.hogged(pair.decode, num_free=2):
+        ask = await router.reserve(replace(an_ask(), local=512))
+        await until(lambda: pair.decode.generations.reservations.waiting, "a reservation")
+        yield ask
+
+
 POINTS: dict[str, Point] = {
     "queued": queued_at_prefill,
     "computing": computing_the_second_chunk,
@@ -136,6 +157,10 @@ POINTS: dict[str, Point] = {
     "attached": attached,
     "admitted": computed_at_decode(0),
     "decoding": computed_at_decode(4),
+    "waiting to compute at decode": waiting_to_compute_at_decode,
+    "first chunk at decode": computing_its_prompt_at_decode(0),
+    "last chunk at decode": computing_its_prompt_at_decode(2),
+    "computed at decode": computing_its_prompt_at_decode(4),
 }
 
 

@@ -116,6 +116,45 @@ async def test_a_drain_ends_when_the_last_request_is_cancelled(life: WorkerPair)
         await asyncio.gather(*drains)
 
 
+async def test_a_draining_decode_worker_refuses_what_waits_at_once(life: WorkerPair) -> None:
+    """So that the router places it elsewhere; what runs goes on to its end."""
+    decode = life.decode
+    async with Router(life) as router:
+        running = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)))
+        await router.until(lambda: router.outcomes[running.key].tokens[0], "a token")
+        with life.hogged(decode, num_free=0):
+            queued = [await router.begin(Ask(prompt_of(40))), await router.reserve(Ask(prompt_of(41), local=512))]
+            await until(lambda: len(decode.generations.reservations.waiting) == 2, "two that wait")
+            draining = asyncio.create_task(drain(decode))
+            for ask in queued:
+                await router.heard(ask, "decode.failed")
+                failure = router.outcomes[ask.key].failures["decode"]
+                assert (failure.code, failure.retryable) == ("draining", True)
+            assert not draining.done()
+            assert decode.num_held() == 1
+        await router.finish(running)
+        await draining
+        await router.cancel(queued[0])
+        await life.settled()
+
+
+async def test_a_draining_decode_worker_still_takes_what_it_granted(life: WorkerPair) -> None:
+    async with Router(life) as router:
+        router.attaches = False
+        granted = await router.begin(Ask(prompt_of(40)))
+        await router.heard(granted, "decode.granted")
+        with Gate(life.decode.engine, "forward", first=1) as gate:
+            here = await router.reserve(Ask(prompt_of(60), local=512))
+            await gate.wait()
+            draining = asyncio.create_task(drain(life.decode))
+            await until(lambda: life.decode.draining, "the drain")
+        assert not draining.done()
+        await router.attach(granted)
+        for ask in (granted, here):
+            await router.finish(ask)
+        await draining
+
+
 async def test_a_drain_does_not_outlive_its_worker(life: WorkerPair) -> None:
     async with Router(life) as router:
         router.attaches = False

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,10 +186,10 @@ class WorkerPair:
             if counts.used or counts.reserved or counts.quarantined:
                 left.append(f"{worker.worker_id}: {counts}")
             scheduler = worker.scheduler
-            if scheduler.running or scheduler.waiting:
-                left.append(f"{worker.worker_id}: {scheduler.running} {scheduler.waiting}")
+            if scheduler.running or scheduler.waiting or scheduler.parked:
+                left.append(f"{worker.worker_id}: {scheduler.running} {scheduler.waiting} {scheduler.parked}")
         prefill, decode = self.prefill, self.decode
-        held = {
+        held: dict[str, Collection[Any]] = {
             "prompts": prefill.prompts.jobs,
             "handoffs": prefill.desk._entries,
             "targets": prefill._targets,
@@ -197,6 +197,7 @@ class WorkerPair:
             "generations": decode.generations.jobs,
             "grants": decode.generations.reservations.granted,
             "reservations": decode.generations.reservations.waiting,
+            "prompts at decode": decode.generations.reservations.computing,
         }
         return left + [f"{name}: {list(map(str, what))}" for name, what in held.items() if what]
 
@@ -223,6 +224,16 @@ def running_pair(
     finally:
         prefill.stop()
         decode.stop()
+
+
+@contextlib.contextmanager
+def counted(pair: WorkerPair, computed: int, cached: int) -> Iterator[None]:
+    """Decode computes, and finds in its cache, exactly so many prompt tokens meanwhile."""
+    worker = pair.decode
+    before = (worker.num_prompt_tokens_computed, worker.num_prompt_tokens_cached)
+    yield
+    after = (worker.num_prompt_tokens_computed, worker.num_prompt_tokens_cached)
+    assert (after[0] - before[0], after[1] - before[1]) == (computed, cached)
 
 
 class Oracle:

@@ -32,6 +32,7 @@ class Ask:
     attempt: int = 1
     priority: int = 0
     journal: tuple[pb.ChoiceJournal, ...] = ()
+    local: int = 0  # tokens that decode may compute by itself
 
     @property
     def key(self) -> AttemptKey:
@@ -43,9 +44,13 @@ class Outcome:
     """What a router has heard of one attempt."""
 
     tokens: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))  # choice → index → id
+    logprobs: dict[int, dict[int, list[float]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # own, then likeliest
     finished: dict[int, int] = field(default_factory=dict)  # choice → finish reason
     kinds: list[str] = field(default_factory=list)  # of all other events, with their side: "decode.granted"
     grant: decode_pb2.Grant | None = None
+    local: decode_pb2.ComputesHere | None = None
     done: prefill_pb2.HandoffDone | None = None
     failures: dict[str, pb.Error] = field(default_factory=dict)  # by side
 
@@ -142,6 +147,10 @@ class Router:
         if kind in ("token", "first_token"):
             known = outcome.tokens[message.choice].setdefault(message.index, message.token_id)
             assert known == message.token_id, f"{key} choice {message.choice} index {message.index} came twice"
+            outcome.logprobs[message.choice][message.index] = [
+                message.logprob,
+                *(t.logprob for t in message.top_logprobs),
+            ]
             if message.finish_reason:
                 outcome.finished[message.choice] = message.finish_reason
             return
@@ -150,6 +159,8 @@ class Router:
             outcome.grant = message
             if self.attaches:
                 await self.attach(self._asks[key])
+        elif kind == "local":
+            outcome.local = message
         elif kind == "handoff_done":
             outcome.done = message
         elif kind == "failed":
@@ -182,7 +193,7 @@ class Router:
 
     async def reserve(self, ask: Ask) -> Ask:
         self.name(ask)
-        await self.say("decode", reserve=decode_pb2.Reserve(**self._common(ask)))
+        await self.say("decode", reserve=decode_pb2.Reserve(**self._common(ask), max_local_tokens=ask.local))
         return ask
 
     async def start(self, ask: Ask) -> Ask:
@@ -238,7 +249,7 @@ class Router:
         return outcome
 
     async def ask(self, *asks: Ask) -> list[Outcome]:
-        """Run requests together and wait for all of them."""
+        """Run requests together and wait for all of them; prefill hears of those only that decode may not compute."""
         for ask in asks:
-            await self.begin(ask)
+            await (self.reserve(ask) if ask.local else self.begin(ask))
         return list(await asyncio.gather(*(self.finish(ask) for ask in asks)))

@@ -638,7 +638,7 @@ class ConfirmIdleRequest(_message.Message):
     grant_id: _builtins.str
     sender_incarnation: _builtins.str
     capability: _builtins.bytes
-    """of the grant; empty where the sender never had it"""
+    """of the grant; from `StopWrites` where the sender never had it"""
     def __init__(
         self,
         *,

@@ -344,11 +344,14 @@ class StopWritesRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     GRANT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     grant_id: _builtins.str
     reason: _builtins.str
     """`RefusalReason` in lower case"""
+    capability: _builtins.bytes
+    """of the grant: what `ConfirmIdle` must carry, also where prefill never had it"""
     def __init__(
         self,
         *,
@@ -356,10 +359,11 @@ class StopWritesRequest(_message.Message):
         attempt: _builtins.int = ...,
         grant_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        capability: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "grant_id", b"grant_id", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capability", b"capability", "grant_id", b"grant_id", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

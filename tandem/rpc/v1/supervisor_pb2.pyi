@@ -142,7 +142,7 @@ class ClusterRouter(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """"starting", "ready", "failed" """
+    """"starting", "ready", "draining", "stopping", "failed" """
     url: _builtins.str
     """where clients go"""
     control_address: _builtins.str
@@ -199,6 +199,7 @@ class Cluster(_message.Message):
     settled: _builtins.bool
     """every pool has exactly its wanted workers, all ready, and the router is ready"""
     stopping: _builtins.bool
+    """a shutdown was asked for; requests under way may still end"""
     log_directory: _builtins.str
     """on the supervisor's node"""
     ray_address: _builtins.str
@@ -296,18 +297,22 @@ class DrainRequest(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     REPLACE_FIRST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     replace_first: _builtins.bool
     """start the successor before the worker drains, where there is room for both"""
+    timeout_s: _builtins.float
+    """seconds that its drain may take; then it is killed, and its requests are retried"""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         replace_first: _builtins.bool = ...,
+        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replace_first", b"replace_first", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replace_first", b"replace_first", "timeout_s", b"timeout_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

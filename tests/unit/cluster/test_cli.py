@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tandem.cluster import statefile
 from tandem.cluster.statefile import ClusterFile
 from tandem.core.errors import ConfigError
 
-COMMANDS = ("serve", "status", "scale", "stop", "doctor", "version")
+COMMANDS = ("serve", "status", "scale", "drain", "stop", "doctor", "certs", "version")
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,8 @@ def cluster_file(**changes: Any) -> ClusterFile:
         pid=me.pid,
         pid_created=me.create_time(),
         local=True,
+        tls="auto",
+        certificates="",
     )
     return replace(file, **changes)
 
@@ -91,7 +95,11 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
         (["scale"], "say how many workers"),
         (["scale", "--decode", "2"], "no cluster"),
         (["stop"], "no cluster"),
-        (["status", "--address", "127.0.0.1:1"], "nothing answers at 127.0.0.1:1"),
+        (["drain", "decode-0"], "no cluster"),
+        (["drain", "decode-0", "--timeout", "0"], "--timeout is 0, must be more than 0 seconds"),
+        (["status", "--address", "127.0.0.1:1"], "no Ray answers at 127.0.0.1:1 (unavailable); name the address"),
+        (["stop", "--address", "ray://127.0.0.1:10001"], "is no address of a Ray head"),
+        (["serve", "--address", "127.0.0.1:1"], "no Ray answers at 127.0.0.1:1 (unavailable); start one with `ray"),
     ],
 )
 def test_failures_are_one_clear_line(line: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +156,23 @@ def test_several_clusters_ask_for_a_port(capsys: pytest.CaptureFixture[str]) -> 
     statefile.write(cluster_file(port=8001))
     assert cli.main(["status"]) == 1
     assert "several clusters run here, on ports 8000, 8001; choose one with --port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [["status"], ["scale", "--decode", "2"], ["drain", "decode-0"], ["stop"]])
+def test_a_wrong_port_names_those_where_a_cluster_runs(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    statefile.write(cluster_file())
+    statefile.write(cluster_file(port=8001))
+    assert cli.main([*line, "--port", "9999"]) == 1
+    assert "no cluster of this user runs on port 9999; choose --port 8000 or 8001" in capsys.readouterr().err
+
+
+def test_what_answers_but_is_no_ray_is_told_apart_quickly(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        begun = time.monotonic()
+        assert cli.main(["status", "--address", f"127.0.0.1:{port}"]) == 1
+        assert time.monotonic() - begun < 10
+    assert f"no Ray answers at 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_a_supervisor_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:

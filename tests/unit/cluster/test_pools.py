@@ -7,19 +7,28 @@ import itertools
 import pytest
 
 from tandem.cluster.events import (
+    ClosingBegun,
     ClusterOpened,
+    Drain,
     Drained,
+    DrainOrdered,
     DrainWorker,
     Ending,
+    EndingsTaken,
     Event,
     Instruction,
+    Intent,
+    KillRouter,
     KillWorker,
     LoadReported,
+    NoteEnded,
     Placement,
+    ProcessEnded,
     PublishMembership,
     Role,
     RouterAdopted,
     RouterExited,
+    RouterHeard,
     RouterStarted,
     ShutdownRequested,
     StartRouter,
@@ -35,7 +44,8 @@ from tandem.cluster.events import (
     WorkerStarted,
     WriterSuspected,
 )
-from tandem.cluster.pools import Cluster, Phase, Policy
+from tandem.cluster.lives import MAX_UNTOLD, Phase, Policy
+from tandem.cluster.pools import Cluster
 
 HERE = Placement("node-a", 100)
 KILLED = Ending("worker_lost", "its process was killed or crashed")
@@ -48,7 +58,7 @@ class Story:
         names = (f"life-{n}" for n in itertools.count())
         self.cluster = Cluster(policy=Policy(), new_incarnation=lambda: next(names))
         self.now = 0.0
-        self.last = self.feed(ClusterOpened(prefill, decode))
+        self.last = self.feed(ClusterOpened(Intent({Role.PREFILL: prefill, Role.DECODE: decode})))
         if ready:
             self.start_router()
             for worker_id in list(self.cluster.slots):
@@ -74,6 +84,17 @@ class Story:
 
     def load(self, worker_id: str, num_requests: int) -> None:
         self.feed(LoadReported(worker_id, self.life(worker_id), num_requests))
+
+    def pass_time(self, seconds: float) -> list[Instruction]:
+        """All that listens is heard at the end of it; everything that is said then."""
+        self.now += seconds
+        out: list[Instruction] = []
+        for worker_id, slot in self.cluster.slots.items():
+            if slot.listens:
+                out += self.feed(LoadReported(worker_id, slot.incarnation, slot.num_requests))
+        if self.cluster.router:
+            out += self.feed(RouterHeard(self.cluster.router.incarnation))
+        return out + self.feed(Tick())
 
     def phases(self) -> dict[str, Phase]:
         return {worker_id: slot.phase for worker_id, slot in self.cluster.slots.items()}
@@ -284,22 +305,20 @@ def test_a_worker_that_will_not_stop_is_killed() -> None:
     story = Story(2, 1)
     story.feed(WantedChanged(Role.PREFILL, 1))
     story.feed(Drained("prefill-1", story.life("prefill-1")))
-    for worker_id in ("prefill-0", "decode-0"):
-        story.load(worker_id, 0)
-    due = story.cluster.wake_at()
-    assert due == story.now + story.cluster.policy.stop_s
-    (kill,) = of(KillWorker, story.feed(Tick(), after_s=story.cluster.policy.stop_s))
+    assert story.cluster.slots["prefill-1"].deadline == story.now + story.cluster.policy.stop_s
+    assert story.cluster.wake_at() == story.now + story.cluster.policy.stop_s
+    (kill,) = of(KillWorker, story.pass_time(story.cluster.policy.stop_s))
     assert isinstance(kill, KillWorker)
     assert kill.worker_id == "prefill-1"
 
 
 def test_a_silent_worker_is_killed_once_and_replaced() -> None:
     story = Story()
-    story.load("prefill-0", 0)
     silence_s = story.cluster.policy.silence_s
-    assert story.cluster.wake_at() == story.now + silence_s
     story.now += silence_s
     story.load("prefill-0", 0)
+    assert story.cluster.router
+    story.feed(RouterHeard(story.cluster.router.incarnation))
     (kill,) = of(KillWorker, story.feed(Tick()))
     assert isinstance(kill, KillWorker)
     assert kill.worker_id == "decode-0"
@@ -338,6 +357,14 @@ def test_shutdown_stops_everything_and_replaces_nothing() -> None:
     assert story.cluster.closed
 
 
+def test_a_cluster_that_closes_is_not_settled_though_all_of_it_still_runs() -> None:
+    story = Story()
+    assert story.feed(ClosingBegun()) == []
+    assert set(story.phases().values()) == {Phase.READY}
+    assert not story.cluster.settled
+    assert not story.cluster.stopping
+
+
 def test_shutdown_kills_what_still_starts_and_forgets_what_waits() -> None:
     story = Story(ready=False)
     story.exit("decode-0")
@@ -357,7 +384,7 @@ def test_a_restarted_supervisor_adopts_and_starts_only_what_is_missing() -> None
         RouterAdopted("old-3"),
     ):
         assert cluster.handle(event, 0.0) == []
-    out = cluster.handle(ClusterOpened(prefill=2, decode=1), 0.0)
+    out = cluster.handle(ClusterOpened(Intent({Role.PREFILL: 2, Role.DECODE: 1})), 0.0)
     assert out == [StartWorker(Role.PREFILL, "prefill-0", "new")]
     cluster.handle(WorkerStarted("decode-0", "old-2", "127.0.0.1:3", HERE), 1.0)
     (told,) = cluster.handle(RouterStarted("old-3", "http://127.0.0.1:8000", "127.0.0.1:2"), 1.0)
@@ -374,8 +401,360 @@ def test_an_adopted_worker_that_drains_goes_on_draining() -> None:
     cluster = Cluster(policy=Policy(), new_incarnation=lambda: "new")
     adopted = WorkerAdopted(Role.DECODE, "decode-1", "old", "127.0.0.1:1", HERE, draining=True)
     assert cluster.handle(adopted, 0.0) == [DrainWorker("decode-1", "old")]
-    out = cluster.handle(ClusterOpened(prefill=1, decode=1), 0.0)
+    out = cluster.handle(ClusterOpened(Intent({Role.PREFILL: 1, Role.DECODE: 1})), 0.0)
     assert [step.worker_id for step in out if isinstance(step, StartWorker)] == ["prefill-0", "decode-0"]
+
+
+# --- draining one worker by an order --------------------------------------------------------------------------------
+
+
+def order(story: Story, worker_id: str, *, replace_first: bool = True, timeout_s: float = 60.0) -> list[Instruction]:
+    return story.feed(DrainOrdered(worker_id, replace_first, timeout_s))
+
+
+def drain_to_the_end(story: Story, worker_id: str) -> list[Instruction]:
+    """It has drained, stops and ends."""
+    assert story.feed(Drained(worker_id, story.life(worker_id)))[0] == StopWorker(worker_id, story.life(worker_id))
+    return story.exit(worker_id, error=None)
+
+
+def test_an_order_starts_the_successor_and_the_old_one_serves_until_it_is_ready() -> None:
+    story = Story()
+    (start,) = of(StartWorker, order(story, "decode-0"))
+    assert isinstance(start, StartWorker)
+    assert start.worker_id == "decode-1"
+    assert story.phases()["decode-0"] is Phase.READY
+    assert not story.cluster.settled
+    (drain,) = of(DrainWorker, story.start("decode-1"))
+    assert drain == DrainWorker("decode-0", story.life("decode-0"))
+    assert not of(StartWorker, drain_to_the_end(story, "decode-0"))
+    assert story.phases() == {"prefill-0": Phase.READY, "decode-1": Phase.READY}
+    assert story.cluster.settled
+
+
+def test_without_replace_first_the_place_is_filled_when_it_is_empty() -> None:
+    story = Story()
+    assert [type(step) for step in order(story, "decode-0", replace_first=False)] == [DrainWorker, PublishMembership]
+    (start,) = of(StartWorker, drain_to_the_end(story, "decode-0"))
+    assert isinstance(start, StartWorker)
+    assert start.worker_id == "decode-0"
+    story.start("decode-0")
+    assert story.cluster.settled
+
+
+def test_a_successor_that_finds_no_node_in_time_comes_after() -> None:
+    story = Story()
+    order(story, "decode-0")
+    place_s = story.cluster.policy.place_s
+    assert not of(DrainWorker, story.pass_time(place_s - 1))
+    assert story.cluster.wake_at() == story.now + 1
+    (drain,) = of(DrainWorker, story.pass_time(1))
+    assert drain == DrainWorker("decode-0", story.life("decode-0"))
+    assert "no node has room" in story.cluster.slots["decode-0"].note
+    assert not of(StartWorker, drain_to_the_end(story, "decode-0"))  # it waits in Ray already
+    story.start("decode-1")
+    assert story.cluster.settled
+
+
+def test_a_successor_that_loads_for_long_is_awaited() -> None:
+    story = Story()
+    order(story, "decode-0")
+    story.feed(WorkerPlaced("decode-1", story.life("decode-1"), HERE))
+    assert not of(DrainWorker, story.pass_time(10 * story.cluster.policy.place_s))
+    assert story.phases()["decode-0"] is Phase.READY
+
+
+def test_a_successor_that_cannot_start_leaves_all_as_it_was() -> None:
+    story = Story()
+    order(story, "decode-0")
+    for _ in range(story.cluster.policy.max_successor_failures):
+        story.feed(Tick(), after_s=1)
+        story.feed(WorkerFailedToStart("decode-1", story.life("decode-1"), Ending("model_load", "no such file")))
+    assert story.phases() == {"prefill-0": Phase.READY, "decode-0": Phase.READY}
+    assert "decode-1 cannot start (no such file)" in story.cluster.slots["decode-0"].note
+    assert not of(DrainWorker, story.pass_time(1000))
+    assert story.cluster.settled
+    assert of(StartWorker, story.exit("decode-0"))  # it is replaced as ever when it ends
+
+
+def test_a_successor_that_crashes_once_while_it_starts_is_awaited_again() -> None:
+    story = Story()
+    order(story, "decode-0")
+    assert of(StartWorker, story.exit("decode-1"))
+    assert story.phases()["decode-0"] is Phase.READY
+    assert of(DrainWorker, story.start("decode-1"))
+
+
+def test_a_worker_that_crashes_while_its_successor_starts_is_not_started_again() -> None:
+    story = Story()
+    order(story, "decode-0")
+    assert not of(StartWorker, story.exit("decode-0"))
+    story.start("decode-1")
+    assert story.phases() == {"prefill-0": Phase.READY, "decode-1": Phase.READY}
+    assert story.cluster.settled
+
+
+@pytest.mark.parametrize("replace_first", [True, False])
+def test_a_worker_that_crashes_while_it_drains_is_replaced_once(replace_first: bool) -> None:
+    story = Story()
+    order(story, "decode-0", replace_first=replace_first)
+    if replace_first:
+        story.start("decode-1")
+    assert story.phases()["decode-0"] is Phase.DRAINING
+    assert len(of(StartWorker, story.exit("decode-0"))) == (0 if replace_first else 1)
+    assert len([slot for slot in story.cluster.slots.values() if slot.role is Role.DECODE]) == 1
+
+
+def test_a_drain_that_takes_too_long_ends_in_a_kill() -> None:
+    story = Story()
+    order(story, "decode-0", replace_first=False, timeout_s=60.0)
+    assert not of(KillWorker, story.pass_time(59))
+    (kill,) = of(KillWorker, story.pass_time(1))
+    assert kill == KillWorker("decode-0", story.life("decode-0"), "it did not drain within 60 s")
+    assert not of(KillWorker, story.pass_time(1))
+    assert of(StartWorker, story.exit("decode-0"))
+
+
+def test_a_pool_made_smaller_during_a_drain_takes_the_successor_back() -> None:
+    story = Story(1, 2)
+    order(story, "decode-1")
+    out = story.feed(WantedChanged(Role.DECODE, 1))
+    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["decode-2"]
+    assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-1"]
+    story.exit("decode-2")
+    drain_to_the_end(story, "decode-1")
+    assert story.cluster.settled
+    assert set(story.phases()) == {"prefill-0", "decode-0"}
+
+
+def test_a_pool_made_smaller_during_a_drain_without_successor_just_lets_it_go() -> None:
+    story = Story(1, 2)
+    order(story, "decode-1", replace_first=False)
+    out = story.feed(WantedChanged(Role.DECODE, 1))
+    assert [step for step in out if not isinstance(step, PublishMembership)] == []
+    assert not of(StartWorker, drain_to_the_end(story, "decode-1"))
+    assert set(story.phases()) == {"prefill-0", "decode-0"}
+
+
+def test_a_pool_made_larger_during_a_drain_gets_just_that_many_more() -> None:
+    story = Story()
+    order(story, "decode-0")
+    started = of(StartWorker, story.feed(WantedChanged(Role.DECODE, 2)))
+    assert [step.worker_id for step in started if isinstance(step, StartWorker)] == ["decode-2"]
+    story.start("decode-1")
+    story.start("decode-2")
+    drain_to_the_end(story, "decode-0")
+    assert story.cluster.settled
+
+
+def test_two_drains_at_once_have_a_successor_each() -> None:
+    story = Story(1, 2)
+    order(story, "decode-0")
+    order(story, "decode-1")
+    assert set(story.phases()) == {"prefill-0", "decode-0", "decode-1", "decode-2", "decode-3"}
+    assert [s.worker_id for s in of(DrainWorker, story.start("decode-3")) if isinstance(s, DrainWorker)] == ["decode-1"]
+    story.start("decode-2")
+    drain_to_the_end(story, "decode-0")
+    drain_to_the_end(story, "decode-1")
+    assert story.cluster.settled
+
+
+def test_a_second_order_and_one_for_a_worker_that_is_not_ready_change_nothing() -> None:
+    story = Story()
+    order(story, "decode-0")
+    assert order(story, "decode-0", replace_first=False) == []
+    assert order(story, "decode-1") == []
+    assert order(story, "nobody-9") == []
+    assert story.phases()["decode-0"] is Phase.READY
+
+
+def test_shutdown_ends_a_drain_too() -> None:
+    story = Story()
+    order(story, "decode-0")
+    out = story.feed(ShutdownRequested())
+    assert {step.worker_id for step in out if isinstance(step, StopWorker)} == {"prefill-0", "decode-0"}
+    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["decode-1"]
+    for worker_id in list(story.cluster.slots):
+        assert not of(StartWorker, story.exit(worker_id, error=None))
+    assert not of(DrainWorker, story.last)
+
+
+def adopt(story: Story, *, draining: tuple[str, ...] = ()) -> tuple[Cluster, list[Instruction]]:
+    """The supervisor dies; the next one adopts all that is placed, with what was remembered."""
+    intent = story.cluster.intent
+    later = Cluster(policy=Policy(), new_incarnation=lambda: "new", version=9 << 32)
+    out: list[Instruction] = []
+    for slot in story.cluster.slots.values():
+        if slot.placement:
+            event = WorkerAdopted(
+                slot.role, slot.worker_id, slot.incarnation, slot.address, slot.placement, slot.worker_id in draining
+            )
+            out += later.handle(event, story.now)
+    return later, out + later.handle(ClusterOpened(intent), story.now)
+
+
+def test_a_drain_that_waits_for_its_successor_survives_the_supervisor() -> None:
+    story = Story(1, 2)
+    order(story, "decode-0", timeout_s=77.0)
+    story.feed(WorkerPlaced("decode-2", story.life("decode-2"), HERE))
+    later, out = adopt(story)
+    assert not of(KillWorker, out)
+    assert not of(StartWorker, out)
+    out = later.handle(WorkerStarted("decode-2", story.life("decode-2"), "127.0.0.1:3", HERE), story.now)
+    assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
+    assert later.slots["decode-0"].drain_s == 77.0
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told to drain", "not told yet"])
+@pytest.mark.parametrize("replace_first", [True, False])
+def test_a_drain_under_way_survives_the_supervisor(told: bool, replace_first: bool) -> None:
+    story = Story(1, 2)
+    order(story, "decode-0", replace_first=replace_first, timeout_s=77.0)
+    if replace_first:
+        story.start("decode-2")
+    later, out = adopt(story, draining=("decode-0",) if told else ())
+    assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
+    assert later.slots["decode-0"].deadline == story.now + 77.0
+    life = story.life("decode-0")
+    later.handle(Drained("decode-0", life), story.now)
+    out = later.handle(WorkerExited("decode-0", life, None), story.now)
+    assert len(of(StartWorker, out)) == (0 if replace_first else 1)
+    assert len(later.slots) == 3
+
+
+def test_wanted_sizes_and_back_off_survive_the_supervisor() -> None:
+    story = Story(1, 1)
+    story.feed(WantedChanged(Role.PREFILL, 2))
+    story.start("prefill-1")
+    for _ in range(3):
+        story.exit("decode-0")
+        story.feed(Tick(), after_s=story.cluster.policy.delay(story.cluster.slots["decode-0"].failures))
+    story.exit("decode-0")
+    assert story.cluster.intent.failures == {"decode-0": 4}
+    story.cluster.slots["decode-0"].placement = None  # it waits: there is no process to adopt
+    later, out = adopt(story)
+    assert not of(StartWorker, out)
+    assert later.slots["decode-0"].retry_at == story.now + later.policy.delay(4)
+    assert of(StartWorker, later.handle(Tick(), story.now + later.policy.delay(4)))
+    assert later.wanted == {Role.PREFILL: 2, Role.DECODE: 1}
+
+
+def test_an_intent_is_of_what_still_holds() -> None:
+    story = Story()
+    assert story.cluster.intent == Intent({Role.PREFILL: 1, Role.DECODE: 1})
+    order(story, "decode-0", timeout_s=5.0)
+    drain = Drain(story.life("decode-0"), 5.0, refill=False, successor="decode-1")
+    assert story.cluster.intent.drains == {"decode-0": drain}
+    story.start("decode-1")
+    drain_to_the_end(story, "decode-0")
+    assert story.cluster.intent == Intent({Role.PREFILL: 1, Role.DECODE: 1})
+
+
+# --- proof of an end ------------------------------------------------------------------------------------------------
+
+
+def told(instructions: list[Instruction]) -> dict[str, tuple[str, ...]]:
+    return {step.worker_id: step.ended for step in instructions if isinstance(step, NoteEnded)}
+
+
+def take(story: Story, worker_id: str, *ended: str) -> None:
+    assert story.feed(EndingsTaken(worker_id, story.life(worker_id), ended)) == []
+
+
+def test_every_other_worker_is_told_of_an_end_until_it_has_taken_it() -> None:
+    story = Story(1, 2)
+    ended = story.life("prefill-0")
+    story.exit("prefill-0")
+    assert told(story.feed(ProcessEnded(ended))) == {"decode-0": (ended,), "decode-1": (ended,)}
+    take(story, "decode-0", ended)
+    story.load("decode-0", 1)
+    assert told(story.last) == {}
+    story.load("decode-1", 1)
+    assert told(story.last) == {"decode-1": (ended,)}
+    take(story, "decode-1", ended)
+    story.load("decode-1", 1)
+    assert told(story.last) == {}
+
+
+def test_an_end_may_be_proved_before_ray_tells_of_it() -> None:
+    story = Story()
+    ended = story.life("prefill-0")
+    assert told(story.feed(ProcessEnded(ended))) == {"decode-0": (ended,)}
+    assert of(StartWorker, story.exit("prefill-0"))
+
+
+def test_several_ends_are_told_together_and_forgotten_one_by_one() -> None:
+    story = Story(2, 1)
+    story.feed(ProcessEnded("first"))
+    story.feed(ProcessEnded("second"))
+    take(story, "decode-0", "first")
+    story.load("decode-0", 0)
+    assert told(story.last) == {"decode-0": ("second",)}
+
+
+def test_a_worker_that_still_starts_is_told_when_it_listens() -> None:
+    """It may be an adopted one that only seems to start, and deal with others already."""
+    story = Story()
+    story.feed(ProcessEnded("gone"))
+    take(story, "decode-0", "gone")
+    story.exit("decode-0")
+    assert told(story.feed(ProcessEnded("gone-too"))) == {"prefill-0": ("gone-too",)}
+    assert told(story.start("decode-0")) == {"decode-0": ("gone-too",)}
+
+
+def test_a_later_life_owes_nothing_to_what_its_predecessor_missed() -> None:
+    story = Story()
+    story.feed(ProcessEnded("gone"))
+    story.exit("decode-0")
+    assert told(story.start("decode-0")) == {}
+
+
+def test_what_is_kept_for_a_worker_that_takes_nothing_is_bounded() -> None:
+    story = Story()
+    for n in range(MAX_UNTOLD + 10):
+        story.feed(ProcessEnded(f"life-{n}"))
+    untold = list(story.cluster.slots["decode-0"].untold)
+    assert len(untold) == MAX_UNTOLD
+    assert untold[-1] == f"life-{MAX_UNTOLD + 9}"
+
+
+# --- a router that does not react -----------------------------------------------------------------------------------
+
+
+def test_a_silent_router_is_killed_once_and_started_again() -> None:
+    story = Story()
+    assert story.cluster.router
+    old = story.cluster.router.incarnation
+    story.pass_time(5)
+    assert story.cluster.wake_at() == story.now + story.cluster.policy.router_silence_s
+    (kill,) = of(KillRouter, story.feed(Tick(), after_s=story.cluster.policy.router_silence_s))
+    assert isinstance(kill, KillRouter)
+    assert kill.incarnation == old
+    assert not of(KillRouter, story.feed(Tick(), after_s=0.5))
+    assert not of(PublishMembership, story.exit("decode-0"))
+    (start,) = of(StartRouter, story.feed(RouterExited(old, KILLED)))
+    assert isinstance(start, StartRouter)
+    assert start.incarnation != old
+    assert story.cluster.router.last_error
+    assert "it answered no heartbeat for 10 s" in story.cluster.router.last_error.message
+
+
+def test_what_was_killed_on_purpose_says_why() -> None:
+    story = Story()
+    story.feed(WriterSuspected("prefill-0", story.life("prefill-0")))
+    story.exit("prefill-0")
+    error = story.cluster.slots["prefill-0"].last_error
+    assert error is not None
+    assert "silent beyond its lease" in error.message
+
+
+def test_a_worker_that_gave_up_by_itself_counts_as_failed() -> None:
+    story = Story()
+    stuck = Ending("internal", "more than a quarter of its pages are in quarantine")
+    story.exit("decode-0", error=stuck)
+    story.exit("decode-0", error=stuck)
+    assert story.cluster.slots["decode-0"].failures == 2
+    assert story.phases()["decode-0"] is Phase.WAITING
 
 
 @pytest.mark.parametrize("failures", range(40))

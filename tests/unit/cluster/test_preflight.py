@@ -113,9 +113,23 @@ def test_a_port_of_ones_own_cluster_is_told_apart(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     me = psutil.Process()
     url = f"http://127.0.0.1:{taken_port}"
-    statefile.write(ClusterFile(url, taken_port, "", "", "tandem", me.pid, me.create_time(), local=True))
+    statefile.write(ClusterFile(url, taken_port, "", "", "tandem", me.pid, me.create_time(), True, "auto", ""))
     with pytest.raises(ConfigError, match=rf"a Tandem cluster of yours; end it with `tandem stop --port {taken_port}`"):
         preflight(checkpoint, taken_port).plan()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "k8s"])
+def test_beyond_loopback_rays_token_is_required(
+    checkpoint: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(ConfigError, match="unset RAY_AUTH_MODE"):
+        preflight(checkpoint, free_port, http={"host": "0.0.0.0", "port": free_port}).check_token()
+    assert preflight(checkpoint, free_port).check_token().status == "warn"
+    for name in ("token", ""):
+        monkeypatch.setenv("RAY_AUTH_MODE", name) if name else monkeypatch.delenv("RAY_AUTH_MODE")
+        open_to_all = preflight(checkpoint, free_port, http={"host": "0.0.0.0", "port": free_port})
+        assert open_to_all.check_token().status == "ok"
 
 
 def test_another_owner_of_a_top_level_name_is_refused(

@@ -8,80 +8,101 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 
-from tandem.cluster.events import Placement, Role
+from tandem.cluster.events import Intent, Placement, Role
 from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
-from tandem.cluster.pools import Phase, Policy
+from tandem.cluster.lives import Phase, Policy
 from tandem.cluster.supervisor import Supervisor
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerLostError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
-POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=0.6, stop_s=0.3)
+POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=0.6, router_silence_s=0.6, stop_s=0.3)
 
 
 @dataclass
-class FakeWorker:
-    """A process: it loads until `loaded`, lives until `ended`."""
+class FakeProcess:
+    """It lives until `ended`; its end is proved once `gone` is done, which a kill is if `provable`."""
 
-    worker_id: str
-    incarnation: str
-    address: str
-    loaded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-    ignores_stop: bool = False
-    started: bool = False
+    gone: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    provable: bool = True
     was_killed: bool = False
 
     def die(self, error: TandemError | None = None) -> None:
-        for future in (self.loaded, self.ended):
-            if not future.done():
-                future.set_exception(error or WorkerLostError("its process was killed or crashed"))
-                future.exception()  # seen: nobody may wait for this one
+        """Ray tells that it is dead."""
+        _fail(self.ended, error or WorkerLostError("its process was killed or crashed"))
+        self.prove()
+
+    def prove(self) -> None:
+        if self.provable and not self.gone.done():
+            self.gone.set_result(None)
+
+    async def wait_closed(self) -> None:
+        await asyncio.shield(self.ended)
+
+    async def wait_ended(self) -> None:
+        await asyncio.shield(self.gone)
+
+    async def kill(self) -> None:
+        self.was_killed = True
+        self.die()
+
+
+@dataclass
+class FakeWorker(FakeProcess):
+    """It loads until `loaded`."""
+
+    worker_id: str = ""
+    incarnation: str = ""
+    address: str = ""
+    loaded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    ignores_stop: bool = False
+    started: bool = False
+    draining: bool = False
+
+    def die(self, error: TandemError | None = None) -> None:
+        _fail(self.loaded, error or WorkerLostError("its process was killed or crashed"))
+        super().die(error)
 
     async def state(self) -> WorkerState:
-        return WorkerState(self.address if self.started else "", Placement("here", 1), False)
+        return WorkerState(self.address if self.started else "", Placement("here", 1), self.draining)
 
     async def start(self) -> WorkerState:
         await asyncio.shield(self.loaded)
         self.started = True
         return await self.state()
 
-    async def wait_closed(self) -> None:
-        await asyncio.shield(self.ended)
-
     async def drain(self) -> None:
+        self.draining = True
         await self.drained.wait()
 
     async def stop(self) -> None:
         if not self.ignores_stop and not self.ended.done():
             self.ended.set_result(None)
 
-    def kill(self, *, unresponsive: bool = False) -> None:
-        self.was_killed = True
-        self.die()
-
 
 @dataclass
-class FakeRouter:
-    address: str
-    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+class FakeRouter(FakeProcess):
+    address: str = ""
+
+    async def place(self) -> None:
+        pass
 
     async def start(self) -> tuple[str, str]:
         return "http://127.0.0.1:8000", self.address
 
-    async def wait_closed(self) -> None:
-        await asyncio.shield(self.ended)
-
     async def stop(self) -> None:
         self.ended.set_result(None)
 
-    def kill(self) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(WorkerLostError("killed"))
-            self.ended.exception()
+
+def _fail(future: asyncio.Future[None], error: TandemError) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # seen: nobody may wait for this one
 
 
 class World:
@@ -90,12 +111,17 @@ class World:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.routers: list[FakeRouter] = []
-        self.found = Found([], None)
+        self.found = Found([], None, [])
         self.memory = Memory(1, None)
-        self.remembered: dict[Role, int] = {}
+        self.remembered = Intent({})
         self.memberships: list[control_pb2.Membership] = []
         self.told = asyncio.Event()  # a membership has come since it was cleared
-        self.deaf = False  # answers no heartbeat
+        self.deaf = False  # no worker answers a heartbeat
+        self.router_deaf = False
+        self.notes: list[tuple[str, ...]] = []
+        self.num_taken = 0
+        self.deaf_to_notes = False
+        self.noted = asyncio.Condition()
         self.autoload = True
         self.loop = asyncio.get_running_loop()
         self.address = ""
@@ -104,7 +130,7 @@ class World:
 
     def start_worker(self, role: Role, worker_id: str, incarnation: str) -> FakeWorker:
         async def make() -> FakeWorker:
-            worker = FakeWorker(worker_id, incarnation, self.address)
+            worker = FakeWorker(worker_id=worker_id, incarnation=incarnation, address=self.address)
             if self.autoload:
                 worker.loaded.set_result(None)
             self.workers.append(worker)
@@ -114,7 +140,7 @@ class World:
 
     def start_router(self, incarnation: str) -> FakeRouter:
         async def make() -> FakeRouter:
-            self.routers.append(FakeRouter(self.address))
+            self.routers.append(FakeRouter(address=self.address))
             return self.routers[-1]
 
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
@@ -125,10 +151,14 @@ class World:
     def begin_term(self) -> Memory:
         return self.memory
 
-    def remember_wanted(self, wanted: dict[Role, int]) -> None:
-        self.remembered = dict(wanted)
+    def remember(self, intent: Intent) -> None:
+        self.remembered = intent
 
     # what tests ask
+
+    async def until_noted(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5), self.noted:
+            await self.noted.wait_for(condition)
 
     def named(self, worker_id: str) -> FakeWorker:
         return [worker for worker in self.workers if worker.worker_id == worker_id][-1]
@@ -143,6 +173,11 @@ class _Router(control_pb2_grpc.RouterControlServicer):
         self._world.told.set()
         return control_pb2.MembershipReply()
 
+    async def RouterStatus(self, request: Any, context: Any) -> control_pb2.RouterStatusReply:
+        if self._world.router_deaf:
+            await asyncio.Event().wait()
+        return control_pb2.RouterStatusReply()
+
     async def DrainRouter(self, request: Any, context: Any) -> control_pb2.DrainRouterReply:
         return control_pb2.DrainRouterReply()
 
@@ -155,6 +190,16 @@ class _Worker(control_pb2_grpc.WorkerControlServicer):
         if self._world.deaf:
             await asyncio.Event().wait()
         return common_pb2.WorkerStatus(num_running=1)
+
+    async def NoteEnded(self, request: control_pb2.NoteEndedRequest, context: Any) -> control_pb2.NoteEndedReply:
+        world = self._world
+        async with world.noted:
+            world.notes.append(tuple(request.incarnations))
+            world.num_taken += not world.deaf_to_notes
+            world.noted.notify_all()
+        if world.deaf_to_notes:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        return control_pb2.NoteEndedReply()
 
 
 @pytest.fixture
@@ -196,7 +241,7 @@ async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert sorted(worker.worker_id for worker in world.workers) == ["decode-0", "decode-1", "prefill-0"]
-        assert world.remembered == {Role.PREFILL: 1, Role.DECODE: 2}
+        assert world.remembered == Intent({Role.PREFILL: 1, Role.DECODE: 2})
         await asyncio.wait_for(world.told.wait(), 5)
     assert len(world.memberships[-1].members) == 3
     versions = [membership.version for membership in world.memberships]
@@ -248,7 +293,7 @@ async def test_a_removed_worker_goes_only_when_it_has_drained(world: World) -> N
         worker.drained.set()
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert worker.ended.done()
-        assert world.remembered[Role.DECODE] == 1
+        assert world.remembered.wanted[Role.DECODE] == 1
 
 
 async def test_a_worker_that_ignores_stop_is_killed(world: World) -> None:
@@ -266,7 +311,7 @@ async def test_a_restarted_router_gets_the_membership_again(world: World) -> Non
     async with supervising(world) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         world.told.clear()
-        world.routers[0].kill()
+        world.routers[0].die()
         await until(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
         await asyncio.wait_for(world.told.wait(), 5)
         assert len(world.memberships[-1].members) == 2
@@ -288,7 +333,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) ->
         with pytest.raises(ConfigError, match="no room for 8 more"):
             await supervisor.scale({Role.DECODE: 9})
         assert supervisor.cluster.wanted[Role.DECODE] == 1
-        assert world.remembered[Role.DECODE] == 1
+        assert world.remembered.wanted[Role.DECODE] == 1
 
 
 async def test_a_suspected_writer_is_killed_from_another_thread(world: World) -> None:
@@ -301,15 +346,18 @@ async def test_a_suspected_writer_is_killed_from_another_thread(world: World) ->
 
 
 async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world: World) -> None:
-    alive, dead = (FakeWorker(f"prefill-{n}", f"old-{n}", world.address, started=True) for n in range(2))
+    alive, dead = (
+        FakeWorker(worker_id=f"prefill-{n}", incarnation=f"old-{n}", address=world.address, started=True)
+        for n in range(2)
+    )
     alive.loaded.set_result(None)
 
     async def gone() -> WorkerState:
         raise WorkerLostError("gone")
 
     dead.state = gone  # type: ignore[method-assign]
-    world.found = Found([FoundWorker(Role.PREFILL, w.worker_id, w.incarnation, w) for w in (alive, dead)], None)
-    world.memory = Memory(7, {Role.PREFILL: 1, Role.DECODE: 2})
+    world.found = Found([FoundWorker(Role.PREFILL, w.worker_id, w.incarnation, w) for w in (alive, dead)], None, [])
+    world.memory = Memory(7, Intent({Role.PREFILL: 1, Role.DECODE: 2}))
     async with supervising(world, 5, 5) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert sorted(worker.worker_id for worker in world.workers) == ["decode-0", "decode-1"]
@@ -326,3 +374,118 @@ async def test_a_supervisor_that_is_cancelled_leaves_its_workers_alone(world: Wo
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not any(worker.was_killed for worker in world.workers)
+
+
+async def test_a_worker_whose_end_is_proved_is_replaced_though_ray_says_nothing(world: World) -> None:
+    """Without its control store Ray does not tell of deaths."""
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        first = world.named("decode-0")
+        first.prove()
+        await until(supervisor, lambda: world.named("decode-0") is not first and supervisor.cluster.settled)
+
+
+async def test_all_others_are_told_of_a_proven_end_until_they_take_it(world: World) -> None:
+    async with supervising(world, 1, 2) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        world.deaf_to_notes = True
+        ended = world.named("prefill-0").incarnation
+        world.named("prefill-0").die()
+        await until(supervisor, lambda: world.named("prefill-0").incarnation != ended)
+        await world.until_noted(lambda: len(world.notes) >= 4)  # two workers, twice each: a heartbeat repeats it
+        assert set(world.notes) == {(ended,)}
+        world.deaf_to_notes = False
+        await world.until_noted(lambda: world.num_taken == 2)
+        await asyncio.sleep(0.3)  # three heartbeats
+        assert world.num_taken == 2
+
+
+async def test_nobody_is_told_of_an_end_that_is_not_proved(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        first = world.named("prefill-0")
+        first.provable = False
+        first.gone.set_exception(WorkerLostError("its node is gone"))
+        first.die()
+        await until(supervisor, lambda: world.named("prefill-0") is not first and supervisor.cluster.settled)
+        assert world.notes == []
+
+
+async def test_a_silent_router_is_killed_and_started_again(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        world.router_deaf = True
+        await until(supervisor, lambda: world.routers[0].was_killed)
+        world.router_deaf = False
+        world.told.clear()
+        await until(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
+        await asyncio.wait_for(world.told.wait(), 5)
+
+
+async def test_a_drained_worker_is_replaced_by_one_that_was_ready_before(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        world.autoload = False
+        old = world.named("decode-0")
+        await supervisor.drain("decode-0", replace_first=True, timeout_s=60)
+        assert world.remembered.drains["decode-0"].successor == "decode-1"
+        await until(supervisor, lambda: len(world.workers) == 3)
+        assert not old.draining
+        world.named("decode-1").loaded.set_result(None)
+        await until(supervisor, lambda: supervisor.cluster.slots["decode-0"].phase is Phase.DRAINING)
+        old.drained.set()
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        assert set(supervisor.cluster.slots) == {"prefill-0", "decode-1"}
+
+
+async def test_a_drain_beyond_its_time_ends_in_a_kill(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        old = world.named("decode-0")
+        await supervisor.drain("decode-0", replace_first=False, timeout_s=0.2)
+        await until(supervisor, lambda: old.was_killed)
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        assert world.named("decode-0") is not old
+
+
+async def test_where_there_is_no_room_for_both_the_old_one_goes_first_and_says_so(world: World) -> None:
+    def full(added: dict[Role, int]) -> None:
+        raise ConfigError("1 more workers need 2 GiB")
+
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        supervisor._check_room = full
+        await supervisor.drain("decode-0", replace_first=True, timeout_s=60)
+        slot = supervisor.cluster.slots["decode-0"]
+        assert slot.phase is Phase.DRAINING
+        assert "it goes before its successor starts: 1 more workers need 2 GiB" in slot.note
+        world.named("decode-0").drained.set()
+        await until(supervisor, lambda: supervisor.cluster.settled)
+
+
+async def test_a_drain_of_nobody_or_of_one_that_leaves_is_refused(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        with pytest.raises(ConfigError, match="there is no worker decode-9; there are decode-0, prefill-0"):
+            await supervisor.drain("decode-9", replace_first=True, timeout_s=60)
+        await supervisor.drain("decode-0", replace_first=False, timeout_s=60)
+        with pytest.raises(ConfigError, match="leaving already"):
+            await supervisor.drain("decode-0", replace_first=False, timeout_s=60)
+
+
+async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with_a_drain(world: World) -> None:
+    old, receiver = (
+        FakeWorker(worker_id=f"decode-{n}", incarnation=f"old-{n}", address=world.address, started=True)
+        for n in range(2)
+    )
+    old.draining = True
+    for worker in (old, receiver):
+        worker.loaded.set_result(None)
+    found = [FoundWorker(Role.DECODE, worker.worker_id, worker.incarnation, worker) for worker in (old, receiver)]
+    world.found = Found(found, None, ["prefill-that-ended"])
+    world.memory = Memory(2, Intent({Role.PREFILL: 1, Role.DECODE: 1}))
+    async with supervising(world) as supervisor:
+        await world.until_noted(lambda: ("prefill-that-ended",) in world.notes)
+        old.drained.set()
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        assert set(supervisor.cluster.slots) == {"prefill-0", "decode-1"}

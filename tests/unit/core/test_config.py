@@ -255,3 +255,19 @@ def test_an_empty_section_takes_overrides(tmp_path: Path) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text("http:\n  # port: 1\n")
     assert load(file, {"http.port": 9000}).http.port == 9000
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"port": 9000}, "unknown key port; did you mean http.port?"),
+        ({"workers": 2}, "unknown key workers; did you mean pools.prefill.workers or pools.decode.workers?"),
+        ({"http": {"prot": 9000}}, "unknown key http.prot; did you mean port?"),
+        ({"modle": {}}, "unknown key modle; did you mean model?"),
+        ({"http": {"qqqq": 1}}, "unknown key http.qqqq; known here: host, port"),
+    ],
+)
+def test_an_unknown_key_comes_with_a_suggestion(tree: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(tree)
+    assert says in caught.value.message

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.core.pages import PageCounts, PagePool, PageState, page_keys, pages_for
+from tandem.core.pages import PageCounts, PagePool, PageState, page_keys, pages_for, private_page_keys
 
 PAGE_SIZE = 4
 KEYS = [f"key-{i}".encode() for i in range(8)]
@@ -143,6 +143,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def lift(self, data: st.DataObject) -> None:
         pages = self.quarantined.pop(data.draw(st.integers(0, len(self.quarantined) - 1)))
         self.pool.lift(pages)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=3))
+    def discard(self, keys: list[bytes]) -> None:
+        self.pool.discard(keys)
+        for page in [page for page, key in self.key_of.items() if key in keys]:
+            del self.key_of[page]
+            if page in self.cached:
+                self.cached.remove(page)
 
     @rule()
     def drop_cache(self) -> None:
@@ -381,6 +389,25 @@ def test_one_earlier_token_changes_every_later_key(tokens: list[int], data: st.D
 @given(TOKENS.filter(lambda tokens: len(tokens) >= PAGE_SIZE))
 def test_other_weights_share_no_key(tokens: list[int]) -> None:
     assert not set(page_keys(tokens, PAGE_SIZE, b"weights")) & set(page_keys(tokens, PAGE_SIZE, b"adapter"))
+
+
+@given(TOKENS, TOKENS, st.integers(1, 8))
+def test_private_keys_name_every_page_its_tokens_and_its_owner(a: list[int], b: list[int], page_size: int) -> None:
+    ours = private_page_keys(a, page_size, b"weights", "me")
+    assert len(ours) == pages_for(len(a), page_size)
+    assert not set(ours) & set(page_keys(a, page_size, b"weights"))
+    assert not set(ours) & set(private_page_keys(a, page_size, b"weights", "you"))
+    assert not set(ours) & set(private_page_keys(a, page_size, b"adapter", "me"))
+    assert (ours == private_page_keys(b, page_size, b"weights", "me")) == (a == b)
+
+
+def test_shared_keys_come_first_and_only_the_rest_is_private() -> None:
+    tokens = list(range(10))
+    shared = page_keys(tokens, 4, b"w")
+    keys = private_page_keys(tokens, 4, b"w", "me", shared)
+    assert keys[:2] == shared
+    assert len(keys) == 3
+    assert private_page_keys([99, *tokens[1:]], 4, b"w", "me", page_keys([99, *tokens[1:]], 4, b"w"))[2] != keys[2]
 
 
 def test_keys_are_the_same_in_every_process_and_version() -> None:

@@ -1,4 +1,4 @@
-"""Who gets pages for a handoff, and when: decided without a model, a clock or a wire."""
+"""Who gets pages for a prompt, and when: decided without a model, a clock or a wire."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.reservations import RESERVED_SHARE, Granted, Reservation, ReservationQueue
+from decode_worker.reservations import RESERVED_SHARE, Granted, Local, Reservation, ReservationQueue
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.errors import OverloadedError
 from tandem.core.pages import PagePool, page_keys
@@ -23,30 +23,69 @@ def make_queue(num_pages: int = 40, *, seqs: int = 8, bound: int = 100) -> Reser
 
 
 def reservation(
-    name: str, num_pages: int, *, arrival: int = 0, priority: int = 0, n: int = 1, tokens: list[int] | None = None
+    name: str,
+    num_pages: int,
+    *,
+    arrival: int = 0,
+    priority: int = 0,
+    n: int = 1,
+    tokens: list[int] | None = None,
+    local: int = 0,
 ) -> Reservation:
     keys = tuple(page_keys(tokens, PAGE, b"m")) if tokens else ()
     num_tokens = len(tokens) if tokens else num_pages * PAGE
-    return Reservation(AttemptKey(name, 1), priority, arrival, num_tokens, n, keys)
+    return Reservation(AttemptKey(name, 1), priority, arrival, num_tokens, n, keys, local)
 
 
 def push(queue: ReservationQueue, *reservations: Reservation) -> list[str]:
     """Queue them and return who is granted at once."""
     for one in reservations:
         queue.push(one)
-    return names(queue.pump())
+    return names(pump(queue))
 
 
-def names(granted: list[Granted]) -> list[str]:
-    return [g.reservation.key.request_id for g in granted]
+def pump(queue: ReservationQueue) -> list[Granted | Local]:
+    """Give pages to all that may have them now; prompts to compute here go into the batch."""
+    taken = []
+    while (one := queue.take()) is not None:
+        taken.append(one)
+        if isinstance(one, Local):
+            compute(queue, one)
+    return taken
+
+
+def names(taken: list[Granted | Local]) -> list[str]:
+    return [t.reservation.key.request_id for t in taken]
 
 
 def give_back(queue: ReservationQueue, name: str) -> None:
     """The handoff ended without admission."""
-    granted = queue.settle(AttemptKey(name, 1))
-    assert granted is not None
-    pool(queue).release(granted.pages)
-    pool(queue).release(granted.cached)
+    queue.end(AttemptKey(name, 1), queue.granted[AttemptKey(name, 1)].pages, (), quarantined=False)
+
+
+def compute(queue: ReservationQueue, taken: Local) -> None:
+    key = taken.reservation.key
+    num_tokens, num_cached = taken.reservation.num_tokens, len(taken.cached) * PAGE
+    sequence = Sequence(key.request_id, 1, 0, 0, 0, [1] * num_tokens, num_tokens, SamplingParams(), True, num_cached)
+    sequence.pages = [*taken.cached, *taken.pages]
+    queue._scheduler.enter(sequence)
+
+
+def computed(queue: ReservationQueue, name: str) -> None:
+    """The prompt is computed, and all choices ended with it."""
+    queue.computed(AttemptKey(name, 1))
+    (sequence,) = (s for s in queue._scheduler.running if s.request_id == name)
+    pool(queue).release(queue._scheduler.remove(sequence))
+
+
+def cache(queue: ReservationQueue, tokens: list[int]) -> list[int]:
+    """Pages of an ended request, in the prefix cache."""
+    keys = page_keys(tokens, PAGE, b"m")
+    pages = pool(queue).allocate(len(keys)) or []
+    for page, key in zip(pages, keys, strict=True):
+        pool(queue).publish(page, key)
+    pool(queue).release(pages)
+    return pages
 
 
 def pool(queue: ReservationQueue) -> PagePool:
@@ -70,14 +109,14 @@ def test_reserved_pages_are_a_quarter_of_the_pool_at_most() -> None:
     assert push(queue, *asked) == ["r0", "r1"], "4 + 4 of 10; 12 would be more than a quarter"
     assert pool(queue).counts().reserved == 8
     give_back(queue, "r0")
-    assert names(queue.pump()) == ["r2"]
+    assert names(pump(queue)) == ["r2"]
 
 
 def test_one_is_always_allowed_when_nothing_else_is_reserved() -> None:
     queue = make_queue(40)
     assert push(queue, reservation("large", 39), reservation("small", 1, arrival=1)) == ["large"]
     give_back(queue, "large")
-    assert names(queue.pump()) == ["small"]
+    assert names(pump(queue)) == ["small"]
 
 
 def test_the_head_is_not_overtaken() -> None:
@@ -85,7 +124,7 @@ def test_the_head_is_not_overtaken() -> None:
     first, large, small = reservation("a", 8), reservation("large", 9, arrival=1), reservation("s", 1, arrival=2)
     assert push(queue, first, large, small) == ["a"]
     give_back(queue, "a")
-    assert names(queue.pump()) == ["large", "s"]
+    assert names(pump(queue)) == ["large", "s"]
 
 
 def test_priority_goes_before_age() -> None:
@@ -100,7 +139,7 @@ def test_what_runs_keeps_a_page_each_to_grow_into() -> None:
     running = run(queue, 5)
     assert push(queue, reservation("a", 3)) == [], "7 pages are left, 5 of them for growth"
     pool(queue).release(queue._scheduler.remove(running[0]))
-    assert names(queue.pump()) == ["a"], "8 pages are left, 4 of them for growth"
+    assert names(pump(queue)) == ["a"], "8 pages are left, 4 of them for growth"
 
 
 def test_nothing_new_while_a_preempted_one_waits() -> None:
@@ -110,15 +149,15 @@ def test_nothing_new_while_a_preempted_one_waits() -> None:
     queue._scheduler.add(sequence)
     assert push(queue, reservation("a", 1)) == []
     queue._scheduler.remove(sequence)
-    assert names(queue.pump()) == ["a"]
+    assert names(pump(queue)) == ["a"]
 
 
 def test_places_in_the_batch_are_counted_with_all_choices_to_come() -> None:
     queue = make_queue(200, seqs=4)
     run(queue, 1)
     assert push(queue, reservation("two", 1, n=2), reservation("more", 1, arrival=1, n=2)) == ["two"]
-    queue.settle(AttemptKey("two", 1))
-    assert names(queue.pump()) == ["more"], "1 + 2 of 4; admitted ones would be counted as running"
+    queue.admit(AttemptKey("two", 1))
+    assert names(pump(queue)) == ["more"], "1 + 2 of 4; admitted ones would be counted as running"
 
 
 def test_more_choices_than_places_may_run_alone() -> None:
@@ -129,12 +168,9 @@ def test_more_choices_than_places_may_run_alone() -> None:
 def test_cached_pages_are_pinned_while_they_are_granted() -> None:
     queue = make_queue(8)
     tokens = list(range(PAGE * 3))
-    pages = pool(queue).allocate(3) or []
-    for page, key in zip(pages, page_keys(tokens, PAGE, b"m"), strict=True):
-        pool(queue).publish(page, key)
-    pool(queue).release(pages)
+    pages = cache(queue, tokens)
     queue.push(reservation("a", 3, tokens=tokens))
-    (granted,) = queue.pump()
+    (granted,) = pump(queue)
     assert list(granted.cached) == pages[:2], "the last page is always sent"
     assert len(granted.pages) == 1
     assert pool(queue).allocate(6) is None, "what is granted cannot be evicted"
@@ -145,16 +181,13 @@ def test_cached_pages_are_pinned_while_they_are_granted() -> None:
 def test_a_refused_head_leaves_cached_pages_where_they_were() -> None:
     queue = make_queue(8)
     tokens = list(range(PAGE * 3))
-    pages = pool(queue).allocate(3) or []
-    for page, key in zip(pages, page_keys(tokens, PAGE, b"m"), strict=True):
-        pool(queue).publish(page, key)
-    pool(queue).release(pages)
+    cache(queue, tokens)
     hog = pool(queue).allocate(5)
     queue.push(reservation("a", 0, tokens=[*tokens, *range(50, 62)]))
-    assert queue.pump() == []
+    assert pump(queue) == []
     assert pool(queue).counts().cached == 3
     pool(queue).release(hog or [])
-    assert len(queue.pump()) == 1
+    assert len(pump(queue)) == 1
 
 
 def test_the_queue_is_bounded_and_what_is_dropped_makes_room() -> None:
@@ -166,24 +199,155 @@ def test_the_queue_is_bounded_and_what_is_dropped_makes_room() -> None:
     queue.drop(AttemptKey("a", 1))
     queue.push(reservation("b", 1))
     assert [r.key.request_id for r in queue.waiting] == ["b"]
-    assert queue.settle(AttemptKey("never", 1)) is None
+
+
+# ---- computed here
+
+
+@pytest.mark.parametrize(("missing_at_most", "kind"), [(0, Granted), (3 * PAGE - 1, Granted), (3 * PAGE, Local)])
+def test_a_prompt_is_computed_here_when_little_of_it_is_missing(missing_at_most: int, kind: type) -> None:
+    queue = make_queue()
+    tokens = list(range(5 * PAGE))
+    cached = cache(queue, tokens[: 2 * PAGE])
+    queue.push(reservation("a", 5, tokens=tokens, local=missing_at_most))
+    (taken,) = pump(queue)
+    assert type(taken) is kind
+    assert list(taken.cached) == cached
+    counts = pool(queue).counts()
+    assert (counts.used, counts.reserved) == ((5, 0) if kind is Local else (2, 3))
+
+
+def test_the_last_token_is_computed_even_if_all_pages_are_cached() -> None:
+    queue = make_queue()
+    tokens = list(range(3 * PAGE))
+    cache(queue, tokens)
+    queue.push(reservation("a", 3, tokens=tokens, local=PAGE))
+    (taken,) = pump(queue)
+    assert (len(taken.cached), len(taken.pages)) == (2, 1), "its logits are wanted, and its page is private"
+
+
+def test_pages_of_prompts_computed_here_are_not_reserved_ones() -> None:
+    queue = make_queue(40)
+    mixed = [reservation("g", 8), reservation("l", 12, arrival=1, local=48), reservation("h", 2, arrival=2)]
+    assert push(queue, *mixed) == ["g", "l", "h"], "8 + 2 of 10 are reserved; the 12 are not among them"
+    queue.push(reservation("i", 1, arrival=3))
+    assert pump(queue) == []
+
+
+def test_a_prompt_computed_here_waits_for_room_to_grow_and_is_not_overtaken() -> None:
+    queue = make_queue(12, seqs=20)
+    running = run(queue, 5)
+    assert push(queue, reservation("l", 3, local=99), reservation("s", 1, arrival=1)) == []
+    pool(queue).release(queue._scheduler.remove(running[0]))
+    assert names(pump(queue)) == ["l"]
+
+
+def test_a_prompt_computed_here_keeps_places_for_its_choices() -> None:
+    queue = make_queue(200, seqs=4)
+    assert push(queue, reservation("wide", 1, n=3, local=99)) == ["wide"]
+    assert push(queue, reservation("two", 1, arrival=1, n=2)) == [], "1 runs, 2 more come, 4 are allowed"
+    assert push(queue, reservation("urgent", 1, priority=-1)) == ["urgent"]
+    give_back(queue, "urgent")
+    computed(queue, "wide")
+    assert names(pump(queue)) == ["two"]
+
+
+# ---- pages that were verified before the handoff failed
+
+TOKENS = list(range(4 * PAGE + 1))  # four full pages and a begun one
+
+
+def fail_with(queue: ReservationQueue, *indices: int, quarantined: bool = False) -> list[int]:
+    """Grant `TOKENS`, fail with these pages of the grant verified; returns the grant's pages."""
+    queue.push(reservation("a", 5, tokens=TOKENS))
+    (granted,) = pump(queue)
+    verified = tuple((i, granted.pages[i]) for i in indices)
+    others = tuple(p for i, p in enumerate(granted.pages) if i not in indices)
+    queue.end(granted.reservation.key, others, verified, quarantined=quarantined)
+    pool(queue).check()
+    assert pool(queue).counts().used == pool(queue).counts().reserved == 0
+    return list(granted.pages)
+
+
+@pytest.mark.parametrize("quarantined", [False, True])
+def test_verified_pages_stay_as_a_cached_prefix(quarantined: bool) -> None:
+    queue = make_queue()
+    pages = fail_with(queue, 0, 1, 2, quarantined=quarantined)
+    counts = pool(queue).counts()
+    assert (counts.cached, counts.quarantined) == (3, 2 if quarantined else 0)
+    queue.push(reservation("b", 5, tokens=TOKENS, local=2 * PAGE))
+    (again,) = pump(queue)
+    assert isinstance(again, Local), "17 tokens, 12 of them cached"
+    assert list(again.cached) == pages[:3]
+
+
+def test_verified_pages_continue_the_cached_ones() -> None:
+    queue = make_queue()
+    cached = cache(queue, TOKENS[:PAGE])
+    pages = fail_with(queue, 0, 1)
+    assert pool(queue).acquire(page_keys(TOKENS, PAGE, b"m")) == [*cached, *pages[:2]]
+
+
+@pytest.mark.parametrize(("verified", "num_kept"), [((1, 2), 0), ((0, 2, 3), 1), ((0, 1, 2, 3, 4), 4), ((4,), 0)])
+def test_pages_behind_a_gap_or_without_a_key_are_free(verified: tuple[int, ...], num_kept: int) -> None:
+    """A page that lacks its beginning could be found by nobody; one that is not full has no key."""
+    queue = make_queue()
+    pages = fail_with(queue, *verified)
+    assert pool(queue).counts().cached == num_kept
+    assert pool(queue).acquire(page_keys(TOKENS, PAGE, b"m")) == pages[:num_kept]
+
+
+def test_a_page_that_is_cached_meanwhile_is_not_kept_twice() -> None:
+    queue = make_queue()
+    queue.push(reservation("a", 5, tokens=TOKENS))
+    (granted,) = pump(queue)
+    meanwhile = cache(queue, TOKENS[: 2 * PAGE])
+    queue.end(granted.reservation.key, granted.pages[3:], tuple(enumerate(granted.pages[:3])), quarantined=False)
+    pool(queue).check()
+    assert pool(queue).acquire(page_keys(TOKENS, PAGE, b"m")) == [*meanwhile, granted.pages[2]]
+
+
+def test_without_a_prefix_cache_verified_pages_are_free() -> None:
+    queue = make_queue()
+    queue.push(reservation("a", 3))
+    (granted,) = pump(queue)
+    queue.end(granted.reservation.key, (), tuple(enumerate(granted.pages)), quarantined=False)
+    assert pool(queue).counts().free == 40
+
+
+# ---- many
 
 
 @settings(max_examples=200, deadline=None)
-@given(sizes=st.lists(st.integers(1, 20), max_size=12), ends=st.lists(st.integers(0, 5), max_size=40))
-def test_everybody_is_granted_in_order_within_the_bounds(sizes: list[int], ends: list[int]) -> None:
-    queue = make_queue(20)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=12),
+    ends=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=40),
+)
+def test_everybody_gets_pages_in_order_within_the_bounds(
+    sizes: list[tuple[int, bool]], ends: list[tuple[int, int]]
+) -> None:
+    """Each end verifies some of a grant's pages, or ends a prompt that was computed here."""
+    queue = make_queue(20, seqs=100)
     order: list[str] = []
-    for n, size in enumerate(sizes):
-        order += push(queue, reservation(f"r{n}", size, arrival=n))
-    for choice in [*ends, *[0] * len(sizes)]:
-        held = list(queue.granted)
+    for n, (size, is_local) in enumerate(sizes):
+        tokens = [n] * size * PAGE
+        local = len(tokens) if is_local else 0
+        order += push(queue, reservation(f"r{n}", size, arrival=n, tokens=tokens, local=local))
+    for choice, num_verified in [*ends, *[(0, 0)] * len(sizes)]:
         reserved = sum(len(g.pages) for g in queue.granted.values())
         assert reserved == pool(queue).counts().reserved
-        assert reserved <= RESERVED_SHARE * 20 or len(held) == 1
+        assert reserved <= RESERVED_SHARE * 20 or len(queue.granted) == 1
+        held = [*queue.granted, *queue.computing]
         if held:
-            give_back(queue, held[choice % len(held)].request_id)
-        order += names(queue.pump())
+            key = held[choice % len(held)]
+            if key in queue.granted:
+                pages = queue.granted[key].pages
+                verified = tuple(enumerate(pages[:num_verified]))
+                queue.end(key, pages[num_verified:], verified, quarantined=False)
+            else:
+                computed(queue, key.request_id)
+        order += names(pump(queue))
         pool(queue).check()
     assert order == [f"r{n}" for n in range(len(sizes))]
-    assert pool(queue).counts().free == 20
+    counts = pool(queue).counts()
+    assert counts.free + counts.cached == 20

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.sampling import SamplingParams, uniform
 from tandem.engine import sampler
-from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, draw, sample
+from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, draw, sample, sample_rows
 
 VOCAB = 23
 PROMPT, OUTPUT = (1, 2, 2, 3), (3, 5, 5, 7)
@@ -232,10 +232,32 @@ def test_nan_is_an_error_and_masked_rows_are_not() -> None:
     logits = logits_of(9, rows=2)
     logits[1, 3] = float("nan")
     rows = [SampleRow(SequenceState(()), SamplingParams())] * 2
-    with pytest.raises(InternalError, match=r"rows \[1\]"):
+    with pytest.raises(InternalError, match="NaN"):
         sample(logits, rows)
     stop_all = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(VOCAB)))
     assert 0 <= sample(logits_of(9), [SampleRow(SequenceState(()), stop_all)])[0].token_id < VOCAB
+
+
+def test_a_row_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of NaN, one whose sampling raises: the rows around them get what they get alone."""
+    logits = logits_of(9, rows=4)
+    logits[1] = float("nan")
+    params = SamplingParams(temperature=1.0, num_logprobs=2)
+    rows = [SampleRow(SequenceState(()), dataclasses.replace(params, seed=seed)) for seed in range(4)]
+    alone = [sample(logits[n : n + 1], rows[n : n + 1])[0] for n in (0, 3)]
+
+    def draw_or_raise(values: np.ndarray, params: SamplingParams, number: float) -> int:
+        if params.seed == 2:
+            raise ZeroDivisionError("a test wanted it")
+        return draw(values, params, number)
+
+    monkeypatch.setattr(sampler, "draw", draw_or_raise)
+    first, nan, raised, last = sample_rows(logits, rows)
+    assert [first, last] == alone
+    assert isinstance(nan, InternalError)
+    assert "NaN" in str(nan)
+    assert isinstance(raised, InternalError)
+    assert "a test wanted it" in str(raised)
 
 
 def test_shapes_are_checked() -> None:

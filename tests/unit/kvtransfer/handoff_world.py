@@ -1,399 +1,416 @@
-"""A small world for schedules: one receiver, two senders, a channel that loses, repeats and reorders, and real page
-accounting at the receiver. Whoever chooses the next step is the adversary; the world checks after each that
+"""A small world for schedules: two prefill and two decode workers with their successors, clients with journals, and a
+channel that loses, repeats, delays and reorders. Bytes choose what happens next: whoever writes them is the adversary.
 
-- an extent only ever lands in a page that its own grant holds,
-- no page is freed at the receiver while a living writer's posted write may still land in it,
-- what is admitted is what was sealed,
-- no source page is released while a write may still read it, and each is released once.
+The workers and the clients check each step (see `handoff_sites` and `handoff_client`). In the end all faults stop, time
+goes on, fences come, and the world proves that everything has ended and nothing leaked.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from handoff_examples import FIRST, LAYOUT
+from handoff_client import Client
+from handoff_examples import LAYOUT
+from handoff_sites import PROMPT_PAGES, Decode, Prefill, Write
 
-from kvtransfer.extents import PageWrite
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
-from kvtransfer.protocol.attempts import SenderLimits, SenderState
-from kvtransfer.protocol.grants import ReceiverLimits
-from kvtransfer.protocol.messages import AttemptKey, Grant
-from kvtransfer.protocol.receiver import ReceiverHandoffs
-from kvtransfer.protocol.sender import SenderHandoff
-from tandem.core.pages import PagePool, PageState
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant
+from router.request import TokenGiven
 
-NUM_PAGES = 6
-PROMPT_PAGES = 2
-NUM_LAYERS = LAYOUT.num_layers
-RECEIVER_LIMITS = ReceiverLimits(lease_s=8, grace_s=4, ask_again_s=2, remember_s=20, quarantine_cap_pages=99)
-SENDER_LIMITS = SenderLimits(lease_margin_s=1, write_timeout_s=5, resend_s=2, answer_timeout_s=6)
-
-Bytes = tuple[AttemptKey, int, int] | str  # what an extent holds: (attempt, layer, index), or garbage
+MAX_CLIENTS, MAX_CRASHES, MAX_REPLACEMENTS = 4, 3, 2
+# Streams are reliable: what they carry may come late, and its loss is that of the worker. A test of dropped messages
+# needs it to be so only where nobody has a clock for it.
+NEVER_DROPPED = ("exit", "receiver exit", "cancel")
+FAULTS = (
+    "repeated message", "dropped message", "mangled message", "corrupt write", "truncated write", "failed write",
+    "unsettled write", "lost completion", "repeated write", "crashed writer", "stopped writer", "late writer",
+    "replaced receiver", "stopped receiver", "client left", "forgery",
+)  # fmt: skip
 
 
-def digest(contents: Bytes) -> int:
-    return hash(contents) & (2**64 - 1)
-
-
-@dataclass
-class Write:
-    """A batch in the hands of a sender's transport."""
-
-    sender: Sender
-    key: AttemptKey
-    write_id: int
-    grant: Grant
-    todo: list[PageWrite]  # not landed yet
-    local_pages: frozenset[int]
-    posted: bool = False
-    settled: bool = False  # its end was told, and no byte of it moves any more
-
-
-@dataclass
-class Sender:
-    """A prefill worker's incarnation. Source pages are numbered by attempt, so that none is shared."""
-
-    name: str
-    handoffs: dict[AttemptKey, SenderHandoff] = field(default_factory=dict)
-    to_seal: dict[AttemptKey, list[int]] = field(default_factory=dict)  # layers left to compute
-    released: set[tuple[AttemptKey, int]] = field(default_factory=set)
-    alive: bool = True
+@dataclass(slots=True, eq=False)
+class Message:
+    kind: str
+    to: Prefill | Decode | None  # `None`: the router
+    arrive: Callable[[], Any]
+    said: Commit | CommitPart | None = None
 
 
 class World:
-    def __init__(self) -> None:
+    """Args:
+    choices: what happens, two bytes a step; all steps of the adversary in order.
+    """
+
+    def __init__(self, choices: bytes = b"") -> None:
+        self._choices = choices
+        self._at = 0
         self.now_s = 0.0
-        self.pool = PagePool(NUM_PAGES, 1)
-        self.receiver = ReceiverHandoffs("decode#1", LAYOUT, RECEIVER_LIMITS)
-        self.memory: dict[tuple[int, int], Bytes] = {}  # (layer, page)
-        self.owner: dict[int, str] = {}  # grant or request of every page that is not free
-        self.queue: list[AttemptKey] = []  # reservations without pages
-        self.to_verify: list[rx.VerifyDigests] = []
-        self.senders = [Sender("prefill-0#1"), Sender("prefill-1#1")]
-        self.writes: list[Write] = []
-        self.messages: list[tuple[str, Callable[[], None]]] = []
-        self.keys = (AttemptKey(f"r{n % 3}", n // 3) for n in itertools.count(3))
-        self.admitted: list[AttemptKey] = []
-        self.calm = False  # no more faults
+        self.prefills = [Prefill(self, f"prefill-{n}#1") for n in range(2)]
+        self.decodes = [Decode(self, f"decode-{n}#1") for n in range(2)]
+        self.clients: dict[str, Client] = {}
+        self.messages: list[Message] = []
+        self.grants: list[Grant] = []
+        self.admitted: set[AttemptKey] = set()
+        self.prefix_of: dict[int, tuple[int, ...]] = {}
+        self.count: Counter[str] = Counter()
 
-    # ---- steps of the adversary
+    def draw(self) -> int:
+        """The next byte; zeros behind the last."""
+        self._at += 1
+        return self._choices[self._at - 1] if self._at <= len(self._choices) else 0
 
-    def steps(self) -> list[Callable[[], None]]:
-        """What could happen next."""
-        steps: list[Callable[[], None]] = [self.pass_time]
-        if not self.calm:
-            steps.append(self.new_attempt)
-        for n, (kind, _) in enumerate(self.messages):
-            steps += [lambda n=n: self.deliver(n)] * 2
-            if not self.calm:
-                steps.append(lambda n=n: self.deliver(n, keep=True))
-                if kind != "exit":
-                    steps.append(lambda n=n: self.messages.pop(n))  # type: ignore[misc]
-        if self.queue and self.pool.num_available >= PROMPT_PAGES:
-            steps += [self.grant_next] * 3
-        steps += [self.verify] * 3 * bool(self.to_verify)
-        for write in self.writes:
-            steps += self.write_steps(write)
-        for sender in self.senders:
-            steps += self.sender_steps(sender)
-        return steps
-
-    def write_steps(self, write: Write) -> list[Callable[[], None]]:
-        if not write.posted:
-            return [lambda: self.post(write)] * 2
-        if not write.todo:
-            return [lambda: self.complete(write)] * 2
-        steps: list[Callable[[], None]] = [lambda: self.land(write)] * 3
-        if not self.calm:
-            steps.append(lambda: self.land(write, garbage=True))
-            steps.append(lambda: self.fail(write, settled=True))
-            steps.append(lambda: self.fail(write, settled=False))
-        return steps
-
-    def sender_steps(self, sender: Sender) -> list[Callable[[], None]]:
-        steps: list[Callable[[], None]] = []
-        if not sender.alive:
-            return steps
-        for key, layers in sender.to_seal.items():
-            if layers:
-                steps += [lambda key=key: self.seal(sender, key)] * 2
-        if not self.calm:
-            live = [k for k, h in sender.handoffs.items() if h.state is not SenderState.DONE]
-            steps += [lambda key=key: self.cancel(sender, key) for key in live]
-            if live and len(self.senders) < 5:
-                steps.append(lambda: self.crash(sender))
-        return steps
-
-    def run(self, choices: Iterable[int]) -> None:
-        """Let `choices` pick the steps, then let all faults end and prove that nothing leaked."""
-        for choice in choices:
-            steps = self.steps()
-            steps[choice % len(steps)]()
-            self.pool.check()
+    def run(self) -> World:
+        while self._at < len(self._choices):
+            self.step(self.draw(), self.draw())
+            if self._at % 64 == 0:
+                self.check_pools()
         self.settle()
+        return self
 
-    def settle(self) -> None:
-        """No more loss and no more new attempts. Writers that are stuck get killed, as the protocol asks; who still
-        waits for a grant, whose Reserve got lost, is told by its router that it may stop."""
-        self.calm = True
-        for turn in range(60):
-            for sender in self.senders if turn == 30 else []:
-                for key in [k for k, h in sender.handoffs.items() if h.state is SenderState.WAITING]:
-                    self.to_sender(sender, key, tx.CancelRequested())
-            for _ in range(500):
-                steps = [s for s in self.steps() if s != self.pass_time]
-                if not steps:
-                    break
-                steps[0]()
+    # ---- the adversary
+
+    def step(self, what: int, which: int) -> None:
+        if what < 10:
             self.pass_time()
-        self.pool.check()
-        counts = self.pool.counts()
-        assert counts.reserved == counts.quarantined == 0, f"pages leaked: {counts}"
-        assert counts.used == PROMPT_PAGES * len(self.admitted)
-        assert self.receiver.num_quarantined_pages == 0
-        assert self.receiver.records() == [], "answers are forgotten in the end"
-        for sender in self.senders:
-            for key, handoff in sender.handoffs.items():
-                assert handoff.state is SenderState.DONE, (sender.name, key, handoff.state)
-                assert not handoff.held_pages
+        elif what < 20:
+            self.new_client(which)
+        elif what < 21:
+            self.crash_some(which)
+        elif what < 23:
+            self.stop_some(self.live_prefills(), which, "stopped writer")
+        elif what < 24:
+            self.replace_some(which)
+        elif what < 25:
+            self.stop_some(self.live_decodes(), which, "stopped receiver")
+        elif what < 26:
+            self.leave_some(which)
+        elif what < 32:
+            self.forge(which)
+        else:
+            fault = what - 32 if what < 72 else None
+            due = (fault is not None and fault % 2 and self.due_writes()) or self.agenda()
+            if due:
+                due[which % len(due)](None if fault is None else fault // 2)
 
-    # ---- requests
+    def due_writes(self) -> list[Callable[[int | None], None]]:
+        return [partial(self.advance, w) for p in self.live_prefills() for w in p.writes if self.can_advance(w)]
 
-    def new_attempt(self) -> None:
-        """The router places an attempt: decode is asked for pages, prefill starts to compute."""
-        key = next(self.keys)
-        live = [s for s in self.senders if s.alive]
-        self.say("reserve", lambda: self.to_receiver(rx.ReserveReceived(key)))
+    def agenda(self) -> list[Callable[[int | None], None]]:
+        """What is due, as calls that take the fault to inject, if any."""
+        due: list[Callable[[int | None], None]] = [
+            partial(self.deliver, m) for m in self.messages if m.to is None or not m.to.is_stopped
+        ]
+        due += self.due_writes()
+        for prefill in self.prefills:
+            if prefill.is_alive and not prefill.is_stopped:
+                prompts = prefill.prompts.values()
+                due += [lambda _, site=prefill, p=p: site.compute(p) for p in prompts if prefill.can_compute(p)]
+        for decode in self.decodes:
+            if decode.is_alive and not decode.is_stopped:
+                if decode.to_verify:
+                    due.append(lambda _, d=decode: d.verify())
+                if decode.queue and decode.pool.num_available >= PROMPT_PAGES:
+                    due.append(lambda _, d=decode: d.grant_next())
+                due += [lambda _, d=decode, key=key: d.generate(key) for key in decode.running]
+        return due
+
+    def new_client(self, how: int) -> None:
+        if len(self.clients) < MAX_CLIENTS:
+            request_id = f"r{len(self.clients)}"
+            self.clients[request_id] = Client(self, request_id, how)
+
+    def crash_some(self, which: int) -> None:
+        live = self.live_prefills()
+        if len(self.prefills) < 2 + MAX_CRASHES:
+            self.count["crashed writer"] += 1
+            self.crash(live[which % len(live)])
+
+    def replace_some(self, which: int) -> None:
+        live = self.live_decodes()
+        if len(self.decodes) < 2 + MAX_REPLACEMENTS:
+            self.count["replaced receiver"] += 1
+            self.replace(live[which % len(live)])
+
+    def stop_some(self, sites: list[Any], which: int, fault: str) -> None:
+        site = sites[which % len(sites)]
+        site.is_stopped = not site.is_stopped
+        self.count[fault] += site.is_stopped
+
+    def leave_some(self, which: int) -> None:
+        live = [c for c in self.clients.values() if c.ended is None]
         if live:
-            sender = live[key.attempt % len(live)]
-            sender.handoffs[key] = SenderHandoff(key, sender.name, LAYOUT, PROMPT_PAGES, SENDER_LIMITS)
-            sender.to_seal[key] = list(range(NUM_LAYERS))
+            self.count["client left"] += 1
+            live[which % len(live)].leave()
 
-    def cancel(self, sender: Sender, key: AttemptKey) -> None:
-        self.say("cancel", lambda: self.to_receiver(rx.RequestCancelled(key)))
-        self.say("cancel", lambda: self.to_sender(sender, key, tx.CancelRequested()))
-
-    def pass_time(self) -> None:
-        self.now_s += 1
-        self.to_receiver(rx.Tick())
-        for sender in self.senders:
-            for key in list(sender.handoffs):
-                self.to_sender(sender, key, tx.Tick())
-
-    # ---- the channel
-
-    def say(self, kind: str, arrive: Callable[[], None]) -> None:
-        self.messages.append((kind, arrive))
-
-    def deliver(self, n: int, keep: bool = False) -> None:
-        _, arrive = self.messages[n] if keep else self.messages.pop(n)
-        arrive()
-
-    # ---- the receiver's worker
-
-    def to_receiver(self, event: rx.ReceiverEvent) -> None:
-        for told in self.receiver.handle(event, self.now_s):
-            self.obey_receiver(told)
-
-    def obey_receiver(self, told: rx.ReceiverInstruction) -> None:
-        match told:
-            case rx.QueueReservation(key):
-                self.queue.append(key)
-            case rx.DropReservation(key):
-                self.queue.remove(key)
-            case rx.SendGrant(grant):
-                for sender in self.senders:
-                    if grant.key in sender.handoffs:
-                        self.say("grant", lambda sender=sender: self.attach(sender, grant))
-            case rx.ConfirmAttached():
-                pass  # answered in `attach`, which knows when the question was sent
-            case rx.VerifyDigests():
-                self.to_verify.append(told)
-            case rx.AdmitRequest(grant, _):
-                self.admit(grant)
-            case rx.SendAck(key, grant_id):
-                self.answer(key, tx.AckReceived(grant_id))
-            case rx.SendRefusal(key, _, reason) if key is not None:
-                self.answer(key, tx.RefusalReceived(reason))
-            case rx.QuarantinePages(_, grant_id, pages):
-                assert all(self.owner[p] == grant_id for p in pages)
-                self.pool.quarantine(pages)
-            case rx.LiftQuarantine(_, grant_id, pages):
-                self.free(grant_id, pages)
-                self.pool.lift(pages)
-            case rx.FreePages(_, grant_id, pages):
-                self.free(grant_id, pages)
-                self.pool.release(pages)
-            case rx.AskWriterToStop(grant_id, key, sender_name):
-                self.say("stop", lambda: self.ask_to_stop(sender_name, key, grant_id))
-            case rx.KillWriter(sender_name):
-                self.crash(next(s for s in self.senders if s.name == sender_name))
-
-    def grant_next(self) -> None:
-        key = self.queue.pop(0)
-        pages = self.pool.reserve(PROMPT_PAGES)
-        assert pages is not None
-        record = self.receiver.record(key)
-        assert record is not None
-        epoch = self.receiver._epoch + 1
-        for page in pages:
-            assert page not in self.owner, f"page {page} has an owner"
-            self.owner[page] = f"decode#1/{epoch}"
-            for layer in range(NUM_LAYERS):
-                self.memory[layer, page] = "old bytes"
-        self.to_receiver(rx.ReservationGranted(key, tuple(pages)))
-
-    def verify(self) -> None:
-        asked = self.to_verify.pop(0)
-        for page in asked.pages:
-            assert self.owner.get(page) == asked.grant_id, "pages were given away while they were read"
-        wrong = tuple(
-            (layer, page)
-            for layer, digests in enumerate(asked.digests)
-            for page, wanted in zip(asked.pages, digests, strict=True)
-            if digest(self.memory[layer, page]) != wanted
-        )
-        self.to_receiver(rx.DigestsVerified(asked.grant_id, wrong))
-
-    def admit(self, grant: Grant) -> None:
-        for index, page in enumerate(grant.pages):
-            for layer in range(NUM_LAYERS):
-                assert self.memory[layer, page] == (grant.key, layer, index), "admitted what was never sealed"
-            self.owner[page] = f"request {grant.key}"
-        self.pool.admit(grant.pages)
-        self.admitted.append(grant.key)
-
-    def free(self, grant_id: str | None, pages: tuple[int, ...]) -> None:
-        for page in pages:
-            assert grant_id is None or self.owner[page] == grant_id, f"page {page} is {self.owner[page]}'s"
-            for write in self.writes:
-                late = write.posted and any(write.grant.pages[i] == page for i in self.indices(write))
-                assert not late, f"page {page} was freed while {write.sender.name} may still write it"
-            del self.owner[page]
-
-    @staticmethod
-    def indices(write: Write) -> set[int]:
-        return {write.grant.pages.index(w.remote_page) for w in write.todo}
-
-    def ask_to_stop(self, sender_name: str | None, key: AttemptKey, grant_id: str) -> None:
-        for sender in self.senders:
-            if not sender.alive or sender_name not in (None, sender.name):
-                continue
-            if key in sender.handoffs:
-                self.to_sender(sender, key, tx.StopAsked(grant_id))
-            elif sender_name is not None:
-                self.say("idle", lambda: self.to_receiver(rx.WriterConfirmedIdle(grant_id)))
-
-    # ---- a sender's worker
-
-    def attach(self, sender: Sender, grant: Grant) -> None:
-        """The sender asks to attach; question and answer may each get lost on the way."""
-        if not sender.alive:
+    def forge(self, which: int) -> None:
+        """Somebody without the capability speaks about a grant, under the name of its writer."""
+        if not self.grants:
             return
-        sent_s = self.now_s
+        grant = self.grants[which // 5 % len(self.grants)]
+        decode = self.decode_of(grant.receiver)
+        record = decode.machine.record(grant.key)
+        sender = record.sender if record is not None and record.sender is not None else self.prefills[0].name
+        capability = self.grants[which % len(self.grants)].capability if which % 2 else b"guessed"
+        if capability == grant.capability:
+            return
+        zeros = tuple((0,) * len(grant.pages) for _ in range(LAYOUT.num_layers))
+        about = (grant.grant_id, grant.key, grant.epoch, grant.receiver, sender)
+        forged: list[rx.ReceiverEvent] = [
+            rx.WriterConfirmedIdle(grant.grant_id, sender, capability),
+            rx.GrantGivenOut(grant.grant_id, sender, capability),
+            rx.LeaseRenewed(grant.grant_id, sender, capability),
+            rx.CommitReceived(Commit(*about, LAYOUT, grant.pages, zeros, capability=capability)),
+            rx.PartReceived(CommitPart(*about, 0, zeros, capability)),
+        ]
+        self.count["forgery"] += 1
+        decode.happened(forged[which % 5], answers=False)
+
+    # ---- messages
+
+    def say(self, kind: str, to: Prefill | Decode | None, arrive: Callable[[], Any]) -> None:
+        self.messages.append(Message(kind, to, arrive))
+
+    def deliver(self, message: Message, fault: int | None) -> None:
+        match fault:
+            case None:
+                self.messages.remove(message)
+                message.arrive()
+            case _ if fault % 3 == 0:
+                self.count["repeated message"] += 1
+                message.arrive()
+            case _ if fault % 3 == 1 and message.kind not in NEVER_DROPPED:
+                self.count["dropped message"] += 1
+                self.messages.remove(message)
+            case _ if message.said is not None:
+                self.count["mangled message"] += 1
+                self.arrive_mangled(message.said, fault)
+            case _:
+                self.deliver(message, None)
+
+    def tell_receiver(
+        self, kind: str, receiver: str, event: rx.ReceiverEvent, agreed: Callable[[], None] | None = None
+    ) -> None:
+        """A call to the address of a decode worker: whoever lives there when it arrives gets it."""
+        prefill = next((p for p in self.prefills if p.name == getattr(event, "sender", None)), None)
 
         def arrive() -> None:
-            out = self.receiver.handle(rx.GrantGivenOut(grant.grant_id, sender.name), self.now_s)
-            for told in out:
-                if isinstance(told, rx.ConfirmAttached):
-                    ends_s = sent_s + grant.lease_s
-                    confirmed = tx.GrantAttached(told.grant, ends_s)
-                    self.say("attached", lambda event=confirmed: self.to_sender(sender, grant.key, event))
-                else:
-                    self.obey_receiver(told)
+            now_there = self.living_at(receiver)
+            if now_there.is_stopped:  # a successor of whom it was sent to
+                message.to = now_there
+                self.messages.append(message)
+            elif now_there.happened(event) and agreed is not None:
+                self.say("answer", prefill, agreed)
 
-        self.say("attach", arrive)
+        said = event.commit if isinstance(event, rx.CommitReceived) else getattr(event, "part", None)
+        message = Message(kind, self.living_at(receiver), arrive, said)
+        self.messages.append(message)
+
+    def arrive_mangled(self, said: Commit | CommitPart, how: int) -> None:
+        """A confused sender: right but for one field."""
+        changes: list[dict[str, Any]] = [
+            {"epoch": said.epoch + 1},
+            {"key": AttemptKey(said.key.request_id, said.key.attempt + 1)},
+            {"receiver": "decode-9#1"},
+            {"sender": "prefill-9#1"},
+            {"digests": said.digests[:-1]},
+        ]
+        if isinstance(said, Commit):
+            changes += [
+                {"pages": said.pages[::-1]},
+                {"pages": said.pages[:-1], "digests": tuple(d[:-1] for d in said.digests)},
+                {"layout": replace(said.layout, page_size=99)},
+            ]
+        mangled = replace(said, **changes[how // 3 % len(changes)])
+        event = rx.CommitReceived(mangled) if isinstance(mangled, Commit) else rx.PartReceived(mangled)
+        self.decode_of(said.receiver).happened(event, answers=False)
 
     def answer(self, key: AttemptKey, event: tx.SenderEvent) -> None:
-        for sender in self.senders:
-            if key in sender.handoffs:
-                self.say("answer", lambda sender=sender: self.to_sender(sender, key, event))
+        for prefill in self.prefills:
+            if key in prefill.handoffs:
+                self.say("answer", prefill, partial(prefill.happened, key, event))
 
-    def to_sender(self, sender: Sender, key: AttemptKey, event: tx.SenderEvent) -> None:
-        if not sender.alive:
-            return
-        for told in sender.handoffs[key].handle(event, self.now_s):
-            match told:
-                case tx.PostWrites(write_id, grant, writes):
-                    local = frozenset(w.local_page for w in writes)
-                    self.writes.append(Write(sender, key, write_id, grant, list(writes), local))
-                case tx.SendCommit(commit):
-                    self.say("commit", lambda commit=commit: self.to_receiver(rx.CommitReceived(commit)))
-                case tx.ConfirmIdle(_, grant_id):
-                    self.say("idle", lambda g=grant_id: self.to_receiver(rx.WriterConfirmedIdle(g)))
-                case tx.ReleasePages(_, pages):
-                    self.release(sender, key, pages)
+    def tell_failed(self, key: AttemptKey, side: str) -> None:
+        client = self.clients[key.request_id]
+        self.say("failed", None, lambda: client.failed(key.attempt, side))
 
-    def release(self, sender: Sender, key: AttemptKey, pages: tuple[int, ...]) -> None:
-        for page in pages:
-            assert (key, page) not in sender.released, f"source page {page} of {key} was released twice"
-            sender.released.add((key, page))
-            for write in self.writes:
-                reads = write.sender is sender and write.key == key and page in write.local_pages
-                assert not reads or write.settled, f"source page {page} of {key} was released under a write"
+    def tell_admitted(self, key: AttemptKey) -> None:
+        self.say("admitted", None, partial(self.clients[key.request_id].admitted, key.attempt))
 
-    def seal(self, sender: Sender, key: AttemptKey) -> None:
-        layer = sender.to_seal[key].pop(0)
-        digests = tuple(digest((key, layer, i)) for i in range(PROMPT_PAGES))
-        self.to_sender(sender, key, tx.PagesSealed(layer, 0, tuple(range(PROMPT_PAGES)), digests))
-        if not sender.to_seal[key]:
-            self.to_sender(sender, key, tx.AllComputed(FIRST))
+    def tell_token(self, token: TokenGiven, key: AttemptKey) -> None:
+        self.say("token", None, partial(self.clients[key.request_id].take, token))
 
-    def crash(self, sender: Sender) -> None:
+    def sample(self, prefix: tuple[int, ...]) -> int:
+        token_id = len(self.prefix_of)
+        self.prefix_of[token_id] = prefix
+        return token_id
+
+    # ---- writes
+
+    def can_advance(self, write: Write) -> bool:
+        if write.posted and write.todo:
+            return True  # also while its sender is stopped
+        decode = self.decode_of(write.grant.receiver)
+        waits = write.posted and (write.lost or decode.is_stopped)
+        return not waits and not write.prefill.is_stopped
+
+    def advance(self, write: Write, fault: int | None) -> None:
+        prefill = write.prefill
+        if not write.posted:
+            if prefill.is_stopped:
+                return
+            prefill.post(write)
+        elif fault is not None and not prefill.is_stopped:
+            self.spoil(write, fault % 7)
+        elif write.todo:
+            while write.todo:
+                prefill.land(write)
+        elif not self.decode_of(write.grant.receiver).is_alive:
+            write.lost = True
+            prefill.happened(write.key, tx.WriteFailed(write.write_id, "the peer is gone", settled=False))
+        else:
+            prefill.settle(write, tx.WriteCompleted(write.write_id))
+
+    def spoil(self, write: Write, how: int) -> None:
+        prefill = write.prefill
+        if how < 2 and write.todo:
+            prefill.land(write)
+        elif how == 2 and write.todo:
+            self.count["corrupt write"] += 1
+            prefill.land(write, garbage=True)
+        elif how == 3 and write.landed:
+            self.count["repeated write"] += 1
+            prefill.land(write, again=True)
+        elif how == 4 and not write.lost:
+            self.count["truncated write" if write.todo else "complete write"] += 1
+            prefill.settle(write, tx.WriteCompleted(write.write_id))
+        elif how == 5 and not write.lost:
+            self.count["failed write"] += 1
+            prefill.settle(write, tx.WriteFailed(write.write_id, "injected", settled=True))
+        elif how == 6 and not write.lost:
+            write.lost = True
+            self.count["unsettled write" if write.todo else "lost completion"] += 1
+            if write.todo:  # its bytes may still land, any time; it is never reported again
+                prefill.happened(write.key, tx.WriteFailed(write.write_id, "injected", settled=False))
+
+    # ---- processes
+
+    def live_prefills(self) -> list[Prefill]:
+        return [p for p in self.prefills if p.is_alive]
+
+    def live_decodes(self) -> list[Decode]:
+        return [d for d in self.decodes if d.is_alive]
+
+    def prefill_of(self, name: str) -> Prefill:
+        return next(p for p in self.prefills if p.name == name)
+
+    def decode_of(self, name: str) -> Decode:
+        return next(d for d in self.decodes if d.name == name)
+
+    def living_at(self, name: str) -> Decode:
+        """The newest life of the worker that had this incarnation."""
+        worker_id = name.partition("#")[0]
+        return next(d for d in reversed(self.decodes) if d.name.partition("#")[0] == worker_id)
+
+    def crash(self, prefill: Prefill, asked_by: Decode | None = None) -> None:
         """The process ends; its host will say so, some time. Another incarnation takes its place.
 
         Killing what is dead already is answered as well: an attach may arrive after its writer's exit was told.
         """
-        if not sender.alive:
-            self.say("exit", lambda: self.to_receiver(rx.WriterExited(sender.name)))
-            return
-        sender.alive = False
-        sender.handoffs.clear()
-        self.writes = [w for w in self.writes if w.sender is not sender]
-        self.say("exit", lambda: self.to_receiver(rx.WriterExited(sender.name)))
-        name, _, life = sender.name.partition("#")
-        self.senders.append(Sender(f"{name}#{int(life) + 1}"))
+        told = [asked_by] if asked_by is not None and not prefill.is_alive else self.live_decodes()
+        for decode in told:
+            self.say("exit", decode, partial(decode.happened, rx.WriterExited(prefill.name)))
+        if prefill.is_alive:
+            prefill.is_alive = prefill.is_stopped = False
+            prefill.handoffs.clear()
+            prefill.writes.clear()
+            self.lose(prefill, "prefill")
+            self.prefills.append(Prefill(self, next_life(prefill.name)))
 
-    # ---- writes
+    def replace(self, decode: Decode) -> None:
+        """The receiver's process ends, and its memory with it."""
+        decode.is_alive = decode.is_stopped = False
+        for prefill in self.live_prefills():
+            self.tell_receiver_exit(prefill, decode.name)
+        self.lose(decode, "decode")
+        self.decodes.append(Decode(self, next_life(decode.name)))
 
-    def post(self, write: Write) -> None:
-        handoff = write.sender.handoffs[write.key]
-        if handoff.may_post(self.now_s):
-            write.posted = True
-            self.to_sender(write.sender, write.key, tx.WritePosted(write.write_id))
-        else:
-            write.todo.clear()
-            self.end(write, tx.WriteFailed(write.write_id, "its grant no longer holds", settled=True))
+    def tell_receiver_exit(self, prefill: Prefill, name: str) -> None:
+        self.say("receiver exit", prefill, partial(self.receiver_exited, prefill, name))
 
-    def land(self, write: Write, garbage: bool = False) -> None:
-        moved = write.todo.pop(0)
-        page, layer = moved.remote_page, moved.layer
-        held = self.owner.get(page) == write.grant.grant_id
-        state = self.pool.state(page)
-        what = f"{write.sender.name} wrote into page {page}, which is {state.value} and {self.owner.get(page)}'s"
-        assert held, what
-        assert state in (PageState.RESERVED, PageState.QUARANTINED), what
-        index = write.grant.pages.index(page)
-        self.memory[layer, page] = "garbage" if garbage else (write.key, layer, index)
-        if write.settled and not write.todo:
-            self.writes.remove(write)
+    def receiver_exited(self, prefill: Prefill, name: str) -> None:
+        prefill.writes = [w for w in prefill.writes if w.grant.receiver != name]
+        for key in [k for k, h in prefill.handoffs.items() if h.grant is not None and h.grant.receiver == name]:
+            prefill.happened(key, tx.ReceiverExited())
 
-    def complete(self, write: Write) -> None:
-        self.end(write, tx.WriteCompleted(write.write_id))
+    def lose(self, site: Prefill | Decode, side: str) -> None:
+        """The router's streams to it break."""
+        for client in self.clients.values():
+            if site in (client.prefill, client.decode):
+                self.say("lost", None, partial(client.failed, client.journal.attempt, side))
 
-    def fail(self, write: Write, settled: bool) -> None:
-        if settled:
-            write.todo.clear()
-            self.end(write, tx.WriteFailed(write.write_id, "injected", settled=True))
-        else:
-            # Its bytes may still land, any time. It is never reported again.
-            event = tx.WriteFailed(write.write_id, "injected", settled=False)
-            self.to_sender(write.sender, write.key, event)
+    # ---- time, and the end
 
-    def end(self, write: Write, event: tx.SenderEvent) -> None:
-        write.settled = True
-        self.writes.remove(write)
-        self.to_sender(write.sender, write.key, event)
+    def pass_time(self) -> None:
+        self.now_s += 1
+        for client in self.clients.values():
+            client.pass_time()
+        for decode in self.decodes:
+            if not decode.is_stopped:
+                decode.happened(rx.Tick())
+        for prefill in self.prefills:
+            if prefill.is_alive:
+                self.count["late writer"] += prefill.is_stopped and any(
+                    w.posted and w.todo and self.decode_of(w.grant.receiver).owner.get(w.todo[0].remote_page)
+                    for w in prefill.writes
+                )
+                prefill.pass_time()
+
+    def settle(self) -> None:
+        """No more faults. Who is stopped goes on only later, so that the protocol has to do with it."""
+        for turn in range(150):
+            if turn == 12:
+                for site in (*self.prefills, *self.decodes):
+                    site.is_stopped = False
+            while agenda := self.agenda():
+                agenda[0](None)
+            if turn > 12 and self.is_over():
+                break
+            self.pass_time()
+        self.check_pools()
+        self.check_over()
+
+    def is_over(self) -> bool:
+        return (
+            not self.messages
+            and all(c.ended is not None for c in self.clients.values())
+            and not any(p.handoffs for p in self.live_prefills())
+            and not any(d.machine.records() for d in self.live_decodes())
+        )
+
+    def check_pools(self) -> None:
+        for site in (*self.live_prefills(), *self.live_decodes()):
+            site.pool.check()
+
+    def check_over(self) -> None:
+        waiting = [c.request_id for c in self.clients.values() if c.ended is None]
+        assert not waiting, f"these requests wait for ever: {waiting}"
+        for site in (*self.live_prefills(), *self.live_decodes()):
+            counts = site.pool.counts()
+            assert counts.used == counts.reserved == counts.quarantined == 0, f"{site.name} leaks: {counts}"
+        for prefill in self.live_prefills():
+            states = {str(k): h.state.value for k, h in prefill.handoffs.items()}
+            assert not states, f"handoffs of {prefill.name} never end: {states}"
+        for decode in self.live_decodes():
+            assert decode.machine.num_quarantined_pages == 0
+            assert not decode.machine.records(), "answers are forgotten in the end"
+            assert not (decode.queue or decode.owner or decode.wanted or decode.cached), decode.name
+
+
+def next_life(name: str) -> str:
+    worker_id, _, life = name.partition("#")
+    return f"{worker_id}#{int(life) + 1}"

@@ -6,85 +6,15 @@ from dataclasses import replace
 
 import pytest
 from handoff_examples import KEY, LAYOUT, PAGES, RECEIVER, SENDER, commit_for, names
+from handoff_workers import MISMATCH, ReceivingWorker
+from handoff_workers import RECEIVER_LIMITS as LIMITS
 
 from kvtransfer.protocol import receiver as receiver_module
 from kvtransfer.protocol import receiver_events as ev
-from kvtransfer.protocol.grants import GrantState, ReceiverLimits
-from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
-from kvtransfer.protocol.receiver import TRANSITIONS, ReceiverHandoffs
+from kvtransfer.protocol.grants import GrantState
+from kvtransfer.protocol.messages import AttemptKey, RefusalReason
+from kvtransfer.protocol.receiver import TRANSITIONS
 from tandem.core.errors import IllegalTransitionError
-
-LIMITS = ReceiverLimits(lease_s=10, grace_s=5, ask_again_s=1, remember_s=60, quarantine_cap_pages=100)
-MISMATCH = ((0, PAGES[1]),)
-
-
-class Worker:
-    """A receiver with one attempt on its way, and what it was told to do last."""
-
-    def __init__(self, limits: ReceiverLimits = LIMITS) -> None:
-        self.handoffs = ReceiverHandoffs(RECEIVER, LAYOUT, limits)
-        self.now_s = 100.0
-
-    def feed(self, *events: ev.ReceiverEvent) -> list[ev.ReceiverInstruction]:
-        out: list[ev.ReceiverInstruction] = []
-        for event in events:
-            out = self.handoffs.handle(event, self.now_s)
-        return out
-
-    @property
-    def grant(self) -> Grant:
-        record = self.handoffs.record(KEY)
-        assert record is not None
-        return record.held
-
-    @property
-    def state(self) -> GrantState:
-        record = self.handoffs.record(KEY)
-        assert record is not None
-        return record.state
-
-    def reach(self, state: str) -> Worker:
-        """Bring the attempt into a state by the shortest way."""
-        grant_id = f"{RECEIVER}/1"
-        steps: dict[str, list[ev.ReceiverEvent]] = {
-            "waiting": [ev.ReserveReceived(KEY)],
-            "granted": [ev.ReservationGranted(KEY, PAGES)],
-            "open": [ev.GrantGivenOut(grant_id, SENDER)],
-        }
-        way = ["waiting", "granted", "open"]
-        for name in way[: way.index(state) + 1] if state in way else way:
-            self.feed(*steps[name])
-        match state:
-            case "verifying" | "abandoned" | "admitted":
-                self.feed(ev.CommitReceived(commit_for(self.grant)))
-                if state == "abandoned":
-                    self.feed(ev.RequestCancelled(KEY))
-                if state == "admitted":
-                    self.feed(ev.DigestsVerified(grant_id))
-            case "quarantined":
-                self.feed(ev.RequestCancelled(KEY))
-            case "refused":
-                self.feed(ev.RequestCancelled(KEY), ev.WriterConfirmedIdle(grant_id))
-        assert self.state.value == state
-        return self
-
-    def event(self, name: str) -> ev.ReceiverEvent:
-        grant = self.grant
-        return {
-            "reserve": lambda: ev.ReserveReceived(KEY),
-            "pages": lambda: ev.ReservationGranted(KEY, (1, 2)),
-            "denied": lambda: ev.ReservationDenied(KEY, RefusalReason.NO_ROOM),
-            "attach": lambda: ev.GrantGivenOut(grant.grant_id, SENDER),
-            "attach-other": lambda: ev.GrantGivenOut(grant.grant_id, "prefill-9#1"),
-            "renew": lambda: ev.LeaseRenewed(grant.grant_id),
-            "commit": lambda: ev.CommitReceived(commit_for(grant)),
-            "right": lambda: ev.DigestsVerified(grant.grant_id),
-            "wrong": lambda: ev.DigestsVerified(grant.grant_id, MISMATCH),
-            "cancel": lambda: ev.RequestCancelled(KEY),
-            "idle": lambda: ev.WriterConfirmedIdle(grant.grant_id),
-            "exit": lambda: ev.WriterExited(SENDER),
-        }[name]()
-
 
 STOP = "QuarantinePages AskWriterToStop"
 LIFT = "EndWrites LiftQuarantine"
@@ -98,6 +28,9 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("open", "ExpectWrites ConfirmAttached"),
         "attach-other": ("open", "ExpectWrites ConfirmAttached"),
         "renew": ("granted", "ConfirmRenewed"),
+        "part": ("quarantined", f"ExpectWrites {STOP} {NO}"),
+        "part-right": ("!", ""),
+        "part-wrong": ("!", ""),
         "commit": ("refused", f"FreePages {NO}"),
         "right": ("!", ""),
         "wrong": ("!", ""),
@@ -112,6 +45,9 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("open", "ConfirmAttached"),
         "attach-other": ("open", NO),
         "renew": ("open", "ConfirmRenewed"),
+        "part": ("open", "VerifyPart"),
+        "part-right": ("open", "ConfirmPart"),
+        "part-wrong": ("quarantined", f"{STOP} {NO}"),
         "commit": ("verifying", "EndWrites VerifyDigests"),
         "right": ("!", ""),
         "wrong": ("!", ""),
@@ -126,6 +62,9 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("verifying", NO),
         "attach-other": ("verifying", NO),
         "renew": ("verifying", NO),
+        "part": ("verifying", ""),
+        "part-right": ("verifying", ""),
+        "part-wrong": ("verifying", ""),
         "commit": ("verifying", ""),
         "right": ("admitted", "AdmitRequest SendAck"),
         "wrong": ("refused", f"FreePages {NO}"),
@@ -140,6 +79,9 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("abandoned", NO),
         "attach-other": ("abandoned", NO),
         "renew": ("abandoned", NO),
+        "part": ("abandoned", NO),
+        "part-right": ("abandoned", NO),
+        "part-wrong": ("abandoned", NO),
         "commit": ("abandoned", NO),
         "right": ("refused", "FreePages"),
         "wrong": ("refused", "FreePages"),
@@ -154,6 +96,9 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("quarantined", NO),
         "attach-other": ("quarantined", NO),
         "renew": ("quarantined", NO),
+        "part": ("quarantined", NO),
+        "part-right": ("quarantined", NO),
+        "part-wrong": ("quarantined", NO),
         "commit": ("refused", f"{LIFT} {NO}"),
         "right": ("!", ""),
         "wrong": ("!", ""),
@@ -168,6 +113,9 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("admitted", NO),
         "attach-other": ("admitted", NO),
         "renew": ("admitted", NO),
+        "part": ("admitted", ""),
+        "part-right": ("admitted", ""),
+        "part-wrong": ("admitted", ""),
         "commit": ("admitted", "SendAck"),
         "right": ("!", ""),
         "wrong": ("!", ""),
@@ -182,6 +130,9 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("refused", NO),
         "attach-other": ("refused", NO),
         "renew": ("refused", NO),
+        "part": ("refused", NO),
+        "part-right": ("refused", NO),
+        "part-wrong": ("refused", NO),
         "commit": ("refused", NO),
         "right": ("!", ""),
         "wrong": ("!", ""),
@@ -195,7 +146,7 @@ CELLS = [(s, e, *expected) for s, row in EXPECTED.items() for e, expected in row
 
 @pytest.mark.parametrize(("state", "event", "after", "told"), CELLS)
 def test_every_state_meets_every_event(state: str, event: str, after: str, told: str) -> None:
-    worker = Worker().reach(state)
+    worker = ReceivingWorker().reach(state)
     if after == "!":
         with pytest.raises(IllegalTransitionError, match="history: waiting"):
             worker.feed(worker.event(event))
@@ -215,7 +166,7 @@ REPEATABLE = [c[:2] for c in CELLS if c[2] != "!" and c[:2] != ("refused", "page
 
 @pytest.mark.parametrize(("state", "event"), REPEATABLE)
 def test_a_repeated_message_gets_the_same_answer_and_moves_no_page(state: str, event: str) -> None:
-    worker = Worker().reach(state)
+    worker = ReceivingWorker().reach(state)
     message = worker.event(event)
     first = worker.feed(message)
     if event in ("right", "wrong"):
@@ -233,7 +184,8 @@ def test_a_repeated_message_gets_the_same_answer_and_moves_no_page(state: str, e
 def test_the_table_and_this_walk_cover_each_other() -> None:
     kinds = {
         "reserve": ev.ReserveReceived, "pages": ev.ReservationGranted, "denied": ev.ReservationDenied,
-        "attach": ev.GrantGivenOut, "renew": ev.LeaseRenewed, "commit": ev.CommitReceived,
+        "attach": ev.GrantGivenOut, "renew": ev.LeaseRenewed, "part": ev.PartReceived,
+        "part-right": ev.PartVerified, "commit": ev.CommitReceived,
         "right": ev.DigestsVerified, "cancel": ev.RequestCancelled, "idle": ev.WriterConfirmedIdle,
         "exit": ev.WriterExited,
     }  # fmt: skip
@@ -248,7 +200,7 @@ def test_the_table_and_this_walk_cover_each_other() -> None:
 
 
 def test_a_reservation_waits_is_granted_and_is_repeated_by_key() -> None:
-    worker = Worker()
+    worker = ReceivingWorker()
     assert worker.feed(ev.ReserveReceived(KEY)) == [ev.QueueReservation(KEY)]
     assert worker.feed(ev.ReserveReceived(KEY)) == []
     (sent,) = worker.feed(ev.ReservationGranted(KEY, PAGES, first_page=2))
@@ -258,7 +210,7 @@ def test_a_reservation_waits_is_granted_and_is_repeated_by_key() -> None:
 
 
 def test_a_denied_reservation_is_refused_for_good() -> None:
-    worker = Worker().reach("waiting")
+    worker = ReceivingWorker().reach("waiting")
     (refusal,) = worker.feed(ev.ReservationDenied(KEY, RefusalReason.NO_ROOM))
     assert worker.feed(ev.ReserveReceived(KEY)) == [refusal]
     assert isinstance(refusal, ev.SendRefusal)
@@ -266,13 +218,13 @@ def test_a_denied_reservation_is_refused_for_good() -> None:
 
 
 def test_a_cancel_while_waiting_gives_late_pages_straight_back() -> None:
-    worker = Worker().reach("waiting")
+    worker = ReceivingWorker().reach("waiting")
     assert names(worker.feed(ev.RequestCancelled(KEY))) == ["DropReservation", "SendRefusal"]
     assert worker.feed(ev.ReservationGranted(KEY, PAGES)) == [ev.FreePages(KEY, None, PAGES)]
 
 
 def test_a_cancel_that_overtakes_its_reserve_still_wins() -> None:
-    worker = Worker()
+    worker = ReceivingWorker()
     assert worker.feed(ev.RequestCancelled(KEY)) == []
     (refusal,) = worker.feed(ev.ReserveReceived(KEY))
     assert isinstance(refusal, ev.SendRefusal)
@@ -280,7 +232,7 @@ def test_a_cancel_that_overtakes_its_reserve_still_wins() -> None:
 
 
 def test_a_newer_attempt_ends_older_ones_and_older_ones_come_too_late() -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     out = worker.feed(ev.ReserveReceived(AttemptKey("request", 3)))
     assert names(out) == ["QuarantinePages", "AskWriterToStop", "QueueReservation"]
     (refusal,) = worker.feed(ev.ReserveReceived(AttemptKey("request", 2)))
@@ -290,7 +242,7 @@ def test_a_newer_attempt_ends_older_ones_and_older_ones_come_too_late() -> None:
 
 
 def test_each_grant_has_an_epoch_of_its_own() -> None:
-    worker = Worker().reach("granted")
+    worker = ReceivingWorker().reach("granted")
     other = AttemptKey("other", 1)
     worker.feed(ev.ReserveReceived(other))
     (sent,) = worker.feed(ev.ReservationGranted(other, (9,)))
@@ -317,7 +269,7 @@ BAD = {
 
 @pytest.mark.parametrize("reason", WRONG)
 def test_a_commit_that_is_not_about_this_grant_changes_nothing(reason: RefusalReason) -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     (refusal,) = worker.feed(ev.CommitReceived(commit_for(worker.grant, **WRONG[reason])))
     assert isinstance(refusal, ev.SendRefusal)
     assert refusal.reason is reason
@@ -326,7 +278,7 @@ def test_a_commit_that_is_not_about_this_grant_changes_nothing(reason: RefusalRe
 
 @pytest.mark.parametrize("reason", BAD)
 def test_a_commit_with_wrong_contents_is_refused_and_still_a_fence(reason: RefusalReason) -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     out = worker.feed(ev.CommitReceived(commit_for(worker.grant, **BAD[reason])))
     assert names(out) == ["EndWrites", "FreePages", "SendRefusal"]
     assert isinstance(out[-1], ev.SendRefusal)
@@ -335,21 +287,21 @@ def test_a_commit_with_wrong_contents_is_refused_and_still_a_fence(reason: Refus
 
 @pytest.mark.parametrize("digests", [((1, 2, 3),), ((1, 2, 3), (1, 2)), ((), ())])
 def test_a_commit_must_have_every_extent(digests: tuple[tuple[int, ...], ...]) -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     out = worker.feed(ev.CommitReceived(commit_for(worker.grant, digests=digests)))
     assert isinstance(out[-1], ev.SendRefusal)
     assert out[-1].reason is RefusalReason.INCOMPLETE
 
 
 def test_pages_must_come_in_the_order_of_the_grant() -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     out = worker.feed(ev.CommitReceived(commit_for(worker.grant, pages=PAGES[::-1])))
     assert isinstance(out[-1], ev.SendRefusal)
     assert out[-1].reason is RefusalReason.INCOMPLETE
 
 
 def test_a_refused_digest_names_the_extents() -> None:
-    worker = Worker().reach("verifying")
+    worker = ReceivingWorker().reach("verifying")
     out = worker.feed(ev.DigestsVerified(worker.grant.grant_id, MISMATCH))
     assert isinstance(out[-1], ev.SendRefusal)
     assert out[-1].reason is RefusalReason.DIGEST_MISMATCH
@@ -358,33 +310,23 @@ def test_a_refused_digest_names_the_extents() -> None:
 
 def test_nothing_wrong_is_admitted_and_this_test_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_module, "find_problem", lambda commit, grant: None)
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     assert "VerifyDigests" in names(worker.feed(ev.CommitReceived(commit_for(worker.grant, pages=PAGES[:-1]))))
 
 
 # ---- who writes
 
 
-def test_a_grant_may_leave_before_its_writer_is_known() -> None:
-    worker = Worker().reach("granted")
-    grant_id = worker.grant.grant_id
-    worker.feed(ev.GrantGivenOut(grant_id, None))
-    assert worker.state is GrantState.OPEN
-    assert worker.feed(ev.WriterExited(SENDER)) == []
-    assert names(worker.feed(ev.GrantGivenOut(grant_id, SENDER))) == ["ConfirmAttached"]
-    assert names(worker.feed(ev.WriterExited(SENDER))) == ["EndWrites", "FreePages"]
-
-
-def test_a_writer_that_attaches_too_late_becomes_known_and_can_be_killed() -> None:
-    worker = Worker().reach("granted")
-    worker.feed(ev.GrantGivenOut(worker.grant.grant_id, None), ev.RequestCancelled(KEY))
-    assert names(worker.feed(ev.GrantGivenOut(worker.grant.grant_id, SENDER))) == ["SendRefusal"]
-    worker.now_s += LIMITS.lease_s + LIMITS.grace_s
-    assert ev.KillWriter(SENDER) in worker.feed(ev.Tick())
+def test_a_writer_that_comes_too_late_is_refused_and_is_not_the_writer() -> None:
+    worker = ReceivingWorker().reach("quarantined")
+    other = worker.event("attach-other")
+    assert names(worker.feed(other)) == [NO]
+    assert worker.feed(ev.WriterExited("prefill-9#1")) == []
+    assert worker.state is GrantState.QUARANTINED
 
 
 def test_a_cancel_leaves_the_writer_its_lease_to_drain_in() -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     worker.feed(ev.RequestCancelled(KEY))
     worker.now_s += LIMITS.grace_s
     assert "KillWriter" not in names(worker.feed(ev.Tick()))
@@ -393,20 +335,20 @@ def test_a_cancel_leaves_the_writer_its_lease_to_drain_in() -> None:
 
 
 def test_one_exit_fences_all_grants_of_that_writer_only() -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     other = AttemptKey("other", 1)
     worker.feed(ev.ReserveReceived(other), ev.ReservationGranted(other, (9,)))
-    worker.feed(ev.GrantGivenOut(f"{RECEIVER}/2", "prefill-9#1"))
+    worker.feed(ev.GrantGivenOut(f"{RECEIVER}/2", "prefill-9#1", worker.grant_of(other).capability))
     assert worker.feed(ev.WriterExited(SENDER))[-1] == ev.FreePages(KEY, f"{RECEIVER}/1", PAGES)
     assert worker.handoffs.record(other).state is GrantState.OPEN  # type: ignore[union-attr]
 
 
 def test_messages_about_unknown_grants_are_answered() -> None:
-    worker = Worker()
+    worker = ReceivingWorker()
     refusal = ev.SendRefusal(None, "x", RefusalReason.UNKNOWN_GRANT)
-    assert worker.feed(ev.GrantGivenOut("x", SENDER)) == [refusal]
-    assert worker.feed(ev.LeaseRenewed("x")) == [refusal]
-    assert worker.feed(ev.WriterConfirmedIdle("x")) == []
+    assert worker.feed(ev.GrantGivenOut("x", SENDER, b"")) == [refusal]
+    assert worker.feed(ev.LeaseRenewed("x", SENDER, b"")) == [refusal]
+    assert worker.feed(ev.WriterConfirmedIdle("x", SENDER, b"")) == []
     with pytest.raises(IllegalTransitionError):
         worker.feed(ev.DigestsVerified("x"))
 
@@ -415,7 +357,7 @@ def test_messages_about_unknown_grants_are_answered() -> None:
 
 
 def test_a_grant_that_nobody_took_is_freed_when_its_lease_ends() -> None:
-    worker = Worker().reach("granted")
+    worker = ReceivingWorker().reach("granted")
     assert worker.handoffs.next_deadline_s() == worker.now_s + LIMITS.lease_s
     worker.now_s += LIMITS.lease_s - 0.01
     assert worker.feed(ev.Tick()) == []
@@ -424,7 +366,7 @@ def test_a_grant_that_nobody_took_is_freed_when_its_lease_ends() -> None:
 
 
 def test_a_lost_lease_quarantines_asks_again_and_at_last_kills() -> None:
-    worker = Worker().reach("open")
+    worker = ReceivingWorker().reach("open")
     worker.now_s += LIMITS.lease_s
     out = worker.feed(ev.Tick())
     assert names(out) == ["QuarantinePages", "AskWriterToStop"]
@@ -442,7 +384,7 @@ def test_a_lost_lease_quarantines_asks_again_and_at_last_kills() -> None:
 
 
 def test_attaching_and_renewing_start_the_lease_anew() -> None:
-    worker = Worker().reach("granted")
+    worker = ReceivingWorker().reach("granted")
     for event in ("attach", "attach", "renew"):
         worker.now_s += LIMITS.lease_s - 1
         worker.feed(worker.event(event))
@@ -450,7 +392,7 @@ def test_attaching_and_renewing_start_the_lease_anew() -> None:
 
 
 def test_a_commit_in_time_is_not_overtaken_by_its_lease() -> None:
-    worker = Worker().reach("verifying")
+    worker = ReceivingWorker().reach("verifying")
     assert worker.handoffs.next_deadline_s() is None
     worker.now_s += 10 * LIMITS.lease_s
     assert worker.feed(ev.Tick()) == []
@@ -458,7 +400,7 @@ def test_a_commit_in_time_is_not_overtaken_by_its_lease() -> None:
 
 @pytest.mark.parametrize("state", ["admitted", "refused"])
 def test_answers_are_forgotten_in_the_end(state: str) -> None:
-    worker = Worker().reach(state)
+    worker = ReceivingWorker().reach(state)
     commit = commit_for(worker.grant)
     worker.now_s += LIMITS.remember_s
     worker.feed(ev.Tick())
@@ -470,6 +412,6 @@ def test_answers_are_forgotten_in_the_end(state: str) -> None:
 
 
 def test_above_the_cap_the_worker_asks_once_to_be_replaced() -> None:
-    worker = Worker(replace(LIMITS, quarantine_cap_pages=2)).reach("open")
+    worker = ReceivingWorker(replace(LIMITS, quarantine_cap_pages=2)).reach("open")
     assert names(worker.feed(ev.RequestCancelled(KEY))) == ["QuarantinePages", "AskWriterToStop", "ReplaceSelf"]
     assert worker.feed(ev.RequestCancelled(KEY)) == []

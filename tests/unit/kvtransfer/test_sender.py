@@ -5,58 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from handoff_examples import FIRST, KEY, LAYOUT, PAGES, RECEIVER, SENDER, a_grant, commit_for, digest_of, names
+from handoff_examples import FIRST, KEY, LAYOUT, PAGES, RECEIVER, a_grant, commit_for, digest_of, names
+from handoff_workers import LEASE_ENDS_S, LOCAL, SendingWorker
+from handoff_workers import SENDER_LIMITS as LIMITS
 
 from kvtransfer.extents import PageWrite
 from kvtransfer.protocol import sender_events as ev
-from kvtransfer.protocol.attempts import SenderLimits, SenderState
+from kvtransfer.protocol.attempts import SenderState
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, RefusalReason
 from kvtransfer.protocol.sender import TRANSITIONS, SenderHandoff
 from tandem.core.errors import IllegalTransitionError
 
-LIMITS = SenderLimits(lease_margin_s=1, write_timeout_s=4, resend_s=1, answer_timeout_s=5)
-LOCAL = (20, 21, 30)
-LEASE_ENDS_S = 110.0
-
-
-class Worker:
-    """One handoff of three pages in two layers, and what it was told to do so far."""
-
-    def __init__(self) -> None:
-        self.handoff = SenderHandoff(KEY, SENDER, LAYOUT, num_pages=3, limits=LIMITS)
-        self.now_s = 100.0
-        self.told: list[ev.SenderInstruction] = []
-
-    def feed(self, *events: ev.SenderEvent) -> list[ev.SenderInstruction]:
-        out: list[ev.SenderInstruction] = []
-        for event in events:
-            out = self.handoff.handle(event, self.now_s)
-            self.told += out
-        return out
-
-    def seal(self, layer: int, first: int = 0, last: int = 3) -> list[ev.SenderInstruction]:
-        digests = tuple(digest_of(layer, i) for i in range(first, last))
-        return self.feed(ev.PagesSealed(layer, first, LOCAL[first:last], digests))
-
-    def attach(self) -> list[ev.SenderInstruction]:
-        return self.feed(ev.GrantAttached(a_grant(), LEASE_ENDS_S))
-
-    def reach(self, state: str) -> Worker:
-        """Layer 0 is sealed in every state. DRAINING has write 0 outstanding, DONE was cancelled after attaching."""
-        self.seal(0)
-        if state == "waiting":
-            return self
-        self.attach()
-        if state == "committed":
-            self.seal(1)
-            self.feed(ev.WriteCompleted(0), ev.WriteCompleted(1), ev.AllComputed(FIRST))
-        if state in ("draining", "done"):
-            self.feed(ev.CancelRequested())
-        if state == "done":
-            self.feed(ev.WriteCompleted(0))
-        assert self.handoff.state.value == state
-        return self
-
+GIVEN_BACK = ev.ConfirmIdle(KEY, "decode-0#1/1", RECEIVER, b"given")
 
 EVENTS: dict[str, ev.SenderEvent] = {
     "attach": ev.GrantAttached(a_grant(), LEASE_ENDS_S),
@@ -72,7 +32,7 @@ EVENTS: dict[str, ev.SenderEvent] = {
     "refusal": ev.RefusalReceived(RefusalReason.LEASE_EXPIRED),
     "cancel": ev.CancelRequested(),
     "lease-lost": ev.LeaseLost(),
-    "stop": ev.StopAsked("decode-0#1/1"),
+    "stop": ev.StopAsked("decode-0#1/1", RECEIVER, b"given"),
     "receiver-exit": ev.ReceiverExited(),
     "tick": ev.Tick(),
 }
@@ -176,7 +136,7 @@ CELLS = [(s, e, *expected) for s, row in EXPECTED.items() for e, expected in row
 
 @pytest.mark.parametrize(("state", "event", "after", "told"), CELLS)
 def test_every_state_meets_every_event(state: str, event: str, after: str, told: str) -> None:
-    worker = Worker().reach(state)
+    worker = SendingWorker().reach(state)
     if after == "!":
         with pytest.raises(IllegalTransitionError, match="history"):
             worker.feed(EVENTS[event])
@@ -198,7 +158,7 @@ def test_the_table_and_this_walk_cover_each_other() -> None:
 def test_a_repeated_message_adds_nothing_but_an_earlier_answer(state: str, event: str) -> None:
     if EXPECTED[state][event][0] == "!":
         return
-    worker = Worker().reach(state)
+    worker = SendingWorker().reach(state)
     worker.feed(EVENTS[event])
     again = names(worker.feed(EVENTS[event]))
     assert again == []
@@ -208,7 +168,7 @@ def test_a_repeated_message_adds_nothing_but_an_earlier_answer(state: str, event
 
 
 def test_it_computes_before_the_grant_and_posts_after_it() -> None:
-    worker = Worker()
+    worker = SendingWorker()
     assert worker.seal(0, 0, 2) == []
     assert not worker.handoff.may_post(worker.now_s)
     (post,) = worker.attach()
@@ -221,7 +181,7 @@ def test_it_computes_before_the_grant_and_posts_after_it() -> None:
 
 
 def test_pages_that_the_receiver_has_are_not_sent_but_held_and_released() -> None:
-    worker = Worker()
+    worker = SendingWorker()
     for layer in range(2):
         worker.seal(layer)
     (post,) = worker.feed(ev.GrantAttached(a_grant(pages=(7,), first_page=2), LEASE_ENDS_S))
@@ -234,7 +194,7 @@ def test_pages_that_the_receiver_has_are_not_sent_but_held_and_released() -> Non
 
 
 def test_a_grant_of_no_pages_commits_without_a_write() -> None:
-    worker = Worker()
+    worker = SendingWorker()
     for layer in range(2):
         worker.seal(layer)
     worker.feed(ev.AllComputed(FIRST))
@@ -244,7 +204,7 @@ def test_a_grant_of_no_pages_commits_without_a_write() -> None:
 
 
 def test_nothing_is_posted_close_to_the_end_of_the_lease() -> None:
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     worker.now_s = LEASE_ENDS_S - LIMITS.lease_margin_s
     assert not worker.handoff.may_post(worker.now_s)
     out = worker.seal(1)
@@ -255,21 +215,21 @@ def test_nothing_is_posted_close_to_the_end_of_the_lease() -> None:
 
 
 def test_an_extended_lease_lets_it_go_on() -> None:
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     worker.feed(EVENTS["extend"])
     worker.now_s = LEASE_ENDS_S
     assert names(worker.seal(1)) == ["PostWrites"]
 
 
 def test_a_lease_that_ended_before_the_attach_was_confirmed_posts_nothing() -> None:
-    worker = Worker().reach("waiting")
+    worker = SendingWorker().reach("waiting")
     worker.now_s = LEASE_ENDS_S
     assert names(worker.attach()) == ["Fail", "ReleasePages", "ConfirmIdle"]
 
 
 def test_the_guard_of_each_post_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SenderHandoff, "may_post", lambda self, now_s: True)
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     worker.now_s = LEASE_ENDS_S + 1
     assert "PostWrites" in names(worker.seal(1))
 
@@ -278,7 +238,7 @@ def test_the_guard_of_each_post_matters(monkeypatch: pytest.MonkeyPatch) -> None
     "grant", [a_grant(pages=(1, 2)), a_grant(layout=replace(LAYOUT, head_dim=8)), a_grant(first_page=1)]
 )
 def test_a_grant_that_does_not_fit_is_given_back(grant: object) -> None:
-    worker = Worker().reach("waiting")
+    worker = SendingWorker().reach("waiting")
     out = worker.feed(ev.GrantAttached(grant, LEASE_ENDS_S))  # type: ignore[arg-type]
     assert names(out) == ["Fail", "ReleasePages", "ConfirmIdle"]
     assert isinstance(out[0], ev.Fail)
@@ -289,7 +249,7 @@ def test_a_grant_that_does_not_fit_is_given_back(grant: object) -> None:
 
 
 def test_a_digest_never_changes_once_its_page_is_sealed() -> None:
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     with pytest.raises(IllegalTransitionError, match="sealed before"):
         worker.feed(ev.PagesSealed(0, 0, LOCAL[:1], (5,)))
     with pytest.raises(IllegalTransitionError, match="not of this prompt"):
@@ -297,14 +257,14 @@ def test_a_digest_never_changes_once_its_page_is_sealed() -> None:
     with pytest.raises(IllegalTransitionError, match="never asked for"):
         worker.feed(ev.WriteCompleted(9))
     with pytest.raises(IllegalTransitionError, match="is for"):
-        Worker().feed(ev.GrantAttached(a_grant(key=AttemptKey("other", 1)), LEASE_ENDS_S))
+        SendingWorker().feed(ev.GrantAttached(a_grant(key=AttemptKey("other", 1)), LEASE_ENDS_S))
 
 
 # ---- committing
 
 
 def test_it_commits_when_the_last_write_ends_with_all_that_was_sealed() -> None:
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     worker.seal(1)
     assert worker.feed(ev.AllComputed(FIRST)) == []
     assert worker.feed(ev.WriteCompleted(1)) == []
@@ -312,7 +272,7 @@ def test_it_commits_when_the_last_write_ends_with_all_that_was_sealed() -> None:
 
 
 def test_it_does_not_commit_what_was_never_sealed() -> None:
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     worker.seal(1, 0, 2)
     out = worker.feed(ev.AllComputed(FIRST), ev.WriteCompleted(1), ev.WriteCompleted(0))
     assert isinstance(out[0], ev.Fail)
@@ -320,7 +280,7 @@ def test_it_does_not_commit_what_was_never_sealed() -> None:
 
 
 def test_a_failed_write_is_never_committed() -> None:
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     worker.seal(1)
     worker.feed(ev.AllComputed(FIRST), ev.WriteFailed(1, "broken", settled=True), ev.WriteCompleted(0))
     assert "SendCommit" not in names(worker.told)
@@ -328,7 +288,7 @@ def test_a_failed_write_is_never_committed() -> None:
 
 
 def test_an_unanswered_commit_is_sent_again_and_given_up_in_the_end() -> None:
-    worker = Worker().reach("committed")
+    worker = SendingWorker().reach("committed")
     repeats = 0
     while worker.handoff.state is SenderState.COMMITTED:
         deadline_s = worker.handoff.next_deadline_s()
@@ -341,7 +301,7 @@ def test_an_unanswered_commit_is_sent_again_and_given_up_in_the_end() -> None:
 
 
 def test_an_ack_for_another_grant_releases_nothing() -> None:
-    worker = Worker().reach("committed")
+    worker = SendingWorker().reach("committed")
     assert worker.feed(ev.AckReceived("decode-0#1/77")) == []
     assert worker.handoff.held_pages == set(LOCAL)
 
@@ -350,7 +310,7 @@ def test_an_ack_for_another_grant_releases_nothing() -> None:
 
 
 def test_pages_under_an_outstanding_write_stay_until_it_is_settled() -> None:
-    worker = Worker()
+    worker = SendingWorker()
     worker.attach()
     worker.seal(0, 0, 2)
     worker.seal(0, 2, 3)
@@ -360,11 +320,11 @@ def test_pages_under_an_outstanding_write_stay_until_it_is_settled() -> None:
     assert worker.feed(ev.WriteFailed(1, "lost", settled=False)) == []
     assert worker.handoff.num_outstanding == 1
     out = worker.feed(ev.WriteCompleted(1))
-    assert out == [ev.ReleasePages(KEY, (30,)), ev.ConfirmIdle(KEY, "decode-0#1/1")]
+    assert out == [ev.ReleasePages(KEY, (30,)), GIVEN_BACK]
 
 
 def test_a_write_that_never_ends_is_given_up_but_its_pages_are_not() -> None:
-    worker = Worker().reach("sending")
+    worker = SendingWorker().reach("sending")
     worker.feed(ev.WritePosted(0))
     assert worker.handoff.next_deadline_s() == worker.now_s + LIMITS.write_timeout_s
     worker.now_s += LIMITS.write_timeout_s
@@ -377,20 +337,21 @@ def test_a_write_that_never_ends_is_given_up_but_its_pages_are_not() -> None:
 
 
 def test_a_late_attach_after_a_cancel_is_given_back() -> None:
-    worker = Worker().reach("waiting")
+    worker = SendingWorker().reach("waiting")
     worker.feed(ev.CancelRequested())
-    assert worker.attach() == [ev.ConfirmIdle(KEY, "decode-0#1/1")]
+    assert worker.attach() == [GIVEN_BACK]
 
 
 def test_a_stop_for_a_grant_it_never_used_touches_nothing() -> None:
-    worker = Worker().reach("sending")
-    assert worker.feed(ev.StopAsked("decode-0#1/77")) == [ev.ConfirmIdle(KEY, "decode-0#1/77")]
+    worker = SendingWorker().reach("sending")
+    stop = ev.StopAsked("decode-0#1/77", RECEIVER, b"another")
+    assert worker.feed(stop) == [ev.ConfirmIdle(KEY, stop.grant_id, RECEIVER, b"another")]
     assert worker.handoff.state is SenderState.SENDING
 
 
 @pytest.mark.parametrize("reason", list(RefusalReason))
 def test_a_refusal_says_whether_a_new_attempt_makes_sense(reason: RefusalReason) -> None:
-    worker = Worker().reach("committed")
+    worker = SendingWorker().reach("committed")
     failure = worker.feed(ev.RefusalReceived(reason))[0]
     assert isinstance(failure, ev.Fail)
     assert (failure.refusal, failure.retryable) == (reason, reason.retryable)

@@ -28,7 +28,7 @@ from tandem.rpc.v1.decode_pb2_grpc import (
 from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
-WAIT_S = 5.0
+WAIT_S = 15.0
 
 #: (prompt ids, choice, index) → token id
 Script = Callable[[list[int], int, int], int]
@@ -184,6 +184,8 @@ class FakeWorker:
 
 class FakePrefill(FakeWorker, PrefillServiceServicer):
     role, events_type, kind = ROLE_PREFILL, prefill_pb2.PrefillEvents, "prefill"
+    num_cached_tokens = 1  # of each prompt
+    num_computed_tokens = 3
 
     def _add_service(self) -> None:
         add_PrefillServiceServicer_to_server(self, self.server)
@@ -223,7 +225,11 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
             )
 
     def started(self, start: prefill_pb2.StartPrefill) -> None:
-        self.emit(started=prefill_pb2.PrefillStarted(request_id=start.request_id, attempt=start.attempt))
+        self.emit(
+            started=prefill_pb2.PrefillStarted(
+                request_id=start.request_id, attempt=start.attempt, num_cached_tokens=self.num_cached_tokens
+            )
+        )
 
     def handoff_done(self, attach: prefill_pb2.AttachGrant) -> None:
         self.emit(
@@ -234,8 +240,8 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
                 handoff_s=0.002,
                 exposed_s=0.001,
                 compute_s=0.01,
-                num_computed_tokens=3,
-                num_cached_tokens=1,
+                num_computed_tokens=self.num_computed_tokens,
+                num_cached_tokens=self.num_cached_tokens,
             )
         )
 
@@ -257,6 +263,8 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         self.token_gap_s = 0.0
         self.held_back = threading.Event()  # set: generation goes on
         self.held_back.set()
+        # Prompt tokens that are not in its cache: no more than `max_local_tokens` of them it computes by itself.
+        self.num_missing_tokens = 10_000
         super().__init__(name, **options)
 
     def _add_service(self) -> None:
@@ -268,12 +276,17 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
     def Pair(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
-    Commit = ConfirmIdle = Pair
+    Commit = CommitPart = ConfirmIdle = Pair
 
     def answer(self, command: decode_pb2.DecodeCommand) -> None:
-        """Grants on `reserve`."""
-        if command.WhichOneof("command") == "reserve":
-            self.grant(command.reserve)
+        """Grants on `reserve`, or computes by itself."""
+        if command.WhichOneof("command") != "reserve":
+            return
+        reserve = command.reserve
+        if self.num_missing_tokens <= reserve.max_local_tokens:
+            self.compute_locally(reserve)
+        else:
+            self.grant(reserve)
 
     def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachReply:
         """Prefill says that it will write: with nothing scripted, the handoff succeeds at once."""
@@ -296,15 +309,30 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         )
         self.emit(granted=grant)
 
+    def compute_locally(self, reserve: decode_pb2.Reserve) -> None:
+        self.emit(
+            local=decode_pb2.ComputesHere(
+                request_id=reserve.request_id,
+                attempt=reserve.attempt,
+                num_cached_tokens=64,
+                num_computed_tokens=self.num_missing_tokens,
+            )
+        )
+        threading.Thread(target=self._give_tokens, args=(reserve, 0), daemon=True).start()
+
     def admit(self, reserve: decode_pb2.Reserve) -> None:
         self.emit(admitted=decode_pb2.Admitted(request_id=reserve.request_id, attempt=reserve.attempt))
 
     def generate(self, reserve: decode_pb2.Reserve) -> None:
         self.admit(reserve)
+        self._give_tokens(reserve, 1)
+
+    def _give_tokens(self, reserve: decode_pb2.Reserve, first: int) -> None:
+        """All tokens from number `first` on that the client does not have."""
         given = self.given(reserve)
         ended = {entry.choice for entry in reserve.journal if entry.finished}
         for choice in set(range(reserve.num_choices)) - ended:
-            for index in range(max(1, given.get(choice, 0)), reserve.sampling.max_tokens):
+            for index in range(max(first, given.get(choice, 0)), reserve.sampling.max_tokens):
                 self.held_back.wait(WAIT_S)
                 if self.token_gap_s:
                     time.sleep(self.token_gap_s)

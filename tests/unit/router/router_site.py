@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-from router_fakes import FakeDecode, FakePool, FakePrefill
+from router_fakes import FakeDecode, FakePool, FakePrefill, FakeWorker
 
 from router.server import RouterServer
+from tandem.core import config as configuration
 from tandem.core.tokenizer import _byte_of_char
 
 
@@ -28,10 +31,24 @@ class Site:
     server: RouterServer
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=10, **options)
+        return httpx.Client(base_url=self.url, timeout=30, **options)
 
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=10)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+    def add(self, *workers: FakeWorker) -> None:
+        """Let workers join, and wait until the router has met them."""
+        self.pool.add(*workers)
+        wait_until(lambda: {w.info.worker_id for w in workers} <= self.ready_workers())
+
+    def ready_workers(self) -> set[str]:
+        pools = cluster(self)
+        return {worker["id"] for pool in ("prefill", "decode") for worker in pools[pool] if worker["state"] == "ready"}
+
+    def drain(self, worker: FakeWorker) -> None:
+        """The supervisor lets it leave in order."""
+        self.pool.states[worker.info.worker_id] = "draining"
+        self.pool.push()
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         with self.http() as client:
@@ -48,11 +65,48 @@ class Site:
         return {key: float(value) for key, value in (ln.rsplit(" ", 1) for ln in lines if not ln.startswith("#"))}
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+@contextlib.contextmanager
+def opened_site(
+    checkpoint: Path, overrides: dict[str, Any] | None = None, *, with_workers: bool = True
+) -> Iterator[Site]:
+    """A router with `overrides` of the configuration (dotted names) and a pair of workers, for a `with` block."""
+    base = {"model.served_names": ["toy", "toy/alias"], "transport.lease_s": 1.0, "limits.wait_for_worker_s": 1.0}
+    server = RouterServer(configuration.load(None, {**base, **(overrides or {})}), model_dir=checkpoint)
+    info = server.start()
+    pool = FakePool(info.control_address)
+    site = Site(info.http_url, pool, FakePrefill("prefill-0"), FakeDecode("decode-0"), server)
+    try:
+        if with_workers:
+            pool.add(site.prefill, site.decode)
+            site.wait_ready()
+        yield site
+    finally:
+        site.server.stop(drain_s=0.2)
+        site.pool.close()
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 15.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.01)
+
+
+def in_background(site: Site, **body: Any) -> Any:
+    """A completion that is under way; `.result()` is its response."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(lambda: site.post(**{"prompt": "x", "max_tokens": 5, **body}))
+    pool.shutdown(wait=False)
+    return future
+
+
+def frames(response: httpx.Response) -> list[Any]:
+    return [json.loads(f[6:]) for f in response.text.split("\n\n") if f.startswith("data: {")]
+
+
+def cluster(site: Site) -> Any:
+    with site.http() as client:
+        return client.get("/v1/cluster").json()
 
 
 BOS, EOS = 300, 0

@@ -1,6 +1,10 @@
-"""The bounded queue, on a clock that we move."""
+"""Who is let in, on a clock that we move."""
 
 from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
 
 import pytest
 
@@ -14,7 +18,10 @@ def test_the_bound_holds_and_places_come_back() -> None:
     admission.enter(2)
     with pytest.raises(OverloadedError, match="bound is 2"):
         admission.enter()
+    with pytest.raises(OverloadedError):
+        admission.check()
     admission.leave()
+    admission.check()
     admission.enter()
     assert admission.num_waiting == 2
 
@@ -27,18 +34,29 @@ def test_several_prompts_enter_together_or_not_at_all() -> None:
     assert admission.num_waiting == 2
 
 
-def test_retry_after_follows_the_recent_rate() -> None:
-    clock = VirtualClock()
-    admission = Admission(100, clock)
-    assert admission.retry_after_s() == 1.0
-    admission.enter(100)
-    for _ in range(10):
-        clock.advance(0.5)
+def test_what_waits_for_a_place_in_a_batch_is_bounded_too() -> None:
+    """Their prompts are computed, so they wait no more for that; but no decode worker has room for them."""
+    admission = Admission(4, VirtualClock(), lambda: 10)
+    for _ in range(14):  # four more than there are places
+        admission.enter()
         admission.leave()
-    # 10 in 4.5 s; half of 90 would take 20.25 s
-    assert admission.retry_after_s() == 21.0
-    clock.advance(10_000)
-    assert admission.retry_after_s() == 60.0
+    with pytest.raises(OverloadedError):
+        admission.enter()
+    admission.end(1.0)
+    admission.enter()
+
+
+def test_each_choice_takes_a_place_in_a_batch() -> None:
+    admission = Admission(4, VirtualClock(), lambda: 10)
+    admission.enter(num_choices=10)
+    admission.leave()
+    for _ in range(4):
+        admission.enter()
+        admission.leave()
+    with pytest.raises(OverloadedError):
+        admission.enter()
+    admission.end(1.0, num_choices=10)
+    admission.enter()
 
 
 def test_a_draining_router_takes_nothing() -> None:
@@ -51,3 +69,169 @@ def test_a_draining_router_takes_nothing() -> None:
 def test_leaving_an_empty_queue_is_a_defect() -> None:
     with pytest.raises(ValueError, match="nobody"):
         Admission(2, VirtualClock()).leave()
+
+
+# -- when to come back
+
+
+def test_retry_after_follows_the_recent_rate() -> None:
+    clock = VirtualClock()
+    admission = Admission(100, clock)
+    assert admission.retry_after_s() == 1.0
+    admission.enter(100)
+    for _ in range(10):
+        clock.advance(0.5)
+        admission.leave()
+    # One in 0.5 s: the other 90 take 45.
+    assert admission.retry_after_s() == 45.0
+    clock.advance(10_000)
+    admission.leave()
+    assert admission.retry_after_s() == 60.0
+
+
+def test_retry_after_counts_who_was_refused_too() -> None:
+    """All of them come back, so one second of a twentyfold overload is asked to stay away for about twenty."""
+    cluster = Cluster(rate=50.0, max_waiting=64)
+    cluster.run(1000.0, 10.0)
+    assert 15 <= max(cluster.retry_after_s) <= 25
+
+
+# -- a cluster with one prompt at a time and one batch
+
+
+class Cluster:
+    """Prompts take 1/`rate` s each, in turn; then a place in a batch is needed for `decode_s`."""
+
+    def __init__(self, *, rate: float, max_waiting: int, num_places: int = 1000, decode_s: float = 0.1) -> None:
+        self.clock = VirtualClock()
+        self.admission = Admission(max_waiting, self.clock, lambda: num_places)
+        self.ttft_s: list[float] = []
+        self.e2e_s: list[float] = []
+        self.retry_after_s: list[float] = []
+        self.num_refused = 0
+        self._rate, self._num_places, self._decode_s = rate, num_places, decode_s
+        self._random = random.Random(1)
+        self._prompts: deque[float] = deque()
+        self._ready: deque[float] = deque()
+        self._num_decoding = 0
+        self._is_computing = False
+        self._events: list[tuple[float, int, str, float]] = []
+        self._number = 0
+
+    def run(self, arrivals_per_s: float, duration_s: float) -> None:
+        """Poisson arrivals for so long; the figures begin anew."""
+        self.ttft_s, self.e2e_s, self.retry_after_s, self.num_refused = [], [], [], 0
+        at_s, end_s = self.clock.now(), self.clock.now() + duration_s
+        while (at_s := at_s + self._random.expovariate(arrivals_per_s)) < end_s:
+            self._schedule(at_s, "arrived", at_s)
+        self._go_on_until(end_s)
+
+    def settle(self) -> None:
+        """Nobody comes until all have gone."""
+        self._go_on_until(float("inf"))
+
+    def _go_on_until(self, end_s: float) -> None:
+        while self._events and self._events[0][0] < end_s:
+            at_s, _, what, entered_s = heapq.heappop(self._events)
+            self.clock.advance(at_s - self.clock.now())
+            getattr(self, f"_{what}")(entered_s)
+
+    def _schedule(self, at_s: float, what: str, entered_s: float) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (at_s, self._number, what, entered_s))
+
+    def _arrived(self, entered_s: float) -> None:
+        try:
+            self.admission.check()
+            self.admission.enter()
+        except OverloadedError as error:
+            self.num_refused += 1
+            self.retry_after_s.append(error.retry_after_s)
+            return
+        self._prompts.append(entered_s)
+        self._compute()
+
+    def _compute(self) -> None:
+        if self._prompts and not self._is_computing:
+            self._is_computing = True
+            self.admission.leave()
+            self._schedule(self.clock.now() + 1 / self._rate, "computed", self._prompts.popleft())
+
+    def _computed(self, entered_s: float) -> None:
+        self._is_computing = False
+        self.ttft_s.append(self.clock.now() - entered_s)
+        self.admission.first_token(self.ttft_s[-1])
+        self._ready.append(entered_s)
+        self._decode()
+        self._compute()
+
+    def _decode(self) -> None:
+        if self._ready and self._num_decoding < self._num_places:
+            self._num_decoding += 1
+            self._schedule(self.clock.now() + self._decode_s, "ended", self._ready.popleft())
+
+    def _ended(self, entered_s: float) -> None:
+        self._num_decoding -= 1
+        self.e2e_s.append(self.clock.now() - entered_s)
+        self.admission.end(self.e2e_s[-1])
+        self._decode()
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def test_a_burst_is_taken_in_whole_by_an_idle_cluster() -> None:
+    cluster = Cluster(rate=50.0, max_waiting=256)
+    cluster.run(1_000_000.0, 0.000_2)
+    assert cluster.num_refused == 0
+    assert cluster.admission.num_waiting > 100
+
+
+def test_a_burst_after_quiet_hours_is_judged_by_what_the_cluster_can_do() -> None:
+    cluster = Cluster(rate=50.0, max_waiting=256)
+    cluster.run(0.01, 3600.0)
+    cluster.settle()
+    cluster.run(1_000_000.0, 0.000_03)
+    assert cluster.num_refused == 0
+    assert cluster.admission.num_waiting > 20
+
+
+def test_the_last_of_a_burst_waits_for_a_bounded_time() -> None:
+    cluster = Cluster(rate=50.0, max_waiting=256)
+    cluster.run(40.0, 60.0)
+    cluster.run(1000.0, 60.0)
+    assert max(cluster.ttft_s) < 0.5 * 256 / 50, "the queue was filled to its bound"
+
+
+@pytest.mark.parametrize(
+    ("num_places", "decode_s"), [(1000, 0.1), (8, 0.2)], ids=["prefill is the narrow part", "decode is"]
+)
+def test_a_lasting_overload_is_refused_and_not_served_late(num_places: int, decode_s: float) -> None:
+    """The narrow part gives 40 or 50 a second; normal is 80 % of that, overload 20 times."""
+    cluster = Cluster(rate=50.0, max_waiting=256, num_places=num_places, decode_s=decode_s)
+    cluster.run(32.0, 60.0)
+    assert cluster.num_refused == 0
+    normal = median(cluster.ttft_s), median(cluster.e2e_s)
+    cluster.run(800.0, 60.0)
+    assert len(cluster.e2e_s) > 0.95 * 40 * 60, "the cluster stood idle while it refused"
+    assert median(cluster.ttft_s) < 2 * normal[0]
+    assert median(cluster.e2e_s) < 2 * normal[1]
+    assert cluster.num_refused > 40_000
+    cluster.run(32.0, 1.0)
+    cluster.run(32.0, 60.0)
+    assert cluster.num_refused < 0.02 * 32 * 60
+    assert median(cluster.e2e_s) < 1.2 * normal[1]
+
+
+def test_after_an_overload_credit_for_bursts_comes_back() -> None:
+    cluster = Cluster(rate=50.0, max_waiting=64)
+    cluster.run(1000.0, 30.0)
+    cluster.settle()
+    cluster.run(1_000_000.0, 0.000_04)
+    assert cluster.num_refused > 0, "there was credit in the middle of the overload"
+    cluster.settle()
+    cluster.run(25.0, 20.0)
+    cluster.settle()
+    cluster.run(1_000_000.0, 0.000_04)
+    assert cluster.num_refused == 0

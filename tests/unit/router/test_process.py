@@ -10,23 +10,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from router_fakes import FakeDecode, FakePool, FakePrefill
 from router_site import wait_until
+
+from tandem.rpc.v1.control_pb2 import RouterStatusReply, RouterStatusRequest
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def started(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    ready = tmp_path / "ready.json"
+    ready, points = tmp_path / "ready.json", tmp_path / "points"
+    points.mkdir()
     command = [sys.executable, "-m", "router", "--model-dir", str(checkpoint), "--http-port", "0"]
     process = subprocess.Popen(
-        [*command, "--ready-file", str(ready)], cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [*command, "--ready-file", str(ready)],
+        cwd=ROOT,
+        env={**os.environ, "TANDEM_POINTS": str(points)},
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     wait_until(lambda: ready.exists() or process.poll() is not None, timeout_s=20)
     assert ready.exists(), process.communicate()[1]
@@ -69,6 +79,60 @@ def test_an_idle_router_costs_next_to_nothing(started: tuple[subprocess.Popen[st
     before = cpu_s()
     time.sleep(2)
     assert cpu_s() - before <= 0.02
+
+
+@pytest.fixture
+def serving(started: tuple[subprocess.Popen[str], dict[str, Any]]) -> Iterator[tuple[FakePool, httpx.Client]]:
+    """A router process with a pair of workers, which is ready, and a client of it."""
+    _, facts = started
+    pool = FakePool(facts["control"])
+    pool.add(FakePrefill("prefill-0"), FakeDecode("decode-0"))
+    with httpx.Client(base_url=facts["http"], timeout=30) as client:
+        wait_until(lambda: client.get("/health").status_code == 200)
+        yield pool, client
+    pool.close()
+
+
+COMPLETION = {"model": "tandem-tiny", "prompt": "x", "max_tokens": 3}
+
+
+@pytest.mark.parametrize("point", ["placed", "sent", "granted", "first_token", "token"])
+def test_a_fault_at_each_point_is_that_requests_alone(
+    serving: tuple[FakePool, httpx.Client], tmp_path: Path, point: str
+) -> None:
+    pool, client = serving
+    (tmp_path / "points" / f"router.router.{point}").write_text("raise")
+    answer = client.post("/v1/completions", json=COMPLETION)
+    assert (tmp_path / "points" / f"router.router.{point}.hit").exists()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+    if point != "placed":  # nothing is left at the workers
+        assert {worker.wait_for("cancel").attempt for worker in pool.workers} == {1}
+    assert client.post("/v1/completions", json=COMPLETION).json()["choices"][0]["text"] == "abc"
+
+
+def test_the_status_says_what_is_under_way_and_stands_still_with_the_loop(
+    serving: tuple[FakePool, httpx.Client], tmp_path: Path
+) -> None:
+    pool, client = serving
+    held = tmp_path / "points" / "router.router.first_token"
+    held.write_text("hold")
+
+    def status(timeout_s: float) -> RouterStatusReply:
+        return pool.control.RouterStatus(RouterStatusRequest(), timeout=timeout_s)
+
+    assert (status(10).num_under_way, status(10).num_waiting) == (0, 0)
+    with ThreadPoolExecutor(1) as threads:
+        under_way = threads.submit(lambda: client.post("/v1/completions", json=COMPLETION))
+        wait_until(held.with_name(held.name + ".hit").exists)
+        with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
+            status(0.5)
+        held.with_name(held.name + ".go").touch()
+        assert under_way.result().status_code == 200
+    pool.states["decode-0"] = "failed"
+    pool.push()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: client.post("/v1/completions", json={**COMPLETION, "timeout": 2}))
+        wait_until(lambda: (status(10).num_under_way, status(10).num_waiting) == (1, 1))
 
 
 def test_a_port_that_is_taken_is_named(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -207,6 +208,108 @@ def test_the_last_token_is_computed_even_when_all_pages_are_cached() -> None:
     scheduler.pool.release(scheduler.remove(scheduler.running[0]))
     scheduler.add(prompt("b", 8))
     assert shape(step(scheduler)) == [("b", 4, 4, True)]
+
+
+def computed(scheduler: BatchScheduler, *names: str) -> list[Sequence]:
+    """Prompts of two pages, computed and parked."""
+    sequences = [prompt(name, 8, arrival=n) for n, name in enumerate(names)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    step(scheduler)
+    for sequence in sequences:
+        del sequence.token_ids[8:]
+        scheduler.park(sequence)
+    return sequences
+
+
+def test_a_parked_sequence_keeps_its_pages_and_takes_no_part() -> None:
+    scheduler = make_scheduler(num_pages=4)
+    (parked,) = computed(scheduler, "parked")
+    assert step(scheduler).items == []
+    assert scheduler.pool.counts().used == 2
+    pages = scheduler.remove(parked)
+    assert len(pages) == 2
+    assert scheduler.parked == []
+
+
+def test_a_promoted_one_takes_pages_from_the_last_that_is_not_and_from_no_more_than_it_needs() -> None:
+    scheduler = make_scheduler(num_pages=6, tokens=64)
+    first, second, third = computed(scheduler, "first", "second", "third")
+    scheduler.promote(third)
+    wanted = prompt("wanted", 8, arrival=9, priority=5)
+    scheduler.add(wanted)
+    assert step(scheduler).items == [], "it is not promoted yet"
+    scheduler.promote(wanted)
+    batch = step(scheduler)
+    assert batch.preempted == [second]
+    assert shape(batch) == [("wanted", 0, 8, True)]
+    assert scheduler.parked == [third, first]
+    assert scheduler.waiting == [second]
+
+
+def test_nobody_gives_way_where_it_would_not_help() -> None:
+    scheduler = make_scheduler(num_pages=6, tokens=64)
+    first, second = computed(scheduler, "first", "second")
+    scheduler.promote(first)
+    wanted = prompt("wanted", 20, arrival=9)
+    scheduler.add(wanted)
+    scheduler.promote(wanted)
+    batch = step(scheduler)
+    assert batch.items == batch.preempted == []
+    scheduler.pool.release(scheduler.remove(first))
+    batch = step(scheduler)
+    assert batch.preempted == [second]
+    assert shape(batch) == [("wanted", 0, 16, False)]
+
+
+def test_pages_that_others_hold_too_do_not_come_free() -> None:
+    scheduler = make_scheduler(num_pages=4, cache=True)
+    (first,) = computed(scheduler, "first")
+    held = scheduler.pool.acquire(first.keys)
+    assert len(held) == 2
+    scheduler.add(prompt("wanted", 12, arrival=9, first=50))
+    scheduler.promote(scheduler.waiting[0])
+    batch = step(scheduler)
+    assert batch.items == batch.preempted == []
+    scheduler.pool.release(held)
+    assert step(scheduler).preempted == [first]
+
+
+def test_a_promoted_one_takes_a_place_too() -> None:
+    scheduler = make_scheduler(seqs=2, tokens=8, chunk=4)
+    for n, name in enumerate(["first", "second"]):
+        scheduler.add(prompt(name, 40, arrival=n))
+    step(scheduler)
+    scheduler.promote(scheduler.running[1])
+    scheduler.add(prompt("wanted", 4, arrival=9, priority=5))
+    scheduler.promote(scheduler.waiting[0])
+    batch = step(scheduler)
+    assert [s.request_id for s in batch.preempted] == ["first"]
+    assert [s.request_id for s in scheduler.running] == ["second", "wanted"], "a promoted one is not preempted"
+
+
+def test_nobody_overtakes_a_promoted_one_that_waits_for_pages() -> None:
+    scheduler = make_scheduler(num_pages=6, tokens=64)
+    (first,) = computed(scheduler, "first")
+    scheduler.promote(first)
+    scheduler.add(prompt("wanted", 20, arrival=9))
+    scheduler.promote(scheduler.waiting[0])
+    scheduler.add(prompt("small", 4, arrival=8, priority=-1))
+    assert step(scheduler).items == []
+
+
+def test_above_the_watermark_only_promoted_ones_are_admitted_or_one_alone() -> None:
+    scheduler = make_scheduler(num_pages=10, tokens=64)
+    scheduler.limits = replace(scheduler.limits, unpromoted_share=0.5)
+    first, second = computed(scheduler, "first", "second")
+    scheduler.add(prompt("third", 8, arrival=2))
+    assert step(scheduler).items == [], "six of ten pages would be over the half"
+    scheduler.promote(scheduler.waiting[0])
+    assert shape(step(scheduler)) == [("third", 0, 8, True)]
+    for sequence in (first, second, *scheduler.running):
+        scheduler.pool.release(scheduler.remove(sequence))
+    scheduler.add(prompt("large", 32, arrival=3))
+    assert shape(step(scheduler)) == [("large", 0, 16, False)], "nothing else is here"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_what_is_left_and_what_is_output() -> None:
 
 
 def test_priority_then_arrival_then_choice() -> None:
-    assert sequence(1).order == (5, 3, 1)
+    assert sequence(1).order == (True, 5, 3, 1)
 
 
 def test_keys_grow_with_full_pages_and_depend_on_the_salt() -> None:

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvtransfer.layout import LayoutId
-from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from tandem.core import errors
 from tandem.core.errors import HandoffError, InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.pages import PageCounts
@@ -31,6 +31,8 @@ from tandem.worker.wire import (
     grant_to_proto,
     layout_from_proto,
     layout_to_proto,
+    part_from_proto,
+    part_to_proto,
     refusal_from_proto,
     refusal_to_proto,
 )  # fmt: skip
@@ -45,18 +47,25 @@ def tree(root: type[TandemError]) -> list[type[TandemError]]:
 
 def test_layouts_and_grants() -> None:
     assert layout_from_proto(layout_to_proto(LAYOUT)) == LAYOUT
-    grant = Grant("decode-0#1/12", KEY, 12, "decode-0#1", LAYOUT, (7, 3, 9), lease_s=2.5, first_page=4)
+    grant = Grant("decode-0#1/12", KEY, 12, "decode-0#1", LAYOUT, (7, 3, 9), lease_s=2.5, first_page=4, capability=b"x")
     assert grant_from_proto(grant_to_proto(grant), LAYOUT) == grant
 
 
 def test_commits() -> None:
     commit = Commit(
         "g/1", KEY, 1, "decode-0#1", "prefill-0#1", LAYOUT, (7, 3), ((2**64 - 1, 0), (1, 2), (3, 4)),
-        (FirstToken(0, 17), FirstToken(3, 0)),
+        (FirstToken(0, 17), FirstToken(3, 0)), b"capability",
     )  # fmt: skip
     message = commit_to_proto(commit, "prefill-0")
     assert message.sender_worker_id == "prefill-0"
     assert commit_from_proto(type(message).FromString(message.SerializeToString())) == commit
+
+
+def test_parts_of_commits() -> None:
+    part = CommitPart("g/1", KEY, 1, "decode-0#1", "prefill-0#1", 5, ((2**64 - 1, 0), (1, 2), (3, 4)), b"capability")
+    message = part_to_proto(part, "prefill-0")
+    assert message.sender_worker_id == "prefill-0"
+    assert part_from_proto(type(message).FromString(message.SerializeToString())) == part
 
 
 @pytest.mark.parametrize("reason", RefusalReason)

@@ -1,0 +1,29 @@
+"""Proof that whoever speaks about a grant was given it: an HMAC by a secret that only the receiver has.
+
+It names the one grant of one epoch of one incarnation for one attempt, with its pages, so it is good for nothing else;
+the lease and the record's end make it worthless in time. It tells peers and requests apart, it does not hide anything:
+grants travel inside the control plane only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+from kvtransfer.protocol.messages import Grant
+
+
+def make_capability(grant: Grant, secret: bytes) -> bytes:
+    """HMAC-SHA256 over all that `grant` says but its lease and layout; 32 bytes."""
+    texts = (grant.grant_id.encode(), grant.key.request_id.encode(), grant.receiver.encode())
+    numbers = (grant.epoch, grant.key.attempt, grant.first_page, len(grant.pages), *grant.pages)
+    # Each text behind its length, so that no two grants have the same encoding.
+    encoded = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    encoded += struct.pack(f"<{len(numbers)}Q", *numbers)
+    return hmac.new(secret, encoded, hashlib.sha256).digest()
+
+
+def is_capability_of(grant: Grant, capability: bytes) -> bool:
+    """Whether `capability` is the one that `grant` was given out with; takes the same time wherever they differ."""
+    return hmac.compare_digest(grant.capability, capability)

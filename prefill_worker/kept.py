@@ -1,0 +1,115 @@
+"""What outlives a computed prompt: pages that can be found again, and its first tokens.
+
+A computed prompt's pages are entered into the pool's cache, the partial last one under a key that only its request
+finds. While a sequence or a write holds them they are in use; after that they are evictable as all cached pages are.
+So when decode is lost, another attempt of the same request hands off the same pages, and computes nothing if memory
+was not needed meanwhile. Runs on the runner thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from tandem.core.pages import PagePool, private_page_keys
+from tandem.core.sampling import SamplingParams
+from tandem.engine.sampler import SampledToken
+from tandem.worker.sequence import Sequence
+
+# Requests that are remembered at a time; the oldest go first.
+_MAX_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrompt:
+    """Of one request: what was sampled after its prompt, and how its pages are told from others."""
+
+    session: int  # of the router that wants it
+    params: SamplingParams
+    last_key: bytes  # of the last page; chained, so it names the whole prompt
+    private_keys: tuple[bytes, ...]  # of the pages that only this request finds
+    first_tokens: dict[int, SampledToken]  # by choice
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What an earlier attempt has left for a new one."""
+
+    first_tokens: dict[int, SampledToken]  # by choice
+    keys: list[bytes]  # of all pages of the prompt
+
+
+class KeptPrompts:
+    """Kept prompts by request id, at most `bound` of them, and no more private keys than the pool has pages.
+
+    Args:
+        shares: whether full pages are entered for all requests to find (the prefix cache is on).
+    """
+
+    def __init__(self, pool: PagePool, salt: bytes, *, shares: bool, bound: int = _MAX_KEPT) -> None:
+        self._pool = pool
+        self._salt = salt
+        self._shares = shares
+        self._bound = bound
+        self._by_request: OrderedDict[str, KeptPrompt] = OrderedDict()
+        # Invariant: the private keys of all kept prompts together.
+        self.num_private_keys = 0
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def keep(self, session: int, sequence: Sequence, first_tokens: dict[int, SampledToken]) -> None:
+        """Remember a prompt that is computed and still has its pages."""
+        request_id = sequence.request_id
+        self.drop(request_id)  # an earlier attempt's, or another request's that had this id
+        keys, num_shared = self._keys_of(sequence)
+        for page, key in zip(sequence.pages, keys, strict=True):
+            self._pool.publish(page, key)
+        private = tuple(keys[num_shared:])
+        self._by_request[request_id] = KeptPrompt(session, sequence.params, keys[-1], private, dict(first_tokens))
+        self.num_private_keys += len(private)
+        # With more private keys than pages, some of the oldest were evicted already.
+        while len(self._by_request) > self._bound or self.num_private_keys > self._pool.num_pages:
+            self.drop(next(iter(self._by_request)))
+
+    def recall(self, sequence: Sequence) -> Recalled | None:
+        """What an earlier attempt of the same request has left; `sequence` gets the keys of its full pages."""
+        kept = self._by_request.get(sequence.request_id)
+        if kept is None or kept.params != sequence.params:
+            return None
+        keys, _ = self._keys_of(sequence)
+        if keys[-1] != kept.last_key:  # the id of another request, used again
+            return None
+        sequence.keys = keys[: sequence.num_prompt // self._pool.page_size]
+        return Recalled(dict(kept.first_tokens), keys)
+
+    def give_pages(self, sequence: Sequence, recalled: Recalled) -> bool:
+        """Give `sequence` all pages of its prompt, if all are there still: nothing of it is to compute."""
+        if self._pool.match(recalled.keys) < len(recalled.keys):
+            return False
+        sequence.pages = self._pool.acquire(recalled.keys)
+        sequence.num_computed = sequence.num_cached = sequence.num_prompt
+        sequence.num_published = len(sequence.keys)
+        return True
+
+    def _keys_of(self, sequence: Sequence) -> tuple[list[bytes], int]:
+        """One key a page of the prompt, and how many of them others may find too."""
+        page_size, num_prompt = self._pool.page_size, sequence.num_prompt
+        shared: list[bytes] = []
+        if self._shares:
+            sequence.extend_keys(page_size, self._salt, num_prompt)
+            shared = sequence.keys[: num_prompt // page_size]
+        prompt = sequence.token_ids[:num_prompt]
+        return private_page_keys(prompt, page_size, self._salt, sequence.request_id, shared), len(shared)
+
+    def drop(self, request_id: str) -> None:
+        """The request has ended: what nobody else can find is of no use any more."""
+        kept = self._by_request.pop(request_id, None)
+        if kept is not None:
+            self.num_private_keys -= len(kept.private_keys)
+            self._pool.discard(kept.private_keys)
+
+    def drop_session(self, session: int) -> None:
+        """The router that wanted them is gone."""
+        for request_id in [r for r, kept in self._by_request.items() if kept.session == session]:
+            self.drop(request_id)

@@ -1,0 +1,156 @@
+"""Who may use the HTTP face: API keys, as OpenAI's clients send them.
+
+Keys come from a file (`http.api_keys_file`, one a line, `#` at the beginning or after a space
+starts a comment) and from `TANDEM_API_KEYS` (with commas
+between). Only their SHA-256 digests are kept, so a key stands in no log, no `/v1/cluster` and no traceback; digests
+have one length and are compared in constant time, all of them at every request.
+
+The file's path travels to the router, never its content: the file and the variable are read in the router's process.
+A file that changes is read again within a second, so keys are exchanged without a restart; one that has become
+unusable leaves the keys that hold as they are, and the log says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tandem.core.clock import Clock
+from tandem.core.config import HttpConfig
+from tandem.core.errors import AuthenticationError, ConfigError
+from tandem.core.logging import get_logger
+from tandem.rpc.security import is_loopback
+
+log = get_logger(__name__)
+
+KEYS_VARIABLE = "TANDEM_API_KEYS"
+#: Reached without a key: load balancers and container runtimes ask it, and it tells nothing but up or not.
+OPEN_PATHS = frozenset({"/health"})
+
+_MIN_KEY_CHARS = 16
+_LOOK_AGAIN_S = 1.0
+_SCHEME = b"bearer "
+_COMMENT = re.compile(r"(^|\s)#.*")
+
+
+def check_exposure(http: HttpConfig, host: str, environment: Mapping[str, str]) -> None:
+    """Whether a router may listen on `host`: beyond loopback only with keys, or when told so.
+
+    Raises:
+        ConfigError: it would serve anybody; names the remedies.
+    """
+    if http.allow_anonymous or http.api_keys_file or environment.get(KEYS_VARIABLE) or is_loopback(host):
+        return
+    raise ConfigError(
+        f"http.host is {host}, beyond loopback, and there are no API keys: whoever reaches the port could use the "
+        f"cluster; name a file with keys in http.api_keys_file, set {KEYS_VARIABLE}, or allow it with "
+        "http.allow_anonymous: true",
+        key="http.api_keys_file",
+    )
+
+
+class ApiKeys:
+    """The keys that hold now. Not thread-safe."""
+
+    def __init__(self, http: HttpConfig, environment: Mapping[str, str], clock: Clock) -> None:
+        """Read both sources.
+
+        Raises:
+            ConfigError: the file cannot be read, everybody may read it, it holds no key, or a key is malformed.
+        """
+        self._file = Path(http.api_keys_file).expanduser() if http.api_keys_file else None
+        self._clock = clock
+        listed = environment.get(KEYS_VARIABLE, "").split(",")
+        self._from_environment = _digests((key.strip() for key in listed if key.strip()), KEYS_VARIABLE)
+        self._from_file: frozenset[bytes] = frozenset()
+        # What the file looked like when it was last read: its times and identity.
+        self._seen: tuple[int, ...] | None = None
+        self._looked_s = clock.now()
+        if self._file is not None:
+            self._seen, self._from_file = _look(self._file), _read(self._file)
+
+    @property
+    def are_required(self) -> bool:
+        """Whether there are keys, and so every request needs one."""
+        return bool(self._from_environment or self._file is not None)
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises `AuthenticationError` unless the headers carry a key that holds, or none is needed."""
+        if not self.are_required:
+            return
+        self._look_again()
+        given = [value for name, value in headers if name == b"authorization"]
+        if len(given) != 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:
+            raise AuthenticationError("an API key is needed: send the header `Authorization: Bearer KEY`")
+        digest = hashlib.sha256(given[0][len(_SCHEME) :].strip()).digest()
+        is_known = False
+        for known in (*self._from_environment, *self._from_file):
+            is_known |= hmac.compare_digest(known, digest)
+        if not is_known:
+            raise AuthenticationError("this API key is not valid here")
+
+    def _look_again(self) -> None:
+        """Read the file anew where it has changed, once a second at most."""
+        now_s = self._clock.now()
+        if self._file is None or now_s - self._looked_s < _LOOK_AGAIN_S:
+            return
+        self._looked_s = now_s
+        try:
+            seen = _look(self._file)
+            if seen == self._seen:
+                return
+            self._from_file = _read(self._file)
+        except ConfigError as error:
+            log.error("the file of API keys is unusable; the keys read before hold", error=error.message)
+            return
+        self._seen = seen
+        log.info("API keys read anew", num_keys=len(self._from_file))
+
+
+def _look(file: Path) -> tuple[int, ...]:
+    try:
+        facts = file.stat()
+    except OSError as error:
+        raise _unusable(file, f"cannot be read: {error.strerror}; make it readable for the router") from error
+    return facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino, facts.st_size, facts.st_mode
+
+
+def _read(file: Path) -> frozenset[bytes]:
+    """The digests of the keys of a file."""
+    try:
+        with file.open(encoding="utf-8") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            text = opened.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(file, f"cannot be read: {error}; make it a text file, readable for the router") from error
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise _unusable(file, f"is open to everybody on its host (mode {stat.S_IMODE(mode):o}); chmod 600 {file}")
+    if mode & (stat.S_IRGRP | stat.S_IWGRP):
+        log.warning("the file of API keys is open to its group", file=str(file), mode=f"{stat.S_IMODE(mode):o}")
+    lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
+    digests = _digests((line for line in lines if line), str(file))
+    if not digests:
+        raise _unusable(file, "holds no key; write one a line, as `openssl rand -hex 32` makes them")
+    return digests
+
+
+def _digests(keys: Iterable[str], source: str) -> frozenset[bytes]:
+    digests = set()
+    for number, key in enumerate(keys, start=1):
+        if len(key) < _MIN_KEY_CHARS or not all("!" <= char <= "~" for char in key):
+            raise ConfigError(
+                f"{source}: key number {number} must have at least {_MIN_KEY_CHARS} characters of printable ASCII "
+                "without spaces; make one with `openssl rand -hex 32`",
+                key="http.api_keys_file",
+            )
+        digests.add(hashlib.sha256(key.encode()).digest())
+    return frozenset(digests)
+
+
+def _unusable(file: Path, why: str) -> ConfigError:
+    return ConfigError(f"http.api_keys_file: {file} {why}", key="http.api_keys_file")

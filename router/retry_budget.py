@@ -1,0 +1,57 @@
+"""How many requests may be tried again: a token bucket that all requests fill and each retry draws from.
+
+Retries multiply the load right when workers are missing; bounded to a share of the requests, they cannot become a
+storm that keeps the rest of the cluster down. (The idea is that of Finagle's `RetryBudget` and of gRPC's retry
+throttling.) There is one router, so its budget is the cluster's.
+
+The bucket also fills slowly with time: a quiet cluster, whose few requests would earn next to nothing, has its burst
+back a minute after it was spent.
+"""
+
+from __future__ import annotations
+
+from tandem.core.clock import Clock
+
+_REFILL_S = 60.0
+
+
+class RetryBudget:
+    """A bucket of retries. Not thread-safe.
+
+    Attributes:
+        num_refused: retries that found it empty.
+    """
+
+    def __init__(self, share: float, burst: int, clock: Clock) -> None:
+        """`share`: of a retry, what each request earns. `burst`: what the bucket holds at most, and at first."""
+        self._share = share
+        self._burst = burst
+        self._clock = clock
+        # Invariant: between 0 and the burst, as of `_filled_s`.
+        self._left = float(burst)
+        self._filled_s = clock.now()
+        self.num_refused = 0
+
+    @property
+    def num_left(self) -> float:
+        """Retries that may be made now."""
+        self._fill(0.0)
+        return self._left
+
+    def earn(self) -> None:
+        """A request has begun."""
+        self._fill(self._share)
+
+    def draw(self) -> bool:
+        """Take one retry out; `False` where there is none."""
+        self._fill(0.0)
+        if self._left < 1.0:
+            self.num_refused += 1
+            return False
+        self._left -= 1.0
+        return True
+
+    def _fill(self, amount: float) -> None:
+        now_s = self._clock.now()
+        amount += (now_s - self._filled_s) * self._burst / _REFILL_S
+        self._left, self._filled_s = min(self._left + amount, float(self._burst)), now_s

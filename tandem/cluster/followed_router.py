@@ -1,0 +1,134 @@
+"""One incarnation of the router, followed to its end, and what the supervisor tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+
+from tandem.cluster import events as ev
+from tandem.cluster.followed_worker import GONE_S, KILLED, ending, ends_by_proof, prove_end
+from tandem.cluster.handles import RouterHandle
+from tandem.cluster.wire import membership
+from tandem.core import points
+from tandem.core.errors import TandemError
+from tandem.rpc.channel import make_channel
+from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+"""Between two tries to push the membership to a router that lives but does not answer."""
+
+PUSH_TIMEOUT_S = 5.0
+
+
+class FollowedRouter:
+    """Follows one router. All calls in the supervisor's event loop."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        handle: RouterHandle,
+        *,
+        feed: Callable[[ev.Event], None],
+        tasks: asyncio.TaskGroup,
+        heartbeat_s: float,
+    ) -> None:
+        self._incarnation, self._handle = incarnation, handle
+        self._feed, self._tasks, self._heartbeat_s = feed, tasks, heartbeat_s
+        self._stub: control_pb2_grpc.RouterControlAsyncStub | None = None  # while it listens
+        self._newest: ev.PublishMembership | None = None  # not taken yet
+        self._to_publish = asyncio.Event()
+
+    async def follow(self) -> ev.Event:
+        """Until its end, which is returned; its process has ended or has been killed, so that its port is free."""
+        try:
+            await self._handle.place()
+        except TandemError as error:
+            await self._handle.kill()
+            return ev.RouterExited(self._incarnation, ending(error))
+        proof = self._tasks.create_task(prove_end(self._handle, "the router"))
+        serving = self._tasks.create_task(self._serve())
+        if await ends_by_proof(serving, proof):
+            serving.cancel()
+            end: ev.Event = ev.RouterExited(self._incarnation, KILLED)
+        else:
+            end = await serving
+        await self._handle.kill()
+        await asyncio.wait({proof}, timeout=GONE_S)
+        return end
+
+    def publish(self, instruction: ev.PublishMembership) -> None:
+        self._newest = instruction
+        self._to_publish.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let it refuse new requests and end those under way, for at most `timeout_s`."""
+        if self._stub is None:
+            return
+        try:
+            await self._stub.DrainRouter(control_pb2.DrainRouterRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.warning("requests were still under way when the router was stopped: %s", error.code())
+
+    async def stop(self, timeout_s: float) -> None:
+        """In order if it can within `timeout_s`, else by a kill; `follow` tells the end."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._handle.stop()
+        except (TandemError, TimeoutError) as error:
+            log.warning("the router did not stop in order: %r", error)
+        await self._handle.kill()
+
+    async def kill(self) -> None:
+        await self._handle.kill()
+
+    async def _serve(self) -> ev.Event:
+        try:
+            url, control_address = await self._handle.start()
+            async with self._connected(control_address):
+                self._feed(ev.RouterStarted(self._incarnation, url, control_address))
+                await self._handle.wait_closed()
+        except TandemError as error:
+            return ev.RouterExited(self._incarnation, ending(error))
+        return ev.RouterExited(self._incarnation, None)
+
+    @asynccontextmanager
+    async def _connected(self, control_address: str) -> AsyncIterator[None]:
+        async with make_channel(control_address) as channel:
+            self._stub = control_pb2_grpc.RouterControlStub(channel)
+            tasks = [self._tasks.create_task(work(self._stub)) for work in (self._beat, self._publish_for_ever)]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                self._stub = None
+
+    async def _beat(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
+        while True:
+            try:
+                await stub.RouterStatus(control_pb2.RouterStatusRequest(), timeout=self._heartbeat_s)
+            except grpc.aio.AioRpcError as error:
+                log.warning("the router does not answer: %s", error.code())
+            else:
+                self._feed(ev.RouterHeard(self._incarnation))
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _publish_for_ever(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
+        """Push the newest membership until the router has taken it."""
+        while True:
+            await self._to_publish.wait()
+            self._to_publish.clear()
+            if (newest := self._newest) is None:
+                continue
+            points.reach("supervisor.publish")
+            try:
+                await stub.SetMembership(membership(newest), timeout=PUSH_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                log.warning("the router did not take membership %d: %s", newest.version, error.details())
+                asyncio.get_running_loop().call_later(RETRY_S, self._to_publish.set)

@@ -1,0 +1,176 @@
+"""One incarnation of a worker, followed from its placement to the proof of its end; what happens becomes events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+
+from tandem.cluster import events as ev
+from tandem.cluster.handles import ProcessHandle, WorkerHandle
+from tandem.core.errors import TandemError, WorkerLostError
+from tandem.rpc.channel import make_channel
+from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+REASON_S = 0.3
+"""How long Ray may take to say why a process ended that has provably ended."""
+
+GONE_S = 5.0
+"""How long the kernel may take to end a killed process before its place is filled again without proof of its end."""
+
+
+class FollowedWorker:
+    """Follows one worker. All calls in the supervisor's event loop.
+
+    Attributes:
+        load: its last report.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: str,
+        handle: WorkerHandle,
+        *,
+        feed: Callable[[ev.Event], None],
+        tasks: asyncio.TaskGroup,
+        heartbeat_s: float,
+    ) -> None:
+        self.load: common_pb2.WorkerStatus | None = None
+        self.worker_id, self.incarnation = worker_id, incarnation
+        self._handle = handle
+        self._feed, self._tasks, self._heartbeat_s = feed, tasks, heartbeat_s
+        self._stub: control_pb2_grpc.WorkerControlAsyncStub | None = None  # while it is ready
+
+    async def follow(self) -> ev.Event:
+        """Until its end, which is returned; its process is gone then, or has been killed at least.
+
+        Not so when the supervisor itself is cancelled: then the worker lives on for the next supervisor to adopt.
+        """
+        end, proof = await self._live()
+        await self._handle.kill()
+        if proof is not None:
+            await asyncio.wait({proof}, timeout=GONE_S)
+        return end
+
+    async def drain(self) -> None:
+        try:
+            await self._handle.drain()
+        except TandemError as error:  # it died, which `follow` reports, or cannot drain: then it is killed
+            log.warning("%s did not drain: %s", self.worker_id, error)
+            await self._handle.kill()
+            return
+        self._feed(ev.Drained(self.worker_id, self.incarnation))
+
+    async def stop(self) -> None:
+        """A process that has ended already, or cannot stop in order, is dealt with by `follow`."""
+        try:
+            await self._handle.stop()
+        except TandemError as error:
+            log.info("stop %s: %s", self.worker_id, error)
+
+    async def kill(self) -> None:
+        await self._handle.kill()
+
+    async def note_ended(self, ended: tuple[str, ...]) -> None:
+        """One try; the next heartbeat repeats it if need be."""
+        if self._stub is None:
+            return
+        try:
+            await self._stub.NoteEnded(control_pb2.NoteEndedRequest(incarnations=ended), timeout=self._heartbeat_s)
+        except grpc.aio.AioRpcError as error:
+            log.warning("%s was not told of %d ended processes: %s", self.worker_id, len(ended), error.code())
+        else:
+            self._feed(ev.EndingsTaken(self.worker_id, self.incarnation, ended))
+
+    async def _live(self) -> tuple[ev.Event, asyncio.Task[bool] | None]:
+        """How it ended, and the task that proves it, if there is a process."""
+        try:
+            placement = (await self._handle.state()).placement
+        except TandemError as error:
+            return ev.WorkerExited(self.worker_id, self.incarnation, ending(error)), None
+        self._feed(ev.WorkerPlaced(self.worker_id, self.incarnation, placement))
+        proof = self._tasks.create_task(self._prove_end())
+        serving = self._tasks.create_task(self._serve())
+        if await ends_by_proof(serving, proof):
+            serving.cancel()
+            return ev.WorkerExited(self.worker_id, self.incarnation, KILLED), proof
+        return await serving, proof
+
+    async def _serve(self) -> ev.Event:
+        """Feeds what happens on the way and returns how it ended, as the process itself or Ray tells it."""
+        try:
+            try:
+                state = await self._handle.start()
+            except WorkerLostError:
+                raise
+            except TandemError as error:
+                return ev.WorkerFailedToStart(self.worker_id, self.incarnation, ending(error))
+            async with self._connected(state.address):
+                self._feed(ev.WorkerStarted(self.worker_id, self.incarnation, state.address, state.placement))
+                await self._handle.wait_closed()
+        except TandemError as error:
+            return ev.WorkerExited(self.worker_id, self.incarnation, ending(error))
+        return ev.WorkerExited(self.worker_id, self.incarnation, None)
+
+    async def _prove_end(self) -> bool:
+        if proven := await prove_end(self._handle, self.worker_id):
+            self._feed(ev.ProcessEnded(self.incarnation))
+        return proven
+
+    @asynccontextmanager
+    async def _connected(self, address: str) -> AsyncIterator[None]:
+        async with make_channel(address) as channel:
+            self._stub = control_pb2_grpc.WorkerControlStub(channel)
+            beats = self._tasks.create_task(self._beat(self._stub))
+            try:
+                yield
+            finally:
+                beats.cancel()
+                self._stub = None
+
+    async def _beat(self, stub: control_pb2_grpc.WorkerControlAsyncStub) -> None:
+        while True:
+            try:
+                load = await stub.Status(control_pb2.StatusRequest(), timeout=self._heartbeat_s)
+            except grpc.aio.AioRpcError as error:
+                log.warning("%s does not answer: %s", self.worker_id, error.code())
+            else:
+                self.load = load
+                num_requests = load.num_running + load.num_queued
+                self._feed(ev.LoadReported(self.worker_id, self.incarnation, num_requests))
+            await asyncio.sleep(self._heartbeat_s)
+
+
+KILLED = ev.Ending(WorkerLostError.code, "its process was killed or crashed")
+
+
+async def prove_end(handle: ProcessHandle, name: str) -> bool:
+    """Wait for the proof that a process has ended; `False` when there will be none."""
+    try:
+        await handle.wait_ended()
+    except WorkerLostError as error:
+        log.warning("no proof that %s has ended (%s): pages that it may write to stay in quarantine", name, error)
+        return False
+    return True
+
+
+async def ends_by_proof(life: asyncio.Task[ev.Event], proof: asyncio.Task[bool]) -> bool:
+    """Whether the proof of its end has come and `life` does not tell why: Ray may be slow, or out of order itself."""
+    await asyncio.wait({life, proof}, return_when=asyncio.FIRST_COMPLETED)
+    if life.done():
+        return False
+    if not proof.result():
+        await asyncio.wait({life})
+        return False
+    await asyncio.wait({life}, timeout=REASON_S)
+    return not life.done()
+
+
+def ending(error: TandemError) -> ev.Ending:
+    return ev.Ending(error.code, error.message)

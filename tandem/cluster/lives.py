@@ -1,0 +1,160 @@
+"""One process after another in one place: the state of slots and of the router. Plain data; `pools` decides on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tandem.cluster.events import Ending, Member, Placement, Role
+
+MAX_UNTOLD = 1024
+"""Endings that are kept for a worker that does not take them; long before that many its silence ends it."""
+
+
+class Phase(Enum):
+    """Of a slot or of the router; the value is what the membership says."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    WAITING = "failed"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How patient the supervisor is; all in seconds.
+
+    Attributes:
+        first_delay_s: wait before the second restart in a row; the first one is immediate.
+        max_delay_s: the wait doubles up to here.
+        stable_s: a life that was ready for so long clears the record of failures.
+        silence_s: a worker that answers no heartbeat for so long is killed.
+        router_silence_s: the same for the router; shorter, because nobody keeps pages for it.
+        stop_s: a worker that was asked to stop and has not after so long is killed.
+        drain_s: a worker that leaves a pool which was made smaller is killed when it still holds requests after that.
+        place_s: how long a successor may wait for a node before the worker that it replaces drains without it.
+        max_successor_failures: ends in a row of a successor that never was ready, after which the drain is given up.
+    """
+
+    first_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    stable_s: float = 30.0
+    silence_s: float = 12.0
+    router_silence_s: float = 10.0
+    stop_s: float = 10.0
+    drain_s: float = 300.0
+    place_s: float = 30.0
+    max_successor_failures: int = 3
+
+    def delay(self, failures: int) -> float:
+        """Seconds before the restart that follows `failures` ends in a row."""
+        if failures <= 1:
+            return 0.0
+        return min(self.max_delay_s, self.first_delay_s * 2.0 ** min(failures - 2, 30))
+
+
+@dataclass
+class Life:
+    """What slots and the router have in common. `killed_for` is set exactly once its kill was decided on."""
+
+    incarnation: str = ""
+    phase: Phase = Phase.WAITING
+    failures: int = 0  # ends in a row without a stable run between them
+    last_error: Ending | None = None
+    ready_at: float | None = None  # of this incarnation
+    heard_at: float = 0.0
+    retry_at: float | None = None  # set exactly while WAITING
+    killed_for: str = ""
+
+    def end(self, error: Ending | None, now: float, policy: Policy) -> None:
+        """Count an unwanted end and wait for the next start, which may be due at once."""
+        if self.ready_at is not None and now - self.ready_at >= policy.stable_s:
+            self.failures = 0
+        self.failures += 1
+        if self.killed_for:
+            error = Ending("worker_lost", f"it was killed: {self.killed_for}")
+        self.last_error = error or Ending("worker_lost", "it stopped without being asked to")
+        self.phase, self.retry_at = Phase.WAITING, now + policy.delay(self.failures)
+
+    def begin(self, incarnation: str) -> None:
+        self.incarnation, self.phase, self.killed_for = incarnation, Phase.STARTING, ""
+        self.ready_at = self.retry_at = None
+
+    def ready(self, now: float) -> None:
+        self.phase, self.ready_at, self.heard_at = Phase.READY, now, now
+
+    def is_due(self, now: float) -> bool:
+        return self.retry_at is not None and self.retry_at <= now
+
+
+@dataclass
+class Slot(Life):
+    """A worker's place in its pool.
+
+    Attributes:
+        leaving: it is not filled again when its process ends.
+        refill: it is leaving, and another slot takes its place when it has gone.
+        successor: it is leaving once this slot is ready; it serves on until then. Empty: it waits for none.
+        place_by: when it stops waiting for the successor to be placed; set exactly while there is a successor.
+        drain_s: how long its drain may take.
+        deadline: the kill, while DRAINING or STOPPING.
+        untold: incarnations whose ends this one has still to be told of, oldest first.
+        note: for people: what became of an order.
+    """
+
+    role: Role = Role.PREFILL
+    index: int = 0
+    address: str = ""
+    placement: Placement | None = None
+    num_requests: int = 0
+    leaving: bool = False
+    refill: bool = False
+    successor: str = ""
+    place_by: float | None = None
+    drain_s: float = 0.0
+    deadline: float | None = None
+    untold: dict[str, None] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def worker_id(self) -> str:
+        return f"{self.role}-{self.index}"
+
+    @property
+    def member(self) -> Member:
+        node, pid = (self.placement.node, self.placement.pid) if self.placement else ("", 0)
+        state = "draining" if self.phase is Phase.STOPPING else self.phase.value
+        return Member(self.worker_id, self.incarnation, self.role, self.address, state, node, pid)
+
+    @property
+    def listens(self) -> bool:
+        """It answers heartbeats, or it should."""
+        return self.phase in (Phase.READY, Phase.DRAINING)
+
+    @property
+    def counts(self) -> bool:
+        """Its place is one of those that the pool shall have."""
+        return not self.leaving or self.refill
+
+    def begin(self, incarnation: str) -> None:
+        super().begin(incarnation)
+        self.address, self.placement, self.num_requests, self.deadline = "", None, 0, None
+        self.untold.clear()
+
+    def stay(self) -> None:
+        """Take back that it leaves."""
+        self.leaving = self.refill = False
+        self.successor, self.place_by = "", None
+
+    def owe(self, ended: str) -> None:
+        """It must be told of this end."""
+        self.untold[ended] = None
+        if len(self.untold) > MAX_UNTOLD:
+            del self.untold[next(iter(self.untold))]
+
+
+@dataclass
+class RouterLife(Life):
+    url: str = ""
+    control_address: str = ""

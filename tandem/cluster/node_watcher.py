@@ -1,0 +1,84 @@
+"""One for each node with workers: it proves that processes of its node have ended, and kills them there.
+
+A broken connection, a missed heartbeat or Ray's word that an actor is dead prove nothing about a process. What proves
+its end is a pidfd that becomes readable, or that its number belongs to nobody, or to a process that started at another
+time. All of that only the node itself can see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.worker.exits import ExitWatch
+
+MAX_REMEMBERED = 4096
+"""Ends that are kept for a later supervisor; more do not happen while there is none."""
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """Names one process of a node for ever.
+
+    Attributes:
+        name: place and incarnation, `prefill-0.3f2a90c1d2e4`.
+        started: clock ticks since boot; tells it from a later process of the same number.
+    """
+
+    name: str
+    pid: int
+    started: int
+
+
+def started_at(pid: int) -> int | None:
+    """When process `pid` was started, in clock ticks since boot; `None`: there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name, field 2, may hold anything
+
+
+class NodeWatcher:
+    """Lives in the running event loop. Whatever is asked about a process makes it watched until its end."""
+
+    def __init__(self) -> None:
+        self._exits = ExitWatch(asyncio.get_running_loop())
+        self._watched: dict[str, asyncio.Event] = {}  # set: ended. Oldest first.
+
+    async def wait_ended(self, process: ProcessId, timeout_s: float) -> bool:
+        """Whether it has provably ended, after at most `timeout_s`."""
+        ended = self._watch(process)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def kill(self, process: ProcessId) -> None:
+        """SIGKILL, which a stopped process takes too; without effect on one that has ended."""
+        self._watch(process)
+        self._exits.kill(process.name)
+
+    def watched(self) -> dict[str, bool]:
+        """What was ever asked about, oldest first: the process's name, and whether its end was seen."""
+        return {name: ended.is_set() for name, ended in self._watched.items()}
+
+    def _watch(self, process: ProcessId) -> asyncio.Event:
+        if (known := self._watched.get(process.name)) is not None:
+            return known
+        ended = self._watched[process.name] = asyncio.Event()
+        self._exits.watch(process.name, process.pid, ended.set)
+        # Looked at after the pidfd was opened: if this is our process, then so is the pidfd's.
+        if not ended.is_set() and started_at(process.pid) != process.started:
+            self._exits.forget(process.name)
+            ended.set()
+        self._forget_oldest()
+        return ended
+
+    def _forget_oldest(self) -> None:
+        done = [name for name, ended in self._watched.items() if ended.is_set()]
+        for name in done[: max(0, len(done) - MAX_REMEMBERED)]:
+            del self._watched[name]

@@ -1,0 +1,87 @@
+"""What `tandem serve` looks after while a cluster runs, because nobody else would: a supervisor that does not react,
+and the control store of its Ray.
+
+Ray starts a supervisor that has died again. One that is stopped, or hangs, it does not notice: that one is killed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from tandem.cluster.node_watcher import started_at
+from tandem.cluster.spec import SupervisorFace
+from tandem.rpc.v1 import supervisor_pb2
+
+if TYPE_CHECKING:
+    from tandem.rpc.v1.supervisor_pb2_grpc import SupervisorControlAsyncStub
+
+log = logging.getLogger(__name__)
+
+BEATS_PER_LEASE = 5
+
+RAY_PROBE_S = 2.0
+"""Between two looks at Ray's control store."""
+
+
+async def end_silent_supervisor(stub: SupervisorControlAsyncStub, face: SupervisorFace, lease_s: float) -> None:
+    """Return once the supervisor has been silent for `lease_s` and has been killed, so that Ray starts the next one.
+
+    To be called when it has answered before: it may take longer to adopt what runs.
+    """
+    loop = asyncio.get_running_loop()
+    heard_at, beat_s = loop.time(), lease_s / BEATS_PER_LEASE
+    while loop.time() - heard_at < lease_s:
+        try:
+            await stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=beat_s)
+            heard_at = loop.time()
+        except grpc.aio.AioRpcError as error:
+            log.info("the supervisor does not answer: %s", error.code())
+        await asyncio.sleep(beat_s)
+    kill_exactly(face.pid, face.started)
+
+
+def kill_exactly(pid: int, started: int) -> None:
+    """SIGKILL to the process of this host that has this number and was started then; without effect on any other."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if started_at(pid) == started:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        log.info("process %d has ended already", pid)
+    finally:
+        os.close(fd)
+
+
+async def watch_ray(address: str, say: Callable[[bool], None]) -> None:
+    """Look at Ray's control store for ever; `say` is called with `False` when it is lost and `True` when it is back.
+
+    Args:
+        address: host:port of the control store.
+    """
+    reachable = True
+    while True:
+        await asyncio.sleep(RAY_PROBE_S)
+        if await _listens(address) is not reachable:
+            reachable = not reachable
+            say(reachable)
+
+
+async def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(RAY_PROBE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

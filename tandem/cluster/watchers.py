@@ -1,0 +1,142 @@
+"""The supervisor's side of the node watchers: one actor on each node where a process of ours runs.
+
+A watcher is made when the first process of its node is known and ends some time after the last one has: an actor,
+even one without CPUs, keeps the autoscaler from giving a node back. It outlives the supervisor, and the next one asks
+it what has ended meanwhile. Its state is not worth keeping: a process is named so that any later watcher can judge it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tandem.cluster.actors import WatcherActor, make_actor
+from tandem.cluster.node_watcher import ProcessId
+from tandem.cluster.spec import ClusterSpec
+from tandem.core.errors import WorkerLostError
+
+log = logging.getLogger(__name__)
+
+WATCHER = "watcher"
+"""First part of the actors' names; node and a number that is new each time follow."""
+
+_SLICE_S = 30.0
+_SLACK_S = 10.0  # a watcher that is so late with an answer is itself stopped or stuck
+_KILL_S = 5.0
+_RETRY_S = 0.2
+_LINGER_S = 60.0
+_ADOPT_S = 5.0
+_MAX_CALLS = 1000  # coroutines that wait, one for each process of a node
+
+
+@dataclass
+class _Node:
+    actor: Any
+    num_waiting: int = 0
+    ending: asyncio.TimerHandle | None = None
+
+
+class NodeWatchers:
+    """Asks the watcher of a process's node, and has one made where there is none."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._nodes: dict[str, _Node] = {}  # by Ray's node id
+
+    async def wait_ended(self, node_id: str, process: ProcessId) -> None:
+        """Until the process has provably ended. Raises `WorkerLostError` when its node is gone: nobody knows then."""
+        node = self._node(node_id)
+        node.num_waiting += 1
+        try:
+            while not await self._has_ended(node, process):
+                pass  # still running: ask again
+        except RayActorError as error:  # for good: its node is gone, and it may run on no other
+            self._nodes.pop(node_id, None)
+            raise WorkerLostError(f"node {node_id[:8]} is gone") from error
+        finally:
+            node.num_waiting -= 1
+            if node.num_waiting == 0:
+                node.ending = asyncio.get_running_loop().call_later(_LINGER_S, self._end_idle, node_id, node)
+
+    async def kill(self, node_id: str, process: ProcessId) -> None:
+        """SIGKILL on its own node. Ray's own kill, which takes longer, must do where that cannot be had."""
+        try:
+            async with asyncio.timeout(_KILL_S):
+                await _ask(self._node(node_id).actor.kill, process)
+        except (RayError, TimeoutError) as error:
+            log.warning("no watcher to kill %s on its node: %r", process.name, error)
+
+    def adopt(self, found: list[tuple[str, Any]]) -> list[str]:
+        """Take over an earlier supervisor's watchers, (node id and number, actor); the names of what has ended. Blocks.
+
+        One that watches nothing any more is ended.
+        """
+        ended = []
+        for name, actor in found:
+            try:
+                watched: dict[str, bool] = ray.get(actor.watched.remote(), timeout=_ADOPT_S)
+            except RayError as error:
+                log.warning("watcher %s does not answer: %r", name, error)
+                continue
+            ended += [process for process, has_ended in watched.items() if has_ended]
+            if all(watched.values()):
+                ray.kill(actor, no_restart=True)
+            else:
+                self._nodes[name.partition(".")[0]] = _Node(actor)
+        return ended
+
+    def end(self) -> None:
+        """End them all; the cluster has stopped."""
+        for node in self._nodes.values():
+            ray.kill(node.actor, no_restart=True)
+        self._nodes.clear()
+
+    async def _has_ended(self, node: _Node, process: ProcessId) -> bool:
+        try:
+            async with asyncio.timeout(_SLICE_S + _SLACK_S):
+                return bool(await _ask(node.actor.wait_ended, process, _SLICE_S))
+        except TimeoutError:
+            log.warning("the watcher of %s does not answer; starting it again", process.name)
+            ray.kill(node.actor, no_restart=False)
+            return False
+
+    def _node(self, node_id: str) -> _Node:
+        if (node := self._nodes.get(node_id)) is None:
+            node = self._nodes[node_id] = _Node(self._make(node_id))
+        if node.ending is not None:
+            node.ending.cancel()
+            node.ending = None
+        return node
+
+    def _make(self, node_id: str) -> Any:
+        return make_actor(
+            WatcherActor,
+            name=f"{WATCHER}.{node_id}.{uuid.uuid4().hex[:8]}",
+            max_concurrency=_MAX_CALLS,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        ).remote(self._spec)
+
+    def _end_idle(self, node_id: str, node: _Node) -> None:
+        if node.num_waiting == 0 and self._nodes.get(node_id) is node:
+            del self._nodes[node_id]
+            ray.kill(node.actor, no_restart=True)
+
+
+async def _ask(method: Any, *arguments: Any) -> Any:
+    """Call a watcher; one that has died is started again by Ray, and asked again then.
+
+    Not by `max_task_retries`: calls that wait for long when their actor dies were seen to be never answered.
+    """
+    while True:
+        try:
+            return await method.remote(*arguments)
+        except ActorUnavailableError:
+            await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,59 @@
+"""Who may call what on the control plane: one table, read by the guard of every server. Pure.
+
+A method that is not in the table is nobody's. The role of a caller stands in its certificate, see
+`tandem.rpc.identity`; which grant a prefill worker may speak about is the handoff protocol's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+
+class PeerRole(StrEnum):
+    """What a process of the cluster is, as its certificate says."""
+
+    SUPERVISOR = "supervisor"
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    CLIENT = "client"  # `tandem serve`, `status`, `scale`, `drain`, `stop`, and tools that look
+
+
+def _only(*roles: PeerRole) -> frozenset[PeerRole]:
+    return frozenset(roles)
+
+
+_SUPERVISOR, _ROUTER = _only(PeerRole.SUPERVISOR), _only(PeerRole.ROUTER)
+_PREFILL, _DECODE, _CLIENT = _only(PeerRole.PREFILL), _only(PeerRole.DECODE), _only(PeerRole.CLIENT)
+_LOOKS = _SUPERVISOR | _CLIENT  # reads, changes nothing
+
+#: By gRPC's full method name. Every method of every service is here, and nothing else.
+ALLOWED: Final[Mapping[str, frozenset[PeerRole]]] = {
+    "/tandem.v1.PrefillService/Session": _ROUTER,
+    "/tandem.v1.PrefillService/StopWrites": _DECODE,
+    "/tandem.v1.DecodeService/Session": _ROUTER,
+    "/tandem.v1.DecodeService/Pair": _PREFILL,
+    "/tandem.v1.DecodeService/Attach": _PREFILL,
+    "/tandem.v1.DecodeService/CommitPart": _PREFILL,
+    "/tandem.v1.DecodeService/Commit": _PREFILL,
+    "/tandem.v1.DecodeService/ConfirmIdle": _PREFILL,
+    "/tandem.v1.WorkerControl/Describe": _LOOKS,
+    "/tandem.v1.WorkerControl/Status": _LOOKS,
+    "/tandem.v1.WorkerControl/Drain": _SUPERVISOR,
+    "/tandem.v1.WorkerControl/NoteEnded": _SUPERVISOR,
+    "/tandem.v1.RouterControl/SetMembership": _SUPERVISOR,
+    "/tandem.v1.RouterControl/DrainRouter": _SUPERVISOR,
+    "/tandem.v1.RouterControl/RouterStatus": _LOOKS,
+    "/tandem.v1.SupervisorControl/GetCluster": _CLIENT,
+    "/tandem.v1.SupervisorControl/WatchCluster": _CLIENT,
+    "/tandem.v1.SupervisorControl/Scale": _CLIENT,
+    "/tandem.v1.SupervisorControl/Drain": _CLIENT,
+    "/tandem.v1.SupervisorControl/Shutdown": _CLIENT,
+}
+
+
+def may_call(role: PeerRole | None, method: str) -> bool:
+    """Whether a peer of this role may call `method`; `None`: its certificate names no role."""
+    return role is not None and role in ALLOWED.get(method, ())

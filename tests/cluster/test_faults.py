@@ -1,0 +1,207 @@
+"""What happens to a cluster when one of its processes is killed or stopped while requests run.
+
+One cluster with a short lease is shared; the tests leave it as they found it: 1 prefill, 1 decode, nothing held.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from serving import Load, Serve, Stream
+
+pytestmark = pytest.mark.timeout(240)
+
+LEASE_S = 2.0
+SLACK = 3.0
+"""Times the bound that an assertion allows."""
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    serve = Serve(tmp_path_factory.mktemp("faults"), transport={"lease_s": LEASE_S, "grace_s": 0.5})
+    try:
+        yield serve.wait_ready()
+    finally:
+        serve.clean_up()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_held_afterwards(serve: Serve) -> Iterator[None]:
+    yield
+    if serve.process.poll() is not None:
+        return
+    serve.until(lambda cluster: cluster.get("settled", False))
+    deadline = time.monotonic() + 4 * LEASE_S
+    while (held := pages_held(serve)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert held == {}
+
+
+def pages_held(serve: Serve) -> dict[str, dict[str, int]]:
+    """Pages that are neither free nor cached, by worker."""
+    held = {}
+    for worker in serve.status()["workers"]:
+        pages = {state: n for state, n in worker["load"]["pages"].items() if state not in ("free", "cached")}
+        if pages:
+            held[worker["member"]["worker_id"]] = pages
+    return held
+
+
+def actor(serve: Serve, kind: str) -> psutil.Process:
+    (process,) = [p for p in serve.processes() if f"ray::{kind}" in " ".join(p.cmdline())]
+    return process
+
+
+def hit(process: psutil.Process, number: int) -> float:
+    """Send the signal; when that was."""
+    process.send_signal(number)
+    return time.monotonic()
+
+
+def answers_within(serve: Serve, bound_s: float, since: float) -> None:
+    """A request is answered with 200 at most `SLACK * bound_s` after `since`."""
+    while True:
+        try:
+            response = serve.complete(timeout_s=SLACK * bound_s)
+            problem = f"{response.status_code}: {response.text[:200]}"
+            if response.status_code == 200:
+                break
+        except httpx.HTTPError as error:
+            problem = repr(error)
+        assert time.monotonic() - since < SLACK * bound_s, problem
+        time.sleep(0.05)
+    took_s = time.monotonic() - since
+    print(f"answered again after {took_s:.2f} s")
+    assert took_s < SLACK * bound_s
+
+
+@contextmanager
+def undisturbed(serve: Serve, max_tokens: int = 200) -> Iterator[Stream]:
+    """A stream that runs while the block does its worst, and ends as if nothing had happened."""
+    expected = serve.complete(max_tokens=max_tokens).json()["choices"][0]["text"]
+    stream = Stream(serve, max_tokens=max_tokens)
+    stream.wait_for_token()
+    yield stream
+    stream.join()
+    assert stream.error is None
+    assert (stream.text, stream.finish) == (expected, "length")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_router_is_replaced_and_its_address_answers_again(serve: Serve, number: int) -> None:
+    router = actor(serve, "RouterActor")
+    before = serve.status()["router"]["incarnation"]
+    with Load(serve, num_clients=4) as load:
+        while len(load.responses) < 4:
+            time.sleep(0.05)
+        since = hit(router, number)
+        # Killed: Ray, or the watcher, tells at once. Stopped: after the lease. Then a process must start.
+        answers_within(serve, (1.0 if number == signal.SIGKILL else LEASE_S) + 5.0, since)
+    assert all(r.status_code in (200, 503) for r in load.responses), load.failures
+    assert not router.is_running() or router.status() == psutil.STATUS_ZOMBIE
+    after = serve.status()["router"]
+    assert after["incarnation"] != before
+    assert after["url"] == serve.url
+    if number == signal.SIGSTOP:
+        assert "it answered no heartbeat" in after["detail"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_go_on_while_the_supervisor_is_away(serve: Serve, number: int) -> None:
+    pid = serve.status()["pid"]
+    lives = {name: member["incarnation"] for name, member in serve.members().items()}
+    with undisturbed(serve):
+        since = hit(psutil.Process(pid), number)
+        cluster = serve.until(lambda c: c["pid"] != pid and c.get("settled", False))
+        bound_s = (1.0 if number == signal.SIGKILL else LEASE_S) + 5.0
+        assert time.monotonic() - since < SLACK * bound_s
+    assert {w["member"]["worker_id"]: w["member"]["incarnation"] for w in cluster["workers"]} == lives
+
+
+def test_a_later_supervisor_goes_on_with_a_drain_and_keeps_the_sizes(serve: Serve) -> None:
+    pid = serve.status()["pid"]
+    old = serve.members()["decode-0"]["incarnation"]
+    assert serve.tandem("drain", "decode-0", "--no-wait").returncode == 0
+    psutil.Process(pid).kill()
+    cluster = serve.until(
+        lambda c: c["pid"] != pid
+        and c.get("settled", False)
+        and all(w["member"]["incarnation"] != old for w in c["workers"])
+    )
+    assert sorted(pool["wanted"] for pool in cluster["pools"]) == [1, 1]
+    assert len(cluster["workers"]) == 2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_is_stopped_under_load_is_killed_and_replaced(serve: Serve, role: str) -> None:
+    """What it had reserved, written or read comes back on the other side: the fixture looks."""
+    before = next(m for name, m in serve.members().items() if name.startswith(role))
+    with Load(serve, num_clients=4) as load:
+        while len(load.responses) < 4:
+            time.sleep(0.05)
+        process = psutil.Process(before["pid"])
+        process.suspend()
+        serve.until(lambda c: all(w["member"]["incarnation"] != before["incarnation"] for w in c["workers"]))
+        serve.until(lambda c: c.get("settled", False))
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert not load.errors
+    for response in load.responses:  # answered, or a typed error
+        assert response.status_code == 200 or response.json()["error"]["code"], response.text
+
+
+def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve) -> None:
+    watcher = actor(serve, "WatcherActor")
+    watcher.kill()
+    prefill = psutil.Process(serve.members()["prefill-0"]["pid"])
+    prefill.suspend()
+    serve.until(lambda c: all(w["member"]["pid"] != prefill.pid for w in c["workers"]))
+    serve.until(lambda c: c.get("settled", False))
+    assert not prefill.is_running() or prefill.status() == psutil.STATUS_ZOMBIE
+    assert actor(serve, "WatcherActor").pid != watcher.pid
+
+
+def test_a_rolling_restart_of_every_worker_under_load_has_no_errors(serve: Serve) -> None:
+    before = {member["incarnation"] for member in serve.members().values()}
+    with Load(serve, num_clients=4) as load:
+        for worker_id in list(serve.members()):
+            run = serve.tandem("drain", worker_id)
+            assert run.returncode == 0, run.stderr + run.stdout
+            assert f"Done: {worker_id} has been replaced" in run.stdout
+    assert load.failures == []
+    assert len(load.responses) > 8
+    assert before.isdisjoint(member["incarnation"] for member in serve.members().values())
+
+
+def test_a_drain_without_room_for_both_goes_one_after_the_other(serve: Serve) -> None:
+    (name,) = [name for name in serve.members() if name.startswith("decode")]
+    run = serve.tandem("drain", name, "--no-replace-first")
+    assert run.returncode == 0, run.stderr + run.stdout
+    assert serve.complete().status_code == 200
+
+
+def test_a_drain_of_nobody_names_those_that_are_there(serve: Serve) -> None:
+    run = serve.tandem("drain", "decode-77")
+    assert run.returncode == 1
+    assert "there is no worker decode-77; there are decode-" in run.stderr
+
+
+def test_while_it_stops_it_does_not_say_that_it_is_ready(serve: Serve, tmp_path: Path) -> None:
+    """The last test: it ends the cluster."""
+    stream = Stream(serve, max_tokens=400)
+    stream.wait_for_token()
+    serve.process.send_signal(signal.SIGINT)
+    cluster = serve.until(lambda c: c.get("stopping", False))
+    assert not cluster.get("settled", False)
+    assert cluster["router"]["state"] == "draining"
+    run = serve.tandem("status")
+    assert ": stopping;" in run.stdout
+    stream.join()
+    assert stream.finish == "length"
+    assert serve.process.wait(timeout=60) == 0

@@ -1,0 +1,122 @@
+"""A Ray with token authentication, started as the documentation says: two nodes on one host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import MARK, ROOT, Serve, free_port
+
+pytestmark = pytest.mark.timeout(240)
+
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+class Rays:
+    """Ray nodes made by `ray start`; all of them are killed at the end."""
+
+    def __init__(self, home: Path, mark: str) -> None:
+        self.home, self.mark = home, mark
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", MARK: mark}
+
+    def start(self, *options: str, mode: str) -> None:
+        line = [RAY, "start", *options, "--num-cpus=1", "--object-store-memory=100000000", "--include-dashboard=false"]
+        run = subprocess.run(
+            line, env={**self.env, "RAY_AUTH_MODE": mode}, capture_output=True, text=True, timeout=90, check=False
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    def tandem(self, *line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tandem.cli", *line],
+            env={**self.env, MARK: "a command", "XDG_RUNTIME_DIR": str(self.home), **variables},
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def end(self) -> None:
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark:
+                    process.kill()
+            except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's home, with Ray's token in it."""
+    home = tmp_path_factory.mktemp("home")
+    made = subprocess.run(
+        [RAY, "get-auth-token", "--generate"], env={**os.environ, "HOME": str(home)}, capture_output=True, timeout=60
+    )
+    assert made.returncode == 0, made.stderr
+    assert (home / ".ray" / "auth_token").read_bytes() == made.stdout
+    return home
+
+
+@pytest.fixture(scope="module")
+def guarded(home: Path) -> Iterator[tuple[Rays, str]]:
+    """Two nodes that want the token, and their address."""
+    rays, address = Rays(home, "test_token guarded"), f"127.0.0.1:{free_port()}"
+    try:
+        head = ("--head", f"--port={address.partition(':')[2]}", "--node-ip-address=127.0.0.1")
+        rays.start(*head, '--resources={"prefill": 1}', mode="token")
+        rays.start(f"--address={address}", '--resources={"decode": 1}', mode="token")
+        yield rays, address
+    finally:
+        rays.end()
+
+
+def test_a_client_without_the_token_is_refused(guarded: tuple[Rays, str], tmp_path: Path) -> None:
+    rays, address = guarded
+    run = rays.tandem("status", "--address", address, HOME=str(tmp_path))
+    assert run.returncode == 1
+    assert f"Ray at {address} wants a token; set RAY_AUTH_MODE=token" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_a_client_with_another_token_is_refused(guarded: tuple[Rays, str], tmp_path: Path) -> None:
+    rays, address = guarded
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    run = rays.tandem("status", "--address", address, HOME=str(tmp_path))
+    assert run.returncode == 1
+    assert "wants a token" in run.stderr
+
+
+def test_with_the_token_it_serves(guarded: tuple[Rays, str], tmp_path: Path) -> None:
+    rays, address = guarded
+    serve = Serve(tmp_path, "--address", address, environment=rays.env)
+    try:
+        serve.wait_ready()
+        assert serve.complete().status_code == 200
+        assert serve.tandem("status", "--address", address).returncode == 0
+        assert serve.interrupt() == 0
+    finally:
+        serve.clean_up()
+
+
+def test_a_ray_that_lets_anyone_in_beyond_this_host_is_not_joined(home: Path, tmp_path: Path) -> None:
+    own = socket.gethostbyname(socket.gethostname())
+    if own.startswith("127."):
+        pytest.skip("this host has no address but loopback")
+    rays, address = Rays(home, "test_token open"), f"{own}:{free_port()}"
+    try:
+        rays.start("--head", f"--port={address.partition(':')[2]}", f"--node-ip-address={own}", mode="disabled")
+        run = rays.tandem("serve", "--address", address, "--port", str(free_port()))
+        assert run.returncode == 1
+        assert f"Ray at {address} lets in whoever reaches its ports" in run.stderr
+        assert "RAY_AUTH_MODE=token" in run.stderr
+    finally:
+        rays.end()

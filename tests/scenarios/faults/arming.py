@@ -1,0 +1,57 @@
+"""The test's end of `tandem.core.points`: arms a point in a process and learns that it was reached."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+_LOOK_S = 0.002
+
+
+class PointNotReachedError(AssertionError):
+    """The armed point did not come: the case has tested nothing."""
+
+
+class Points:
+    """Files of one directory; see `tandem.core.points` for what they hold."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def arm(self, process: str, point: str, action: str, nth: int = 1) -> None:
+        """`process` does `action` the `nth` time that it comes to `point` from now on."""
+        partial = self.directory / "partial"
+        partial.write_text(f"{nth} {action}")
+        partial.rename(self._file(process, point))  # never seen half-written
+
+    def hit_at(self, process: str, point: str) -> float | None:
+        """Wall clock when the point was reached; `None`: not yet."""
+        try:
+            return self._file(process, point, ".hit").stat().st_ctime  # a rename changes this one
+        except FileNotFoundError:
+            return None
+
+    def wait_hit(self, process: str, point: str, timeout_s: float = 20.0) -> float:
+        """Until the point is reached; wall clock of that."""
+        deadline = time.monotonic() + timeout_s
+        while (at := self.hit_at(process, point)) is None:
+            if time.monotonic() > deadline:
+                raise PointNotReachedError(f"{process} did not come to {point} within {timeout_s:g} s")
+            time.sleep(_LOOK_S)
+        return at
+
+    def go(self, process: str, point: str) -> None:
+        """Let a held process go on."""
+        self._file(process, point, ".go").touch()
+
+    def clear(self) -> None:
+        """Disarm everything and forget what was reached; who is held goes on first."""
+        for file in self.directory.glob("*.hit"):
+            file.with_suffix(".go").touch()
+        time.sleep(10 * _LOOK_S)  # whoever is held looks every 2 ms
+        for file in self.directory.iterdir():
+            file.unlink(missing_ok=True)
+
+    def _file(self, process: str, point: str, suffix: str = "") -> Path:
+        return self.directory / f"{process}.{point}{suffix}"

@@ -1,0 +1,109 @@
+"""The kill matrix as data: which process gets which signal at which point of which kind of request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, cast
+
+import pytest
+
+Role = Literal["prefill", "decode", "router", "supervisor"]
+Signal = Literal["kill", "stop"]
+
+#: Which time the process comes to the point, where the first is not the telling one: a later chunk, a later token.
+_NTH = {"prefill.chunk": 3, "prefill.sending": 2, "decode.step": 10, "router.token": 10}
+
+POINTS: dict[Role, tuple[str, ...]] = {
+    "prefill": ("queued", "chunk", "attached", "sending", "written", "committed", "acked"),
+    "decode": ("queued", "granted", "attached", "commit", "verified", "admitted", "step"),
+    "router": ("placed", "sent", "granted", "first_token", "token"),
+    "supervisor": ("publish", "start_worker"),
+}
+
+SIGNALS: tuple[Signal, ...] = ("kill", "stop")
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.4, "repetition_penalty": 1.1},
+}
+
+#: Taken in turn, so that each point meets each.
+EXTRAS: dict[str, dict[str, Any]] = {"one": {}, "n2": {"n": 2}, "stop": {"stop": ["\n\n", " zz"]}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request and one fault.
+
+    Attributes:
+        role: of the process that is struck; a worker is the first of its pool, where an idle cluster places requests.
+        point: with its role, e.g. `prefill.chunk`.
+        signal: SIGKILL; or SIGSTOP, and SIGCONT once the lease is over.
+        nth: which time the process comes to the point.
+    """
+
+    role: Role
+    point: str
+    signal: Signal
+    streamed: bool
+    sampling: str
+    extra: str
+
+    @property
+    def nth(self) -> int:
+        return nth_of(self.point)
+
+    @property
+    def process(self) -> str:
+        return f"{self.role}-0" if self.role in ("prefill", "decode") else self.role
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of the request, beside prompt and `max_tokens`."""
+        return {**SAMPLINGS[self.sampling], **EXTRAS[self.extra], "logprobs": 1, "ignore_eos": True}
+
+    def __str__(self) -> str:
+        mode = "streamed" if self.streamed else "whole"
+        return "-".join((self.point, self.signal, mode, self.sampling, self.extra))
+
+
+def nth_of(point: str) -> int:
+    """Which time a process comes to `point` tells most."""
+    return _NTH.get(point, 1)
+
+
+def role_of(point: str) -> Role:
+    return cast(Role, point.partition(".")[0])
+
+
+def _all() -> list[Case]:
+    cases = []
+    for role, names in POINTS.items():
+        for name, signal, streamed, sampling in product(names, SIGNALS, (True, False), SAMPLINGS):
+            extra = tuple(EXTRAS)[len(cases) % len(EXTRAS)]
+            cases.append(Case(role, f"{role}.{name}", signal, streamed, sampling, extra))
+    return cases
+
+
+CASES = _all()
+
+
+def of(*roles: Role, signal: Signal | None = None) -> list[Case]:
+    """The cases that strike one of these roles."""
+    return [case for case in CASES if case.role in roles and signal in (None, case.signal)]
+
+
+def matrix(found: list[Case]) -> pytest.MarkDecorator:
+    """Parametrise a test by cases; `make test` runs the representative ones only."""
+    parameters = [
+        pytest.param(case, id=str(case), marks=() if is_representative(case) else pytest.mark.faults) for case in found
+    ]
+    return pytest.mark.parametrize("case", parameters)
+
+
+def is_representative(case: Case) -> bool:
+    """Whether `make test` runs it: one case for each point, with signals and kinds of request in turn."""
+    kinds = list(product(SIGNALS, (True, False), SAMPLINGS))
+    place = POINTS[case.role].index(case.point.partition(".")[2])
+    return (case.signal, case.streamed, case.sampling) == kinds[5 * place % len(kinds)]

@@ -1,0 +1,43 @@
+"""One cluster for all cases that plain processes can show, and the figures of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.faults import report
+from tests.scenarios.faults.site import Site, site
+
+_FIGURES = "KILL_MATRIX"
+"""Names the file that the figures of the run go to; without it they are not kept."""
+
+
+@pytest.fixture(scope="session")
+def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """2P2D with an overseer; every case leaves it whole or about to be."""
+    with site(tmp_path_factory.mktemp("faults")) as found:
+        yield found
+
+
+@pytest.fixture
+def ready_site(shared_site: Site) -> Site:
+    """The shared site, whole and idle, with nothing armed."""
+    shared_site.points.clear()
+    shared_site.prepare()
+    return shared_site
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and any(name == "case" for name, _ in report.user_properties):
+        _REPORTS.append(report)
+
+
+_REPORTS: list[pytest.TestReport] = []
+
+
+def pytest_sessionfinish() -> None:
+    if (target := os.environ.get(_FIGURES)) and _REPORTS:
+        report.write(Path(target), _REPORTS)

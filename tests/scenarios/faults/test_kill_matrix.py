@@ -1,0 +1,98 @@
+"""The kill matrix: each role × each point × SIGKILL and SIGSTOP × streamed and whole × greedy and seeded.
+
+`docs/failure-contract.md` says what is asserted here; the supervisor's part needs Ray: `test_supervisor_faults.py`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.scenarios.client import Answer, complete
+from tests.scenarios.faults import cases
+from tests.scenarios.faults.cases import Case, matrix
+from tests.scenarios.faults.report import record
+from tests.scenarios.faults.site import (
+    ALLOWED,
+    GRACE_S,
+    MAX_TOKENS,
+    NOTICE_S,
+    Outcome,
+    Site,
+    assert_begins_alike,
+    assert_same,
+    assert_typed_error,
+    story,
+)
+
+
+@matrix(cases.of("prefill", "decode"))
+def test_a_struck_worker_changes_nothing_for_the_client(
+    ready_site: Site, case: Case, request: pytest.FixtureRequest
+) -> None:
+    prompt = story(str(case))
+    expected = ready_site.expected(prompt, case.fields)
+    outcome = ready_site.strike(case, prompt)
+    record(request, case, recovery_s=outcome.recovery_s, saw=_saw(outcome.answer))
+    assert_same(outcome.answer, expected)
+    _assert_in_time(ready_site, case, outcome)
+    freed_s = ready_site.check_baseline(ALLOWED * _free_bound_s(ready_site, case))
+    record(request, case, freed_s=freed_s)
+
+
+@matrix(cases.of("router", signal="kill"))
+def test_a_killed_router_breaks_the_connection_and_comes_back(
+    ready_site: Site, case: Case, request: pytest.FixtureRequest
+) -> None:
+    prompt = story(str(case))
+    expected = ready_site.expected(prompt, case.fields)
+    outcome = ready_site.strike(case, prompt)
+    record(request, case, saw=_saw(outcome.answer))
+    assert outcome.answer.broken, f"a clean end: {outcome.answer}"
+    assert not outcome.answer.done
+    assert_begins_alike(outcome.answer, expected)
+    freed_s = ready_site.check_baseline(ALLOWED * NOTICE_S)
+    ready_site.overseer.wait_whole()
+    record(request, case, freed_s=freed_s, recovery_s=time.time() - outcome.struck_at)
+    again = complete(ready_site.cluster.url, prompt, max_tokens=MAX_TOKENS, **case.fields)
+    assert_same(again, expected)
+
+
+@matrix(cases.of("router", signal="stop"))
+def test_a_stopped_router_goes_on_or_says_what_it_lost(
+    ready_site: Site, case: Case, request: pytest.FixtureRequest
+) -> None:
+    prompt = story(str(case))
+    expected = ready_site.expected(prompt, case.fields)
+    outcome = ready_site.strike(case, prompt)
+    record(request, case, recovery_s=outcome.recovery_s, saw=_saw(outcome.answer))
+    if outcome.answer.error is not None:
+        assert_typed_error(outcome.answer)
+        assert_begins_alike(outcome.answer, expected)
+    else:
+        assert_same(outcome.answer, expected)
+    _assert_in_time(ready_site, case, outcome)
+    freed_s = ready_site.check_baseline(ALLOWED * _free_bound_s(ready_site, case))
+    record(request, case, freed_s=freed_s)
+
+
+def _assert_in_time(site: Site, case: Case, outcome: Outcome) -> None:
+    """The next token, or the end, came soon enough after the fault."""
+    bound_s = NOTICE_S if case.signal == "kill" else site.lease_s
+    if outcome.recovery_s is not None:
+        assert outcome.recovery_s <= ALLOWED * bound_s, (
+            f"{outcome.recovery_s:.2f} s from the fault to the next token, bound {bound_s:g} s; "
+            + site.stall_note(outcome.struck_at)
+        )
+
+
+def _free_bound_s(site: Site, case: Case) -> float:
+    """A dead process is a fence at once; what a stopped one may write waits for its word, after lease and grace."""
+    return NOTICE_S if case.signal == "kill" else site.lease_s + GRACE_S
+
+
+def _saw(answer: Answer) -> str:
+    if answer.broken:
+        return "broken connection"
+    return f"error {answer.error.get('code')}" if answer.error else "same tokens"

@@ -1,0 +1,121 @@
+"""Faults under `tandem serve`: the supervisor's points, and that it brings back what a fault has ended.
+
+What an undisturbed cluster answers is asked afterwards, so that the struck request finds nothing in a cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from tests.scenarios.client import Answer, ask, complete
+from tests.scenarios.faults import cases
+from tests.scenarios.faults.cases import Case, matrix
+from tests.scenarios.faults.ray_site import RaySite, ray_site
+from tests.scenarios.faults.report import record
+from tests.scenarios.faults.site import (
+    ALLOWED,
+    LEASE_S,
+    MAX_TOKENS,
+    NOTICE_S,
+    Outcome,
+    assert_begins_alike,
+    assert_same,
+    story,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+RESTART_S = 10.0
+"""A router is back after so long, its own start included: it loads no model."""
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RaySite]:
+    with ray_site(tmp_path_factory.mktemp("ray")) as found:
+        yield found
+
+
+@matrix(cases.of("supervisor"))
+def test_requests_go_on_without_a_supervisor(serving: RaySite, case: Case, request: pytest.FixtureRequest) -> None:
+    """The worker that decodes is killed, and the supervisor is struck while it deals with that."""
+    cluster = serving.prepare()
+    census = serving.census()
+    supervisor, decoder = (psutil.Process(serving.pid(cluster, name)) for name in ("supervisor", "decode-0"))
+    serving.points.arm("supervisor", case.point, case.signal)
+    with asked_and_held(serving, case, "decode-0", "decode.step") as asked:
+        killed_at = time.time()
+        decoder.kill()
+        struck_at = serving.points.wait_hit("supervisor", case.point)
+        if case.signal == "stop":
+            time.sleep(max(0.0, struck_at + LEASE_S + 0.2 - time.time()))
+            supervisor.resume()
+        outcome = Outcome(asked.result(), killed_at)
+    record(request, case, recovery_s=outcome.recovery_s, saw="same tokens")
+    after = serving.settled()
+    assert (after["pid"] == supervisor.pid) == (case.signal == "stop")
+    assert_same(outcome.answer, undisturbed(serving, case))
+    assert_bounded(outcome, NOTICE_S)
+    serving.check_baseline(after, census)
+
+
+@pytest.mark.parametrize(
+    "point", ["prefill.chunk", pytest.param("prefill.written", marks=pytest.mark.faults), "decode.granted"]
+)
+def test_a_killed_worker_is_replaced_and_the_request_goes_on(serving: RaySite, point: str) -> None:
+    case = Case(cases.role_of(point), point, "kill", True, "seeded", "n2")
+    cluster = serving.prepare()
+    census = serving.census()
+    with asked_and_held(serving, case, case.process, point) as asked:
+        killed_at = time.time()
+        psutil.Process(serving.pid(cluster, case.process)).kill()
+        outcome = Outcome(asked.result(), killed_at)
+    after = serving.until_replaced(cluster, case.process)
+    assert_same(outcome.answer, undisturbed(serving, case))
+    assert_bounded(outcome, NOTICE_S)
+    serving.check_baseline(after, census)
+
+
+@pytest.mark.parametrize("signal", cases.SIGNALS)
+def test_a_router_that_is_gone_or_hangs_is_replaced_at_its_url(serving: RaySite, signal: cases.Signal) -> None:
+    """Nobody wakes a stopped one: the supervisor kills it."""
+    case = Case("router", "router.token", signal, True, "greedy", "one")
+    cluster = serving.prepare()
+    census = serving.census()
+    router = psutil.Process(serving.pid(cluster, "router"))
+    serving.points.arm("router", case.point, signal, case.nth)
+    began = time.time()
+    answer = ask(serving.url, story(str(case)), streamed=True, max_tokens=MAX_TOKENS, **case.fields)
+    assert answer.broken
+    assert not answer.done
+    router.wait(ALLOWED * (LEASE_S + NOTICE_S))
+    after = serving.until_replaced(cluster, "router")
+    assert time.time() - began < ALLOWED * RESTART_S
+    assert_begins_alike(answer, undisturbed(serving, case))
+    serving.check_baseline(after, census)
+
+
+@contextmanager
+def asked_and_held(serving: RaySite, case: Case, process: str, point: str) -> Iterator[Future[Answer]]:
+    """The case's request under way, and `process` held at `point` of it."""
+    serving.points.arm(process, point, "hold", cases.nth_of(point))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            ask, serving.url, story(str(case)), streamed=case.streamed, max_tokens=MAX_TOKENS, **case.fields
+        )
+        serving.points.wait_hit(process, point)
+        yield asked
+
+
+def undisturbed(serving: RaySite, case: Case) -> Answer:
+    return complete(serving.url, story(str(case)), max_tokens=MAX_TOKENS, **case.fields)
+
+
+def assert_bounded(outcome: Outcome, bound_s: float) -> None:
+    assert outcome.recovery_s is not None
+    assert outcome.recovery_s <= ALLOWED * bound_s, f"{outcome.recovery_s:.2f} s to the next token, bound {bound_s:g} s"

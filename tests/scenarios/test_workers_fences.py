@@ -1,0 +1,213 @@
+"""Pages that a silent writer may still write: what frees them, what does not, and what comes of too many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from decode_worker.worker import DecodeWorker
+from prefill_worker.worker import PrefillWorker
+from tandem.core.errors import InternalError, TransportError
+from tandem.core.sampling import SamplingParams
+from tandem.rpc.channel import make_channel
+from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2
+from tests.scenarios.worker_pair import (
+    CONFIG,
+    SHARED_LOOP,
+    Gate,
+    Oracle,
+    Stash,
+    WorkerPair,
+    make_worker,
+    prompt_of,
+    until,
+)
+from tests.scenarios.worker_router import Ask, Router
+
+pytest_plugins = ["tests.scenarios.worker_pair"]
+pytestmark = SHARED_LOOP
+
+LEASE_S = 0.5
+NUM_PAGES = 64
+FENCED = CONFIG | {"transport": {"name": "loopback", "lease_s": 5.0, "quarantine_cap": 0.5}}
+CAPPED = CONFIG | {"transport": {"name": "loopback", "lease_s": LEASE_S, "quarantine_cap": 3 / NUM_PAGES}}
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+def a_pair(model_dir: Path, config: dict[str, Any]) -> WorkerPair:
+    prefill = make_worker(PrefillWorker, model_dir, NUM_PAGES, config)
+    return WorkerPair(prefill, make_worker(DecodeWorker, model_dir, NUM_PAGES, config))
+
+
+async def in_thread(call: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+async def started(pair: WorkerPair) -> AsyncIterator[WorkerPair]:
+    try:
+        await in_thread(pair.prefill.start)
+        # Another host's, for all that decode knows: no pidfd tells of its end.
+        pair.prefill.info.host_id = "another boot/another namespace"
+        await in_thread(pair.decode.start)
+        yield pair
+    finally:
+        await in_thread(pair.stop)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def remote(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
+    async for pair in started(a_pair(worker_model_dir, FENCED)):
+        yield pair
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def capped(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
+    async for pair in started(a_pair(worker_model_dir, CAPPED)):
+        yield pair
+
+
+@asynccontextmanager
+async def silent_writer(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
+    """Prefill was to send four pages and answers nobody any more; the router has given the request up."""
+    with Gate(pair.prefill.engine, "forward"), Stash(pair.prefill, "confirm_idle") as stash:
+        ask = await router.begin(Ask(prompt_of(60, seed=9)))
+        await router.until_attached(ask)
+        await router.cancel(ask, "decode")
+        await until(lambda: pair.decode.desk._handoffs.num_quarantined_pages == 4, "the quarantine")
+        await stash.wait()  # decode has asked it: there is a channel to it
+        yield ask
+        await router.cancel(ask, "prefill")
+
+
+def num_quarantined(pair: WorkerPair) -> int:
+    return pair.on_runner(pair.decode, pair.decode.pool.counts).quarantined
+
+
+async def note_ended(pair: WorkerPair, *incarnations: str) -> None:
+    async with make_channel(pair.decode.info.address) as channel:
+        stub = control_pb2_grpc.WorkerControlStub(channel)
+        await stub.NoteEnded(control_pb2.NoteEndedRequest(incarnations=incarnations), timeout=10)
+
+
+# ---- what frees them
+
+
+async def test_proof_of_the_writers_end_frees_its_pages_and_all_that_was_known_of_it(remote: WorkerPair) -> None:
+    decode, incarnation = remote.decode, remote.prefill.incarnation
+    async with Router(remote) as router:
+        async with silent_writer(remote, router):
+            await note_ended(remote, "somebody-else", decode.incarnation)
+            assert num_quarantined(remote) == 4
+            assert incarnation in decode._writers
+            await note_ended(remote, incarnation)
+            await until(lambda: not decode.desk._handoffs.num_quarantined_pages, "the fence")
+            assert num_quarantined(remote) == 0
+            assert not decode._writers
+            assert not decode._peers
+            assert not decode._channels
+            await note_ended(remote, incarnation)
+        await remote.settled()
+
+
+async def test_who_has_ended_neither_pairs_nor_attaches_again(remote: WorkerPair) -> None:
+    """Its calls may arrive behind the proof of its end."""
+    decode, incarnation = remote.decode, remote.prefill.incarnation
+    async with Router(remote) as router:
+        await router.ask(Ask(prompt_of(20)))
+        await note_ended(remote, incarnation)
+        stub = router.stub("decode")
+        reply = await stub.Pair(decode_pb2.PairRequest(prefill=remote.prefill.info), timeout=10)
+        assert (reply.error.code, reply.error.retryable) == ("worker_lost", True)
+        assert not decode._writers
+        assert not decode._peers
+        router.attaches = False
+        ask = await router.reserve(Ask(prompt_of(21)))
+        await router.heard(ask, "decode.granted")
+        grant = router.outcomes[ask.key].grant
+        assert grant is not None
+        attach = decode_pb2.AttachRequest(
+            grant_id=grant.grant_id, sender_incarnation=incarnation, capability=grant.capability
+        )
+        assert (await stub.Attach(attach, timeout=10)).error.reason == "writer_exited"
+        await router.cancel(ask, "decode")
+        await remote.settled()
+
+
+async def test_who_ends_while_it_pairs_is_not_paired_with(remote: WorkerPair) -> None:
+    decode, incarnation = remote.decode, remote.prefill.incarnation
+    transport = await asyncio.wrap_future(decode.transfer.submit(lambda transport: transport))
+    async with Router(remote) as router:
+        with Gate(transport, "connect") as gate:
+            pairing = asyncio.ensure_future(
+                router.stub("decode").Pair(decode_pb2.PairRequest(prefill=remote.prefill.info), timeout=10)
+            )
+            await gate.wait()
+            await note_ended(remote, incarnation)
+        assert (await pairing).error.code == "worker_lost"
+        assert not decode._writers
+        metadata = remote.prefill.info.transport_metadata
+        with pytest.raises(TransportError):  # the transport has forgotten it, and takes its name no more
+            await asyncio.wrap_future(decode.transfer.submit(lambda transport: transport.connect(metadata)))
+
+
+async def test_a_new_process_under_the_writers_name_proves_nothing(
+    remote: WorkerPair, worker_model_dir: Path, oracle: Oracle
+) -> None:
+    """The old one may run on, cut off, on another host."""
+    successor = make_worker(PrefillWorker, worker_model_dir, NUM_PAGES, FENCED)
+    await in_thread(successor.start)
+    try:
+        async with Router(remote) as router, Router(WorkerPair(successor, remote.decode)) as after:
+            async with silent_writer(remote, router):
+                (outcome,) = await after.ask(Ask(prompt_of(60, seed=9)))
+                assert outcome.ids() == oracle.greedy(prompt_of(60, seed=9), 12)
+                assert num_quarantined(remote) == 4
+                assert {w.worker_id for w in remote.decode._writers.values()} == {"prefill-0"}
+                assert len(remote.decode._writers) == 2
+            await remote.settled()
+    finally:
+        await in_thread(successor.stop)
+
+
+async def test_they_hold_no_drain(remote: WorkerPair) -> None:
+    """When the process leaves, so does the memory that might be written."""
+    async with Router(remote) as router, silent_writer(remote, router):
+        await asyncio.wait_for(in_thread(remote.decode.drain), 5)
+        assert num_quarantined(remote) == 4
+
+
+# ---- too many
+
+
+async def test_above_the_cap_the_worker_drains_and_gives_itself_up(capped: WorkerPair, oracle: Oracle) -> None:
+    async with Router(capped) as router:
+        held = await router.begin(Ask(prompt_of(40), LONG))
+        await router.until(lambda: router.outcomes[held.key].tokens[0], "a token")
+        async with silent_writer(capped, router):
+            late = await router.reserve(Ask(prompt_of(20)))
+            await router.heard(late, "decode.failed")
+            failure = router.outcomes[late.key].failures["decode"]
+            assert (failure.code, failure.retryable) == ("draining", True)
+            assert router.statuses["decode"].draining
+            assert (await router.finish(held)).ids() == oracle.greedy(held.prompt, LONG.max_tokens)
+            with pytest.raises(InternalError, match="4 pages are in quarantine"):
+                await in_thread(lambda: capped.decode.wait_closed(5))
+
+
+async def test_what_does_not_end_is_lost_with_it(capped: WorkerPair) -> None:
+    loop = asyncio.get_running_loop()
+    async with Router(capped) as router:
+        held = await router.begin(Ask(prompt_of(40), replace(LONG, max_tokens=400)))
+        await router.until(lambda: router.outcomes[held.key].tokens[0], "a token")
+        async with silent_writer(capped, router):
+            began_s = loop.time()
+            with Gate(capped.decode.engine, "forward"), pytest.raises(InternalError, match="4 pages are in quarantine"):
+                await in_thread(lambda: capped.decode.wait_closed(9))
+            assert loop.time() - began_s < 8 * LEASE_S

@@ -1,0 +1,38 @@
+"""The points of a request's life at which faults are injected lie where their names say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.core import points
+from tests.scenarios.worker_pair import SHARED_LOOP, WorkerPair, prompt_of
+from tests.scenarios.worker_router import Ask, Router
+
+pytest_plugins = ["tests.scenarios.worker_pair"]
+pytestmark = SHARED_LOOP
+
+PREFILL = ("queued", "chunk", "attached", "sending", "written", "committed", "acked")
+
+
+def passed(directory: Path) -> set[str]:
+    return {file.name for file in directory.glob("*.hit")}
+
+
+async def test_a_request_passes_all_points_of_prefill(
+    pair: WorkerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is armed to hold, and may go on at once: whoever passed it leaves a mark."""
+    armed = points._Armed(tmp_path)
+    armed.process = "p"
+    monkeypatch.setattr(points, "_armed", armed)
+    for name in PREFILL:
+        (tmp_path / f"p.prefill.{name}").write_text("hold")
+        (tmp_path / f"p.prefill.{name}.go").touch()
+    async with Router(pair) as router:
+        ask = Ask(prompt_of(40))
+        await router.ask(ask)
+        await router.heard(ask, "prefill.handoff_done")
+    await pair.settled()
+    assert passed(tmp_path) == {f"p.prefill.{name}.hit" for name in PREFILL}

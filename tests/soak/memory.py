@@ -1,0 +1,69 @@
+"""Whether memory stays flat: the resident size of every process that lives long enough, over time."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import psutil
+
+from tests.cluster.serving import Serve
+from tests.scenarios.faults.ray_site import kind_of
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Of one process: how long it was watched, its size at the end, and the slope of a line through its second half.
+
+    The first half is left out: caches fill, code is loaded.
+    """
+
+    kind: str
+    pid: int
+    seconds: float
+    end_mib: float
+    mib_per_minute: float
+
+
+@dataclass
+class MemoryWatch:
+    """A thread that samples all processes of a `tandem serve` while its block runs."""
+
+    serve: Serve
+    period_s: float = 5.0
+    _samples: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def trends(self, at_least_s: float) -> list[Trend]:
+        """Of the processes that were watched for so long; the largest first."""
+        found = []
+        for (kind, pid), samples in self._samples.items():
+            seconds = samples[-1][0] - samples[0][0]
+            half = samples[len(samples) // 2 :]
+            if seconds >= at_least_s and len(half) > 2:
+                slope = statistics.linear_regression([at for at, _ in half], [size for _, size in half]).slope
+                found.append(Trend(kind, pid, round(seconds), round(half[-1][1], 1), round(slope * 60, 2)))
+        return sorted(found, key=lambda trend: -trend.end_mib)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.period_s):
+            now = time.monotonic()
+            for process in self.serve.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    key = kind_of(process.cmdline()), process.pid
+                    self._samples[key].append((now, process.memory_info().rss / _MIB))

@@ -1,0 +1,93 @@
+"""`make soak`: mixed load on 2P2D under `tandem serve`, with a random fault every five seconds.
+
+SOAK_MINUTES=10   how long
+SOAK_SEED=1       which faults and requests
+SOAK_REPORT=FILE  where the figures go as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scenarios.client import complete
+from tests.scenarios.faults.ray_site import RaySite, ray_site
+from tests.scenarios.faults.site import assert_same
+from tests.soak.chaos import Chaos
+from tests.soak.load import Clients, Job, Tally, make_jobs
+from tests.soak.memory import MemoryWatch, Trend
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+NUM_CLIENTS = 6
+NUM_JOBS = 48
+FLAT_MIB_PER_MINUTE = 3.0
+LONG_S = 60.0
+"""Only processes of at least this age say something about memory."""
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(MINUTES * 60 + 600)]
+
+
+def test_no_answer_is_wrong_none_hangs_and_nothing_leaks(tmp_path: Path) -> None:
+    with ray_site(tmp_path, limits={"retry_budget": 1.0, "max_attempts": 5}) as site:
+        jobs = make_jobs(site.url, NUM_JOBS)
+        cluster = site.prepare()
+        census = site.census()
+        chaos = Chaos(site, SEED)
+        clients = Clients(site.url, jobs, NUM_CLIENTS, SEED, chaos.router_struck_since)
+        with MemoryWatch(site.serve) as memory, clients, chaos:
+            time.sleep(MINUTES * 60)  # the length of the soak
+        cluster = site.settled()
+        report = make_report(clients.tally, chaos, memory.trends(LONG_S))
+        write(report)
+        assert clients.tally.wrong == []
+        assert clients.tally.hung == []
+        assert clients.tally.outcomes["same"] > MINUTES * 10, clients.tally.outcomes
+        site.check_baseline(cluster, census, timeout_s=15.0)
+        assert_all_right(site, jobs)
+        growing = [trend for trend in memory.trends(LONG_S) if trend.mib_per_minute > FLAT_MIB_PER_MINUTE]
+        assert growing == []
+
+
+def assert_all_right(site: RaySite, jobs: list[Job]) -> None:
+    """After all of it the cluster answers as at its beginning."""
+    for job in jobs:
+        assert_same(complete(site.url, job.prompt, **job.fields), job.expected)
+    site.prepare()
+
+
+def make_report(tally: Tally, chaos: Chaos, trends: list[Trend]) -> dict[str, Any]:
+    return {
+        "minutes": MINUTES,
+        "seed": SEED,
+        "requests": sum(tally.outcomes.values()),
+        "wrong": len(tally.wrong),
+        "hung": len(tally.hung),
+        "tokens": tally.num_tokens,
+        "slowest_request_s": round(tally.slowest_s, 1),
+        "outcomes": dict(tally.outcomes.most_common()),
+        "faults": dict(chaos.strikes.most_common()),
+        "memory": [asdict(trend) for trend in trends],
+    }
+
+
+def write(report: dict[str, Any]) -> None:
+    """As JSON where wanted, and as lines for people."""
+    if target := os.environ.get("SOAK_REPORT"):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).write_text(json.dumps(report, indent=1) + "\n")
+    for name, value in report.items():
+        if isinstance(value, dict):
+            print(f"{name:>18}  " + ", ".join(f"{key} {count}" for key, count in value.items()))
+        elif not isinstance(value, list):
+            print(f"{name:>18}  {value}")
+    print(f"{'memory':>18}  process, minutes watched, MiB at the end, MiB a minute")
+    for trend in report["memory"]:
+        minutes = trend["seconds"] / 60
+        print(f"{'':>18}  {trend['kind']}  {minutes:.1f}  {trend['end_mib']}  {trend['mib_per_minute']:+}")

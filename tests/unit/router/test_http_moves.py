@@ -1,0 +1,168 @@
+"""Workers leave in order: what they hold goes on elsewhere, and no client notices. Scripted workers, real HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from router_fakes import FakeDecode, FakePrefill
+from router_site import Site, cluster, frames, in_background, wait_until
+
+from router.moves import MAX_AT_ONCE
+
+MakeSite = Callable[..., Site]
+
+
+def streamed_text(answer: object) -> str:
+    return "".join(frame["choices"][0]["text"] for frame in frames(answer))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("said_by", ["supervisor", "worker"])
+def test_a_draining_decode_workers_requests_go_on_at_another(site: Site, said_by: str) -> None:
+    site.decode.auto = False
+    under_way = in_background(site, stream=True)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.grant(reserve)
+    site.decode.wait_for("attach")
+    site.decode.admit(reserve)
+    for index in (1, 2):
+        site.decode.emit(token=site.decode.token(reserve, 0, index))
+    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == 2)
+    other, idle = FakeDecode("decode-1"), FakePrefill("prefill-1")
+    site.add(other, idle)
+    site.prefill.status.num_running = 9
+    time.sleep(0.2)  # its heartbeat has said so: by load alone the idle one would be chosen
+    if said_by == "supervisor":
+        site.drain(site.decode)
+    else:
+        site.decode.status.draining = True
+    answer = under_way.result()
+    assert streamed_text(answer) == "abcde"
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert site.decode.wait_for("cancel").attempt == 1
+    moved = other.wait_for("reserve")
+    assert (moved.attempt, moved.max_local_tokens) == (2, 0)
+    assert [(j.choice, list(j.token_ids)) for j in moved.journal] == [(0, [97, 98, 99])]
+    assert (site.prefill.wait_for("start", 2).attempt, idle.count("start")) == (2, 0), "prefill kept the pages"
+    metrics = site.metrics()
+    assert metrics['tandem_moves_total{reason="moved"}'] == 1
+    assert not [name for name in metrics if name.startswith(("tandem_retries_total", "tandem_worker_deaths_total"))]
+    assert metrics["tandem_retry_budget_retries"] == 64, "a move costs nothing of the budget"
+    assert metrics["tandem_recovery_seconds_count"] == 0
+
+
+def test_where_there_is_no_other_worker_requests_end_where_they_are(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    site.drain(site.decode)
+    wait_until(lambda: cluster(site)["decode"][0]["state"] == "draining")
+    site.pool.remove(site.decode)  # gone from the membership, still ours until its requests have ended
+    site.decode.held_back.set()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    wait_until(lambda: not cluster(site)["decode"])
+    assert site.decode.count("cancel") == 0
+    site.decode.kill()
+
+
+def test_requests_move_as_soon_as_another_worker_is_ready(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    site.drain(site.decode)
+    wait_until(lambda: cluster(site)["decode"][0]["state"] == "draining")
+    time.sleep(0.2)
+    assert site.decode.count("cancel") == 0
+    site.pool.add(FakeDecode("decode-1"))
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.decode.wait_for("cancel").attempt == 1
+
+
+def test_what_is_on_its_way_to_a_draining_worker_moves_when_it_has_arrived(site: Site) -> None:
+    site.prefill.auto = False
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    start = site.prefill.wait_for("start")
+    site.prefill.wait_for("attach")
+    site.add(other := FakeDecode("decode-1"))
+    site.drain(site.decode)
+    time.sleep(0.2)
+    assert site.decode.count("cancel") == 0
+    site.prefill.auto = True
+    site.prefill.first_tokens(start)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert other.wait_for("reserve").attempt == 2
+
+
+def test_many_requests_move_a_few_at_a_time(site: Site) -> None:
+    num_requests = 2 * MAX_AT_ONCE + 1
+    site.decode.held_back.clear()
+    under_way = [in_background(site) for _ in range(num_requests)]
+    site.decode.wait_for("attach", num_requests)
+    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == num_requests)
+    other = FakeDecode("decode-1")
+    other.auto = False
+    site.add(other)
+    site.drain(site.decode)
+    for number in range(1, num_requests + 1):
+        reserve = other.wait_for("reserve", number)
+        assert max(site.decode.count("cancel"), other.count("reserve")) <= number - 1 + MAX_AT_ONCE
+        if number == 1:
+            time.sleep(0.2)
+            assert other.count("reserve") == MAX_AT_ONCE
+        other.grant(reserve)
+        other.generate(reserve)
+    assert [answer.result().json()["choices"][0]["text"] for answer in under_way] == ["abcde"] * num_requests
+    assert site.metrics()['tandem_moves_total{reason="moved"}'] == num_requests
+
+
+def test_prompts_that_a_draining_prefill_worker_refuses_go_elsewhere(make_site: MakeSite) -> None:
+    site = make_site({"limits.max_attempts": 1})
+    site.prefill.auto = False
+    under_way = in_background(site)
+    start = site.prefill.wait_for("start")
+    site.add(other := FakePrefill("prefill-1"), FakeDecode("decode-1"))
+    site.prefill.fail(start.request_id, 1, "draining", retryable=True)  # its status says so a little later
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert other.wait_for("start").attempt == 2
+    assert site.decode.count("reserve") == 2, "the decode worker is kept"
+    metrics = site.metrics()
+    assert metrics['tandem_moves_total{reason="refused"}'] == 1
+    assert metrics["tandem_retry_budget_retries"] == 64
+
+
+def test_a_worker_that_leaves_before_its_requests_have_ended_has_not_died(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    site.decode.wait_for("reserve")
+    site.add(other := FakeDecode("decode-1"))
+    site.drain(site.decode)
+    wait_until(lambda: cluster(site)["decode"][0]["state"] == "draining")
+    site.decode.kill()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert other.count("reserve") == 1
+    metrics = site.metrics()
+    assert metrics['tandem_moves_total{reason="left"}'] == 1
+    assert not [name for name in metrics if name.startswith("tandem_worker_deaths_total")]
+
+
+def test_two_choices_move_and_the_ended_one_stays_ended(site: Site) -> None:
+    """Choice 0 ends by a stop string before the move; choice 1 goes on behind it."""
+    site.prefill.script = site.decode.script = lambda prompt, choice, index: (120 if choice == 0 else 97) + index
+    site.decode.auto = False
+    under_way = in_background(site, n=2, stop=["y"], max_tokens=4)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.grant(reserve)
+    site.decode.wait_for("attach")
+    site.decode.admit(reserve)
+    site.decode.emit_all([site.decode._event(token=site.decode.token(reserve, choice, 1)) for choice in (0, 1)])
+    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == 2)
+    site.add(other := FakeDecode("decode-1"))
+    other.script = site.decode.script
+    site.drain(site.decode)
+    choices = under_way.result().json()["choices"]
+    assert [(c["text"], c["finish_reason"]) for c in choices] == [("x", "stop"), ("abcd", "length")]
+    assert [(j.choice, j.finished) for j in other.wait_for("reserve").journal] == [(0, True), (1, False)]

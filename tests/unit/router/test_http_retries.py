@@ -1,0 +1,425 @@
+"""A request goes on after a fault: scripted workers, real HTTP and gRPC. Who retries where, and what a client sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from router_fakes import FakeDecode, FakePrefill
+from router_site import Site, cluster, frames, in_background, wait_until
+
+from tandem.rpc.v1 import common_pb2
+
+MakeSite = Callable[..., Site]
+
+
+def test_a_lost_decode_worker_is_replaced_and_the_text_goes_on(site: Site) -> None:
+    site.decode.script = lambda prompt, choice, index: 97 + index
+    site.decode.held_back.clear()
+    under_way = in_background(site, stream=True)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.wait_for("attach")
+    for index in (1, 2):
+        site.decode.emit(token=site.decode.token(reserve, 0, index))
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    time.sleep(0.05)
+    site.decode.kill()
+    answer = under_way.result()
+    assert "".join(f["choices"][0]["text"] for f in frames(answer)) == "abcde"
+    again, second = other.wait_for("reserve"), site.prefill.wait_for("start", 2)
+    for command in (again, second):
+        assert command.attempt == 2
+        assert command.sampling.seed == reserve.sampling.seed
+        assert [(j.choice, list(j.token_ids)) for j in command.journal] == [(0, [97, 98, 99])]
+    metrics = site.metrics()
+    assert metrics['tandem_retries_total{reason="worker_lost"}'] == 1
+    assert metrics['tandem_workers_lost_total{role="decode"}'] == 1
+
+
+@pytest.fixture
+def halted(site: Site) -> tuple[Site, Any]:
+    """A request whose prompt prefill-0 computes, never to end; decode-0 has the reservation, decode-1 is idle."""
+    site.prefill.auto = site.decode.auto = False
+    under_way = in_background(site)
+    site.prefill.started(site.prefill.wait_for("start"))
+    site.decode.wait_for("reserve")
+    site.decode.auto = True
+    site.add(FakeDecode("decode-1"))
+    return site, under_way
+
+
+def test_after_prefill_is_lost_decode_computes_the_rest_where_that_is_short(halted: tuple[Site, Any]) -> None:
+    site, under_way = halted
+    site.decode.num_missing_tokens = 512
+    site.prefill.kill()
+    answer = under_way.result().json()
+    assert answer["choices"][0]["text"] == "abcde"
+    again = site.decode.wait_for("reserve", 2)
+    assert (again.attempt, again.max_local_tokens) == (2, 512)
+    assert site.decode.wait_for("cancel").attempt == 1
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1, "what the first attempt found"
+    metrics = site.metrics()
+    assert metrics["tandem_local_prefills_total"] == 1
+    assert metrics["tandem_prompt_tokens_recomputed_total"] == 512
+    assert metrics["tandem_recovery_seconds_count"] == 1
+    assert metrics['tandem_worker_deaths_total{role="prefill"}'] == 1
+    phases = [value for name, value in metrics.items() if name.startswith("tandem_request_phase_seconds_sum")]
+    assert sum(phases) == pytest.approx(metrics["tandem_request_seconds_sum"])
+
+
+def test_after_prefill_is_lost_another_fills_what_the_same_decode_worker_grants(halted: tuple[Site, Any]) -> None:
+    site, under_way = halted
+    site.decode.auto = False
+    other = FakePrefill("prefill-1")
+    site.add(other)
+    site.prefill.kill()
+    again = site.decode.wait_for("reserve", 2)
+    assert (again.attempt, again.max_local_tokens) == (2, 512)
+    assert other.count("start") == 0, "not before decode has said that it needs one"
+    site.decode.auto = True
+    site.decode.answer(site.decode.received[-1])
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert other.wait_for("start").attempt == other.wait_for("attach").attempt == 2
+    assert other.wait_for("start").decode == site.decode.info
+    assert site.metrics()["tandem_prompt_tokens_recomputed_total"] == 3
+
+
+def test_a_grant_that_nobody_can_fill_goes_back_and_the_request_waits(halted: tuple[Site, Any]) -> None:
+    site, under_way = halted
+    site.prefill.kill()
+    assert site.decode.wait_for("cancel", 2).attempt == 2
+    other = FakePrefill("prefill-1")
+    site.add(other)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    third = site.decode.wait_for("reserve", 3)
+    assert (third.attempt, third.max_local_tokens) == (3, 0)
+    assert other.wait_for("start").attempt == 3
+
+
+def test_prefills_exit_as_decode_sees_it_is_its_death(halted: tuple[Site, Any]) -> None:
+    """Decode is on prefill's host; the router's own stream to prefill has not broken yet."""
+    site, under_way = halted
+    site.decode.num_missing_tokens = 100
+    site.decode.fail(site.decode.wait_for("reserve").request_id, 1, "handoff", retryable=True, reason="writer_exited")
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.decode.wait_for("reserve", 2).max_local_tokens == 512
+    assert site.metrics()['tandem_retries_total{reason="worker_lost"}'] == 1
+
+
+def test_after_decode_is_lost_the_same_prefill_worker_hands_off_anew(site: Site) -> None:
+    """It kept the pages. Another one is idle, and would be chosen otherwise."""
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    other, idle = FakeDecode("decode-1"), FakePrefill("prefill-1")
+    site.add(other, idle)
+    site.prefill.status.num_running = 9
+    site.prefill.num_computed_tokens = 0
+    time.sleep(0.2)  # its heartbeat has said so
+    site.decode.kill()
+    answer = under_way.result().json()
+    assert answer["choices"][0]["text"] == "abcde"
+    assert (site.prefill.count("start"), idle.count("start")) == (2, 0)
+    assert site.metrics()["tandem_prompt_tokens_recomputed_total"] == 0
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_deaths_end_a_request_for_good(site: Site, stream: bool) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site, stream=stream)
+    site.decode.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    second, third = FakeDecode("decode-1"), FakeDecode("decode-2")
+    second.held_back.clear()
+    site.add(second)
+    site.decode.kill()
+    second.wait_for("attach")
+    site.add(third)
+    second.kill()
+    answer = under_way.result()
+    error = frames(answer)[-1]["error"] if stream else answer.json()["error"]
+    assert (error["code"], error["retryable"]) == ("workers_died", False)
+    assert "decode-0/1 and decode-1/1" in error["message"]
+    assert error["request_id"] == answer.headers["x-request-id"]
+    assert answer.status_code == (200 if stream else 500)
+    assert "[DONE]" not in answer.text
+    assert third.count("reserve") == 0
+    assert site.metrics()['tandem_worker_deaths_total{role="decode"}'] == 2
+
+
+def test_both_workers_dying_at_once_are_two_deaths(make_site: MakeSite) -> None:
+    site = make_site({"limits.wait_for_worker_s": 3.0})
+    site.prefill.auto = site.decode.auto = False
+    under_way = in_background(site)
+    site.prefill.started(site.prefill.wait_for("start"))
+    site.decode.wait_for("reserve")
+    site.server._loop.call_soon_threadsafe(time.sleep, 0.3)  # the router hears of both in one turn of its loop
+    site.prefill.kill()
+    site.decode.kill()
+    assert under_way.result().json()["error"]["code"] == "workers_died"
+
+
+def test_a_spent_budget_ends_requests_with_their_own_error(make_site: MakeSite) -> None:
+    site = make_site({"limits.retry_budget": 0, "scheduling.max_num_seqs": 1, "limits.max_attempts": 20})
+    site.decode.auto = False
+    under_way = in_background(site)
+    for attempt in range(1, 12):
+        reserve = site.decode.wait_for("reserve", attempt)
+        site.decode.fail(reserve.request_id, attempt, "transport", retryable=True)
+    answer = under_way.result()
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "transport"
+    assert answer.json()["error"]["retryable"] is True
+    assert "retry budget" in answer.json()["error"]["message"]
+    metrics = site.metrics()
+    assert metrics['tandem_retries_total{reason="transport"}'] == 10
+    assert metrics["tandem_retry_budget_exhausted_total"] == 1
+    assert metrics["tandem_retry_budget_retries"] < 1
+
+
+def test_an_overloaded_worker_is_left_in_peace_for_as_long_as_it_asks(make_site: MakeSite) -> None:
+    site = make_site({"limits.wait_for_worker_s": 5.0})
+    site.decode.auto = False
+    under_way = in_background(site)
+    refuse(site.decode, 1, retry_after_s=0.6)
+    refused_s = time.monotonic()
+    site.decode.wait_for("reserve", 2)
+    assert 0.55 < time.monotonic() - refused_s < 3
+    refuse(site.decode, 2, retry_after_s=60)
+    site.add(other := FakeDecode("decode-1"))
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert (other.count("reserve"), site.decode.count("reserve")) == (1, 2)
+
+
+def test_a_worker_that_stays_overloaded_is_the_clients_429(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    for number in (1, 2, 3):
+        refuse(site.decode, number, retry_after_s=0.1 if number < 3 else 7.2)
+    answer = under_way.result()
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
+
+
+def refuse(decode: FakeDecode, number: int, *, retry_after_s: float) -> None:
+    """Answer the `number`th reservation as a worker whose queue is full does."""
+    reserve = decode.wait_for("reserve", number)
+    error = common_pb2.Error(code="overloaded", message="full", retryable=True, retry_after_s=retry_after_s)
+    decode.emit(failed=common_pb2.AttemptFailed(request_id=reserve.request_id, attempt=reserve.attempt, error=error))
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped", "failed", "gone"])
+def test_every_prefill_worker_that_had_the_prompt_may_forget_it_at_the_end_and_once(site: Site, end: str) -> None:
+    site.decode.auto = False
+    options = {"stop": ["b"]} if end == "stopped" else {"timeout": 1.0} if end == "gone" else {}
+    under_way = in_background(site, **options)
+    first = site.decode.wait_for("reserve")
+    site.add(other := FakePrefill("prefill-1"))
+    site.decode.fail(first.request_id, 1, "transport", retryable=True)
+    second = site.decode.wait_for("reserve", 2)
+    assert site.prefill.count("release") == other.count("release") == 0
+    if end == "failed":
+        site.decode.fail(first.request_id, 2, "transport", retryable=False)
+    elif end != "gone":
+        site.decode.generate(second)
+    assert under_way.result().status_code == {"failed": 502, "gone": 504}.get(end, 200)
+    for prefill in (site.prefill, other):
+        assert prefill.wait_for("release").request_id == first.request_id
+        kinds = [command.WhichOneof("command") for command in prefill.received]
+        assert kinds[-1] == "release"
+        assert kinds.count("release") == 1
+
+
+def test_a_router_that_stood_still_does_not_take_its_workers_for_silent(site: Site) -> None:
+    site.decode.token_gap_s = 0.6
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    site.server._loop.call_soon_threadsafe(time.sleep, 1.5)  # the lease is 1 s
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.metrics()["tandem_request_seconds_count"] == 1
+    assert not [name for name in site.metrics() if name.startswith("tandem_workers_lost_total")]
+
+
+def test_the_next_life_of_a_worker_says_that_the_last_one_has_ended(site: Site) -> None:
+    """The supervisor has seen it exit; the stream to its vanished host would hang until the lease is over."""
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    heir = FakeDecode("decode-0", incarnation="2")
+    site.pool.workers.remove(site.decode)
+    began_s = time.monotonic()
+    site.pool.add(heir)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert time.monotonic() - began_s < 0.8
+    assert site.metrics()['tandem_worker_deaths_total{role="decode"}'] == 1
+    site.decode.kill()
+
+
+def test_a_prefill_worker_lost_after_admission_is_not_missed(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    site.prefill.kill()
+    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.decode.held_back.set()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.decode.count("reserve") == 1
+
+
+def test_a_prefill_worker_lost_between_admission_and_acknowledgement_is_not_missed(site: Site) -> None:
+    site.prefill.auto = False
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.prefill.first_tokens(site.prefill.wait_for("start"))
+    site.prefill.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    site.prefill.kill()
+    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.decode.held_back.set()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.decode.count("reserve") == 1
+
+
+def test_a_silent_worker_is_taken_for_lost_after_the_lease(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    began_s = time.monotonic()
+    site.decode.go_silent()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert 0.7 < time.monotonic() - began_s < 2.5  # the lease is 1 s
+    assert other.count("reserve") == 1
+
+
+def test_a_refused_handoff_is_tried_again(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    first = site.decode.wait_for("reserve")
+    site.decode.fail(first.request_id, 1, "handoff", retryable=True, reason="digest_mismatch")
+    site.decode.auto = True
+    second = site.decode.wait_for("reserve", 2)
+    site.decode.answer(site.decode.received[-1])
+    assert second.attempt == 2
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    metrics = site.metrics()
+    assert metrics['tandem_handoffs_refused_total{reason="digest_mismatch"}'] == 1
+    assert metrics['tandem_retries_total{reason="handoff"}'] == 1
+
+
+def test_a_retry_avoids_the_worker_that_failed(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    first = site.decode.wait_for("reserve")
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    site.decode.fail(first.request_id, 1, "handoff", retryable=True, reason="timeout")
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert (other.count("reserve"), site.decode.count("reserve")) == (1, 1)
+
+
+def test_after_the_last_attempt_the_error_is_the_clients(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    for attempt in (1, 2, 3):
+        reserve = site.decode.wait_for("reserve", attempt)
+        assert reserve.attempt == attempt
+        site.decode.fail(reserve.request_id, attempt, "transport", retryable=True)
+    answer = under_way.result()
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "transport"
+    assert site.prefill.wait_for("cancel", 3).attempt == 3
+    assert site.decode.count("reserve") == 3
+
+
+def test_an_error_that_no_retry_mends_is_the_clients_at_once(site: Site) -> None:
+    site.prefill.auto = False
+    under_way = in_background(site)
+    start = site.prefill.wait_for("start")
+    site.prefill.fail(start.request_id, 1, "invalid_request", retryable=False)
+    answer = under_way.result()
+    assert answer.status_code == 400
+    assert site.decode.wait_for("cancel").attempt == 1
+
+
+def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    site.decode.kill()
+    heir = FakeDecode("decode-0", incarnation="2")
+    site.pool.workers.remove(site.decode)
+    site.pool.add(heir)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert heir.wait_for("reserve").attempt == 2
+
+
+def test_no_worker_for_as_long_as_a_request_waits_is_an_error_frame(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site, stream=True)
+    site.decode.wait_for("attach")
+    time.sleep(0.1)
+    site.decode.kill()
+    answer = under_way.result()
+    assert frames(answer)[0]["choices"][0]["text"] == "a"
+    assert frames(answer)[-1]["error"]["code"] == "no_worker"
+    assert "[DONE]" not in answer.text
+
+
+def test_a_retry_tells_the_workers_which_choices_have_ended(site: Site) -> None:
+    """Choice 0 ends by a stop string, which no worker can know, before choice 1's worker is lost."""
+    site.prefill.script = site.decode.script = lambda prompt, choice, index: (120 if choice == 0 else 97) + index
+    site.decode.auto = False
+    under_way = in_background(site, n=2, stop=["y"], max_tokens=4)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.grant(reserve)
+    site.decode.admit(reserve)
+    site.decode.emit_all([site.decode._event(token=site.decode.token(reserve, choice, 1)) for choice in (0, 1)])
+    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == 2)
+    site.decode.auto = True
+    site.decode.fail(reserve.request_id, 1, "internal", retryable=True)
+    again = site.decode.wait_for("reserve", 2)
+    assert [(j.choice, list(j.token_ids), j.finished) for j in again.journal] == [
+        (0, [120, 121], True),
+        (1, [97, 98], False),
+    ]
+    choices = under_way.result().json()["choices"]
+    assert [(c["text"], c["finish_reason"]) for c in choices] == [("x", "stop"), ("abcd", "length")]
+
+
+def test_a_stream_that_cannot_be_read_is_a_lost_worker(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    reserve = site.decode.wait_for("reserve")
+    site.decode.wait_for("attach")
+    broken = site.decode.token(reserve, 0, 1)
+    broken.finish_reason = 77  # of a newer version
+    site.decode.held_back.set()
+    site.decode.emit(token=broken)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert site.metrics()['tandem_workers_lost_total{role="decode"}'] == 1
+
+
+def test_a_failure_between_two_workers_makes_the_retry_avoid_both(site: Site) -> None:
+    """Prefill says that it cannot reach decode-0, which looks idle and would be chosen again and again."""
+    site.prefill.auto = site.decode.auto = False
+    under_way = in_background(site)
+    start = site.prefill.wait_for("start")
+    other = FakeDecode("decode-1")
+    site.pool.add(other)
+    wait_until(lambda: [w["state"] for w in cluster(site)["decode"]] == ["ready"] * 2)
+    site.prefill.auto = True
+    site.prefill.fail(start.request_id, start.attempt, "handoff", retryable=True, reason="write_failed")
+    assert under_way.result().status_code == 200
+    assert other.count("reserve") == 1
+    assert site.decode.count("reserve") == 1
+    other.kill()

@@ -1,0 +1,121 @@
+"""A request whose pool has no ready worker waits where one is coming, and is refused at once where none is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from router_fakes import FakeDecode
+from router_site import Site, cluster, in_background, wait_until
+
+MakeSite = Callable[..., Site]
+
+
+@pytest.fixture
+def patient(make_site: MakeSite) -> Site:
+    return make_site({"limits.wait_for_worker_s": 5.0, "scheduling.max_queued_requests": 2})
+
+
+@pytest.mark.parametrize("state", ["starting", "failed", "draining"])
+def test_a_request_waits_for_a_worker_that_is_coming(patient: Site, state: str) -> None:
+    patient.pool.states["decode-0"] = state
+    patient.pool.push()
+    patient.wait_ready(503)
+    under_way = in_background(patient)
+    wait_until(lambda: patient.metrics()["tandem_router_waiting_requests"] == 1)
+    heir = FakeDecode("decode-1", incarnation="2")
+    patient.pool.workers.remove(patient.decode)
+    patient.pool.add(heir)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert heir.wait_for("reserve").attempt == 1
+    assert patient.metrics()["tandem_router_waiting_requests"] == 0
+    patient.decode.kill()
+
+
+def test_who_waits_keeps_its_place_and_its_deadline(patient: Site) -> None:
+    patient.pool.states["decode-0"] = "failed"
+    patient.pool.push()
+    patient.wait_ready(503)
+    began_s = time.monotonic()
+    waiting = [in_background(patient, timeout=0.5) for _ in range(2)]
+    wait_until(lambda: patient.metrics()["tandem_router_waiting_requests"] == 2)
+    assert patient.post(prompt="x").status_code == 429
+    assert [answer.result().status_code for answer in waiting] == [504, 504]
+    assert 0.5 <= time.monotonic() - began_s < 3
+    assert patient.metrics()["tandem_router_waiting_requests"] == 0
+
+
+def test_a_wait_is_bounded(site: Site) -> None:
+    """By `limits.wait_for_worker_s`, here 1 s."""
+    site.pool.states["decode-0"] = "failed"
+    site.pool.push()
+    site.wait_ready(503)
+    began_s = time.monotonic()
+    answer = site.post(prompt="x")
+    assert 1.0 <= time.monotonic() - began_s < 3
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+    assert "no decode worker" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    assert site.metrics()['tandem_requests_total{outcome="no_worker"}'] == 1
+
+
+def test_an_empty_pool_is_refused_at_once(patient: Site) -> None:
+    patient.pool.remove(patient.decode)
+    patient.wait_ready(503)
+    began_s = time.monotonic()
+    answer = patient.post(prompt="x")
+    assert time.monotonic() - began_s < 1
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    patient.decode.kill()
+
+
+def test_workers_that_do_not_pair_are_waited_for_only_while_one_is_coming(make_site: MakeSite) -> None:
+    site = make_site({"limits.wait_for_worker_s": 5.0}, with_workers=False)
+    site.decode.info.layout.protocol_version = 2
+    site.add(site.prefill, site.decode)
+    began_s = time.monotonic()
+    refused = site.post(prompt="x").json()["error"]
+    assert time.monotonic() - began_s < 1
+    assert refused["code"] == "incompatible"
+    assert "protocol_version: prefill-0/1 has 0, decode-0/1 has 2" in refused["message"]
+    heir = FakeDecode("decode-1")
+    site.pool.states["decode-1"] = "starting"
+    site.pool.add(heir)
+    under_way = in_background(site)
+    wait_until(lambda: site.metrics()["tandem_router_waiting_requests"] == 1)
+    site.pool.states.clear()
+    site.pool.push()
+    assert under_way.result().status_code == 200
+    assert site.decode.count("reserve") == 0
+
+
+def test_a_client_that_goes_away_leaves_the_wait(patient: Site) -> None:
+    patient.pool.states["decode-0"] = "failed"
+    patient.pool.push()
+    patient.wait_ready(503)
+    with patient.http() as client, pytest.raises(Exception, match="timed out"):
+        client.post("/v1/completions", json={"model": "toy", "prompt": "x"}, timeout=0.3)
+    wait_until(lambda: patient.metrics().get('tandem_requests_total{outcome="cancelled"}') == 1)
+    assert patient.metrics()["tandem_router_waiting_requests"] == 0
+
+
+def test_a_router_that_leaves_ends_the_wait(patient: Site) -> None:
+    patient.pool.states["decode-0"] = "failed"
+    patient.pool.push()
+    patient.wait_ready(503)
+    under_way = in_background(patient)
+    wait_until(lambda: patient.metrics()["tandem_router_waiting_requests"] == 1)
+    patient.server.stop(drain_s=0.1)
+    assert under_way.result().json()["error"]["code"] == "draining"
+
+
+def test_workers_on_another_transport_do_not_pair(make_site: MakeSite, caplog: Any) -> None:
+    site = make_site(with_workers=False)
+    site.decode.info.transport = "nccl"
+    site.add(site.prefill, site.decode)
+    site.wait_ready(503)
+    expected = "transport: prefill-0/1 has 'loopback', decode-0/1 has 'nccl'"
+    assert [entry["differences"] for entry in cluster(site)["incompatible"]] == [[expected]]

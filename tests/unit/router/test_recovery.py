@@ -1,0 +1,218 @@
+"""What follows an attempt: a table of ends and of the next attempts that they lead to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.placement import Placement, Snapshot, Wishes, WorkerLoad, place
+from router.recovery import PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
+from router.retry_budget import RetryBudget
+from router.worker_key import WorkerKey
+from tandem.core.clock import VirtualClock
+from tandem.core.errors import (
+    DrainingError,
+    HandoffError,
+    InvalidRequestError,
+    OverloadedError,
+    TandemError,
+    TransportError,
+    WorkerLostError,
+    WorkersDiedError,
+)
+
+P0, P1, D0, D1 = (WorkerKey(name, "1") for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
+LOST, DRAINING, BUSY = WorkerLostError("lost"), DrainingError("leaves"), OverloadedError("full", retry_after_s=3.0)
+LIMITS = RecoveryLimits(max_attempts=3, local_prefill_tokens=512, max_rest_s=10.0)
+
+
+def recovery(limits: RecoveryLimits = LIMITS, *, share: float = 0.0, burst: int = 100) -> Recovery:
+    return Recovery(limits, RetryBudget(share, burst, VirtualClock()))
+
+
+def ended(fault: Fault, worker: WorkerKey, error: TandemError, *, prefill: WorkerKey | None = P0) -> AttemptEnd:
+    return AttemptEnd(fault, worker, error, prefill, D0)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    end: AttemptEnd
+    prefill: WorkerKey | None = None
+    decode: WorkerKey | None = None
+    local: int = 0
+    avoid: frozenset[WorkerKey] = frozenset()
+    exclude: frozenset[WorkerKey] = frozenset()
+    counts: bool = True
+
+
+CASES = [
+    Case("prefill died", ended(Fault.DIED, P0, LOST), decode=D0, local=512, avoid=frozenset({P0})),
+    Case("decode died", ended(Fault.DIED, D0, LOST), prefill=P0, avoid=frozenset({D0})),
+    Case("decode died, computing alone", ended(Fault.DIED, D0, LOST, prefill=None), avoid=frozenset({D0})),
+    Case(
+        "prefill died, by decode's word",
+        AttemptEnd(Fault.DIED, P0, LOST, P0, D0, is_exit_proven=True),
+        decode=D0,
+        local=512,
+        avoid=frozenset({P0}),
+        exclude=frozenset({P0}),
+    ),
+    Case("between the two", ended(Fault.FAILED, D0, TransportError("broke")), avoid=frozenset({P0, D0})),
+    Case("decode alone failed", ended(Fault.FAILED, D0, LOST, prefill=None), avoid=frozenset({D0})),
+    Case("prefill is full", ended(Fault.OVERLOADED, P0, BUSY), decode=D0, avoid=frozenset({P0})),
+    Case("decode is full", ended(Fault.OVERLOADED, D0, BUSY), prefill=P0, avoid=frozenset({D0})),
+    Case("prefill refuses", ended(Fault.REFUSED, P0, DRAINING), decode=D0, exclude=frozenset({P0}), counts=False),
+    Case("decode refuses", ended(Fault.REFUSED, D0, DRAINING), prefill=P0, exclude=frozenset({D0}), counts=False),
+    Case("decode drains", ended(Fault.MOVED, D0, DRAINING), prefill=P0, exclude=frozenset({D0}), counts=False),
+    Case("prefill left", ended(Fault.LEFT, P0, LOST), decode=D0, local=512, exclude=frozenset({P0}), counts=False),
+    Case("decode left", ended(Fault.LEFT, D0, LOST), prefill=P0, exclude=frozenset({D0}), counts=False),
+    Case("no prefill for a grant", ended(Fault.UNSERVED, D0, LOST, prefill=None), decode=D0, counts=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_end_leads_to_its_next_attempt(case: Case) -> None:
+    state = recovery()
+    plan = state.after(case.end, 0.0)
+    assert plan.wishes == Wishes(case.prefill, case.decode, case.local > 0, case.avoid, case.exclude)
+    assert plan.max_local_tokens == case.local
+    assert state.num_failures == int(case.counts)
+    assert state._budget.num_left == 100 - int(case.counts)
+
+
+def test_decode_is_never_asked_to_compute_where_that_is_off() -> None:
+    plan = recovery(replace(LIMITS, local_prefill_tokens=0)).after(ended(Fault.DIED, P0, LOST), 0.0)
+    assert (plan.max_local_tokens, plan.wishes.alone, plan.wishes.decode) == (0, False, D0)
+
+
+def test_two_deaths_are_the_end_and_one_worker_dies_once() -> None:
+    state = recovery(replace(LIMITS, max_attempts=9))
+    state.after(ended(Fault.DIED, D0, LOST), 0.0)
+    state.after(ended(Fault.DIED, D0, LOST), 0.0)  # it had only been out of reach
+    state.after(ended(Fault.FAILED, D0, TransportError("broke")), 0.0)
+    state.after(ended(Fault.LEFT, D1, LOST), 0.0)
+    with pytest.raises(WorkersDiedError, match=r"decode-0/1 and prefill-0/1 died") as error:
+        state.after(ended(Fault.DIED, P0, LOST), 0.0)
+    assert not error.value.retryable
+
+
+def test_a_death_that_the_attempt_survived_counts() -> None:
+    state = recovery()
+    state.note_death(P0)
+    with pytest.raises(WorkersDiedError):
+        state.after(ended(Fault.DIED, D0, LOST), 0.0)
+
+
+def test_a_request_moves_on_although_two_workers_have_died() -> None:
+    state = recovery()
+    state.after(ended(Fault.DIED, D1, LOST), 0.0)
+    state.note_death(P0)
+    assert state.after(ended(Fault.MOVED, D0, DRAINING), 0.0).wishes.prefill == P0
+
+
+def test_after_the_last_attempt_the_error_is_the_attempts_own() -> None:
+    state, broke = recovery(), TransportError("broke")
+    for _ in range(2):
+        state.after(ended(Fault.FAILED, D0, TransportError("before")), 0.0)
+        state.after(ended(Fault.REFUSED, D1, DRAINING), 0.0)
+    with pytest.raises(TransportError) as error:
+        state.after(ended(Fault.FAILED, D0, broke), 0.0)
+    assert error.value is broke
+
+
+def test_what_no_retry_mends_ends_at_once_and_costs_nothing() -> None:
+    state = recovery()
+    with pytest.raises(InvalidRequestError):
+        state.after(ended(Fault.FAILED, P0, InvalidRequestError("no")), 0.0)
+    assert state._budget.num_left == 100
+
+
+def test_a_spent_budget_ends_the_request_with_its_own_error_and_says_so() -> None:
+    state = recovery(burst=1)
+    state.after(ended(Fault.DIED, D0, LOST), 0.0)
+    state.after(ended(Fault.MOVED, D1, DRAINING), 0.0)
+    with pytest.raises(WorkerLostError, match="lost") as error:
+        state.after(ended(Fault.DIED, D0, LOST), 0.0)
+    assert "retry budget is spent" in error.value.message
+    assert error.value.retryable
+    assert LOST.message == "lost", "others hold the same error"
+
+
+def test_an_overloaded_worker_rests_for_as_long_as_it_asks_within_bounds() -> None:
+    state = recovery()
+    plan = state.after(ended(Fault.OVERLOADED, D0, BUSY), 100.0)
+    assert plan.rests_until_s(Placement(P0, D0)) == 103.0
+    assert plan.rests_until_s(Placement(P0, D1)) == 0.0
+    plan = state.after(ended(Fault.OVERLOADED, P0, OverloadedError("full", retry_after_s=1e9)), 100.0)
+    assert plan.rests_until_s(Placement(P0, D0)) == 110.0
+
+
+@pytest.mark.parametrize(
+    ("error", "worker", "fault", "whose"),
+    [
+        (HandoffError("", reason="writer_exited"), D0, Fault.DIED, P0),
+        (HandoffError("", reason="writer_exited"), P0, Fault.FAILED, P0),  # decode does not know it: no proof
+        (HandoffError("", reason="receiver_exited"), P0, Fault.DIED, D0),
+        (HandoffError("", reason="receiver_exited"), D0, Fault.FAILED, D0),
+        (HandoffError("", reason="draining"), P0, Fault.REFUSED, D0),
+        (HandoffError("", reason="digest_mismatch"), D0, Fault.FAILED, D0),
+        (DRAINING, P0, Fault.REFUSED, P0),
+        (BUSY, D0, Fault.OVERLOADED, D0),
+        (TransportError(""), P0, Fault.FAILED, P0),
+    ],
+)
+def test_what_a_reported_failure_means(error: TandemError, worker: WorkerKey, fault: Fault, whose: WorkerKey) -> None:
+    end = failure(error, worker, P0, D0)
+    assert (end.fault, end.worker) == (fault, whose)
+    assert end.is_exit_proven == (fault is Fault.DIED)
+    assert (end.prefill, end.decode) == (P0, D0)
+
+
+# -- over many failures
+
+KEYS = [WorkerKey(f"{pool}-{n}", "1") for pool in ("prefill", "decode") for n in range(3)]
+ERRORS = {Fault.OVERLOADED: BUSY, Fault.REFUSED: DRAINING, Fault.MOVED: DRAINING}
+
+
+def load(key: WorkerKey) -> WorkerLoad:
+    return WorkerLoad(key, (("dtype", "f"),), 32, 0, 0, 100)
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Fault)), st.booleans()), min_size=40, max_size=40), st.integers(1, 5))
+def test_every_request_ends_and_never_asks_who_is_gone(steps: list[tuple[Fault, bool]], max_attempts: int) -> None:
+    """Whatever happens to attempts placed by the plans themselves: the request ends, for one of the known reasons."""
+    snapshot = Snapshot([load(k) for k in KEYS[:3]], [load(k) for k in KEYS[3:]])
+    state = recovery(replace(LIMITS, max_attempts=max_attempts), burst=4)
+    wishes, gone, num_failures = Wishes(), set[WorkerKey](), 0
+    for fault, is_decode in steps:
+        try:
+            placement = place(snapshot, 10, wishes)
+        except TandemError:
+            assert len(gone) >= 3
+            return
+        assert not gone & {placement.prefill, placement.decode}
+        if placement.prefill is None:
+            is_decode = True
+        if fault is Fault.MOVED:
+            is_decode = True
+        if fault is Fault.UNSERVED and placement.prefill is not None:
+            continue
+        worker = placement.decode if is_decode or placement.prefill is None else placement.prefill
+        end = AttemptEnd(fault, worker, ERRORS.get(fault, LOST), placement.prefill, placement.decode)
+        num_failures += fault not in PLANNED
+        try:
+            wishes = state.after(end, 0.0).wishes
+        except WorkersDiedError:
+            assert len(state.died) == 2
+            return
+        except TandemError:
+            assert num_failures in (max_attempts, 5)
+            return
+        assert num_failures < max_attempts
+        if fault in (Fault.REFUSED, Fault.MOVED, Fault.LEFT):
+            gone.add(worker)
+    assert num_failures < max_attempts, "all the rest was skipped"

@@ -1,0 +1,191 @@
+"""`tandem certs`: what it writes, what it refuses, and what a process finds wrong with a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from tandem import cli
+from tandem.cluster.certs import AUTHORITY_KEY_FILE, make_certificates
+from tandem.cluster.preflight import examine_certificates
+from tandem.core.errors import ConfigError
+from tandem.rpc.identity import AUTHORITY_FILE, SERVER_NAME, certificate_file, key_file, load_identity
+from tandem.rpc.permissions import PeerRole
+
+ALL_FILES = {AUTHORITY_FILE, AUTHORITY_KEY_FILE} | {f"{role}.{kind}" for role in PeerRole for kind in ("pem", "key")}
+
+
+@pytest.fixture
+def copy(certificates: Path, tmp_path: Path) -> Path:
+    """A directory to spoil."""
+    return Path(shutil.copytree(certificates, tmp_path / "copy"))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def certificate(directory: Path, role: PeerRole) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(certificate_file(directory, role).read_bytes())
+
+
+# -- what is written
+
+
+def test_every_role_gets_files_that_only_their_owner_reads(tmp_path: Path) -> None:
+    old = os.umask(0)  # even then
+    try:
+        directory = make_certificates(tmp_path / "a" / "certs", days=1).directory
+    finally:
+        os.umask(old)
+    assert set(contents(directory)) == ALL_FILES
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("role", PeerRole)
+def test_a_certificate_names_the_cluster_its_role_and_its_end(certificates: Path, role: PeerRole) -> None:
+    own = certificate(certificates, role)
+    names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [SERVER_NAME]
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [f"tandem://role/{role}"]
+    assert not own.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    uses = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert (ExtendedKeyUsageOID.SERVER_AUTH in uses) == (role is not PeerRole.CLIENT)
+    left = load_identity(certificates, role).expires - datetime.now(UTC)
+    assert timedelta(days=89) < left <= timedelta(days=90)
+
+
+def test_what_is_there_is_not_overwritten(certificates: Path) -> None:
+    before = contents(certificates)
+    with pytest.raises(ConfigError, match="--force"):
+        make_certificates(certificates, days=90)
+    assert contents(certificates) == before
+
+
+def test_a_directory_with_anything_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(ConfigError, match="is not empty"):
+        make_certificates(tmp_path, days=90)
+    assert set(contents(tmp_path)) == {"thesis.tex"}
+
+
+def test_renewed_by_the_same_authority_old_and_new_trust_each_other(copy: Path) -> None:
+    before = contents(copy)
+    assert make_certificates(copy, days=200, force=True).renewed
+    after = contents(copy)
+    assert after[AUTHORITY_FILE] == before[AUTHORITY_FILE]
+    assert all(after[f"{role}.key"] != before[f"{role}.key"] for role in PeerRole)
+    for role in PeerRole:
+        load_identity(copy, role).expires.date()
+    (copy / "router.pem").write_bytes(before["router.pem"])
+    (copy / "router.key").write_bytes(before["router.key"])
+    load_identity(copy, PeerRole.ROUTER)
+
+
+def test_without_the_authoritys_key_a_new_authority_is_made(copy: Path) -> None:
+    before = contents(copy)
+    (copy / AUTHORITY_KEY_FILE).unlink()
+    assert not make_certificates(copy, days=90, force=True).renewed
+    assert contents(copy)[AUTHORITY_FILE] != before[AUTHORITY_FILE]
+    assert set(contents(copy)) == ALL_FILES
+    (copy / "router.pem").write_bytes(before["router.pem"])
+    (copy / "router.key").write_bytes(before["router.key"])
+    with pytest.raises(ConfigError, match="was not signed by"):
+        load_identity(copy, PeerRole.ROUTER)
+
+
+@pytest.mark.parametrize("days", [0, -1, 100_000])
+def test_an_impossible_life_is_refused(tmp_path: Path, days: int) -> None:
+    with pytest.raises(ConfigError, match="--days"):
+        make_certificates(tmp_path / "certs", days=days)
+    assert not (tmp_path / "certs").exists()
+
+
+def test_the_command_says_when_they_end_and_what_to_do_with_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["certs", str(tmp_path / "certs"), "--days", "10"]) == 0
+    said = capsys.readouterr().out
+    assert f"{datetime.now(UTC) + timedelta(days=10):%Y-%m-%d}" in said
+    assert "Keep it off the nodes" in said
+    assert cli.main(["certs", str(tmp_path / "certs")]) == 1
+    assert "--force" in capsys.readouterr().err
+
+
+# -- what a process finds wrong
+
+
+def swap_keys(directory: Path) -> None:
+    key_file(directory, PeerRole.PREFILL).write_bytes(key_file(directory, PeerRole.DECODE).read_bytes())
+
+
+def swap_roles(directory: Path) -> None:
+    for kind in ("pem", "key"):
+        (directory / f"prefill.{kind}").write_bytes((directory / f"decode.{kind}").read_bytes())
+
+
+SPOILED = {
+    "no key": (lambda d: key_file(d, PeerRole.PREFILL).unlink(), "cannot be read"),
+    "no certificate": (lambda d: certificate_file(d, PeerRole.PREFILL).unlink(), "cannot be read"),
+    "no authority": (lambda d: (d / AUTHORITY_FILE).unlink(), "cannot be read"),
+    "garbage": (lambda d: key_file(d, PeerRole.PREFILL).write_bytes(b"\x00\xff"), "cannot be read"),
+    "empty": (lambda d: certificate_file(d, PeerRole.PREFILL).write_bytes(b""), "cannot be read"),
+    "another's key": (swap_keys, "is not the key of"),
+    "another's role": (swap_roles, "not a certificate of the role prefill"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_what_is_wrong_is_said(copy: Path, case: str) -> None:
+    spoil, text = SPOILED[case]
+    spoil(copy)
+    with pytest.raises(ConfigError, match=text) as caught:
+        load_identity(copy, PeerRole.PREFILL)
+    assert caught.value.key == "security.certificates"
+    load_identity(copy, PeerRole.DECODE) if case != "no authority" else None
+
+
+def test_an_expired_certificate_and_one_of_tomorrow_are_refused(certificates: Path) -> None:
+    now = datetime.now(UTC)
+    with pytest.raises(ConfigError, match="expired on"):
+        load_identity(certificates, PeerRole.ROUTER, now=now + timedelta(days=91))
+    with pytest.raises(ConfigError, match="valid only from"):
+        load_identity(certificates, PeerRole.ROUTER, now=now - timedelta(days=1))
+
+
+# -- what `tandem doctor` makes of it
+
+
+def test_doctor_warns_thirty_days_before(copy: Path) -> None:
+    (copy / AUTHORITY_KEY_FILE).unlink()
+    now = datetime.now(UTC)
+    assert examine_certificates(copy, set(PeerRole), now=now).status == "ok"
+    assert examine_certificates(copy, set(PeerRole), now=now + timedelta(days=59)).status == "ok"
+    soon = examine_certificates(copy, set(PeerRole), now=now + timedelta(days=61))
+    assert soon.status == "warn"
+    assert "--force" in soon.remedy
+    with pytest.raises(ConfigError, match="expired"):
+        examine_certificates(copy, set(PeerRole), now=now + timedelta(days=91))
+
+
+def test_doctor_warns_of_the_authoritys_key_and_of_open_files(copy: Path) -> None:
+    assert "off the nodes" in examine_certificates(copy, set(PeerRole)).remedy
+    (copy / AUTHORITY_KEY_FILE).unlink()
+    key_file(copy, PeerRole.ROUTER).chmod(0o644)
+    assert "chmod 600" in examine_certificates(copy, set(PeerRole)).remedy
+
+
+def test_doctor_wants_the_roles_of_this_host_only(copy: Path) -> None:
+    (copy / AUTHORITY_KEY_FILE).unlink()
+    key_file(copy, PeerRole.DECODE).unlink()
+    certificate_file(copy, PeerRole.DECODE).unlink()
+    assert examine_certificates(copy, {PeerRole.ROUTER}).status == "ok"
+    with pytest.raises(ConfigError, match="decode"):
+        examine_certificates(copy, set(PeerRole))

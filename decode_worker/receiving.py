@@ -25,6 +25,11 @@ from tandem.core import points
 
 _log = logging.getLogger(__name__)
 
+# How long what a writer had handed to its network may still be on its way when its process has ended. Over TCP its
+# kernel goes on sending, and what has come stays in this host's socket buffers until the transport is polled: measured,
+# 7.7 MB of one write landed with the first poll after the writer's exit. Room for a retransmission is in it.
+IN_FLIGHT_S = 0.5
+
 
 class ReceivingOutlet(Protocol):
     """Where the desk's results go. Called on the transfer thread; must hand over and return."""
@@ -103,6 +108,8 @@ class ReceivingDesk:
         self._answer = Answer()
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
         self._transport: Transport | None = None
+        # When the exit of a writer becomes a fence, by incarnation.
+        self._exited: dict[str, float] = {}
         # What senders were refused, by why; but for repetitions of what has ended well.
         self.refusals: Counter[RefusalReason] = Counter()
 
@@ -148,7 +155,23 @@ class ReceivingDesk:
         """Any event that nobody waits for an answer to."""
         self._ask(event)
 
+    def writer_exited(self, sender: str) -> None:
+        """A writer's process has ended: a fence, as soon as nothing of it can be on its way any more."""
+        self._exited.setdefault(sender, time.monotonic() + IN_FLIGHT_S)
+        self._set_deadline()
+
     def tick(self) -> None:
+        """A deadline may have come."""
+        now_s = time.monotonic()
+        due = [sender for sender, due_s in self._exited.items() if now_s >= due_s]
+        if due:
+            # This thread may have been stopped all the time: let what has come land before pages are freed. The events
+            # are hints only.
+            assert self._transport is not None
+            self._transport.poll()
+        for sender in due:
+            del self._exited[sender]
+            self.happened(ev.WriterExited(sender))
         self.happened(ev.Tick())
 
     # -- carrying out
@@ -157,8 +180,12 @@ class ReceivingDesk:
         self._answer = Answer()
         self._is_reserving = isinstance(event, ev.ReserveReceived)
         self._run(event)
-        self._outlet.deadline(self._handoffs.next_deadline_s())
+        self._set_deadline()
         return self._answer
+
+    def _set_deadline(self) -> None:
+        deadlines_s = [d for d in (self._handoffs.next_deadline_s(), *self._exited.values()) if d is not None]
+        self._outlet.deadline(min(deadlines_s, default=None))
 
     def _run(self, event: ev.ReceiverEvent) -> None:
         for instruction in self._handoffs.handle(event, time.monotonic()):

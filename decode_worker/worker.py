@@ -172,7 +172,7 @@ class DecodeWorker(WorkerProcess):
             self.spawn(channel.close(grace=None))
 
         def forget(transport: Transport) -> None:
-            self.desk.happened(ev.WriterExited(incarnation))
+            self.desk.writer_exited(incarnation)
             _disconnect(transport, peer)
 
         self.on_transfer(forget)

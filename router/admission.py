@@ -4,10 +4,10 @@ A request waits for its prompt's computation, and later, where all places in the
 one of these. The workers keep the queues; this keeps them short:
 
 - Never more than `max_waiting` wait, for either.
-- What comes in steadily must not wait for long: for a prompt's computation as long as a first token takes normally, for
-  a place in a batch a quarter of what a request takes. What is normal is learnt while nobody is refused.
+- What comes in steadily must not wait for long: for a prompt's computation as long as that takes, for a place in a
+  batch a quarter of what a request takes. Both are learnt while nobody is refused.
 - More may wait only as far as there is *credit*, and never for longer than a few requests take. Each request that ends
-  while nobody waits leaves one credit, `max_waiting` at most; each refusal takes one. So a burst is taken by a cluster
+  while nobody waits leaves some credit, up to `max_waiting`; each refusal takes one. So a burst is taken by a cluster
   that was not overloaded before, and a lasting overload is refused at once instead of being served late (the aim of
   CoDel: Nichols and Jacobson, ACM Queue 2012).
 
@@ -28,6 +28,9 @@ _WEIGHT = 1 / 32  # of the newest sample in an average
 _SHARE_IN_FRONT_OF_DECODE = 0.25
 #: How long the last of a burst may wait: so many times what a request takes, and this many seconds in any case.
 _BURST_SHARE, _BURST_S = 4.0, 1.0
+#: Credit of a request that ends while nobody waits; 1 where a third and more was refused lately. More than that, so
+#: that a cluster near its capacity keeps some, and one that was overloaded comes by some again.
+_EARNED = 4
 _REFUSAL_WINDOW_S = 1.0
 
 
@@ -54,9 +57,10 @@ class Admission:
         self._full_since_s = -math.inf
         # Between two that left the queue, or ended, while others waited behind them: what the pools give at most.
         self._left_gap_s, self._ended_gap_s = _Average(), _Average()
-        # From being let in to the first token, and to the end; learnt while nobody is refused.
-        self._ttft_s, self._whole_s = _Average(), _Average()
-        self._num_refused = 0
+        # From being let in to leaving the queue, to the first token, and to the end; learnt while nobody is refused.
+        self._wait_s, self._ttft_s, self._whole_s = _Average(), _Average(), _Average()
+        # In the current window of refusals, which the first refusal after the last window opens.
+        self._num_refused = self._num_let_in = 0
         self._refusals_since_s = self._last_refusal_s = -math.inf
 
     @property
@@ -74,6 +78,7 @@ class Admission:
             DrainingError: the router takes no new requests.
         """
         self._credit -= self._check(num_requests, num_choices)
+        self._num_let_in += num_requests
         now_s, places = self._clock.now(), self._num_places()
         if self._num_sequences <= places < self._num_sequences + num_requests * num_choices:
             self._full_since_s = now_s
@@ -100,7 +105,7 @@ class Admission:
     def _refusal(self, why: str) -> OverloadedError:
         now_s = self._clock.now()
         if now_s - self._refusals_since_s > _REFUSAL_WINDOW_S:
-            self._refusals_since_s, self._num_refused = now_s, 0
+            self._refusals_since_s, self._num_refused, self._num_let_in = now_s, 0, 0
         self._last_refusal_s = now_s
         self._num_refused += 1
         self._credit = max(0, self._credit - 1)
@@ -121,7 +126,10 @@ class Admission:
         if not self._waiting_since_s:
             raise ValueError("nobody is waiting")
         now_s, since_s = self._clock.now(), self._waiting_since_s.popleft()
-        self._left_gap_s.add(now_s - max(since_s, self._last_left_s))
+        if not self._is_refusing():
+            self._wait_s.add(now_s - since_s)
+        if since_s < self._last_left_s:  # it was waiting when the one before it left
+            self._left_gap_s.add(now_s - self._last_left_s)
         self._last_left_s = now_s
 
     def first_token(self, after_s: float) -> None:
@@ -139,7 +147,8 @@ class Admission:
         if not self._is_refusing():
             self._whole_s.add(after_s)
         if not self._waiting_since_s and self._num_sequences < places:
-            self._credit = min(self._credit + 1, self.max_waiting)
+            earned = 1 if self._is_refusing() and 2 * self._num_refused > self._num_let_in else _EARNED
+            self._credit = min(self._credit + earned, self.max_waiting)
 
     # -- how many may wait
 
@@ -148,9 +157,9 @@ class Admission:
         return self._clock.now() - self._last_refusal_s < _REFUSAL_WINDOW_S + 2 * self._whole_s.value
 
     def _room_for_prefill(self) -> float:
-        """As many as leave the queue in the time of a normal first token; at least 1."""
-        gap_s = self._left_gap_s.value
-        return max(1.0, self._ttft_s.value / gap_s) if gap_s else math.inf
+        """As many as leave the queue in the time that one takes from there to its first token; at least 1."""
+        service_s, gap_s = self._ttft_s.value - self._wait_s.value, self._left_gap_s.value
+        return max(1.0, service_s / gap_s) if gap_s else math.inf
 
     def _room_for_decode(self) -> float:
         """As many as end in a quarter of the time that one takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from router import wire
@@ -17,6 +18,7 @@ from router.events import (
     MayMove,
     PrefillEnded,
     PrefillStarted,
+    WaitOver,
     WorkerLost,
     WorkersChanged,
 )
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from router.story import Story
 
 log = get_logger(__name__)
+
+# How long decode may take to say whether prefill's commit came before prefill's end: some steps of a busy worker.
+_VERDICT_S = 0.5
 
 
 class AttemptOver(Exception):
@@ -53,7 +58,11 @@ class Attempt:
         self._prefill = pair.prefill
         self._decode = pair.decode
         self._number = story.journal.attempt
+        self._is_granted = False
         self._is_admitted = False
+        # Prefill's loss, while decode has not said whether it got the pages before; and when that takes too long.
+        self._lost: WorkerLost | None = None
+        self._verdict_timer: asyncio.TimerHandle | None = None
         # Whether prefill has nothing left to give: the pages are decode's, or there was nothing to hand off.
         self._is_prefill_done = False
         self._is_decode_leaving = False
@@ -84,7 +93,8 @@ class Attempt:
         """Both workers start at once: prefill computes while decode makes room. Or decode alone is asked."""
         story, request = self._story, self._story.request
         self._decode.hold(request.request_id, story.inbox, len(request.prompt_ids))
-        self._decode.send(wire.reserve(request, story.journal, max_local_tokens=self._plan.max_local_tokens))
+        max_local_tokens = 0 if self._prefill is not None else self._plan.max_local_tokens
+        self._decode.send(wire.reserve(request, story.journal, max_local_tokens=max_local_tokens))
         if self._prefill is not None:
             self._start_prefill(self._prefill)
         points.reach("router.sent")
@@ -132,6 +142,8 @@ class Attempt:
                 self._move()
             case WorkersChanged():
                 self._ask_to_move()
+            case WaitOver() if self._lost is not None and self._needs_prefill():
+                raise self._died(self._lost)
             case _:  # WaitOver: of a wait that is over
                 pass
 
@@ -154,6 +166,7 @@ class Attempt:
     def _granted(self, granted: Granted) -> None:
         request_id = self._story.request.request_id
         self._decode.note_granted(request_id)
+        self._is_granted = True
         if self._prefill is None:
             self._prefill = self._find_prefill()
             self._start_prefill(self._prefill)
@@ -215,12 +228,23 @@ class Attempt:
             log.warning("prefill failed after decode's admission", worker=str(failed.worker), error=str(failed.error))
             self._let_prefill_go()
             return
+        if self._lost is not None:
+            raise self._died(self._lost)
         raise AttemptOver(failure(failed.error, failed.worker, self._prefill_key, self._decode.key))
 
     def _worker_lost(self, lost: WorkerLost) -> None:
-        is_needed = self._needs_prefill() if lost.worker == self._prefill_key else lost.worker == self._decode.key
-        if is_needed:
-            raise self._over(Fault.LEFT if lost.is_planned else Fault.DIED, lost.worker, lost.error)
+        if lost.worker == self._decode.key:
+            raise self._died(lost)
+        if lost.worker == self._prefill_key and self._needs_prefill():
+            if not (self._is_granted and self._story.journal.has_first_tokens):
+                raise self._died(lost)
+            # It may have committed: its end and decode's word come on two streams.
+            self._lost = lost
+            loop = asyncio.get_running_loop()
+            self._verdict_timer = loop.call_later(_VERDICT_S, self._story.inbox.put, WaitOver())
+
+    def _died(self, lost: WorkerLost) -> AttemptOver:
+        return self._over(Fault.LEFT if lost.is_planned else Fault.DIED, lost.worker, lost.error)
 
     # -- moving away from a decode worker that leaves
 
@@ -229,14 +253,13 @@ class Attempt:
             return
         self._is_decode_leaving = True
         # Another worker may become ready only later.
+        self._story.house.cluster.watch(self._story.inbox)
         self._ask_to_move()
 
     def _ask_to_move(self) -> None:
         """What still is on its way to the leaving worker moves once it has arrived: its pages are then at prefill."""
-        if not self._is_decode_leaving:
-            return
         has_arrived = self._is_admitted and self._story.journal.has_first_tokens
-        if has_arrived and self._has_other_place():
+        if self._is_decode_leaving and has_arrived:
             self._story.house.moves.ask(self._story.inbox)
 
     def _has_other_place(self) -> bool:
@@ -250,7 +273,7 @@ class Attempt:
     def _move(self) -> None:
         if self._is_decode_leaving and self._has_other_place():
             raise self._over(Fault.MOVED, self._decode.key, DrainingError(f"{self._decode.key} is leaving"))
-        self._story.house.moves.leave(self._story.inbox)  # asked again when workers change
+        self._story.house.moves.leave(self._story.inbox)  # it stays, and asks again when workers change
 
     # -- the end
 
@@ -258,6 +281,8 @@ class Attempt:
         """Leave nothing behind: whatever a worker may still hold of this attempt, it is told to drop."""
         request_id = self._story.request.request_id
         self._story.house.cluster.unwatch(self._story.inbox)
+        if self._verdict_timer is not None:
+            self._verdict_timer.cancel()
         ended_by_itself = self._story.journal.is_finished and all(self._ended_at_worker)
         if self._prefill is not None:
             if not ended_by_itself and not self._is_prefill_done:

@@ -7,6 +7,8 @@ from typing import Any
 
 from tandem.core.errors import InvalidRequestError
 
+_MAX_EXACT = 1 << 53  # up to here a float is the integer that was written
+
 
 class Fields:
     """One JSON object. A field that is `null` counts as absent, as in OpenAI's API."""
@@ -86,10 +88,13 @@ class Fields:
 
 
 def whole(value: Any) -> int | None:
-    """`value` where it is a whole number, as JSON Schema means it: JSON knows one kind of number, so 5.0 is one."""
+    """`value` where it is a whole number, as JSON Schema means it: JSON knows one kind of number, so 5.0 is one.
+
+    An integer of more than 64 bits arrives as a float that need not be what was sent: it is none.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    return int(value) if isinstance(value, float) and value.is_integer() else None
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT else None
 
 
 def shown(value: Any) -> str:

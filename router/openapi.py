@@ -148,6 +148,8 @@ _REQUEST_ID = {"x-request-id": _header("RequestId")}
 
 
 def _maybe(schema: Schema) -> Schema:
+    if "type" in schema:
+        return {**schema, "type": [schema["type"], "null"]}
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -261,7 +263,7 @@ def _object(required: Schema, optional: Schema | None = None) -> Schema:
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TEXT: Schema = {"type": "string"}
 _IDS: Schema = {"type": "array", "items": _TOKEN_ID}
-_FINISH_REASON = _maybe({"enum": ["stop", "length"]})
+_FINISH_REASON: Schema = {"enum": ["stop", "length", None]}
 _USAGE = _object(
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
     {"prompt_tokens_details": _object({"cached_tokens": _COUNT})},
@@ -274,11 +276,12 @@ def _choice(shape: Schema, extra: Schema) -> Schema:
     return _object({"index": _COUNT, **shape, "logprobs": logprobs, "finish_reason": _FINISH_REASON}, extra)
 
 
-def _answer(kind: str, choice: Schema, usage: Schema) -> Schema:
+def _answer(kind: str, choice: Schema, *, is_chunk: bool = False) -> Schema:
     base = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "object": {"const": kind}}
     choices: Schema = {"choices": {"type": "array", "items": choice}}
-    is_chunk = "anyOf" in usage
-    return _object({**base, **choices} | ({} if is_chunk else {"usage": usage}), {"usage": usage} if is_chunk else {})
+    if is_chunk:
+        return _object({**base, **choices}, {"usage": _maybe(_USAGE)})
+    return _object({**base, **choices, "usage": _USAGE})
 
 
 _WHOLE_IDS = {"token_ids": _IDS, "prompt_token_ids": _IDS}
@@ -296,10 +299,10 @@ _MODEL = _object(
     }
 )
 _ANSWERS: Schema = {
-    "Completion": _answer("text_completion", _choice({"text": _TEXT}, _WHOLE_IDS), _USAGE),
-    "CompletionChunk": _answer("text_completion", _choice({"text": _TEXT}, _CHUNK_IDS), _maybe(_USAGE)),
-    "ChatCompletion": _answer("chat.completion", _choice({"message": _SAID}, _WHOLE_IDS), _USAGE),
-    "ChatChunk": _answer("chat.completion.chunk", _choice({"delta": _DELTA}, _CHUNK_IDS), _maybe(_USAGE)),
+    "Completion": _answer("text_completion", _choice({"text": _TEXT}, _WHOLE_IDS)),
+    "CompletionChunk": _answer("text_completion", _choice({"text": _TEXT}, _CHUNK_IDS), is_chunk=True),
+    "ChatCompletion": _answer("chat.completion", _choice({"message": _SAID}, _WHOLE_IDS)),
+    "ChatChunk": _answer("chat.completion.chunk", _choice({"delta": _DELTA}, _CHUNK_IDS), is_chunk=True),
     "Model": _MODEL,
     "Models": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
     "Health": _object({"status": {"const": "ok"}}),

@@ -203,7 +203,8 @@ class Story:
             except (NoWorkerError, IncompatibleError) as error:
                 is_hopeless = self._last_failure is None and not house.cluster.snapshot().may_get_better
                 if is_hopeless or clock.now() >= give_up_s:
-                    raise self._no_pair(error, wait_s) from error
+                    self._tell_whole(error, wait_s)
+                    raise
                 wake_s = give_up_s
             else:
                 wake_s = self.plan.rests_until_s(placement)
@@ -223,11 +224,11 @@ class Story:
         if self._last_failure is not None:  # who was held by two workers hears of both
             self.recovery.check_deaths(self._last_failure)
 
-    def _no_pair(self, error: TandemError, wait_s: float) -> TandemError:
+    def _tell_whole(self, error: TandemError, waited_s: float) -> None:
+        """Nothing could be placed; where that follows a failure, the client hears of both."""
         error.request_id = self.request.request_id
         if self._last_failure is not None:
-            error.message = f"{self._last_failure.message}; then for {wait_s:g} s: {error.message}"
-        return error
+            error.message = f"{self._last_failure.message}; then for {waited_s:g} s: {error.message}"
 
     def begin_anew(self, over: AttemptOver) -> None:
         """The attempt is over: plan the next one, or raise the error with which the request ends."""

@@ -8,7 +8,10 @@ outstanding or expected. Measured on one host over shared memory:
 - A killed peer shows as an error on its outstanding writes within about 15 ms, and on each later post. A stopped one
   shows as in progress for ever, and writes land in it all the same.
 - Neither releasing a handle nor deregistering memory is a fence. So `abort` keeps the handle and goes on asking for
-  its real end, and an error is reported as not settled.
+  its real end.
+- Nor is an error: over TCP, when the connection to a living peer broke, a whole MiB landed after NIXL had reported the
+  write as failed. So an error is reported as not settled. NIXL never connects to that peer again: later writes to it
+  are failed here, before anything is posted, so that one broken connection costs only the writes that were under way.
 """
 
 from __future__ import annotations
@@ -99,6 +102,7 @@ class UcxTransport(Transport):
         # Invariant: all and only writes whose end was not reported.
         self._handles: dict[WriteHandle, Any] = {}
         self._ready: list[TransportEvent] = []
+        self._broken: set[PeerId] = set()  # a write to them has failed
 
     def register(self, address: int, num_bytes: int, *, owner: object, device: str = "cpu") -> None:
         if self._me is not None:
@@ -132,6 +136,9 @@ class UcxTransport(Transport):
             raise TransportError(problem)
         table = np.array(descriptors, dtype=np.uint64).reshape(-1, 3)
         handle = WriteHandle(next(self._numbers), peer, tag, int(table[:, 2].sum()))
+        if peer in self._broken:
+            self._ready.append(WriteFailed(handle, f"the connection to {peer} is broken", settled=True))
+            return handle
         raw = None
         try:
             with _translated(f"write to {peer}"):
@@ -169,6 +176,7 @@ class UcxTransport(Transport):
         except TransportError as error:
             # Parts of the write may be on their way: an error of one descriptor says nothing about the others.
             self._ready.append(WriteFailed(handle, str(error), settled=False))
+            self._broken.add(handle.peer)
         self._release(handle)
 
     def _release(self, handle: WriteHandle) -> None:
@@ -186,6 +194,7 @@ class UcxTransport(Transport):
     def disconnect(self, peer: PeerId) -> None:
         if not self._peers.leave(peer):
             return
+        self._broken.discard(peer)
         for handle in [h for h in self._handles if h.peer == peer]:
             self._ready.append(WriteFailed(handle, f"disconnected from {peer}", settled=False))
             self._release(handle)

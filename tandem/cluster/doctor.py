@@ -12,10 +12,13 @@ from pathlib import Path
 import psutil
 
 from tandem.cluster import statefile
+from tandem.cluster.finding import Finding
 from tandem.cluster.host import human_bytes, this_host
-from tandem.cluster.preflight import Finding, Preflight
+from tandem.cluster.preflight import Preflight
 from tandem.cluster.ray_home import OBJECT_STORE_BYTES
+from tandem.cluster.ray_probe import asks_for_token, require_token
 from tandem.core.config import Config
+from tandem.core.errors import ConfigError
 
 PACKAGES = ("torch", "transformers", "ray", "grpcio", "protobuf", "safetensors", "tokenizers", "fastapi", "uvicorn")
 _LOG_ROOM_BYTES = 1 << 30
@@ -27,6 +30,7 @@ def examine(config: Config, *, address: str | None) -> list[Finding]:
         *Preflight(config, this_host(), local=address is None).findings(),
         check_versions(),
         check_ray(),
+        *([check_joined_ray(address)] if address not in (None, "auto") else []),
         check_disk(),
         check_clusters(),
     ]
@@ -63,6 +67,17 @@ def check_ray() -> Finding:
     heads = sum(process.name() == "gcs_server" for process in psutil.process_iter(["name"]))
     running = f"{heads} Ray cluster(s) run here; join with --address auto" if heads else "none runs; one can be started"
     return Finding("ray", "ok", running)
+
+
+def check_joined_ray(address: str) -> Finding:
+    """What `tandem serve --address` looks at before it joins (`auto` is known to Ray alone)."""
+    try:
+        require_token(address)
+        wants = asks_for_token(address, remedy="start it with `ray start`, or name another")
+    except ConfigError as error:
+        detail, _, remedy = error.message.partition("; ")
+        return Finding("token", "fail", detail, remedy)
+    return Finding("token", "ok", f"Ray at {address} " + ("wants its token" if wants else "is on loopback"))
 
 
 def check_disk() -> Finding:

@@ -134,6 +134,14 @@ class WorkerPlaced:
 
 
 @dataclass(frozen=True)
+class LoadingHeard:
+    """Its process answered while it loads the model."""
+
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class WorkerStarted:
     worker_id: str
     incarnation: str
@@ -244,6 +252,7 @@ Event = (
     | WantedChanged
     | DrainOrdered
     | WorkerPlaced
+    | LoadingHeard
     | WorkerStarted
     | WorkerFailedToStart
     | WorkerExited

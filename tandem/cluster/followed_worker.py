@@ -105,12 +105,15 @@ class FollowedWorker:
     async def _serve(self) -> ev.Event:
         """Feeds what happens on the way and returns how it ended, as the process itself or Ray tells it."""
         try:
+            loading = self._tasks.create_task(self._watch_loading())
             try:
                 state = await self._handle.start()
             except WorkerLostError:
                 raise
             except TandemError as error:
                 return ev.WorkerFailedToStart(self.worker_id, self.incarnation, ending(error))
+            finally:
+                loading.cancel()
             async with self._connected(state.address):
                 self._feed(ev.WorkerStarted(self.worker_id, self.incarnation, state.address, state.placement))
                 await self._handle.wait_closed()
@@ -122,6 +125,16 @@ class FollowedWorker:
         if proven := await prove_end(self._handle, self.worker_id):
             self._feed(ev.ProcessEnded(self.incarnation))
         return proven
+
+    async def _watch_loading(self) -> None:
+        """One that is stopped while it loads does not answer."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            try:
+                await self._handle.state()
+            except TandemError:
+                return  # its end, which `_serve` tells
+            self._feed(ev.LoadingHeard(self.worker_id, self.incarnation))
 
     @asynccontextmanager
     async def _connected(self, address: str) -> AsyncIterator[None]:

@@ -30,6 +30,7 @@ class Policy:
         max_delay_s: the wait doubles up to here.
         stable_s: a life that was ready for so long clears the record of failures.
         silence_s: a worker that answers no heartbeat for so long is killed.
+        loading_silence_s: the same while it loads; longer, because loading may keep a process from answering.
         router_silence_s: the same for the router; shorter, because nobody keeps pages for it.
         stop_s: a worker that was asked to stop and has not after so long is killed.
         drain_s: a worker that leaves a pool which was made smaller is killed when it still holds requests after that.
@@ -41,6 +42,7 @@ class Policy:
     max_delay_s: float = 30.0
     stable_s: float = 30.0
     silence_s: float = 12.0
+    loading_silence_s: float = 60.0
     router_silence_s: float = 10.0
     stop_s: float = 10.0
     drain_s: float = 300.0
@@ -131,6 +133,14 @@ class Slot(Life):
     def listens(self) -> bool:
         """It answers heartbeats, or it should."""
         return self.phase in (Phase.READY, Phase.DRAINING)
+
+    def silent_at(self, policy: Policy) -> float | None:
+        """When it will have been silent for too long; `None`: nothing is expected of it now."""
+        if self.listens:
+            return self.heard_at + policy.silence_s
+        if self.phase is Phase.STARTING and self.placement is not None:
+            return self.heard_at + policy.loading_silence_s
+        return None
 
     @property
     def counts(self) -> bool:

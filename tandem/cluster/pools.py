@@ -32,6 +32,7 @@ from tandem.cluster.events import (
     Intent,
     KillRouter,
     KillWorker,
+    LoadingHeard,
     LoadReported,
     Member,
     NoteEnded,
@@ -97,8 +98,8 @@ class Cluster:
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
         slots = self.slots.values()
-        times = [t for slot in slots for t in (slot.retry_at, slot.deadline, slot.place_by) if t is not None]
-        times += [slot.heard_at + self.policy.silence_s for slot in slots if slot.listens]
+        timed = [(slot.retry_at, slot.deadline, slot.place_by, slot.silent_at(self.policy)) for slot in slots]
+        times = [t for of_slot in timed for t in of_slot if t is not None]
         if self.router and self.router.phase is Phase.READY:
             times.append(self.router.heard_at + self.policy.router_silence_s)
         if self.router and self.router.retry_at is not None:
@@ -287,7 +288,9 @@ class Cluster:
     def _on_worker(self, slot: Slot, event: Event, now: float) -> list[Instruction]:
         match event:
             case WorkerPlaced() if slot.phase is Phase.STARTING:
-                slot.placement = event.placement
+                slot.placement, slot.heard_at = event.placement, now
+            case LoadingHeard() if slot.phase is Phase.STARTING:
+                slot.heard_at = now
             case WorkerStarted() if slot.phase is Phase.STARTING:
                 slot.address, slot.placement = event.address, event.placement
                 slot.ready(now)
@@ -333,9 +336,9 @@ class Cluster:
     def _tick(self, now: float) -> list[Instruction]:
         out = self._start_due(now)
         for slot in self.slots.values():
-            silent_s = now - slot.heard_at
-            if slot.listens and silent_s >= self.policy.silence_s:
-                out += self._stop(slot, now, kill=f"it answered no heartbeat for {silent_s:.0f} s")
+            silent_at = slot.silent_at(self.policy)
+            if silent_at is not None and silent_at <= now:
+                out += self._stop(slot, now, kill=f"it answered no heartbeat for {now - slot.heard_at:.0f} s")
             elif slot.deadline is not None and slot.deadline <= now:
                 late = f"drain within {slot.drain_s:.0f} s" if slot.phase is Phase.DRAINING else "stop in time"
                 out += self._stop(slot, now, kill=f"it did not {late}")

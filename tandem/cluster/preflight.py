@@ -12,9 +12,8 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -24,34 +23,20 @@ import psutil
 import tandem
 from router.auth import KEYS_VARIABLE, ApiKeys, check_exposure
 from tandem.cluster import statefile
-from tandem.cluster.certs import AUTHORITY_KEY_FILE, WARN_BEFORE
+from tandem.cluster.certs_check import check_certificates
+from tandem.cluster.finding import Finding
 from tandem.cluster.host import Host, human_bytes
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
-from tandem.rpc.identity import certificate_file, load_identity
-from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import is_loopback
 
 WORKER_OVERHEAD_BYTES = 600 << 20
 """What a worker process takes beside weights and pages: interpreter, torch, Ray, activations."""
 
-HEAD_ROLES = frozenset({PeerRole.SUPERVISOR, PeerRole.ROUTER, PeerRole.CLIENT})
-"""What runs on the node where `tandem serve` is called."""
-
 _TRANSPORT_MODULES = {"ucx": ("nixl_cu12", "nixl-cu12"), "nccl": ("torch", "torch")}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check saw. `remedy` is empty where nothing needs to be done."""
-
-    check: str
-    status: str  # "ok", "warn" or "fail"
-    detail: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +63,7 @@ class Preflight:
             ("port", self.check_port),
             ("api keys", self.check_api_keys),
             ("transport", self.check_transport),
-            ("certificates", self.check_certificates),
+            ("certificates", lambda: check_certificates(self._security, local=self.local)),
             ("model", self.check_model),
             ("context", self.check_context),
             *(here if self.local else []),
@@ -185,29 +170,6 @@ class Preflight:
                 key="transport.name",
             )
         return Finding("transport", "ok", f"{name} by {package} {metadata.version(package)}")
-
-    def check_certificates(self) -> Finding:
-        """What lies in `security.certificates` is there for this host's roles, belongs together, and lasts."""
-        security = self._security
-        if security.tls == "off":
-            return Finding("certificates", "ok" if self.local else "warn", "security.tls is off: gRPC is plain")
-        if self.local and security.tls == "auto":
-            return Finding("certificates", "ok", "not needed: this cluster stays on loopback")
-        if not security.certificates and security.tls == "auto":
-            detail = "none; nodes with other addresses than loopback need them"
-            return Finding("certificates", "warn", detail, "tandem certs DIR, then set security.certificates")
-        if not security.certificates:
-            raise ConfigError(
-                "security.tls is on, but security.certificates names no directory; make one with `tandem certs DIR`",
-                key="security.certificates",
-            )
-        directory = Path(security.certificates)
-        if not directory.is_absolute():  # the nodes' working directories differ
-            raise ConfigError(
-                f"security.certificates is {directory}; give an absolute path, the same on every node",
-                key="security.certificates",
-            )
-        return examine_certificates(directory, set(PeerRole) if self.local else HEAD_ROLES)
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype
@@ -353,27 +315,6 @@ def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_
     rest = max(0, available_bytes - num_workers * fixed_bytes)
     share = int(config.cache.memory_share * rest) // num_workers
     return min(share, config.cache.max_memory_bytes) if config.cache.max_memory_bytes else share
-
-
-def examine_certificates(directory: Path, needed: Collection[PeerRole], *, now: datetime | None = None) -> Finding:
-    """A finding about `needed` roles and all others that have files there.
-
-    Raises:
-        ConfigError: some cannot be used.
-    """
-    now = now or datetime.now(UTC)
-    roles = [role for role in PeerRole if role in needed or certificate_file(directory, role).exists()]
-    expires = min(load_identity(directory, role, now=now).expires for role in roles)
-    detail = f"for {', '.join(roles)} until {expires:%Y-%m-%d}, {directory}"
-    exposed = [path.name for path in sorted(directory.glob("*.key")) if path.stat().st_mode & 0o077]
-    if expires - now < WARN_BEFORE:
-        return Finding("certificates", "warn", detail, f"renew them soon: tandem certs {directory} --force")
-    if exposed:
-        return Finding("certificates", "warn", f"others may read {', '.join(exposed)}", f"chmod 600 {directory}/*.key")
-    if (directory / AUTHORITY_KEY_FILE).exists():
-        detail = f"{detail}; {AUTHORITY_KEY_FILE} lies there: whoever reads it is any role"
-        return Finding("certificates", "warn", detail, "keep it off the nodes, see docs/security.md")
-    return Finding("certificates", "ok", detail)
 
 
 def check_room(config: Config, host: Host, kv_bytes: dict[str, int], num_added: dict[str, int]) -> None:

@@ -241,6 +241,7 @@ class Serving:
     def _say_ray(self, reachable: bool) -> None:
         assert self._home is not None
         if reachable:
+            self._ray_lost.clear()
             self._reporter.line(f"  ray         answers again at {self._home.address}")
             return
         self._ray_lost.set()

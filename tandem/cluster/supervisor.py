@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 FIND_TIMEOUT_S = 5.0
 """How long an adopted worker may take to say how it is; after that it counts as one that still starts."""
 
-_UNREMARKABLE = (ev.LoadReported, ev.RouterHeard, ev.Tick)
+_UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.RouterHeard, ev.Tick)
 
 MAX_POOL = 1024
 """Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
@@ -166,7 +166,16 @@ class Supervisor:
                 self._spawn(worker.kill())
             if self._router:
                 self._spawn(self._router.kill())
+            self._forget_what_never_ran()
             await self._closed.wait()
+
+    def _forget_what_never_ran(self) -> None:
+        """Ray was asked for these processes and has not even taken the order: its control store is lost."""
+        for slot in list(self.cluster.slots.values()):
+            if (slot.worker_id, slot.incarnation) not in self._workers:
+                self._feed(ev.WorkerExited(slot.worker_id, slot.incarnation, None))
+        if self.cluster.router and self._router is None:
+            self._feed(ev.RouterExited(self.cluster.router.incarnation, None))
 
     async def changes(self) -> AsyncIterator[None]:
         """Yields at once, then after each change; ends when everything has stopped."""
@@ -341,6 +350,7 @@ class Supervisor:
         )
         self._router = router
         end = await router.follow()
+        self._router = None
         self._feed(end)
 
 

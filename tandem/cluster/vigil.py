@@ -29,6 +29,9 @@ BEATS_PER_LEASE = 5
 RAY_PROBE_S = 2.0
 """Between two looks at Ray's control store."""
 
+MISSED_PROBES = 3
+"""In a row: then it is lost, and not just slow."""
+
 
 async def end_silent_supervisor(stub: SupervisorControlAsyncStub, face: SupervisorFace, lease_s: float) -> None:
     """Return once the supervisor has been silent for `lease_s` and has been killed, so that Ray starts the next one.
@@ -68,12 +71,17 @@ async def watch_ray(address: str, say: Callable[[bool], None]) -> None:
     Args:
         address: host:port of the control store.
     """
-    reachable = True
+    num_missed = 0
     while True:
         await asyncio.sleep(RAY_PROBE_S)
-        if await _listens(address) is not reachable:
-            reachable = not reachable
-            say(reachable)
+        if not await _listens(address):
+            num_missed += 1
+            if num_missed == MISSED_PROBES:
+                say(False)
+            continue
+        if num_missed >= MISSED_PROBES:
+            say(True)
+        num_missed = 0
 
 
 async def _listens(address: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.actors import WatcherActor, make_actor
@@ -57,8 +57,10 @@ class NodeWatchers:
         try:
             while not await self._has_ended(node, process):
                 pass  # still running: ask again
-        except RayActorError as error:  # for good: its node is gone, and it may run on no other
-            self._nodes.pop(node_id, None)
+        except RayError as error:  # dead, or not to be placed: its node is gone, and it may run on no other
+            if self._nodes.get(node_id) is node:
+                del self._nodes[node_id]
+                ray.kill(node.actor, no_restart=True)
             raise WorkerLostError(f"node {node_id[:8]} is gone") from error
         finally:
             node.num_waiting -= 1
@@ -69,7 +71,8 @@ class NodeWatchers:
         """SIGKILL on its own node. Ray's own kill, which takes longer, must do where that cannot be had."""
         try:
             async with asyncio.timeout(_KILL_S):
-                await _ask(self._node(node_id).actor.kill, process)
+                while not await self._has_killed(node_id, process):
+                    pass  # ask again
         except (RayError, TimeoutError) as error:
             log.warning("no watcher to kill %s on its node: %r", process.name, error)
 
@@ -98,14 +101,24 @@ class NodeWatchers:
             ray.kill(node.actor, no_restart=True)
         self._nodes.clear()
 
+    async def _has_killed(self, node_id: str, process: ProcessId) -> bool:
+        try:
+            await self._node(node_id).actor.kill.remote(process)
+        except ActorUnavailableError:  # it has died, and Ray starts it again
+            await asyncio.sleep(_RETRY_S)
+            return False
+        return True
+
     async def _has_ended(self, node: _Node, process: ProcessId) -> bool:
         try:
             async with asyncio.timeout(_SLICE_S + _SLACK_S):
-                return bool(await _ask(node.actor.wait_ended, process, _SLICE_S))
+                return bool(await node.actor.wait_ended.remote(process, _SLICE_S))
+        except ActorUnavailableError:  # it has died, and Ray starts it again: the whole time is to be had anew
+            await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             log.warning("the watcher of %s does not answer; starting it again", process.name)
             ray.kill(node.actor, no_restart=False)
-            return False
+        return False
 
     def _node(self, node_id: str) -> _Node:
         if (node := self._nodes.get(node_id)) is None:
@@ -128,15 +141,3 @@ class NodeWatchers:
         if node.num_waiting == 0 and self._nodes.get(node_id) is node:
             del self._nodes[node_id]
             ray.kill(node.actor, no_restart=True)
-
-
-async def _ask(method: Any, *arguments: Any) -> Any:
-    """Call a watcher; one that has died is started again by Ray, and asked again then.
-
-    Not by `max_task_retries`: calls that wait for long when their actor dies were seen to be never answered.
-    """
-    while True:
-        try:
-            return await method.remote(*arguments)
-        except ActorUnavailableError:
-            await asyncio.sleep(_RETRY_S)

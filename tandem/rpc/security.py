@@ -73,8 +73,9 @@ class Security:
         """Raises `ConfigError`: no certificates, or wrong ones."""
         if not self._config.certificates or self._role is None:
             raise ConfigError(
-                "gRPC beyond loopback needs certificates and security.certificates names none; make them with "
-                "`tandem certs DIR`, or set security.tls: off in a network of which every host is trusted",
+                "gRPC beyond loopback, or with security.tls: on, needs certificates, and security.certificates names "
+                "none; make them with `tandem certs DIR`, or set security.tls: off in a network of which every host is "
+                "trusted",
                 key="security.certificates",
             )
         return load_identity(Path(self._config.certificates).expanduser(), self._role)

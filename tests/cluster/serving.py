@@ -33,19 +33,12 @@ def free_port() -> int:
 class Serve:
     """One `tandem serve` with a small cache and one thread a worker."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *options: str,
-        port: int | None = None,
-        environment: dict[str, str] | None = None,
-        **config: Any,
-    ) -> None:
+    def __init__(self, directory: Path, *options: str, port: int | None = None, **config: Any) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.mark = uuid.uuid4().hex
         self.env = {
-            **(os.environ if environment is None else environment),
+            **os.environ,
             MARK: self.mark,
             "XDG_RUNTIME_DIR": str(directory),
             "PYTHONPATH": str(ROOT),
@@ -112,12 +105,17 @@ class Serve:
         import grpc
         from google.protobuf.json_format import MessageToDict
 
+        from tandem.core.config import SecurityConfig
+        from tandem.rpc.channel import host_of, make_blocking_channel
+        from tandem.rpc.permissions import PeerRole
+        from tandem.rpc.security import Security
         from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 
-        file = Path(self.env["XDG_RUNTIME_DIR"]) / "tandem" / f"{self.port}.json"
-        address = json.loads(file.read_text())["control_address"]
+        file = json.loads((Path(self.env["XDG_RUNTIME_DIR"]) / "tandem" / f"{self.port}.json").read_text())
+        address = file["control_address"]
+        security = Security(SecurityConfig(file["tls"], file["certificates"]), PeerRole.CLIENT, host_of(address))
         deadline = time.monotonic() + timeout_s
-        with grpc.insecure_channel(address) as channel:
+        with make_blocking_channel(address, security) as channel:
             stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
             request = supervisor_pb2.WatchClusterRequest()
             while True:

@@ -159,9 +159,10 @@ def test_a_worker_that_is_stopped_under_load_is_killed_and_replaced(serve: Serve
 def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve) -> None:
     watcher = actor(serve, "WatcherActor")
     watcher.kill()
-    prefill = psutil.Process(serve.members()["prefill-0"]["pid"])
+    (before,) = [member for name, member in serve.members().items() if name.startswith("prefill")]
+    prefill = psutil.Process(before["pid"])
     prefill.suspend()
-    serve.until(lambda c: all(w["member"]["pid"] != prefill.pid for w in c["workers"]))
+    serve.until(lambda c: all(w["member"]["incarnation"] != before["incarnation"] for w in c["workers"]))
     serve.until(lambda c: c.get("settled", False))
     assert not prefill.is_running() or prefill.status() == psutil.STATUS_ZOMBIE
     assert actor(serve, "WatcherActor").pid != watcher.pid

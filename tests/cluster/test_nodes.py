@@ -1,14 +1,20 @@
-"""Several Ray nodes on one host: prefill on one, decode on another, and Ray is not ours to stop."""
+"""Several Ray nodes on one host: prefill on one, decode on another, and Ray is not ours to stop.
+
+They listen on the host's own address, so all that is asked for beyond loopback is there: Ray's token, certificates.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import ROOT, Load, Serve
+
+from tandem.cluster.certs import make_certificates
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,8 +25,12 @@ def nodes() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+        from ray._private.authentication_test_utils import reset_auth_token_state
         from ray.cluster_utils import Cluster
 
+        reset_auth_token_state()  # Ray has read the variables already if another test has imported it
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 << 20})
         try:
             yield {
@@ -30,11 +40,21 @@ def nodes() -> Iterator[dict[str, Any]]:
             }
         finally:
             cluster.shutdown()
+    reset_auth_token_state()
 
 
 @pytest.fixture(scope="module")
-def serve(nodes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    serve = Serve(tmp_path_factory.mktemp("nodes"), "--address", nodes["cluster"].address)
+def security(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    certificates = tmp_path_factory.mktemp("certificates") / "certs"
+    make_certificates(certificates, days=2)
+    return {"certificates": str(certificates)}
+
+
+@pytest.fixture(scope="module")
+def serve(
+    nodes: dict[str, Any], security: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serve]:
+    serve = Serve(tmp_path_factory.mktemp("nodes"), "--address", nodes["cluster"].address, security=security)
     try:
         yield serve.wait_ready()
     finally:
@@ -69,8 +89,10 @@ def test_the_command_line_finds_it_through_ray(serve: Serve, nodes: dict[str, An
     assert "prefill 1/1 ready, decode 1/1 ready" in run.stdout
 
 
-def test_a_second_cluster_in_the_same_ray_is_refused(serve: Serve, nodes: dict[str, Any], tmp_path: Any) -> None:
-    second = Serve(tmp_path, "--address", nodes["cluster"].address)
+def test_a_second_cluster_in_the_same_ray_is_refused(
+    serve: Serve, nodes: dict[str, Any], security: dict[str, str], tmp_path: Path
+) -> None:
+    second = Serve(tmp_path, "--address", nodes["cluster"].address, security=security)
     assert second.process.wait(timeout=60) == 1
     assert "a Tandem cluster runs in the Ray cluster" in second.output
     assert serve.status()["settled"]
@@ -95,6 +117,11 @@ def test_a_node_that_is_lost_takes_its_worker_and_the_cluster_goes_on(serve: Ser
     before = serve.members()
     os.kill(raylet_of(nodes["decode"]), 9)
     serve.until(lambda c: any(w["member"]["incarnation"] not in _lives(before) for w in c["workers"]))
+    # Its watcher died with the node: nobody can prove the end of the worker there.
+    deadline = time.monotonic() + 30
+    while "no proof that decode-0" not in _supervisor_log(serve) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert "no proof that decode-0" in _supervisor_log(serve)
     assert serve.complete().status_code == 200
     assert serve.tandem("scale", "--decode", "1").returncode == 0
     assert serve.status()["settled"]
@@ -114,6 +141,11 @@ def test_ctrl_c_stops_the_actors_but_not_ray(serve: Serve, nodes: dict[str, Any]
 
 def _lives(members: dict[str, dict[str, Any]]) -> set[str]:
     return {member["incarnation"] for member in members.values()}
+
+
+def _supervisor_log(serve: Serve) -> str:
+    directory = Path(next(line for line in serve.lines if "logs in" in line).rpartition("logs in ")[2])
+    return "".join(file.read_text() for file in directory.glob("worker-*") if "supervisor" in file.read_text())
 
 
 def _is_actor(pid: int) -> bool:

@@ -98,25 +98,6 @@ def test_a_stopped_writer_that_is_suspected_is_killed_at_once(serve: Serve) -> N
     assert serve.members()["prefill-0"]["incarnation"] != before["incarnation"]
 
 
-def test_a_killed_router_comes_back_on_its_port(serve: Serve) -> None:
-    before = serve.status()["router"]["incarnation"]
-    (router,) = [p for p in serve.processes() if "RouterActor" in " ".join(p.cmdline())]
-    router.kill()
-    serve.until(lambda c: c.get("settled", False) and c["router"]["incarnation"] != before)
-    assert serve.status()["router"]["url"] == serve.url
-    _answers_soon(serve)
-
-
-def test_a_killed_supervisor_comes_back_and_adopts_what_runs(serve: Serve) -> None:
-    before, pid = serve.members(), serve.status()["pid"]
-    psutil.Process(pid).kill()
-    assert serve.complete().status_code == 200
-    cluster = serve.until(lambda c: c.get("settled", False) and c["pid"] != pid)
-    after = {w["member"]["worker_id"]: w["member"] for w in cluster["workers"]}
-    assert {name: m["incarnation"] for name, m in after.items()} == {n: m["incarnation"] for n, m in before.items()}
-    assert serve.complete().status_code == 200
-
-
 def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve) -> None:
     with Load(serve, num_clients=4) as load:
         for line in (["--prefill", "2"], ["--decode", "2"], ["--prefill", "1", "--decode", "1"]):
@@ -172,11 +153,3 @@ def test_ctrl_c_leaves_no_process(serve: Serve) -> None:
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
     assert serve.lines[-1] == "Stopped."
     assert serve.tandem("status").returncode == 1
-
-
-def _answers_soon(serve: Serve) -> None:
-    """A new router must connect to its workers first; until then it says 503."""
-    deadline = time.monotonic() + 10
-    while (response := serve.complete()).status_code == 503 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert response.status_code == 200, response.text

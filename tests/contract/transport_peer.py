@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,39 @@ class Agent:
     def poll(self) -> None:
         if not self.is_closed:
             self.events += self.transport.poll()
+
+    def poll_for(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            self.poll()
+            time.sleep(0.0005)
+
+    def end_of(self, peer: PeerId, descriptors: Sequence[Descriptor], timeout_s: float) -> TransportEvent | None:
+        """Write, and how that ended within the time."""
+        handle, deadline_s = self.write(peer, descriptors), time.monotonic() + timeout_s
+        while not self.ends(handle) and time.monotonic() < deadline_s:
+            self.poll_for(0.001)
+        return next(iter(self.ends(handle)), None)
+
+    def break_connections(self) -> int:
+        """Shut all TCP connections of this process, as a network that fails does; how many there were."""
+        num = 0
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                connection = socket.socket(fileno=os.dup(int(name)))
+            except OSError:  # no socket, or gone since it was listed
+                continue
+            with connection:
+                if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                    try:
+                        connection.shutdown(socket.SHUT_RDWR)
+                    except OSError:  # it listens
+                        continue
+                    num += 1
+        return num
+
+    def fill(self, value: int) -> None:
+        self.arena[:] = value
 
     def close(self) -> None:
         self.is_closed = True

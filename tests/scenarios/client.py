@@ -140,7 +140,9 @@ class RawStream:
         self._socket.settimeout(TIMEOUT_S)
         self._socket.connect((host, int(port)))
         body = json.dumps(_body(prompt, fields, streamed=True)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         self._socket.sendall(head.encode() + body)
 
     def wait_closed(self) -> int:

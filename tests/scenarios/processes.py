@@ -126,6 +126,7 @@ class ProcessCluster:
             "--ready-file", str(ready), *arguments,
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
+        environment["PYTHONFAULTHANDLER"] = "1"  # one that must be killed by SIGABRT says where it hangs
         if self.points is not None:
             environment[VARIABLE] = str(self.points)
         with log.open("wb") as sink:
@@ -189,7 +190,7 @@ class ProcessCluster:
         self.wait_for(lambda: httpx.get(f"{self.url}/health").status_code == 200, "health", timeout_s)
 
     def stop(self) -> None:
-        """End all processes; those that must be killed make the test fail."""
+        """End all processes; those that must be killed make the test fail, and say where they hang."""
         processes = self.processes
         for process in processes:
             if process.lives:
@@ -200,10 +201,10 @@ class ProcessCluster:
             try:
                 process.popen.wait(20)
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.kill(signal.SIGABRT)
                 process.popen.wait()
-                stuck.append(f"{process.name}:\n{process.log.read_text()[-3000:]}")
-        assert not stuck, f"had to be killed: {stuck}"
+                stuck.append(f"{process.name}:\n{process.log.read_text()[-6000:]}")
+        assert not stuck, "had to be killed: " + "\n".join(stuck)
 
     # -- looking
 

@@ -20,7 +20,17 @@ from tandem.rpc import security
 from tandem.rpc.channel import make_channel
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import Security
-from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tandem.rpc.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    supervisor_pb2,
+    supervisor_pb2_grpc,
+)
+from tests.cluster.serving import Serve
 from tests.scenarios.client import complete, stream
 from tests.scenarios.processes import ProcessCluster, running
 
@@ -130,3 +140,31 @@ def test_beyond_loopback_nothing_starts_without_certificates(tmp_path: Path, pro
     assert "tandem certs" in ran.stderr
     assert "security.tls: off" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.timeout(240)
+def test_tandem_serve_and_its_commands_under_tls(
+    tmp_path: Path, certificates: Path, members: dict[PeerRole, Security]
+) -> None:
+    """Ray's actors, the supervisor and the command line each show their own certificate."""
+    serve = Serve(tmp_path, security={"tls": "on", "certificates": str(certificates)})
+    try:
+        serve.wait_ready()
+        assert serve.complete().json()["choices"][0]["text"]
+        cluster = serve.status()
+        assert cluster["settled"]
+        control = json.loads((tmp_path / "tandem" / f"{serve.port}.json").read_text())["control_address"]
+        stub, request = supervisor_pb2_grpc.SupervisorControlStub, supervisor_pb2.ScaleRequest(decode=2)
+        assert outcome(control, PLAIN, stub, "Scale", request) is grpc.StatusCode.UNAVAILABLE
+        for role in (PeerRole.ROUTER, PeerRole.DECODE, PeerRole.SUPERVISOR):
+            assert outcome(control, members[role], stub, "Scale", request) is grpc.StatusCode.PERMISSION_DENIED
+        for worker in cluster["workers"]:
+            address = worker["member"]["address"]
+            stub, request = control_pb2_grpc.WorkerControlStub, control_pb2.StatusRequest()
+            assert outcome(address, PLAIN, stub, "Status", request) is grpc.StatusCode.UNAVAILABLE
+            assert outcome(address, members[PeerRole.CLIENT], stub, "Status", request) is grpc.StatusCode.OK
+        stopped = serve.tandem("stop")
+        assert stopped.returncode == 0, stopped.stderr
+        assert serve.process.wait(timeout=10) == 0
+    finally:
+        serve.clean_up()

@@ -207,15 +207,15 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
     assert [outcome.ids(c) for c in range(2)] == [whole.ids(c) for c in range(2)]
 
 
-@pytest.mark.parametrize("params", [greedy(60), SamplingParams(max_tokens=60, seed=3, ignore_eos=True)])
+@pytest.mark.parametrize("params", [greedy(60), SamplingParams(max_tokens=60, seed=11, ignore_eos=True)])
 async def test_a_tight_pool_changes_nothing(pair: WorkerPair, params: SamplingParams) -> None:
-    """Each request needs 5 to 7 of 8 pages at its end: choices are preempted, and come back by chunks."""
+    """Just large enough for one choice of the longest request: others are preempted, and come back by chunks."""
     asks = [(prompt_of(length), params) for length in (40, 33, 50, 20)]
     async with Router(pair) as router:
         roomy = await router.ask(*(Ask(*ask, n=2, local=ALL) for ask in asks))
         await pair.settled()
         before = pair.decode.num_preemptions
-        with pair.hogged(pair.decode, num_free=8):
+        with pair.hogged(pair.decode, num_free=7):
             tight = await router.ask(*(Ask(*ask, n=2, local=ALL) for ask in asks))
     assert pair.decode.num_preemptions > before
     assert [o.ids(c) for o in tight for c in range(2)] == [o.ids(c) for o in roomy for c in range(2)]

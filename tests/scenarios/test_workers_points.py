@@ -16,6 +16,10 @@ pytestmark = SHARED_LOOP
 PREFILL = ("queued", "chunk", "attached", "sending", "written", "committed", "acked")
 
 
+DECODE = ("queued", "granted", "attached", "commit", "verified", "admitted", "step")
+DECODE_ALONE = ("queued", "admitted", "step")  # it computes the prompt by itself
+
+
 def passed(directory: Path) -> set[str]:
     return {file.name for file in directory.glob("*.hit")}
 
@@ -36,3 +40,19 @@ async def test_a_request_passes_all_points_of_prefill(
         await router.heard(ask, "prefill.handoff_done")
     await pair.settled()
     assert passed(tmp_path) == {f"p.prefill.{name}.hit" for name in PREFILL}
+
+
+@pytest.mark.parametrize(("local", "expected"), [(0, DECODE), (40, DECODE_ALONE)])
+async def test_a_request_passes_all_points_of_decode(
+    pair: WorkerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: int, expected: tuple[str, ...]
+) -> None:
+    armed = points._Armed(tmp_path)
+    armed.process = "d"
+    monkeypatch.setattr(points, "_armed", armed)
+    for name in DECODE:
+        (tmp_path / f"d.decode.{name}").write_text("hold")
+        (tmp_path / f"d.decode.{name}.go").touch()
+    async with Router(pair) as router:
+        await router.ask(Ask(prompt_of(40), local=local))
+    await pair.settled()
+    assert passed(tmp_path) == {f"d.decode.{name}.hit" for name in expected}

@@ -163,14 +163,18 @@ class Clients:
             for _ in range(num_events):
                 if next(stream, None) is None:
                     break
-        except (httpx.TransportError, AssertionError):  # an error status: another client's turn to judge it
+        except httpx.TimeoutException:
+            raise
+        except httpx.TransportError:
+            return "no connection"
+        except AssertionError:  # an error status, which other clients judge
             return "left, after an error"
         finally:
             stream.close()
         return "left"
 
     def _read_slowly(self, job: Job) -> str:
-        """Leave the answer unread for a while, then read all of it or find it cut off."""
+        """Leave the answer unread for a while, then read all of it, or find it cut off."""
         try:
             client = RawStream(self._url, job.prompt, receive_bytes=4096, **job.fields)
         except ConnectionError:

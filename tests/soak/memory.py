@@ -19,9 +19,12 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Trend:
-    """Of one process: how long it was watched, its size at the end, and the slope of a line through its second half.
+    """Of one process: how long it was watched, its size at the end, and a line through the second half of its time.
 
     The first half is left out: caches fill, code is loaded.
+
+    Attributes:
+        grown_mib: by that line, from the middle to the end.
     """
 
     kind: str
@@ -29,6 +32,7 @@ class Trend:
     seconds: float
     end_mib: float
     mib_per_minute: float
+    grown_mib: float
 
 
 @dataclass
@@ -57,7 +61,9 @@ class MemoryWatch:
             half = samples[len(samples) // 2 :]
             if seconds >= at_least_s and len(half) > 2:
                 slope = statistics.linear_regression([at for at, _ in half], [size for _, size in half]).slope
-                found.append(Trend(kind, pid, round(seconds), round(half[-1][1], 1), round(slope * 60, 2)))
+                grown = slope * (half[-1][0] - half[0][0])
+                end = round(half[-1][1], 1)
+                found.append(Trend(kind, pid, round(seconds), end, round(slope * 60, 2), round(grown, 1)))
         return sorted(found, key=lambda trend: -trend.end_mib)
 
     def _run(self) -> None:

@@ -46,8 +46,8 @@ CONFIG: dict[str, Any] = {
 
 _PORTS = ("address", "http", "control")
 
-#: Beyond what warm-up brings about: decode's channel to each prefill worker, made when it first asks one to stop.
-_LAZY = {"decode": {"socket": 2}}
+#: Beyond what warm-up brings about: a channel from decode to each prefill worker, made when it first asks one to stop.
+_LAZY = {"decode": {"socket": 2}, "prefill": {"socket": 2}}
 
 _WORDS = """the a little big red old happy dog cat bird girl boy tree house garden river ball boat saw took made found
 said went played ran and then but because with under near in to she he they it was very good one day sun rain"""
@@ -133,11 +133,11 @@ class Site:
 
     def warm_up(self) -> None:
         """Use every pair of workers, lose one of each pool, use them again; then note what each kind holds."""
-        self._use_all_pairs("before")
+        self.use_all_pairs("before")
         for role in ("prefill", "decode"):
             self.process(f"{role}-0").end()
         self.overseer.wait_whole()
-        self._use_all_pairs("after")
+        self.use_all_pairs("after")
         self.prepare()
         self._shm = shared_memory()
         for process in self.cluster.processes:
@@ -145,7 +145,8 @@ class Site:
             now = Footprint.of(process.pid).plus(_LAZY.get(kind, {}))
             self.baselines[kind] = now.joined(self.baselines.get(kind, now))
 
-    def _use_all_pairs(self, when: str) -> None:
+    def use_all_pairs(self, when: str) -> None:
+        """Requests at the same time, so that each prefill worker sends to each decode worker."""
         with ThreadPoolExecutor(12) as pool:
             for n in range(24):
                 pool.submit(complete, self.cluster.url, story(f"warm {when} {n}", 300), max_tokens=20)

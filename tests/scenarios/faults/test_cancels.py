@@ -13,7 +13,12 @@ from tests.scenarios.faults.cases import Case
 from tests.scenarios.faults.site import ALLOWED, Site, assert_begins_alike, assert_typed_error, story
 
 FREE_S = 1.0
+ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
+"""Much longer than the bound allows."""
+BIG = {"n": 8, "max_tokens": 1400, "ignore_eos": True, "logprobs": 5}
+"""More bytes than the sockets on the way take in."""
 LONG = {"max_tokens": 400, "ignore_eos": True}
+"""Longer than the deadline, and not too long for the reference."""
 
 
 def every_point() -> list[pytest.ParameterSet]:
@@ -29,7 +34,7 @@ def every_point() -> list[pytest.ParameterSet]:
 def test_a_client_that_leaves_frees_everything(ready_site: Site, case: Case) -> None:
     site = ready_site
     site.points.arm(case.process, case.point, "hold", case.nth)
-    client = RawStream(site.cluster.url, story(f"leave at {case.point}"), **LONG)
+    client = RawStream(site.cluster.url, story(f"leave at {case.point}"), **ENDLESS)
     site.points.wait_hit(case.process, case.point)
     client.close()
     time.sleep(0.1)  # the router hears of it while the point is held, where it is not itself the one that is held
@@ -59,13 +64,13 @@ def test_a_deadline_ends_a_request_in_time(ready_site: Site, case: Case) -> None
 
 
 def test_a_reader_that_is_too_slow_is_cut_off(ready_site: Site) -> None:
-    """It reads nothing: what waits for it is bounded, and then it is cut off; nothing is left of it."""
-    fields = {"n": 8, "max_tokens": 1400, "ignore_eos": True, "logprobs": 5}
-    client = RawStream(ready_site.cluster.url, story("slow reader", 60), receive_bytes=4096, **fields)
-    before = ready_site.cluster.metric("tandem_requests_total", outcome="cancelled")
-    ready_site.cluster.wait_for(
-        lambda: ready_site.cluster.metric("tandem_requests_total", outcome="cancelled") > before, "the cut", 60
+    """It reads nothing: what waits for it is bounded; beyond that its request ends, and with its socket all is free."""
+    site = ready_site
+    before = site.cluster.metric("tandem_requests_total", outcome="cancelled")
+    client = RawStream(site.cluster.url, story("slow reader", 60), receive_bytes=4096, **BIG)
+    site.cluster.wait_for(
+        lambda: site.cluster.metric("tandem_requests_total", outcome="cancelled") > before, "the cut", 60
     )
-    ready_site.check_baseline(ALLOWED * FREE_S)
-    client.wait_closed()
+    site.cluster.wait_idle(ALLOWED * FREE_S)
     client.close()
+    site.check_baseline(ALLOWED * FREE_S)

@@ -70,7 +70,10 @@ def every_request() -> list[pytest.ParameterSet]:
 def test_a_move_to_another_decode_worker_computes_no_prompt_token_again(
     ready_site: Site, sampling: str, extra: str
 ) -> None:
-    """Prefill kept the pages: all that is computed after decode's death is what had been generated."""
+    """Prefill kept the pages: all that is computed after decode's death is what had been generated.
+
+    With another prefill worker at hand, which does not have them.
+    """
     case = Case("decode", "decode.step", "kill", True, sampling, extra)
     prompt = story(f"moved {case}")
     expected = ready_site.expected(prompt, case.fields)
@@ -80,14 +83,14 @@ def test_a_move_to_another_decode_worker_computes_no_prompt_token_again(
     assert_same(outcome.answer, expected)
     ready_site.cluster.wait_idle()
     after = _computed(ready_site)
-    assert after["prefill-0"] + after["prefill-1"] - before["prefill-0"] - before["prefill-1"] == len(prompt)
-    num_replayed = after["decode-1"] - before["decode-1"]
-    assert 0 < num_replayed <= len(expected.token_ids) * MAX_TOKENS
+    survivors = ("prefill-0", "prefill-1", "decode-1")
+    num_computed = sum(after[name] - before[name] for name in survivors)
+    assert num_computed == len(prompt), f"{num_computed} prompt tokens computed of {len(prompt)}"
     assert ready_site.cluster.metric("tandem_prompt_tokens_recomputed_total") == recomputed
 
 
 def _computed(found: Site) -> dict[str, int]:
-    """Prompt tokens that each worker has computed; a replayed token counts as one at decode."""
+    """Prompt tokens that each worker has computed."""
     return {name: status.prompt_tokens_computed for name, status in found.cluster.statuses().items()}
 
 

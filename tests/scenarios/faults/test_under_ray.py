@@ -5,10 +5,10 @@ What an undisturbed cluster answers is asked afterwards, so that the struck requ
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -54,19 +54,20 @@ def test_requests_go_on_without_a_supervisor(serving: RaySite, case: Case, reque
         struck_at = serving.points.wait_hit("supervisor", case.point)
         if case.signal == "stop":
             time.sleep(max(0.0, struck_at + LEASE_S + 0.2 - time.time()))
-            supervisor.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):  # killed as one that hangs
+                supervisor.resume()
         outcome = Outcome(asked.result(), killed_at)
     record(request, case, recovery_s=outcome.recovery_s, saw="same tokens")
     after = serving.settled()
-    assert (after["pid"] == supervisor.pid) == (case.signal == "stop")
+    if case.signal == "kill":
+        assert after["pid"] != supervisor.pid
     assert_same(outcome.answer, undisturbed(serving, case))
     assert_bounded(outcome, NOTICE_S)
     serving.check_baseline(after, census)
 
 
-@pytest.mark.parametrize(
-    "point", ["prefill.chunk", pytest.param("prefill.written", marks=pytest.mark.faults), "decode.granted"]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("point", ["prefill.chunk", "prefill.written", "decode.granted", "decode.admitted"])
 def test_a_killed_worker_is_replaced_and_the_request_goes_on(serving: RaySite, point: str) -> None:
     case = Case(cases.role_of(point), point, "kill", True, "seeded", "n2")
     cluster = serving.prepare()
@@ -81,6 +82,7 @@ def test_a_killed_worker_is_replaced_and_the_request_goes_on(serving: RaySite, p
     serving.check_baseline(after, census)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("signal", cases.SIGNALS)
 def test_a_router_that_is_gone_or_hangs_is_replaced_at_its_url(serving: RaySite, signal: cases.Signal) -> None:
     """Nobody wakes a stopped one: the supervisor kills it."""
@@ -100,7 +102,7 @@ def test_a_router_that_is_gone_or_hangs_is_replaced_at_its_url(serving: RaySite,
     serving.check_baseline(after, census)
 
 
-@contextmanager
+@contextlib.contextmanager
 def asked_and_held(serving: RaySite, case: Case, process: str, point: str) -> Iterator[Future[Answer]]:
     """The case's request under way, and `process` held at `point` of it."""
     serving.points.arm(process, point, "hold", cases.nth_of(point))

@@ -199,6 +199,11 @@ def test_doctor_lists_everything_and_fails_when_something_does(
     assert "use 127.0.0.1" in said
 
 
+def test_doctor_looks_at_the_ray_that_would_be_joined(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--port", "18765", "--address", "127.0.0.1:1"]) == 1
+    assert "no Ray answers at 127.0.0.1:1" in capsys.readouterr().out
+
+
 def test_serve_checks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     from tandem.cluster import ray_home, serve
 

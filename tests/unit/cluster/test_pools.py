@@ -20,6 +20,7 @@ from tandem.cluster.events import (
     Intent,
     KillRouter,
     KillWorker,
+    LoadingHeard,
     LoadReported,
     NoteEnded,
     Placement,
@@ -92,6 +93,8 @@ class Story:
         for worker_id, slot in self.cluster.slots.items():
             if slot.listens:
                 out += self.feed(LoadReported(worker_id, slot.incarnation, slot.num_requests))
+            elif slot.phase is Phase.STARTING:
+                out += self.feed(LoadingHeard(worker_id, slot.incarnation))
         if self.cluster.router:
             out += self.feed(RouterHeard(self.cluster.router.incarnation))
         return out + self.feed(Tick())
@@ -323,6 +326,19 @@ def test_a_silent_worker_is_killed_once_and_replaced() -> None:
     assert isinstance(kill, KillWorker)
     assert kill.worker_id == "decode-0"
     assert not of(KillWorker, story.feed(Tick()))
+    assert of(StartWorker, story.exit("decode-0"))
+
+
+def test_a_worker_that_is_stopped_while_it_loads_is_killed_and_replaced() -> None:
+    story = Story(ready=False)
+    story.feed(WorkerPlaced("decode-0", story.life("decode-0"), HERE), after_s=1000)  # a node came late
+    silence_s = story.cluster.policy.loading_silence_s
+    assert story.cluster.wake_at() == story.now + silence_s
+    story.feed(LoadingHeard("decode-0", story.life("decode-0")), after_s=silence_s - 1)
+    assert not of(KillWorker, story.feed(Tick(), after_s=silence_s - 1))
+    (kill,) = of(KillWorker, story.feed(Tick(), after_s=1))
+    assert isinstance(kill, KillWorker)
+    assert kill.worker_id == "decode-0"
     assert of(StartWorker, story.exit("decode-0"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -123,12 +124,16 @@ class World:
         self.deaf_to_notes = False
         self.noted = asyncio.Condition()
         self.autoload = True
+        self.takes_orders = threading.Event()  # else it blocks, as Ray does without its control store
+        self.takes_orders.set()
         self.loop = asyncio.get_running_loop()
         self.address = ""
 
     # as a Launcher; called in threads
 
     def start_worker(self, role: Role, worker_id: str, incarnation: str) -> FakeWorker:
+        self.takes_orders.wait()
+
         async def make() -> FakeWorker:
             worker = FakeWorker(worker_id=worker_id, incarnation=incarnation, address=self.address)
             if self.autoload:
@@ -385,6 +390,17 @@ async def test_a_worker_whose_end_is_proved_is_replaced_though_ray_says_nothing(
         await until(supervisor, lambda: world.named("decode-0") is not first and supervisor.cluster.settled)
 
 
+async def test_a_shutdown_does_not_wait_for_a_process_that_ray_never_started(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        world.takes_orders.clear()
+        world.named("decode-0").die()
+        await until(supervisor, lambda: supervisor.cluster.slots["decode-0"].phase is Phase.STARTING)
+        async with asyncio.timeout(5):
+            await supervisor.shut_down(grace_s=0)
+        world.takes_orders.set()
+
+
 async def test_all_others_are_told_of_a_proven_end_until_they_take_it(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
@@ -408,7 +424,10 @@ async def test_nobody_is_told_of_an_end_that_is_not_proved(world: World) -> None
         first.gone.set_exception(WorkerLostError("its node is gone"))
         first.die()
         await until(supervisor, lambda: world.named("prefill-0") is not first and supervisor.cluster.settled)
-        assert world.notes == []
+        proved = world.named("decode-0").incarnation
+        world.named("decode-0").die()
+        await world.until_noted(lambda: bool(world.notes))
+        assert world.notes == [(proved,)]
 
 
 async def test_a_silent_router_is_killed_and_started_again(world: World) -> None:
@@ -420,6 +439,13 @@ async def test_a_silent_router_is_killed_and_started_again(world: World) -> None
         world.told.clear()
         await until(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
         await asyncio.wait_for(world.told.wait(), 5)
+
+
+async def test_processes_that_answer_are_left_alone(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        await asyncio.sleep(1.5 * max(POLICY.silence_s, POLICY.router_silence_s))
+        assert not any(process.was_killed for process in (*world.workers, *world.routers))
 
 
 async def test_a_drained_worker_is_replaced_by_one_that_was_ready_before(world: World) -> None:

@@ -9,7 +9,8 @@ from router.journal import Journal
 from router.request import TokenGiven
 
 if TYPE_CHECKING:
-    from handoff_sites import Decode, Prefill
+    from handoff_decode import Decode
+    from handoff_prefill import Prefill
     from handoff_world import World
 
 NUM_TOKENS = 3

@@ -1,21 +1,22 @@
 """A small world for schedules: two prefill and two decode workers with their successors, clients with journals, and a
 channel that loses, repeats, delays and reorders. Bytes choose what happens next: whoever writes them is the adversary.
 
-The workers and the clients check each step (see `handoff_sites` and `handoff_client`). In the end all faults stop, time
-goes on, fences come, and the world proves that everything has ended and nothing leaked.
+The workers and the clients check each step (see `handoff_prefill`, `handoff_decode`, `handoff_client`). In the end all
+faults stop, time goes on, fences come, and the world proves that everything has ended and nothing leaked.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from handoff_client import Client
-from handoff_examples import LAYOUT
-from handoff_sites import PROMPT_PAGES, Decode, Prefill, Write
+from handoff_decode import Decode
+from handoff_lies import forge, mangle
+from handoff_prefill import PROMPT_PAGES, Prefill, Write
 
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
@@ -23,8 +24,7 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant
 from router.request import TokenGiven
 
 MAX_CLIENTS, MAX_CRASHES, MAX_REPLACEMENTS = 4, 3, 2
-# Streams are reliable: what they carry may come late, and its loss is that of the worker. A test of dropped messages
-# needs it to be so only where nobody has a clock for it.
+# Of these the loss would be that of a stream, and with it of the worker: nobody has a clock for one alone.
 NEVER_DROPPED = ("exit", "receiver exit", "cancel")
 FAULTS = (
     "repeated message", "dropped message", "mangled message", "corrupt write", "truncated write", "failed write",
@@ -152,23 +152,14 @@ class World:
         if not self.grants:
             return
         grant = self.grants[which // 5 % len(self.grants)]
-        decode = self.decode_of(grant.receiver)
-        record = decode.machine.record(grant.key)
-        sender = record.sender if record is not None and record.sender is not None else self.prefills[0].name
         capability = self.grants[which % len(self.grants)].capability if which % 2 else b"guessed"
         if capability == grant.capability:
             return
-        zeros = tuple((0,) * len(grant.pages) for _ in range(LAYOUT.num_layers))
-        about = (grant.grant_id, grant.key, grant.epoch, grant.receiver, sender)
-        forged: list[rx.ReceiverEvent] = [
-            rx.WriterConfirmedIdle(grant.grant_id, sender, capability),
-            rx.GrantGivenOut(grant.grant_id, sender, capability),
-            rx.LeaseRenewed(grant.grant_id, sender, capability),
-            rx.CommitReceived(Commit(*about, LAYOUT, grant.pages, zeros, capability=capability)),
-            rx.PartReceived(CommitPart(*about, 0, zeros, capability)),
-        ]
+        decode = self.decode_of(grant.receiver)
+        record = decode.machine.record(grant.key)
+        sender = record.sender if record is not None and record.sender is not None else self.prefills[0].name
         self.count["forgery"] += 1
-        decode.happened(forged[which % 5], answers=False)
+        decode.happened(forge(grant, sender, capability, which), answers=False)
 
     # ---- messages
 
@@ -188,7 +179,8 @@ class World:
                 self.messages.remove(message)
             case _ if message.said is not None:
                 self.count["mangled message"] += 1
-                self.arrive_mangled(message.said, fault)
+                event = mangle(message.said, fault // 3)
+                self.decode_of(message.said.receiver).happened(event, answers=False)
             case _:
                 self.deliver(message, None)
 
@@ -209,25 +201,6 @@ class World:
         said = event.commit if isinstance(event, rx.CommitReceived) else getattr(event, "part", None)
         message = Message(kind, self.living_at(receiver), arrive, said)
         self.messages.append(message)
-
-    def arrive_mangled(self, said: Commit | CommitPart, how: int) -> None:
-        """A confused sender: right but for one field."""
-        changes: list[dict[str, Any]] = [
-            {"epoch": said.epoch + 1},
-            {"key": AttemptKey(said.key.request_id, said.key.attempt + 1)},
-            {"receiver": "decode-9#1"},
-            {"sender": "prefill-9#1"},
-            {"digests": said.digests[:-1]},
-        ]
-        if isinstance(said, Commit):
-            changes += [
-                {"pages": said.pages[::-1]},
-                {"pages": said.pages[:-1], "digests": tuple(d[:-1] for d in said.digests)},
-                {"layout": replace(said.layout, page_size=99)},
-            ]
-        mangled = replace(said, **changes[how // 3 % len(changes)])
-        event = rx.CommitReceived(mangled) if isinstance(mangled, Commit) else rx.PartReceived(mangled)
-        self.decode_of(said.receiver).happened(event, answers=False)
 
     def answer(self, key: AttemptKey, event: tx.SenderEvent) -> None:
         for prefill in self.prefills:
@@ -408,7 +381,8 @@ class World:
         for decode in self.live_decodes():
             assert decode.machine.num_quarantined_pages == 0
             assert not decode.machine.records(), "answers are forgotten in the end"
-            assert not (decode.queue or decode.owner or decode.wanted or decode.cached), decode.name
+            left = [*decode.queue, *decode.owner, *decode.wanted, *decode.cached]
+            assert not left, f"{decode.name} still has {left}"
 
 
 def next_life(name: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from handoff_examples import FIRST, KEY, PAGES, SENDER, a_grant, commit_for, digest_of, names, part_for
+from handoff_examples import FIRST, KEY, PAGES, SECRET, SENDER, a_grant, commit_for, digest_of, names, part_for
 from handoff_workers import LEASE_ENDS_S, LOCAL, RECEIVER_LIMITS, ReceivingWorker, SendingWorker
 
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
+from kvtransfer.protocol.capability import make_capability
 from kvtransfer.protocol.grants import GrantState
 from kvtransfer.protocol.messages import AttemptKey, CommitPart, RefusalReason
 
@@ -78,16 +79,11 @@ def test_a_prompt_of_one_chunk_has_no_parts(computed_first: bool) -> None:
 
 
 def test_the_last_page_is_never_in_a_part() -> None:
+    """Also where the pages that the receiver has are sealed after it."""
     worker = SendingWorker()
-    worker.attach()
-    worker.seal(1, 0, 1)
-    for layer in range(2):
-        worker.seal(layer, 1, 3)
-    worker.feed(*(tx.WriteCompleted(n) for n in range(3)))
-    (post,) = worker.seal(0, 0, 1)
-    assert isinstance(post, tx.PostWrites)
-    worker.feed(tx.WriteCompleted(post.write_id))
-    assert "SendCommitPart" not in names(worker.told), "everything is sealed: the commit comes"
+    grant = a_grant(pages=PAGES[1:], first_page=1)
+    worker.feed(tx.GrantAttached(grant, LEASE_ENDS_S))
+    assert write(worker, 1, 3) == [tx.SendCommitPart(part_for(grant, 0, 1))]
 
 
 def test_a_refused_part_ends_the_attempt_as_a_refused_commit_does() -> None:
@@ -279,6 +275,30 @@ def test_a_capability_is_of_one_grant_only() -> None:
         seen.add(worker.grant_of(key).capability)
     assert len(seen) == 3
     assert {len(capability) for capability in seen} == {32}
+
+
+CHANGES: list[dict[str, object]] = [
+    {"grant_id": "decode-0#1/2"},
+    {"key": AttemptKey(KEY.request_id, 2)},
+    {"key": AttemptKey("another", KEY.attempt)},
+    {"epoch": 2},
+    {"receiver": "decode-0#2"},
+    {"pages": PAGES[::-1]},
+    {"pages": PAGES[:2]},
+    {"first_page": 1},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[" ".join(c) for c in CHANGES])
+def test_all_that_a_grant_allows_is_in_its_capability(change: dict[str, object]) -> None:
+    assert make_capability(a_grant(**change), SECRET) != make_capability(a_grant(), SECRET)
+    assert make_capability(a_grant(), SECRET) == make_capability(a_grant(lease_s=1.0), SECRET)
+
+
+def test_names_that_run_into_each_other_have_capabilities_of_their_own() -> None:
+    one = a_grant(grant_id="a", key=AttemptKey("bc", 1))
+    other = a_grant(grant_id="ab", key=AttemptKey("c", 1))
+    assert make_capability(one, SECRET) != make_capability(other, SECRET)
 
 
 @pytest.mark.parametrize("message", [part_for, commit_for])

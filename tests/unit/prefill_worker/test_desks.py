@@ -123,7 +123,9 @@ def test_a_silent_writer_is_asked_then_suspected_and_its_exit_lifts_the_quaranti
     world.receiving.wait("replace_self", 4)
     world.tick_until(world.receiving, "kill_writer")
     assert world.receiving.told.count(("ask_to_stop", SENDER)) > 1
-    world.receiving.run(lambda: world.receiving.desk.happened(rev.WriterExited(SENDER)))
+    world.receiving.told.clear()
+    world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER))
+    world.tick_until(world.receiving, "lift")
     world.receiving.wait("lift", (7, 3, 4, 5))
 
 
@@ -279,3 +281,16 @@ def test_a_lease_is_renewed_only_while_its_handoff_lasts(world: World) -> None:
     world.computed()
     world.sending.wait("closed", KEY)
     assert not desk.needs_lease(KEY)
+
+
+def test_the_points_of_a_handoff_are_reached_in_their_order(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[str] = []
+    monkeypatch.setattr("tandem.core.points.reach", reached.append)
+    world.open()
+    world.attach(world.grant())
+    world.seal()
+    world.computed()
+    world.sending.wait("closed", KEY)
+    sending = reached.count("prefill.sending")
+    assert sending == 2, "one for each batch"
+    assert reached == ["prefill.sending"] * 2 + ["prefill.written", "decode.commit", "decode.verified", "prefill.acked"]

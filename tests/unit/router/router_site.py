@@ -70,7 +70,7 @@ def opened_site(
     checkpoint: Path, overrides: dict[str, Any] | None = None, *, with_workers: bool = True
 ) -> Iterator[Site]:
     """A router with `overrides` of the configuration (dotted names) and a pair of workers, for a `with` block."""
-    base = {"model.served_names": ["toy", "toy/alias"], "transport.lease_s": 1.0, "limits.wait_for_worker_s": 1.0}
+    base = {"model.served_names": ["toy", "toy/alias"], "transport.lease_s": 1.0}
     server = RouterServer(configuration.load(None, {**base, **(overrides or {})}), model_dir=checkpoint)
     info = server.start()
     pool = FakePool(info.control_address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 from collections import deque
@@ -199,8 +200,11 @@ def test_a_burst_after_quiet_hours_is_judged_by_what_the_cluster_can_do() -> Non
 
 def test_the_last_of_a_burst_waits_for_a_bounded_time() -> None:
     cluster = Cluster(rate=50.0, max_waiting=256)
-    cluster.run(40.0, 60.0)
-    cluster.run(1000.0, 60.0)
+    cluster.run(20.0, 60.0)
+    cluster.settle()
+    cluster.run(1_000_000.0, 0.000_2)
+    assert cluster.num_refused > 0
+    cluster.settle()
     assert max(cluster.ttft_s) < 0.5 * 256 / 50, "the queue was filled to its bound"
 
 
@@ -222,6 +226,27 @@ def test_a_lasting_overload_is_refused_and_not_served_late(num_places: int, deco
     cluster.run(32.0, 60.0)
     assert cluster.num_refused < 0.02 * 32 * 60
     assert median(cluster.e2e_s) < 1.2 * normal[1]
+
+
+def test_an_overload_does_not_pass_for_normal() -> None:
+    """First tokens that come late because too much is under way must not let in more."""
+    clock = VirtualClock()
+    admission = Admission(8, clock)
+    for _ in range(200):
+        admission.enter()
+        clock.advance(0.05)
+        admission.leave()
+        clock.advance(0.05)
+        admission.first_token(0.1)
+        admission.end(0.1)
+    for _ in range(200):
+        with contextlib.suppress(OverloadedError):
+            for _ in range(20):
+                admission.enter()
+        clock.advance(0.05)
+        admission.leave()
+        admission.first_token(5.0)
+    assert admission.num_waiting <= 1
 
 
 def test_after_an_overload_credit_for_bursts_comes_back() -> None:

@@ -16,6 +16,8 @@ from router_site import Site, wait_until
 
 from router.auth import KEYS_VARIABLE, ApiKeys, check_exposure
 from router.server import RouterServer
+from tandem.cluster.host import Host
+from tandem.cluster.preflight import Finding, Preflight
 from tandem.core import config as configuration
 from tandem.core.clock import VirtualClock
 from tandem.core.config import HttpConfig
@@ -239,3 +241,22 @@ def test_keys_are_exchanged_in_a_running_router(locked: Site) -> None:
 
     wait_until(lambda: status(SECOND) == 200)
     assert status(FIRST) == 401
+
+
+# -- before anything starts
+
+
+def test_preflight_says_what_the_router_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
+
+    def finding(**http: object) -> Finding:
+        config = configuration.load(None, {f"http.{key}": value for key, value in http.items()})
+        return Preflight(config, Host(num_cores=2, num_gpus=0, available_bytes=1 << 30)).check_api_keys()
+
+    assert finding().status == "ok"
+    with pytest.raises(ConfigError, match="beyond loopback"):
+        finding(host="0.0.0.0")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        finding(api_keys_file=str(tmp_path / "none"))
+    assert finding(host="0.0.0.0", allow_anonymous=True).status == "warn"
+    assert finding(host="0.0.0.0", api_keys_file=str(key_file(tmp_path, FIRST))).status == "ok"

@@ -114,7 +114,10 @@ def test_many_requests_move_a_few_at_a_time(site: Site) -> None:
             time.sleep(0.2)
             assert other.count("reserve") == MAX_AT_ONCE
         other.grant(reserve)
-        other.generate(reserve)
+        other.wait_for("attach", number)
+        other.admit(reserve)
+    for number in range(1, num_requests + 1):  # the moves were done when the pages had come
+        other.generate(other.wait_for("reserve", number))
     assert [answer.result().json()["choices"][0]["text"] for answer in under_way] == ["abcde"] * num_requests
     assert site.metrics()['tandem_moves_total{reason="moved"}'] == num_requests
 

@@ -15,7 +15,7 @@ MakeSite = Callable[..., Site]
 
 @pytest.fixture
 def patient(make_site: MakeSite) -> Site:
-    return make_site({"limits.wait_for_worker_s": 5.0, "scheduling.max_queued_requests": 2})
+    return make_site({"scheduling.max_queued_requests": 2})
 
 
 @pytest.mark.parametrize("state", ["starting", "failed", "draining"])
@@ -47,8 +47,8 @@ def test_who_waits_keeps_its_place_and_its_deadline(patient: Site) -> None:
     assert patient.metrics()["tandem_router_waiting_requests"] == 0
 
 
-def test_a_wait_is_bounded(site: Site) -> None:
-    """By `limits.wait_for_worker_s`, here 1 s."""
+def test_a_wait_is_bounded(make_site: MakeSite) -> None:
+    site = make_site({"limits.wait_for_worker_s": 1.0})
     site.pool.states["decode-0"] = "failed"
     site.pool.push()
     site.wait_ready(503)
@@ -73,7 +73,7 @@ def test_an_empty_pool_is_refused_at_once(patient: Site) -> None:
 
 
 def test_workers_that_do_not_pair_are_waited_for_only_while_one_is_coming(make_site: MakeSite) -> None:
-    site = make_site({"limits.wait_for_worker_s": 5.0}, with_workers=False)
+    site = make_site(with_workers=False)
     site.decode.info.layout.protocol_version = 2
     site.add(site.prefill, site.decode)
     began_s = time.monotonic()

@@ -13,7 +13,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from tandem import cli
 from tandem.cluster.certs import AUTHORITY_KEY_FILE, make_certificates
-from tandem.cluster.preflight import examine_certificates
+from tandem.cluster.certs_check import check_certificates, examine_certificates
+from tandem.cluster.finding import Finding
+from tandem.cluster.host import Host
+from tandem.cluster.preflight import Preflight
+from tandem.core.config import Config, SecurityConfig
 from tandem.core.errors import ConfigError
 from tandem.rpc.identity import AUTHORITY_FILE, SERVER_NAME, certificate_file, key_file, load_identity
 from tandem.rpc.permissions import PeerRole
@@ -189,3 +193,38 @@ def test_doctor_wants_the_roles_of_this_host_only(copy: Path) -> None:
     assert examine_certificates(copy, {PeerRole.ROUTER}).status == "ok"
     with pytest.raises(ConfigError, match="decode"):
         examine_certificates(copy, set(PeerRole))
+
+
+# -- what `tandem serve` wants before it starts
+
+
+def check(tls: str, certificates: Path | str = "", *, local: bool = True) -> Finding:
+    return check_certificates(SecurityConfig(tls, str(certificates)), local=local)
+
+
+def test_a_cluster_of_one_host_needs_none_unless_told_so(certificates: Path) -> None:
+    assert check("auto").status == "ok"
+    with pytest.raises(ConfigError, match="tandem certs"):
+        check("on")
+    assert "until" in check("on", certificates).detail
+
+
+def test_a_cluster_of_many_hosts_is_warned_and_checked(certificates: Path, tmp_path: Path) -> None:
+    assert check("auto", local=False).status == "warn"
+    assert check("off", local=False).status == "warn"
+    assert "until" in check("auto", certificates, local=False).detail
+    with pytest.raises(ConfigError, match="absolute path"):
+        check("auto", "certs", local=False)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check("auto", tmp_path, local=False)
+
+
+def test_a_relative_path_holds_for_the_processes_of_this_host_too(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(certificates.parent)
+    config = Config(security=SecurityConfig("on", certificates.name))
+    preflight = Preflight(config, Host(available_bytes=1 << 34, num_cores=2, num_gpus=0))
+    assert preflight._security.certificates == str(certificates)
+    (finding,) = [check() for name, check in preflight.checks() if name == "certificates"]
+    assert "until" in finding.detail

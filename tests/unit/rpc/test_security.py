@@ -217,3 +217,24 @@ def test_loopback(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "localhost.example.com", "127.0.0.1.nip.io"])
 def test_beyond(host: str) -> None:
     assert not is_loopback(host)
+
+
+def test_no_other_file_opens_a_way_in_or_out() -> None:
+    """Every channel and server is made in one place; Ray's own control store is asked in Ray's own way."""
+    root = Path(security.__file__).parents[2]
+    packages = ("tandem", "router", "prefill_worker", "decode_worker", "kvtransfer")
+    calls = (
+        "insecure_channel(",
+        "secure_channel(",
+        "aio.server(",
+        "grpc.server(",
+        "add_insecure_port(",
+        "add_secure_port(",
+    )
+    found = {
+        str(file.relative_to(root))
+        for package in packages
+        for file in (root / package).rglob("*.py")
+        if any(call in file.read_text() for call in calls)
+    }
+    assert found == {"tandem/rpc/channel.py", "tandem/cluster/ray_probe.py"}

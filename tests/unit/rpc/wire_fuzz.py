@@ -24,6 +24,7 @@ ANSWER_S = 10.0
 #: The same examples in every run; examples share the services, which is the point.
 FUZZ = settings(
     derandomize=True,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -1,0 +1,113 @@
+"""Writes over real UCX into processes that are stopped, killed or replaced, and from ones that are: what a fence is."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from transport_peer import ARENA_BYTES, EMPTY, Pair, PeerProcess, RemoteAgent
+
+from kvtransfer.extents import Descriptor
+from kvtransfer.transports.base import WriteCompleted, WriteFailed
+from tandem.core.errors import TransportError
+
+SMALL = [Descriptor(0, 0, 4096)]
+
+
+@pytest.fixture
+def replacement() -> Iterator[PeerProcess]:
+    host = PeerProcess()
+    yield host
+    host.end()
+
+
+def test_nothing_that_was_meant_for_a_killed_process_reaches_its_replacement(
+    make_pair: Callable[..., Pair], own_process: PeerProcess, replacement: PeerProcess
+) -> None:
+    pair = make_pair("ucx", own_process)
+    pair.writer.arena[:] = 3
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, SMALL)), WriteCompleted)
+    own_process.signal(signal.SIGSTOP)
+    under_way = pair.writer.write(pair.peer, SMALL)
+    own_process.process.kill()
+    own_process.process.join()
+
+    same_name = RemoteAgent.make(replacement, "ucx", str(pair.peer), {})
+    with pytest.raises(TransportError, match="is taken"):
+        pair.writer.connect(same_name.metadata())
+    same_name.close()
+    successor = RemoteAgent.make(replacement, "ucx", "successor#2", {})
+    peer = pair.writer.connect(successor.metadata())
+    successor.expect("grant", successor.connect(pair.writer.metadata()), [(0, ARENA_BYTES)])
+
+    pair.end_of(under_way)  # it may have landed in the stopped process; it has an end either way
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, SMALL)), WriteFailed)
+    assert successor.read() == bytes([EMPTY]) * ARENA_BYTES
+    assert isinstance(pair.end_of(pair.writer.write(peer, [Descriptor(0, 8192, 4096)])), WriteCompleted)
+    assert successor.read(8192, 4096) == bytes([3]) * 4096
+    assert successor.read(0, 8192) == bytes([EMPTY]) * 8192
+    pair.writer.transport.disconnect(pair.peer)
+    with pytest.raises(TransportError, match="not connected"):
+        pair.writer.write(pair.peer, SMALL)
+    successor.close()
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PeerProcess, PeerProcess]]:
+    """A reader's and a writer's process with nothing but TCP between them, as on two hosts without RDMA."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    hosts = (PeerProcess(), PeerProcess())
+    yield hosts
+    for host in hosts:
+        host.end()
+
+
+def test_the_exit_of_a_writer_is_no_fence_before_its_bytes_were_polled(
+    over_tcp: tuple[PeerProcess, PeerProcess],
+) -> None:
+    """So the receiving desk waits and polls before it frees pages: see `ReceivingDesk.writer_exited`."""
+    reading, writing = over_tcp
+    reader = RemoteAgent.make(reading, "ucx", "tcp-reader#1", {})
+    writer = RemoteAgent.make(writing, "ucx", "tcp-writer#1", {})
+    peer = writer.connect(reader.metadata())
+    reader.expect("grant", reader.connect(writer.metadata()), [(0, ARENA_BYTES)])
+    writing.call("fill", writer.agent_name, 3)
+    writing.call("write", writer.agent_name, peer, SMALL, b"first")
+    deadline_s = time.monotonic() + 10
+    while not reader.arrived():
+        assert time.monotonic() < deadline_s, "the first write never came"
+
+    reading.signal(signal.SIGSTOP)
+    writing.call("write", writer.agent_name, peer, [Descriptor(0, 4096, 1 << 20)])
+    writing.call("poll_for", writer.agent_name, 0.2)
+    writing.process.kill()
+    writing.process.join()
+    reading.signal(signal.SIGCONT)
+    reading.call("poll_for", reader.agent_name, 0.2)
+    assert reader.read(4096, 64) == bytes([3]) * 64
+    at_rest = reader.read()
+    reading.call("poll_for", reader.agent_name, 0.5)
+    assert reader.read() == at_rest, "bytes still come long after the writer's exit"
+    reader.close()
+
+
+def test_a_broken_connection_costs_only_the_writes_that_were_under_way(
+    over_tcp: tuple[PeerProcess, PeerProcess],
+) -> None:
+    reading, writing = over_tcp
+    reader = RemoteAgent.make(reading, "ucx", "cut-reader#1", {})
+    writer = RemoteAgent.make(writing, "ucx", "cut-writer#1", {})
+    peer = writer.connect(reader.metadata())
+    reader.expect("grant", reader.connect(writer.metadata()), [(0, ARENA_BYTES)])
+    assert isinstance(writing.call("end_of", writer.agent_name, peer, SMALL, 10), WriteCompleted)
+    assert writing.call("break_connections", writer.agent_name) > 0
+    cut = writing.call("end_of", writer.agent_name, peer, SMALL, 25)
+    assert isinstance(cut, WriteFailed)
+    assert not cut.settled, "NIXL cannot say what of it still lands"
+    later = writing.call("end_of", writer.agent_name, peer, SMALL, 10)
+    assert isinstance(later, WriteFailed)
+    assert later.settled, "nothing was posted: its pages are free at once, at both ends"
+    reader.close()
+    writer.close()

@@ -1,0 +1,89 @@
+"""What `tandem serve` looks after, against servers and processes that really run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tandem.cluster import vigil
+from tandem.cluster.node_watcher import started_at
+from tandem.cluster.spec import SupervisorFace
+from tandem.cluster.vigil import end_silent_supervisor, watch_ray
+from tandem.core.config import SecurityConfig
+from tandem.rpc.channel import bind, make_channel, make_server
+from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
+
+LEASE_S = 0.5
+
+
+class Face(supervisor_pb2_grpc.SupervisorControlServicer):
+    """A supervisor that answers while `awake`."""
+
+    def __init__(self) -> None:
+        self.awake = True
+
+    async def GetCluster(self, request: Any, context: Any) -> supervisor_pb2.Cluster:
+        if not self.awake:
+            await asyncio.Event().wait()
+        return supervisor_pb2.Cluster()
+
+
+@pytest.fixture
+async def face() -> AsyncIterator[tuple[Face, str]]:
+    face, server = Face(), make_server()
+    supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(face, server)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+    await server.start()
+    yield face, address
+    await server.stop(0)
+
+
+async def test_a_supervisor_is_killed_when_it_has_been_silent_for_the_lease_and_not_before(
+    face: tuple[Face, str],
+) -> None:
+    servicer, address = face
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+    started = started_at(process.pid)
+    assert started is not None
+    try:
+        async with make_channel(address) as channel:
+            stub: Any = supervisor_pb2_grpc.SupervisorControlStub(channel)
+            told = SupervisorFace(address, SecurityConfig(), process.pid, started)
+            vigil_task = asyncio.create_task(end_silent_supervisor(stub, told, LEASE_S))
+            await asyncio.sleep(3 * LEASE_S)
+            assert process.returncode is None
+            servicer.awake, silent_since = False, time.monotonic()
+            await asyncio.wait_for(vigil_task, 10 * LEASE_S)
+            assert time.monotonic() - silent_since >= LEASE_S * (1 - 2 / vigil.BEATS_PER_LEASE)
+            assert await asyncio.wait_for(process.wait(), 5) == -9
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_control_store_is_lost_after_several_looks_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vigil, "RAY_PROBE_S", 0.05)
+    said: asyncio.Queue[bool] = asyncio.Queue()
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    watching = asyncio.create_task(watch_ray(f"127.0.0.1:{port}", said.put_nowait))
+    await asyncio.sleep(0.3)
+    assert said.empty()
+    server.close()
+    lost_since = time.monotonic()
+    assert await asyncio.wait_for(said.get(), 5) is False
+    assert time.monotonic() - lost_since >= (vigil.MISSED_PROBES - 1) * 0.05
+    server = await asyncio.start_server(greet, "127.0.0.1", port)
+    assert await asyncio.wait_for(said.get(), 5) is True
+    watching.cancel()
+    server.close()

@@ -1,0 +1,118 @@
+"""When a request is not tried again, or later: deaths, the budget, overload; and what is told at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from router_fakes import FakeDecode, FakePrefill
+from router_site import Site, frames, in_background, wait_until
+
+from tandem.rpc.v1 import common_pb2
+
+MakeSite = Callable[..., Site]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_deaths_end_a_request_for_good(site: Site, stream: bool) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site, stream=stream)
+    site.decode.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    second, third = FakeDecode("decode-1"), FakeDecode("decode-2")
+    second.held_back.clear()
+    site.add(second)
+    site.decode.kill()
+    second.wait_for("attach")
+    site.add(third)
+    second.kill()
+    answer = under_way.result()
+    error = frames(answer)[-1]["error"] if stream else answer.json()["error"]
+    assert (error["code"], error["retryable"]) == ("workers_died", False)
+    assert "decode-0/1 and decode-1/1" in error["message"]
+    assert error["request_id"] == answer.headers["x-request-id"]
+    assert answer.status_code == (200 if stream else 500)
+    assert "[DONE]" not in answer.text
+    assert third.count("reserve") == 0
+    assert site.metrics()['tandem_worker_deaths_total{role="decode"}'] == 2
+
+
+def test_both_workers_dying_at_once_are_two_deaths(site: Site) -> None:
+    site.prefill.auto = site.decode.auto = False
+    under_way = in_background(site)
+    site.prefill.started(site.prefill.wait_for("start"))
+    site.decode.wait_for("reserve")
+    site.server._loop.call_soon_threadsafe(time.sleep, 0.3)  # the router hears of both in one turn of its loop
+    site.prefill.kill()
+    site.decode.kill()
+    assert under_way.result().json()["error"]["code"] == "workers_died"
+
+
+def test_a_spent_budget_ends_requests_with_their_own_error(make_site: MakeSite) -> None:
+    site = make_site({"limits.retry_budget": 0, "scheduling.max_num_seqs": 1, "limits.max_attempts": 20})
+    site.decode.auto = False
+    under_way = in_background(site)
+    for attempt in range(1, 12):
+        reserve = site.decode.wait_for("reserve", attempt)
+        site.decode.fail(reserve.request_id, attempt, "transport", retryable=True)
+    answer = under_way.result()
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "transport"
+    assert answer.json()["error"]["retryable"] is True
+    assert "retry budget" in answer.json()["error"]["message"]
+    metrics = site.metrics()
+    assert metrics['tandem_retries_total{reason="transport"}'] == 10
+    assert metrics["tandem_retry_budget_exhausted_total"] == 1
+    assert metrics["tandem_retry_budget_retries"] < 1
+
+
+def test_an_overloaded_worker_is_left_in_peace_for_as_long_as_it_asks(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    refuse(site.decode, 1, retry_after_s=0.6)
+    refused_s = time.monotonic()
+    site.decode.wait_for("reserve", 2)
+    assert 0.55 < time.monotonic() - refused_s < 3
+    refuse(site.decode, 2, retry_after_s=60)
+    site.add(other := FakeDecode("decode-1"))
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert (other.count("reserve"), site.decode.count("reserve")) == (1, 2)
+
+
+def test_a_worker_that_stays_overloaded_is_the_clients_429(site: Site) -> None:
+    site.decode.auto = False
+    under_way = in_background(site)
+    for number in (1, 2, 3):
+        refuse(site.decode, number, retry_after_s=0.1 if number < 3 else 7.2)
+    answer = under_way.result()
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
+
+
+def refuse(decode: FakeDecode, number: int, *, retry_after_s: float) -> None:
+    """Answer the `number`th reservation as a worker whose queue is full does."""
+    reserve = decode.wait_for("reserve", number)
+    error = common_pb2.Error(code="overloaded", message="full", retryable=True, retry_after_s=retry_after_s)
+    decode.emit(failed=common_pb2.AttemptFailed(request_id=reserve.request_id, attempt=reserve.attempt, error=error))
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped", "failed", "gone"])
+def test_every_prefill_worker_that_had_the_prompt_may_forget_it_at_the_end_and_once(site: Site, end: str) -> None:
+    site.decode.auto = False
+    options = {"stop": ["b"]} if end == "stopped" else {"timeout": 1.0} if end == "gone" else {}
+    under_way = in_background(site, **options)
+    first = site.decode.wait_for("reserve")
+    site.add(other := FakePrefill("prefill-1"))
+    site.decode.fail(first.request_id, 1, "transport", retryable=True)
+    second = site.decode.wait_for("reserve", 2)
+    assert site.prefill.count("release") == other.count("release") == 0
+    if end == "failed":
+        site.decode.fail(first.request_id, 2, "transport", retryable=False)
+    elif end != "gone":
+        site.decode.generate(second)
+    assert under_way.result().status_code == {"failed": 502, "gone": 504}.get(end, 200)
+    for prefill in (site.prefill, other):
+        assert prefill.wait_for("release").request_id == first.request_id
+        kinds = [command.WhichOneof("command") for command in prefill.received]
+        assert kinds[-1] == "release"
+        assert kinds.count("release") == 1

@@ -44,6 +44,7 @@ test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is 
 	@$(BIN)/python -m pytest --durations=15 $(TESTS) $(ARGS)
 
 test-faults: $(STAMP)  ## run the whole kill matrix and print it as a table (half an hour on two cores)
+	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
 		$(BIN)/python -m pytest -m "" tests/scenarios/faults $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status

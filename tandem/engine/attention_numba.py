@@ -1,4 +1,4 @@
-"""Paged attention on the CPU, float32, without gathering: each query row walks its pages.
+"""Paged attention on the CPU, float32, without gathering: blocks of query rows walk the pages of their sequence.
 
 Query heads that share a KV head go together, up to three at a time: each vector of K or V that is loaded serves all of
 them. Softmax is online, page by page.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numba
@@ -18,6 +18,9 @@ from numba.core import cgutils
 
 from tandem.engine import vector_ir as vir
 from tandem.engine.threads import compile_kernel, launch
+
+#: Rows of a chunk that go over a page together.
+_BLOCK_ROWS = 8
 
 
 def _score_tile(num_heads: int, num_slots: int) -> Callable[..., None]:
@@ -174,65 +177,67 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
 
 
 def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    query, pages, tables, row_tables, row_positions, kv_heads, splits, page_size, scaling, window, softcap, output
+    query, pages, tables, blocks, kv_heads, splits, page_size, scaling, window, softcap, output
 ):
-    num_rows, num_heads, head_dim = query.shape
+    num_heads, head_dim = query.shape[1], query.shape[2]
     group = num_heads // kv_heads
     own = kv_heads // splits
+    num_own = own * group
     head_bytes = head_dim * 4
     token_bytes = kv_heads * head_bytes
     padded = (page_size + 7) // 8 * 8
-    for item in numba.prange(num_rows * splits):
-        row = item // splits
+    for item in numba.prange(blocks.shape[0] * splits):
+        table, first_row, num_rows, first_position = blocks[item // splits]
         first_head = (item % splits) * own
-        position = row_positions[row]
-        table = row_tables[row]
-        first = 0
-        if window > 0 and position - window + 1 > 0:
-            first = position - window + 1
         scores = np.empty((3, padded), dtype=np.float32)
-        total = np.zeros((own * group, head_dim), dtype=np.float32)
-        weight_sum = np.zeros(own * group, dtype=np.float32)
-        greatest = np.full(own * group, -np.inf, dtype=np.float32)
-        queries = query.ctypes.data + (row * num_heads + first_head * group) * head_bytes
+        total = np.zeros((num_rows, num_own, head_dim), dtype=np.float32)
+        weight_sum = np.zeros((num_rows, num_own), dtype=np.float32)
+        greatest = np.full((num_rows, num_own), -np.inf, dtype=np.float32)
         at = scores.ctypes.data
-        for index in range(first // page_size, position // page_size + 1):
-            low = max(first - index * page_size, 0)
-            slots = min(position + 1 - index * page_size, page_size) - low
-            vectors = (slots + 7) // 8
-            start = pages + (tables[table, index] * 2 * page_size + low) * token_bytes
-            # All heads of a page before the next page: its memory comes in one stream.
-            member = 0
-            while member < own * group:
-                kv_head = member // group
-                heads = min(3, (kv_head + 1) * group - member)
-                key = start + (first_head + kv_head) * head_bytes
-                value = key + page_size * token_bytes
-                query_at = queries + member * head_bytes
-                _score(heads, query_at, head_bytes, key, token_bytes, slots, at, padded * 4, scaling)
-                for offset in range(heads):
-                    head = member + offset
-                    if softcap > 0:
-                        for slot in range(slots):
-                            scores[offset, slot] = softcap * math.tanh(scores[offset, slot] / softcap)
-                    for slot in range(slots, vectors * 8):
-                        scores[offset, slot] = -np.inf
-                    page_greatest = _greatest(at + offset * padded * 4, vectors, greatest[head])
-                    # Online softmax: what was summed so far is rescaled when a greater score appears.
-                    if page_greatest > greatest[head]:
-                        rescale = np.float32(math.exp(greatest[head] - page_greatest))
-                        greatest[head] = page_greatest
-                        weight_sum[head] *= rescale
-                        for dim in range(head_dim):
-                            total[head, dim] *= rescale
-                    weight_sum[head] += _exponentials(at + offset * padded * 4, vectors, greatest[head])
-                sums = total.ctypes.data + member * head_bytes
-                _add_values(heads, at, padded * 4, value, token_bytes, slots, sums, head_bytes)
-                member += heads
-        for head in range(own * group):
-            inverse = np.float32(1.0) / weight_sum[head]
-            for dim in range(head_dim):
-                output[row, first_head * group + head, dim] = total[head, dim] * inverse
+        first_seen = max(first_position - window + 1, 0) if window > 0 else 0
+        for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
+            page = pages + tables[table, index] * 2 * page_size * token_bytes
+            # All rows and heads of a page before the next page: its memory comes in one stream, and once.
+            for row in range(num_rows):
+                position = first_position + row
+                low = max(position - window + 1 - index * page_size, 0) if window > 0 else 0
+                slots = min(position + 1 - index * page_size, page_size) - low
+                if slots < 1:
+                    continue
+                vectors = (slots + 7) // 8
+                queries = query.ctypes.data + ((first_row + row) * num_heads + first_head * group) * head_bytes
+                member = 0
+                while member < num_own:
+                    kv_head = member // group
+                    heads = min(3, (kv_head + 1) * group - member)
+                    key = page + low * token_bytes + (first_head + kv_head) * head_bytes
+                    value = key + page_size * token_bytes
+                    query_at = queries + member * head_bytes
+                    _score(heads, query_at, head_bytes, key, token_bytes, slots, at, padded * 4, scaling)
+                    for offset in range(heads):
+                        head = member + offset
+                        if softcap > 0:
+                            for slot in range(slots):
+                                scores[offset, slot] = softcap * math.tanh(scores[offset, slot] / softcap)
+                        for slot in range(slots, vectors * 8):
+                            scores[offset, slot] = -np.inf
+                        page_greatest = _greatest(at + offset * padded * 4, vectors, greatest[row, head])
+                        # Online softmax: what was summed so far is rescaled when a greater score appears.
+                        if page_greatest > greatest[row, head]:
+                            rescale = np.float32(math.exp(greatest[row, head] - page_greatest))
+                            greatest[row, head] = page_greatest
+                            weight_sum[row, head] *= rescale
+                            for dim in range(head_dim):
+                                total[row, head, dim] *= rescale
+                        weight_sum[row, head] += _exponentials(at + offset * padded * 4, vectors, greatest[row, head])
+                    sums = total.ctypes.data + (row * num_own + member) * head_bytes
+                    _add_values(heads, at, padded * 4, value, token_bytes, slots, sums, head_bytes)
+                    member += heads
+        for row in range(num_rows):
+            for head in range(num_own):
+                inverse = np.float32(1.0) / weight_sum[row, head]
+                for dim in range(head_dim):
+                    output[first_row + row, first_head * group + head, dim] = total[row, head, dim] * inverse
 
 
 _attend_alone = compile_kernel(parallel=False)(_attend)
@@ -244,37 +249,53 @@ def can_attend(head_dim: int) -> bool:
     return head_dim % vir.LANES == 0 and vir.is_fast_here()
 
 
-def attend_rows(
+def row_blocks(spans: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
+    """Cut runs of rows into blocks that share the reading of their pages.
+
+    Args:
+        spans: for each sequence its row of the block table, its first query row, how many rows, the first's position.
+
+    Returns:
+        `[blocks, 4]` int64, the same four for each block.
+    """
+    blocks = [
+        (table, row + done, min(_BLOCK_ROWS, num_rows - done), position + done)
+        for table, row, num_rows, position in spans
+        for done in range(0, num_rows, _BLOCK_ROWS)
+    ]
+    return np.array(blocks, dtype=np.int64)
+
+
+def attend_blocks(
     query: np.ndarray,
     pages: np.ndarray,
     tables: np.ndarray,
-    row_tables: np.ndarray,
-    row_positions: np.ndarray,
+    blocks: np.ndarray,
     scaling: float,
     window: int,
     softcap: float,
     num_threads: int,
 ) -> np.ndarray:
-    """Attention of each query row over its own pages, tokens `[0, position]` or the last `window` of them.
+    """Attention of each query row over the pages of its sequence, tokens `[0, position]` or the last `window` of them.
 
     Args:
         query: `[rows, heads, head_dim]` float32, contiguous; `can_attend(head_dim)`.
         pages: one layer of the arena, `[page][K|V][slot][kv_head][head_dim]` float32, contiguous.
         tables: block tables `[N, P]` int32.
-        row_tables: `[rows]` int64, the row of `tables` that a query reads.
-        row_positions: `[rows]` int64, the position of a query in its sequence.
+        blocks: from `row_blocks`; each query row in exactly one.
         scaling, window, softcap: as in `AttentionParams`.
         num_threads: threads to use, at most the machine's.
 
     Returns:
-        `[rows, heads, head_dim]` float32. A row's result does not depend on the other rows or on the threads.
+        `[rows, heads, head_dim]` float32. A row's result depends neither on the other rows nor on the threads: it is
+        the same bits whether its token is decoded alone or is one of a long chunk.
     """
     output = np.empty_like(query)
     kv_heads = pages.shape[3]
-    # With few rows the KV heads are shared out too, so that every thread has work.
-    splits = kv_heads if num_threads > 1 and query.shape[0] < 4 * num_threads else 1
+    # With few blocks the KV heads are shared out too, so that every thread has work.
+    splits = kv_heads if num_threads > 1 and blocks.shape[0] < 4 * num_threads else 1
     arguments = (
-        query, pages.ctypes.data, tables, row_tables, row_positions, kv_heads, splits, pages.shape[2],
+        query, pages.ctypes.data, tables, blocks, kv_heads, splits, pages.shape[2],
         np.float32(scaling), window, np.float32(softcap), output,
     )  # fmt: skip
     if num_threads == 1:

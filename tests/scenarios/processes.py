@@ -287,6 +287,17 @@ def holds_anything(status: pb.WorkerStatus) -> bool:
     return any((status.num_running, status.num_queued, pages.used, pages.reserved, pages.quarantined))
 
 
+def shows_idle(url: str) -> bool:
+    """Whether the router has heard that every worker is idle: it places by what it has heard."""
+    shown = httpx.get(f"{url}/v1/cluster").json()
+    workers = [*shown["prefill"], *shown["decode"]]
+    held = [
+        (w["num_running"], w["num_queued"], *(w["pages"][s] for s in ("used", "reserved", "quarantined")))
+        for w in workers
+    ]
+    return not any(map(any, held))
+
+
 @contextlib.contextmanager
 def running(directory: Path, num_prefill: int = 1, num_decode: int = 1, **options: Any) -> Iterator[ProcessCluster]:
     """A cluster for the length of a `with` block; nothing of it is left afterwards."""

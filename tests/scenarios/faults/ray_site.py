@@ -21,7 +21,7 @@ from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tests.cluster.serving import Serve
 from tests.scenarios.faults.arming import Points
 from tests.scenarios.faults.site import CONFIG
-from tests.scenarios.processes import holds_anything
+from tests.scenarios.processes import holds_anything, shows_idle
 
 SETTLE_S = 60.0
 _ACTORS = {"router": "RouterActor", "supervisor": "SupervisorActor"}
@@ -48,6 +48,10 @@ class RaySite:
         self.points.clear()
         cluster = self.settled()
         self.wait_idle(cluster, 10.0)
+        deadline = time.monotonic() + 10.0
+        while not shows_idle(self.url):
+            assert time.monotonic() < deadline, "the router does not hear that all workers are idle"
+            time.sleep(0.05)
         return cluster
 
     def pid(self, cluster: dict[str, Any], name: str) -> int:

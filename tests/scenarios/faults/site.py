@@ -24,7 +24,7 @@ from tests.scenarios.faults.cases import Case
 from tests.scenarios.faults.stall import StallMonitor
 from tests.scenarios.footprint import Footprint, connections, shared_memory
 from tests.scenarios.overseer import Overseer
-from tests.scenarios.processes import Process, ProcessCluster
+from tests.scenarios.processes import Process, ProcessCluster, shows_idle
 
 LEASE_S = 1.0
 GRACE_S = 0.5
@@ -127,9 +127,10 @@ class Site:
     # -- before and after
 
     def prepare(self) -> None:
-        """Until the cluster is whole and idle."""
+        """Until the cluster is whole and idle, and the router knows: then it places on the first of each pool."""
         self.overseer.wait_whole()
         self.cluster.wait_idle()
+        self.cluster.wait_for(lambda: shows_idle(self.cluster.url), "a router that knows of it")
 
     def warm_up(self) -> None:
         """Use every pair of workers, lose one of each pool, use them again; then note what each kind holds."""

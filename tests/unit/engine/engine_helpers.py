@@ -61,10 +61,17 @@ def save_model(arch: str, target: Path, **options: object) -> Path:
 
 
 def load_engine(
-    model_dir: Path, *, page_size: int = PAGE_SIZE, num_pages: int = NUM_PAGES, **options: object
+    model_dir: Path,
+    *,
+    page_size: int = PAGE_SIZE,
+    num_pages: int = NUM_PAGES,
+    num_threads: int = 1,
+    **options: object,
 ) -> Engine:
     """Load without the probe, which has its own tests."""
-    return Engine.load(model_dir, page_size=page_size, num_pages=num_pages, num_threads=1, probe=False, **options)  # type: ignore[arg-type]
+    return Engine.load(
+        model_dir, page_size=page_size, num_pages=num_pages, num_threads=num_threads, probe=False, **options
+    )  # type: ignore[arg-type]
 
 
 def make_prompt(length: int, seed: int, vocab_size: int = 320) -> list[int]:

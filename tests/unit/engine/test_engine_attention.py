@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine import attention_cpu
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import ForwardContext, current_forward, paged_attention
 from tandem.engine.attention_cpu import CPUAttention
 from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.layout import KVLayout
 
 # heads, KV heads, head_dim, page size
-SHAPES = [(1, 1, 8, 1), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7), (3, 3, 5, 32)]
+SHAPES = [(1, 1, 8, 1), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7), (10, 2, 24, 32)]
 WINDOWS = [0, 1, 2, 7, 33, 10_000]
 SOFTCAPS = [0.0, 3.0]
 # start and end of each sequence: decode rows at page edges, chunks with and without a prefix.
@@ -43,12 +43,9 @@ def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[K
     return arena, build_batch(inputs, layout.page_size, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("max_paged_rows", [0, attention_cpu.MAX_PAGED_ROWS, 10**9])
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cpu_attention_matches_reference(
-    shape: tuple[int, int, int, int], max_paged_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_cpu, "MAX_PAGED_ROWS", max_paged_rows)
+def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_threads: int) -> None:
     heads, kv_heads, head_dim, page_size = shape
     layout = KVLayout(1, kv_heads, head_dim, page_size, "float32")
     arena, batch = ragged(layout, SPANS, seed=heads)
@@ -56,9 +53,15 @@ def test_cpu_attention_matches_reference(
     for window, softcap in itertools.product(WINDOWS, SOFTCAPS):
         params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap)
         expected = ReferenceAttention().attend(batch, arena, 0, query, params)
-        found = CPUAttention(num_threads=2).attend(batch, arena, 0, query, params)
+        found = CPUAttention(num_threads).attend(batch, arena, 0, query, params)
         assert bool(expected.isfinite().all())
         assert float((found - expected).abs().max()) <= 1e-5, (window, softcap)
+
+
+def test_heads_that_fill_no_vectors_take_the_reference() -> None:
+    device = torch.device("cpu")
+    assert select_backend(KVLayout(1, 2, 24, 32, "float32"), device, 1).name == "cpu"
+    assert select_backend(KVLayout(1, 2, 20, 32, "float32"), device, 1).name == "reference"
 
 
 def test_reference_is_what_softmax_says() -> None:

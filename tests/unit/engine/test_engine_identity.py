@@ -43,6 +43,17 @@ def test_each_prompt_alone_matches_generate(case: Case) -> None:
         helpers.assert_identical(found, [expected])
 
 
+def test_logits_are_the_same_bits_however_the_work_is_cut(case: Case) -> None:
+    """Neither chunks nor company nor threads change a row: seeded samples survive a move, a replay, a preemption."""
+    together = helpers.drive(case.engine, case.prompts, chunk=50, num_new=MUTATION_NEW)
+    threaded = helpers.load_engine(case.model_dir, num_threads=2)
+    for prompt, expected in zip(case.prompts, together, strict=True):
+        for engine, chunk in [(case.engine, 7), (case.engine, 1000), (threaded, 33)]:
+            (found,) = helpers.drive(engine, [prompt], chunk=chunk, num_new=MUTATION_NEW)
+            assert found.token_ids == expected.token_ids
+            assert torch.equal(found.logits, expected.logits), f"chunks of {chunk}"
+
+
 @pytest.mark.parametrize("chunk", [helpers.PAGE_SIZE, 1000])
 def test_identity_is_red_when_attention_is_zeroed(case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _mutate(monkeypatch, lambda output, _: torch.zeros_like(output), None)

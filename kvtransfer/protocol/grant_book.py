@@ -157,8 +157,18 @@ class GrantBook:
             self._kill_asked_s[record.sender] = now_s
             self._out.append(ev.KillWriter(record.sender))
 
-    def _check_quarantine(self) -> None:
-        over = self.num_quarantined_pages > self.limits.quarantine_cap_pages
+    def _check_quarantine(self, now_s: float) -> None:
+        # A cancel in the middle of a write puts pages here for the moment until the writer has answered. Only those
+        # that stay say that something is wrong.
+        over = self.num_quarantined_pages > self.limits.quarantine_cap_pages and self._num_staying(now_s) > (
+            self.limits.quarantine_cap_pages
+        )
         if over and not self._replacement_asked:
             self._out.append(ev.ReplaceSelf(self.num_quarantined_pages))
         self._replacement_asked = over
+
+    def _num_staying(self, now_s: float) -> int:
+        """Pages whose writer has had the grace time to confirm, and has not."""
+        before_s = now_s - self.limits.grace_s
+        quarantined = (r for r in self._records.values() if r.state is GrantState.QUARANTINED and r.since_s <= before_s)
+        return sum(len(record.unverified_pages) for record in quarantined)

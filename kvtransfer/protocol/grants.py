@@ -30,7 +30,8 @@ class ReceiverLimits:
         grace_s: how long after that a writer may stay silent before it is killed; also between repeated kills.
         ask_again_s: between repeated requests to stop.
         remember_s: how long the answer to an ended attempt is kept for repeated messages.
-        quarantine_cap_pages: more quarantined pages than this and the worker must be replaced.
+        quarantine_cap_pages: more pages than this in quarantine for longer than `grace_s`, and the worker must be
+            replaced.
     """
 
     lease_s: float = 30.0

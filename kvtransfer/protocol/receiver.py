@@ -74,7 +74,7 @@ class ReceiverHandoffs(GrantBook):
                 found = self._find(event)
                 if found is not None:
                     self._transition(found, event, now_s)
-        self._check_quarantine()
+        self._check_quarantine(now_s)
         return self._out
 
     def _find(self, event: Any) -> GrantRecord | None:

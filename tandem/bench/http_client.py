@@ -128,8 +128,8 @@ class LoadClient:
         """One request by its parts, awaited."""
         return await self.request(self.message(method, path, body))
 
-    async def wait_none_under_way(self, timeout_s: float) -> None:
-        """Until every answer is there; what has none after `timeout_s` is broken off and ends `BROKEN`."""
+    async def wait_none_under_way(self, timeout_s: float | None) -> None:
+        """Until every answer is there; what has none after `timeout_s` (`None`: never) is broken off, `BROKEN`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._none_under_way.wait()

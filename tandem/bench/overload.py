@@ -1,4 +1,4 @@
-"""How a router bears overload: `python -m tandem.bench.overload --url http://127.0.0.1:8000 --json OUT`.
+"""How a router bears overload: `tandem bench overload --url http://127.0.0.1:8000 --json OUT`.
 
     capacity   the highest Poisson rate of requests without a 429, by bisection
     normal     the medians of TTFT and E2E at 80 % of it
@@ -11,7 +11,6 @@ The generator shares its cores with a local cluster; its CPU time is in the repo
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -23,24 +22,23 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
-import uvloop
 
 from tandem.bench.http_client import NO_SOCKET, LoadClient, Outcome
 from tandem.bench.process_watch import Usage, listener_on, watched
-from tandem.core.errors import ConfigError, TandemError
+from tandem.bench.rate_search import RateSearch
+from tandem.bench.server import connected
+from tandem.bench.summary import percentile
+from tandem.core.errors import TandemError
 
-KEY_VARIABLE = "TANDEM_API_KEY"
 _OK, _REFUSED = 200, 429
 _NORMAL_SHARE = 0.8
 _WINDOW_S = 1.0
 _WARM_UP = 8
 _CLOSED_LOOP = 16
 _PRECISION = 1.08
-_ASK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -157,19 +155,16 @@ async def find_capacity(generator: Generator, plan: Plan) -> tuple[float, list[d
     await generator.closed_loop(1, 1.0)
     closed = await generator.closed_loop(_CLOSED_LOOP, plan.probe_s / 2)
     rate = max(1.0, len(closed.accepted) / (time.monotonic() - closed.began_s))
-    good, bad, probes = 0.0, math.inf, []
-    for _ in range(plan.num_probes):
-        phase = await generator.poisson(rate, plan.probe_s)
+    search, probes = RateSearch(rate, precision=_PRECISION, max_probes=plan.num_probes), []
+    while not search.is_done:
+        phase = await generator.poisson(search.rate, plan.probe_s)
         is_good = phase.num_refused == 0 and len(phase.accepted) == len(phase.outcomes)
         probes.append({"is_good": is_good, **phase.report()})
-        say(f"probe at {rate:.1f}/s: {'nothing refused' if is_good else f'{phase.num_refused} refused'}")
-        good, bad = (max(good, rate), bad) if is_good else (good, min(bad, rate))
-        if good and bad / good < _PRECISION:
-            break
-        rate = good * 2 if bad == math.inf else math.sqrt(good * bad) if good else bad / 2
-    if not good:
-        raise TandemError(f"every probe down to {bad:.2f} requests a second met a refusal: is the cluster idle?")
-    return good, probes
+        say(f"probe at {search.rate:.1f}/s: {'nothing refused' if is_good else f'{phase.num_refused} refused'}")
+        search.tell(went_well=is_good)
+    if not search.best:
+        raise TandemError(f"every probe down to {search.worst:.2f} requests a second met a refusal: is it idle?")
+    return search.best, probes
 
 
 def seconds_until_normal(recovery: Phase, normal: Phase) -> float | None:
@@ -178,7 +173,7 @@ def seconds_until_normal(recovery: Phase, normal: Phase) -> float | None:
     A second is normal when all requests sent in it were accepted, and its medians lie within the normal's 95th
     percentiles. What came to be refused or slow after its second counts against its second.
     """
-    limits = [_quantile([getattr(o, name) for o in normal.accepted], 0.95) for name in ("ttft_s", "e2e_s")]
+    limits = [percentile(sorted(getattr(o, name) for o in normal.accepted), 95) for name in ("ttft_s", "e2e_s")]
     num_windows = int(max((o.sent_s for o in recovery.outcomes), default=recovery.began_s) - recovery.began_s)
     in_a_row = 0
     for number in range(num_windows):
@@ -201,11 +196,11 @@ async def measure(url: str, plan: Plan, *, model: str | None = None, api_key: st
     """Run all parts against the router at `url`; plain data for JSON.
 
     Raises:
-        ConfigError: nobody answers there, or not as a router.
+        ConfigError: nobody answers there, or it refuses the key.
         TandemError: even a trickle of requests is refused.
     """
     client = LoadClient(url, max_sockets=plan.max_sockets, api_key=api_key)
-    generator = Generator(client, model or await _served_model(client, url), plan)
+    generator = Generator(client, (await connected(client, url, model)).name, plan)
     router = listener_on(client.port)
     for _ in range(_WARM_UP):
         await generator.closed_loop(1, 0.0)
@@ -233,19 +228,6 @@ async def measure(url: str, plan: Plan, *, model: str | None = None, api_key: st
     }
 
 
-async def _served_model(client: LoadClient, url: str) -> str:
-    asking = asyncio.create_task(client.ask("GET", "/v1/models"))
-    await asyncio.wait([asking], timeout=_ASK_S)
-    await client.wait_none_under_way(0)
-    answer = await asking
-    if answer.status != _OK:
-        raise ConfigError(
-            f"{url}/v1/models answers {answer.status}; name a running router with --url, and its key in {KEY_VARIABLE}",
-            key="--url",
-        )
-    return str(json.loads(answer.body)["data"][0]["id"])
-
-
 def _ratio(overload: Phase, normal: Phase, name: str) -> float | None:
     """The accepted's median under overload over the normal one."""
     over, usual = ([getattr(o, name) for o in phase.accepted] for phase in (overload, normal))
@@ -264,12 +246,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _summary(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
-    return {f"p{round(share * 100)}": round(_quantile(values, share), 6) for share in (0.5, 0.9, 0.95, 0.99)}
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    ordered = sorted(values)
+    return {f"p{percent}": round(percentile(ordered, percent), 6) for percent in (50, 90, 95, 99)}
 
 
 def _brief(phase: Phase) -> str:
@@ -281,48 +259,3 @@ def _brief(phase: Phase) -> str:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    plan = Plan(
-        prompt_words=options.prompt_words, max_tokens=options.max_tokens, overload_s=options.seconds,
-        overload_factor=options.factor, max_sockets=options.max_sockets, seed=options.seed,
-    )  # fmt: skip
-    api_key = os.environ.get(KEY_VARIABLE, "")
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            report = runner.run(measure(options.url, plan, model=options.model, api_key=api_key))
-    except TandemError as error:
-        say(f"overload: {error.message}")
-        return 2
-    text = json.dumps(report, indent=2)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
-    else:
-        print(text)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    plan = Plan()
-    parser = argparse.ArgumentParser(
-        prog="python -m tandem.bench.overload",
-        description="Find a router's capacity, then load it far beyond; about 3 minutes. "
-        f"An API key is read from {KEY_VARIABLE}.",
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the report goes (default: standard output)")
-    parser.add_argument("--model", help="served name (default: the first of /v1/models)")
-    parser.add_argument("--prompt-words", type=int, default=plan.prompt_words)
-    parser.add_argument("--max-tokens", type=int, default=plan.max_tokens)
-    parser.add_argument("--seconds", type=float, default=plan.overload_s, help="length of the overload")
-    parser.add_argument("--factor", type=float, default=plan.overload_factor, help="overload over capacity")
-    parser.add_argument("--max-sockets", type=int, default=plan.max_sockets, help="requests beyond are not sent")
-    parser.add_argument("--seed", type=int, default=plan.seed)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

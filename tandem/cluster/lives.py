@@ -126,7 +126,10 @@ class Slot(Life):
     @property
     def member(self) -> Member:
         node, pid = (self.placement.node, self.placement.pid) if self.placement else ("", 0)
-        state = "draining" if self.phase is Phase.STOPPING else self.phase.value
+        if self.phase is not Phase.STOPPING:
+            state = self.phase.value
+        else:  # routers need not wait for a stopped process to be gone before they take its requests elsewhere
+            state = Phase.WAITING.value if self.killed_for else Phase.DRAINING.value
         return Member(self.worker_id, self.incarnation, self.role, self.address, state, node, pid)
 
     @property

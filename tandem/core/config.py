@@ -86,11 +86,14 @@ class SchedulingConfig:
     max_num_seqs: int = _key(64, "sequences in one batch", minimum=1)
     max_num_batched_tokens: int = _key(2048, "tokens of one step, decodes and chunks together", minimum=1)
     chunk_size: int = _key(512, "most tokens of one prompt in one step; a multiple of the page size", minimum=1)
-    max_queued_requests: int = _key(256, "requests that the router keeps waiting; beyond that: 429", minimum=1)
+    max_queued_requests: int = _key(
+        256, "the most requests that wait, in bursts; beyond that, or when they come faster than they are served: 429",
+        minimum=1,
+    )
     worker_queue_bound: int = _key(512, "requests that one worker keeps waiting", minimum=1)
     unacknowledged_share: float = _key(
-        0.75, "share of a prefill worker's pages that computed prompts may hold while decode has not taken them; above "
-        "it no new prompt is admitted", minimum=0.01
+        0.75, "share of a prefill worker's pages in use above which it admits no prompt that decode has no pages for; "
+        "a lone one always may", minimum=0.01
     )
     local_prefill_tokens: int = _key(
         512, "after a prefill worker was lost, decode computes the rest of a prompt by itself if no more tokens than "
@@ -110,8 +113,10 @@ class TransportConfig:
                      choices=("ucx", "nccl", "loopback"))
     lease_s: float = _key(10.0, "seconds after which a silent peer is taken for lost", minimum=0.1)
     grace_s: float = _key(2.0, "seconds beyond the lease before a silent writer is killed", minimum=0)
-    quarantine_cap: float = _key(0.25, "share of a worker's pages in quarantine above which it is replaced",
-                                 minimum=0.01)
+    quarantine_cap: float = _key(
+        0.25, "share of a worker's pages that may stay in quarantine for longer than `grace_s`; above it the worker "
+        "drains and is replaced", minimum=0.01
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class LimitsConfig:
     stream_buffer_tokens: int = _key(
         1024, "tokens kept for a client that reads too slowly before its request is cancelled", minimum=1
     )
-    max_attempts: int = _key(3, "attempts at one request in all, the first one included", minimum=1)
+    max_attempts: int = _key(3, "attempts at one request in all, the first one included; moves do not count", minimum=1)
     retry_budget: float = _key(
         0.1, "share of all requests that may be tried again, cluster-wide; a few in a row always may", minimum=0
     )

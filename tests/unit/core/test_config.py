@@ -17,6 +17,15 @@ from tandem.core.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[3]
 
 
+_UPPER = {
+    "http.port": 65535,
+    "transport.quarantine_cap": 1,
+    "cache.memory_share": 0.95,
+    "scheduling.unacknowledged_share": 1,
+    "limits.retry_budget": 1,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One key with its dotted path, type and bounds."""
@@ -102,7 +111,7 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     if leaf.choices:
         return st.sampled_from(leaf.choices)
     least = leaf.minimum or 0
-    upper = {"http.port": 65535, "transport.quarantine_cap": 1, "cache.memory_share": 0.95}.get(leaf.path)
+    upper = _UPPER.get(leaf.path)
     if leaf.hint is int:
         return st.integers(int(least), int(upper or 1 << 40))
     if leaf.hint is float:

@@ -18,20 +18,34 @@ STATUSES = {
     "ConfigError": 500,
     "InvalidRequestError": 400,
     "ModelNotFoundError": 404,
+    "RequestTimeoutError": 408,
+    "RequestTooLargeError": 413,
     "ModelLoadError": 500,
     "UnsupportedModelError": 500,
     "OverloadedError": 429,
     "NoWorkerError": 503,
     "DrainingError": 503,
     "CancelledError": 499,
+    "DeadlineError": 504,
+    "AuthenticationError": 401,
+    "ForbiddenError": 403,
     "WorkerLostError": 502,
+    "WorkersDiedError": 500,
     "HandoffError": 502,
     "TransportError": 502,
     "IncompatibleError": 503,
     "IllegalTransitionError": 500,
     "InternalError": 500,
 }
-RETRYABLE = {"OverloadedError", "NoWorkerError", "DrainingError", "WorkerLostError", "HandoffError", "TransportError"}
+RETRYABLE = {
+    "OverloadedError",
+    "NoWorkerError",
+    "DrainingError",
+    "WorkerLostError",
+    "HandoffError",
+    "TransportError",
+    "RequestTimeoutError",
+}
 
 
 def test_every_class_has_a_code_of_its_own() -> None:

@@ -411,7 +411,21 @@ def test_answers_are_forgotten_in_the_end(state: str) -> None:
     assert refusal.reason is RefusalReason.UNKNOWN_GRANT
 
 
-def test_above_the_cap_the_worker_asks_once_to_be_replaced() -> None:
+def test_pages_that_stay_in_quarantine_above_the_cap_replace_the_worker_once() -> None:
     worker = ReceivingWorker(replace(LIMITS, quarantine_cap_pages=2)).reach("open")
-    assert names(worker.feed(ev.RequestCancelled(KEY))) == ["QuarantinePages", "AskWriterToStop", "ReplaceSelf"]
-    assert worker.feed(ev.RequestCancelled(KEY)) == []
+    assert names(worker.feed(ev.RequestCancelled(KEY))) == ["QuarantinePages", "AskWriterToStop"]
+    worker.now_s += LIMITS.grace_s - 0.01
+    assert "ReplaceSelf" not in names(worker.feed(ev.Tick()))
+    worker.now_s += 0.01
+    assert "ReplaceSelf" in names(worker.feed(ev.Tick()))
+    worker.now_s += LIMITS.grace_s
+    assert "ReplaceSelf" not in names(worker.feed(ev.Tick()))
+
+
+def test_a_writer_that_confirms_in_time_costs_no_worker() -> None:
+    worker = ReceivingWorker(replace(LIMITS, quarantine_cap_pages=2)).reach("open")
+    worker.feed(ev.RequestCancelled(KEY))
+    grant = worker.grant_of(KEY)
+    worker.feed(ev.WriterConfirmedIdle(grant.grant_id, SENDER, grant.capability))
+    worker.now_s += 2 * LIMITS.grace_s
+    assert "ReplaceSelf" not in names(worker.feed(ev.Tick()))

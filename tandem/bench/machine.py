@@ -1,0 +1,51 @@
+"""Where and with what a measurement was made."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tandem.core.version import version
+
+_PACKAGES = ("torch", "numpy", "numba", "transformers", "nixl-cu12", "ray", "grpcio", "uvloop", "vllm")
+
+
+def machine() -> dict[str, Any]:
+    """The host on which the generator runs, which is the server's where that is local."""
+    return {
+        "cpu": _cpu_model(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Tandem, Python and the packages installed beside the generator."""
+    found = {"tandem": version(), "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def now() -> str:
+    """Date and time of the day, in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()

@@ -1,0 +1,98 @@
+"""The server that is to be measured: is it there, does it let us in, does it know the model?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.bench.http_client import UNREACHABLE, LoadClient, Outcome
+from tandem.bench.load import PATH, answer_error, record_of
+from tandem.bench.workload import Job, body_of
+from tandem.core.errors import ConfigError, TandemError
+
+#: The first of these that is set holds the API key.
+KEY_VARIABLES = ("TANDEM_API_KEY", "OPENAI_API_KEY")
+
+_OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
+_ASK_S = 20.0
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the server said of what it serves."""
+
+    name: str
+    max_model_len: int | None  # tokens of prompt and output; `None`: it does not say
+    server: str  # its `Server` header
+
+
+def api_key() -> str:
+    """The key in the environment, or none."""
+    return next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
+
+
+async def connected(client: LoadClient, url: str, model: str | None, *, vocabulary: Sequence[int] = ()) -> ServedModel:
+    """Ask for the models; with a `vocabulary`, also for one token after a prompt of one.
+
+    `model` is the first that is served where it is `None`.
+
+    Raises:
+        ConfigError: nobody answers at `url`, it wants another API key, or does not serve `model`.
+        TandemError: it does not answer as a completion server does.
+    """
+    answer = await _in_time(client, client.message("GET", "/v1/models"))
+    _check_access(answer, url)
+    served = _listing(answer)
+    if model is None and not served:
+        raise ConfigError(f"{url}/v1/models answers {answer.status} and names no model: give --model", key="--model")
+    name = model or str(served[0]["id"])
+    if vocabulary:
+        await _try_one(client, url, name, served, vocabulary)
+    entry = next((entry for entry in served if entry.get("id") == name), {})
+    return ServedModel(name, entry.get("max_model_len"), answer.server)
+
+
+async def _try_one(
+    client: LoadClient, url: str, model: str, served: Sequence[dict[str, Any]], vocabulary: Sequence[int]
+) -> None:
+    job = Job(0, (vocabulary[0],), 1)
+    answer = await _in_time(client, client.message("POST", PATH, body_of(job, model, ignore_eos=True)))
+    _check_access(answer, url)
+    if answer.status == _NOT_FOUND:
+        names = ", ".join(str(entry.get("id")) for entry in served)
+        raise ConfigError(f"{url} answers: {answer_error(answer)}; it serves: {names or 'nothing'}", key="--model")
+    record = record_of(job, answer, began_s=answer.sent_s)
+    if not record.is_good:
+        raise TandemError(f"a first request to {url} failed ({record.failure}): {record.message}")
+
+
+async def _in_time(client: LoadClient, message: bytes) -> Outcome:
+    """One answer; what is not there in time is broken off."""
+    asking = asyncio.create_task(client.request(message))
+    await asyncio.wait([asking], timeout=_ASK_S)
+    await client.wait_none_under_way(0)
+    return await asking
+
+
+def _check_access(answer: Outcome, url: str) -> None:
+    if answer.status == UNREACHABLE:
+        raise ConfigError(f"nobody answers at {url}: {answer.why}; name a running server with --url", key="--url")
+    if answer.status < 0:
+        raise ConfigError(f"{url} gives no whole answer: {answer.why}", key="--url")
+    if answer.status in (_UNAUTHORIZED, _FORBIDDEN):
+        which = "takes another API key than that in" if api_key() else "wants an API key; put it into"
+        raise ConfigError(f"{url} {which} {' or '.join(KEY_VARIABLES)}: {answer_error(answer)}", key=KEY_VARIABLES[0])
+
+
+def _listing(answer: Outcome) -> list[dict[str, Any]]:
+    """The entries of `/v1/models`; none where the server has no such page."""
+    if answer.status != _OK:
+        return []
+    try:
+        return [entry for entry in json.loads(answer.body)["data"] if isinstance(entry, dict)]
+    except (ValueError, KeyError, TypeError):
+        return []

@@ -1,0 +1,153 @@
+"""Recorded loads: what was asked when, and how long it was.
+
+| format | files | has |
+|---|---|---|
+| `azure` | Azure LLM inference traces, CSV: `TIMESTAMP,ContextTokens,GeneratedTokens` | arrivals, lengths |
+| `mooncake` | Mooncake traces, JSON lines: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` | arrivals, lengths, \
+which blocks of 512 tokens prompts share |
+| `sharegpt` | ShareGPT conversations, JSON: `conversations` of `{from, value}` | texts; lengths by a tokenizer |
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.core.errors import ConfigError
+from tandem.core.tokenizer import Tokenizer
+
+TraceFormat = Literal["azure", "mooncake", "sharegpt"]
+FORMATS: tuple[TraceFormat, ...] = ("azure", "mooncake", "sharegpt")
+MOONCAKE_BLOCK = 512
+
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
+
+
+@dataclass(frozen=True)
+class TraceEntry:
+    """One recorded request."""
+
+    num_input: int
+    num_output: int
+    arrival_s: float | None = None  # from the first one's; `None`: not recorded
+    block_ids: tuple[int, ...] = ()  # equal ids stand for equal content, one for each `block_size` tokens
+    block_size: int = MOONCAKE_BLOCK
+    token_ids: tuple[int, ...] = ()  # of the recorded text, where there is one
+
+
+def load_trace(
+    path: Path, format: TraceFormat | None = None, *, limit: int | None = None, tokenizer: Tokenizer | None = None
+) -> list[TraceEntry]:
+    """The first `limit` requests of a trace, in order of arrival; `format` is found out where it is not given.
+
+    `tokenizer` counts the tokens of formats that hold text.
+
+    Raises:
+        ConfigError: the file cannot be read, holds something else, or needs a tokenizer.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace cannot be read: {error}", key="--trace") from error
+    format = format or detect_format(text, path)
+    try:
+        entries = list(islice(_entries(text, format, tokenizer), limit))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no {format} trace: {type(error).__name__}: {error}", key="--trace") from error
+    if not entries:
+        raise ConfigError(f"{path} holds no request", key="--trace")
+    return _from_first_arrival(entries)
+
+
+def detect_format(text: str, path: Path) -> TraceFormat:
+    """By the first characters. Raises `ConfigError` where they fit none."""
+    first_line = text.lstrip().split("\n", 1)[0].strip()
+    if first_line.split(",")[: len(_AZURE_COLUMNS)] == list(_AZURE_COLUMNS):
+        return "azure"
+    if first_line.startswith("{") and all(f'"{key}"' in first_line for key in _MOONCAKE_KEYS):
+        return "mooncake"
+    if first_line.startswith("["):
+        return "sharegpt"
+    raise ConfigError(f"{path} looks like none of {', '.join(FORMATS)}; name one with --format", key="--format")
+
+
+def scaled(entries: Iterable[TraceEntry], *, lengths: float = 1.0, time: float = 1.0) -> list[TraceEntry]:
+    """Lengths (at least one token) and arrivals times a factor each; 0.125 makes lengths an eighth."""
+    return [
+        replace(
+            entry,
+            num_input=_scaled_length(entry.num_input, lengths),
+            num_output=_scaled_length(entry.num_output, lengths),
+            block_size=_scaled_length(entry.block_size, lengths),
+            arrival_s=None if entry.arrival_s is None else entry.arrival_s * time,
+        )
+        for entry in entries
+    ]
+
+
+def _scaled_length(length: int, factor: float) -> int:
+    return max(1, round(length * factor))
+
+
+def _from_first_arrival(entries: list[TraceEntry]) -> list[TraceEntry]:
+    if any(entry.arrival_s is None for entry in entries):
+        return entries
+    ordered = sorted(entries, key=lambda entry: entry.arrival_s or 0.0)
+    first_s = ordered[0].arrival_s or 0.0
+    return [replace(entry, arrival_s=(entry.arrival_s or 0.0) - first_s) for entry in ordered]
+
+
+def _entries(text: str, format: TraceFormat, tokenizer: Tokenizer | None) -> Iterator[TraceEntry]:
+    if format == "azure":
+        return _azure(text)
+    if format == "mooncake":
+        return _mooncake(text)
+    if tokenizer is None:
+        raise ConfigError("a trace of texts needs --tokenizer DIR to count its tokens", key="--tokenizer")
+    return _sharegpt(text, tokenizer)
+
+
+def _azure(text: str) -> Iterator[TraceEntry]:
+    for row in csv.DictReader(text.splitlines()):
+        yield TraceEntry(
+            num_input=int(row["ContextTokens"]),
+            num_output=int(row["GeneratedTokens"]),
+            arrival_s=_seconds(row["TIMESTAMP"]),
+        )
+
+
+def _seconds(stamp: str) -> float:
+    """The 2023 traces name no zone, those of 2024 UTC."""
+    time = datetime.fromisoformat(stamp)
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def _mooncake(text: str) -> Iterator[TraceEntry]:
+    for line in text.splitlines():
+        if line.strip():
+            row = json.loads(line)
+            yield TraceEntry(
+                num_input=int(row["input_length"]),
+                num_output=int(row["output_length"]),
+                arrival_s=float(row["timestamp"]) / 1e3,
+                block_ids=tuple(int(block) for block in row.get("hash_ids", ())),
+            )
+
+
+def _sharegpt(text: str, tokenizer: Tokenizer) -> Iterator[TraceEntry]:
+    """The first question and its answer of each conversation; those without both are left out, as vLLM does."""
+    for conversation in json.loads(text):
+        turns: list[dict[str, Any]] = conversation.get("conversations") or []
+        if len(turns) < 2:
+            continue
+        token_ids = tokenizer.encode(str(turns[0]["value"]))
+        num_output = len(tokenizer.encode(str(turns[1]["value"]), add_special_tokens=False))
+        if token_ids and num_output:
+            yield TraceEntry(len(token_ids), num_output, token_ids=tuple(token_ids))

@@ -218,8 +218,10 @@ class WorkerSession:
                     f"the connection to worker {self.key} broke: {rpc_error.code().name} {rpc_error.details()}"
                 )
             except TandemError as tandem_error:
-                # Without its frames: they hold the stream, and gRPC keeps a connection open as long as a call lives.
+                # Without frames, its own and those of what it came from: they hold the stream, and gRPC keeps a
+                # connection open as long as a call lives.
                 error = tandem_error.with_traceback(None)
+                error.__context__ = None
             except Exception as unforeseen:  # a message that we cannot read: this stream is of no more use
                 log.exception("unforeseen error in a worker's stream", worker=str(self.key))
                 error = WorkerLostError(f"the stream of worker {self.key} failed: {unforeseen}")

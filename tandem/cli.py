@@ -1,4 +1,4 @@
-"""The command line: `tandem serve | status | scale | drain | stop | doctor | certs | version`."""
+"""The command line: `tandem serve | status | scale | drain | stop | doctor | certs | bench | version`."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_stop(commands)
     _add_doctor(commands)
     _add_certs(commands)
+    _add_bench(commands)
     _add_command(commands, "version", "print the version", "tandem version", _version)
     return parser
 
@@ -188,6 +189,20 @@ def _add_certs(commands: Any) -> None:
     command.add_argument(
         "--force", action="store_true", help="replace what is there; by the same authority if its key is there too"
     )
+
+
+def _add_bench(commands: Any) -> None:
+    from tandem.bench.arguments import add_subcommands
+
+    # Its subcommands have the handlers, and `--debug`.
+    command = commands.add_parser(
+        "bench",
+        help="measure any OpenAI-compatible server: latency, throughput, goodput",
+        description="Measure any OpenAI-compatible server: latency, throughput, goodput.",
+        epilog="example:\n  tandem bench run --concurrency 8 --input-len 128 --output-len 128",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_subcommands(command, _add_command)
 
 
 # --- what they run ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
-"""One measuring session against one server: connect, warm up, measure, once or at many rates."""
+"""One measuring session against one server: look at it, warm it up, measure, once or at many rates."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.bench.http_client import LoadClient
 from tandem.bench.load import Load, LoadDriver
-from tandem.bench.records import RequestRecord, Slo
+from tandem.bench.records import RequestRecord
 from tandem.bench.server import ServedModel, api_key, connected
 from tandem.bench.traces import TraceEntry
 from tandem.bench.workload import Job, body_of, make_jobs, poisson_arrivals, warm_up_jobs
@@ -24,9 +24,9 @@ class Target:
     """Which server, and how it is asked."""
 
     url: str
-    model: str | None = None
+    model: str | None = None  # `None`: the first that it serves
     ignore_eos: bool = True
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # of one answer
     max_sockets: int = 4096
 
 
@@ -42,7 +42,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Shape:
-    """When it is asked: exactly one of a closed loop, Poisson arrivals, or the trace's own times."""
+    """When it is asked: in a closed loop, at a Poisson process's times, or (neither is given) at the trace's own."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -57,60 +57,101 @@ Watcher = Callable[[RequestRecord], bool]
 
 
 class Session:
-    """Holds the connection to the server, and stops cleanly on SIGINT: `was_interrupted` tells."""
+    """Several runs against one server. SIGINT during a run ends it in order; `was_interrupted` tells."""
 
     def __init__(self, target: Target, workload: Workload) -> None:
         self.target, self.workload = target, workload
         self.served = ServedModel("", None, "")
         self.was_interrupted = False
-        self._driver: LoadDriver | None = None
 
     async def open(self) -> None:
-        """Look at the server, and warm it up. Raises as `connected`, and where warming up fails."""
+        """Look at the server and warm it up.
+
+        Raises:
+            ConfigError: as `connected`; or a request is longer than the server's context.
+            TandemError: a request to warm up failed.
+            KeyboardInterrupt: SIGINT came before there was anything to report.
+        """
         client = self._client()
         try:
             self.served = await connected(
                 client, self.target.url, self.target.model, vocabulary=self.workload.vocabulary
             )
-            self._check_lengths()
         finally:
             client.close()
+        self._check_lengths()
         await self._warm_up()
 
     async def measure(self, shape: Shape, *, number: int = 0, watch: Watcher = lambda _: True) -> Load:
         """One run. Each `number` has prompts of its own, and the same lengths and pattern of arrivals.
 
-        The run ends early, and is then partial, when `watch` returns `False` or on SIGINT.
+        It ends early, and is then partial, when `watch` returns `False` or on SIGINT.
         """
         workload = self.workload
-        seed = f"{workload.seed}:{number}"
-        jobs = make_jobs(workload.entries, vocabulary=workload.vocabulary, seed=seed)
+        jobs = make_jobs(workload.entries, vocabulary=workload.vocabulary, seed=f"{workload.seed}:{number}")
         if shape.concurrency is not None:
-            return await self._drive(jobs, watch, lambda driver: driver.closed_loop(shape.concurrency or 1))
-        if shape.rate is not None:
-            arrivals_s = poisson_arrivals(len(jobs), shape.rate, str(workload.seed))
-        elif any(job.arrival_s is None for job in jobs):
-            raise ConfigError("this load has no arrival times: give --rate or --concurrency", key="--rate")
-        else:
-            arrivals_s = [job.arrival_s or 0.0 for job in jobs]
+            concurrency = shape.concurrency
+            return await self._drive(jobs, watch, lambda driver: driver.closed_loop(concurrency))
+        arrivals_s = self._arrivals_s(shape, jobs)
         return await self._drive(jobs, watch, lambda driver: driver.open_loop(arrivals_s))
 
+    def _arrivals_s(self, shape: Shape, jobs: Sequence[Job]) -> list[float]:
+        if shape.rate is not None:
+            return poisson_arrivals(len(jobs), shape.rate, str(self.workload.seed))
+        arrivals_s = [job.arrival_s for job in jobs if job.arrival_s is not None]
+        if len(arrivals_s) < len(jobs):
+            raise ConfigError("this load has no arrival times: give --rate or --concurrency", key="--rate")
+        return arrivals_s
+
     async def _warm_up(self) -> None:
-        workload = self.workload
-        first = make_jobs(workload.entries[:1], vocabulary=workload.vocabulary, seed=str(workload.seed))[0]
-        jobs = list(
-            warm_up_jobs(workload.num_warm_up, first, vocabulary=workload.vocabulary, seed=str(workload.seed))
-        )
+        workload, seed = self.workload, str(self.workload.seed)
+        first = make_jobs(workload.entries[:1], vocabulary=workload.vocabulary, seed=seed)[0]
+        jobs = warm_up_jobs(workload.num_warm_up, first, vocabulary=workload.vocabulary, seed=seed)
         if not jobs:
             return
         load = await self._drive(jobs, lambda _: True, lambda driver: driver.closed_loop(_WARM_UP_CONCURRENCY))
-        failed = [record for record in load.records if not record.is_good]
-        if failed and not self.was_interrupted:
-            raise TandemError(f"a warm-up request failed ({failed[0].failure}): {failed[0].message}")
+        if self.was_interrupted:
+            raise KeyboardInterrupt
+        for record in load.records:
+            if not record.is_good:
+                raise TandemError(f"a request to warm up failed ({record.failure}): {record.message}")
 
     async def _drive(
-        self, jobs: Sequence[Job], watch: Watcher, shape: Callable[[LoadDriver], "asyncio.Future[Load]"]
+        self, jobs: Sequence[Job], watch: Watcher, run: Callable[[LoadDriver], Coroutine[Any, Any, Load]]
     ) -> Load:
-        ...
+        client = self._client()
+        bodies = [body_of(job, self.served.name, ignore_eos=self.target.ignore_eos) for job in jobs]
 
+        def on_record(record: RequestRecord) -> None:
+            if not watch(record):
+                driver.stop()
 
+        def interrupt() -> None:
+            self.was_interrupted = True
+            loop.remove_signal_handler(signal.SIGINT)  # a second one ends the process
+            driver.stop()
+
+        driver = LoadDriver(client, jobs, bodies, on_record)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            return await run(driver)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            client.close()
+
+    def _client(self) -> LoadClient:
+        target = self.target
+        return LoadClient(target.url, max_sockets=target.max_sockets, api_key=api_key(), timeout_s=target.timeout_s)
+
+    def _check_lengths(self) -> None:
+        limit = self.served.max_model_len
+        if limit is None:
+            return
+        too_long = [entry for entry in self.workload.entries if entry.num_input + entry.num_output > limit]
+        if too_long:
+            raise ConfigError(
+                f"{len(too_long)} of {len(self.workload.entries)} requests are longer than the context of {limit} "
+                "tokens; scale them down with --scale-lengths",
+                key="--scale-lengths",
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -90,8 +90,7 @@ def body_of(job: Job, model: str, *, ignore_eos: bool) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def warm_up_jobs(num: int, job: Job, *, vocabulary: Sequence[int], seed: str) -> Iterator[Job]:
-    """Requests as long as `job` with prompts of their own, so that they warm no prefix of the run."""
-    for number in range(num):
-        ids = random.Random(f"{seed}:warm-up:{number}").choices(vocabulary, k=len(job.prompt_ids))
-        yield Job(number, tuple(ids), job.num_output)
+def warm_up_jobs(num: int, like: Job, *, vocabulary: Sequence[int], seed: str) -> list[Job]:
+    """Requests as long as `like` with prompts of their own, so that they warm no prefix of the run."""
+    entries = [TraceEntry(len(like.prompt_ids), like.num_output)] * num
+    return make_jobs(entries, vocabulary=vocabulary, seed=f"{seed}:warm-up")

@@ -1,0 +1,252 @@
+"""The options of `tandem bench …`. Imports nothing heavy: `tandem --help` reads this too."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+#: Adds a command by its name, help, example and handler, and gives its parser.
+AddCommand = Callable[..., argparse.ArgumentParser]
+
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
+
+
+def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> None:
+    """`run`, `goodput`, `compare`, `plot` and `overload`, below `command`."""
+    subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
+    _add_run(subcommands, add_command)
+    _add_goodput(subcommands, add_command)
+    _add_compare(subcommands, add_command)
+    _add_plot(subcommands, add_command)
+    _add_overload(subcommands, add_command)
+
+
+def _add_run(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "run",
+        "put one load on a server and print its latencies and throughput",
+        "tandem bench run --concurrency 8 --input-len 128 --output-len 128\n"
+        "tandem bench run --rate 2 --num-requests 200 --slo-ttft 3s --slo-tpot 50ms --json poisson.json\n"
+        "tandem bench run --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125",
+        _run,
+    )
+    _add_load_options(command)
+    shape = command.add_mutually_exclusive_group()
+    shape.add_argument("--concurrency", type=_count, metavar="N", help="a closed loop of N clients")
+    shape.add_argument("--rate", type=_positive, metavar="R", help="a Poisson process of R requests a second")
+    _add_slo(command, ttft=None, tpot=None)
+
+
+def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "goodput",
+        "find the highest Poisson rate at which nearly all requests keep an SLO",
+        "tandem bench goodput --slo-ttft 3s --slo-tpot 50ms --num-requests 300\n"
+        "tandem bench goodput --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125",
+        _goodput,
+    )
+    _add_load_options(command)
+    _add_slo(command, ttft="3s", tpot="50ms")
+    command.add_argument(
+        "--share", type=_share, default=0.9, metavar="F", help="of the requests that must keep the SLO (default: 0.9)"
+    )
+    command.add_argument("--start-rate", type=_positive, default=1.0, metavar="R", help="to try first (default: 1)")
+    command.add_argument(
+        "--precision", type=_ratio, default=1.05, metavar="F", help="when the bounds are that close (default: 1.05)"
+    )
+    command.add_argument("--max-probes", type=_count, default=12, metavar="N", help="rates to try (default: 12)")
+
+
+def _add_compare(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "compare",
+        "print the ratios of one measurement to another",
+        "tandem bench compare tandem.json peer.json\n"
+        "tandem bench compare tandem-1.json,tandem-2.json,tandem-3.json peer-1.json,peer-2.json,peer-3.json",
+        _compare,
+    )
+    command.add_argument(
+        "first", type=_paths, metavar="A.json", help="its figures are divided; of several (A1,A2,A3) their medians"
+    )
+    command.add_argument("second", type=_paths, metavar="B.json", help="by those of this")
+
+
+def _add_plot(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "plot",
+        "plot latency against rate and ITL over time, as PNG and HTML",
+        "tandem bench plot tandem.json peer.json --output plots/bench",
+        _plot,
+    )
+    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what --json wrote")
+    command.add_argument(
+        "--output", type=Path, default=Path("bench"), metavar="STEM", help="writes STEM.html and STEM-*.png"
+    )
+
+
+def _add_overload(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "overload",
+        "find a router's capacity without refusals, then load it far beyond; about 3 minutes",
+        "tandem bench overload --json overload.json",
+        _overload,
+    )
+    _add_server(command)
+    command.add_argument("--json", type=Path, metavar="FILE", help="where the report goes (default: standard output)")
+    command.add_argument("--prompt-words", type=_count, default=64, metavar="N", help="(default: 64)")
+    command.add_argument("--max-tokens", type=_count, default=32, metavar="N", help="(default: 32)")
+    command.add_argument("--seconds", type=_positive, default=60.0, help="length of the overload (default: 60)")
+    command.add_argument("--factor", type=_positive, default=20.0, help="overload over capacity (default: 20)")
+    command.add_argument(
+        "--max-sockets", type=_count, default=1024, metavar="N", help="requests beyond are not sent (default: 1024)"
+    )
+    command.add_argument("--seed", type=int, default=1)
+
+
+def _add_server(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="an OpenAI-compatible server; its API key is read from TANDEM_API_KEY or OPENAI_API_KEY "
+        "(default: http://127.0.0.1:8000)",
+    )
+    command.add_argument("--model", metavar="NAME", help="as it is served (default: the first of /v1/models)")
+
+
+def _add_load_options(command: argparse.ArgumentParser) -> None:
+    _add_server(command)
+    load = command.add_argument_group("load")
+    load.add_argument("--input-len", type=_count, default=512, metavar="N", help="tokens of a prompt (default: 512)")
+    load.add_argument("--output-len", type=_count, default=64, metavar="N", help="tokens to generate (default: 64)")
+    load.add_argument("--num-requests", type=_count, metavar="N", help="(default: 64; of a trace, all)")
+    load.add_argument(
+        "--warmup", type=_natural, default=2, metavar="N", help="requests before, not counted (default: 2)"
+    )
+    load.add_argument("--seed", type=int, default=1, help="of prompts and arrivals; with the same one a server may "
+                      "have the prompts in its prefix cache (default: 1)")  # fmt: skip
+    load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+                      help="ask the server not to end before the length is reached (default: yes)")  # fmt: skip
+    load.add_argument("--tokenizer", type=Path, metavar="DIR", help="a checkpoint whose vocabulary prompts are drawn "
+                      "from; needed for traces of texts")  # fmt: skip
+    load.add_argument("--vocab", type=_id_range, metavar="LOW:HIGH", help="draw prompts from these token ids, HIGH "
+                      "not included (default: the tokenizer's, without special tokens; without one 128:256)")  # fmt: skip
+    load.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="SECONDS", help="of one answer (default: 600)"
+    )
+    load.add_argument("--max-connections", type=_count, default=4096, metavar="N",
+                      help="requests beyond fail and are counted (default: 4096)")  # fmt: skip
+    trace = command.add_argument_group("trace", "lengths and, unless a rate or concurrency is given, arrival times")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="replay this")
+    trace.add_argument("--format", choices=("azure", "mooncake", "sharegpt"), help="(default: found out)")
+    trace.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
+    trace.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="times each length")
+    trace.add_argument(
+        "--scale-time", type=_positive, default=1.0, metavar="F", help="times each arrival; 0.5: twice as fast"
+    )
+    report = command.add_argument_group("report")
+    report.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    report.add_argument("--records", action="store_true", help="with every request in it")
+    report.add_argument("--label", metavar="TEXT", help="what `compare` and `plot` call it (default: the file's name)")
+    report.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+
+
+def _add_slo(command: argparse.ArgumentParser, *, ttft: str | None, tpot: str | None) -> None:
+    for name, default in (("ttft", ttft), ("tpot", tpot)):
+        said = f" (default: {default})" if default else ""
+        command.add_argument(
+            f"--slo-{name}", type=duration_s, default=default, metavar="TIME",
+            help=f"what {name.upper()} may be, as 3s or 50ms{said}",
+        )  # fmt: skip
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def duration_s(text: str) -> float:
+    """`3s` or `50ms`, in seconds."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write it as 3s or 50ms")
+    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+
+
+def _number(text: str, type: Callable[[str], float], is_right: Callable[[float], bool], what: str) -> Any:
+    try:
+        value = type(text)
+    except ValueError:
+        value = float("nan")
+    if not is_right(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _count(text: str) -> Any:
+    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def _natural(text: str) -> Any:
+    return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
+
+
+def _positive(text: str) -> Any:
+    return _number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
+
+
+def _share(text: str) -> Any:
+    return _number(text, float, lambda value: 0 < value <= 1, "a share, above 0 and at most 1")
+
+
+def _ratio(text: str) -> Any:
+    return _number(text, float, lambda value: 1 < value < float("inf"), "a ratio above 1")
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(",")]
+
+
+def _id_range(text: str) -> range:
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of token ids; write it as 128:256")
+    return range(int(found[1]), int(found[2]))
+
+
+# --- what they run: imports stand inside ------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tandem.bench import commands
+
+    return commands.run(options)
+
+
+def _goodput(options: argparse.Namespace) -> int:
+    from tandem.bench import commands
+
+    return commands.goodput(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from tandem.bench import commands
+
+    return commands.compare(options)
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from tandem.bench import commands
+
+    return commands.plot(options)
+
+
+def _overload(options: argparse.Namespace) -> int:
+    from tandem.bench import commands
+
+    return commands.overload(options)

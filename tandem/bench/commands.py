@@ -1,0 +1,202 @@
+"""What `tandem bench …` runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import uvloop
+from rich.console import Console
+
+from tandem.bench import results
+from tandem.bench.goodput import GoodputSearch, search_goodput
+from tandem.bench.overload import Plan
+from tandem.bench.overload import measure as measure_overload
+from tandem.bench.progress import shown
+from tandem.bench.rate_search import RateSearch
+from tandem.bench.records import Slo
+from tandem.bench.results import Run
+from tandem.bench.server import api_key
+from tandem.bench.session import Session, Shape, Target, Workload
+from tandem.bench.tables import count_table, latency_table, probe_table, remarks
+from tandem.bench.traces import load_trace, scaled
+from tandem.bench.workload import DEFAULT_VOCABULARY, fixed_lengths, plain_vocabulary
+from tandem.core.errors import ConfigError
+from tandem.core.tokenizer import Tokenizer
+
+_INTERRUPTED = 130
+
+T = TypeVar("T")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`tandem bench run`; 0, 1 where a request failed, 130 where it was interrupted."""
+    session, console = _session(options), Console(stderr=True)
+    shape = Shape(concurrency=options.concurrency, rate=options.rate)
+    measured = _in_loop(_run_once(session, shape, options, console))
+    _say_run(measured, session)
+    if options.json is not None:
+        results.write(
+            options.json,
+            results.document("run", session, _plain(options), [measured], with_records=options.records),
+        )
+    return _INTERRUPTED if session.was_interrupted else int(bool(measured.summary.num_failed))
+
+
+async def _run_once(session: Session, shape: Shape, options: argparse.Namespace, console: Console) -> Run:
+    await session.open()
+    num = len(session.workload.entries)
+    with shown(shape.name, num, console=console, is_wanted=options.progress) as watch:
+        load = await session.measure(shape, watch=watch)
+    return Run.of(shape, load, _slo(options))
+
+
+def goodput(options: argparse.Namespace) -> int:
+    """`tandem bench goodput`; 0, 1 where no rate kept the SLO, 130 where it was interrupted."""
+    session, console = _session(options), Console(stderr=True)
+    search = GoodputSearch(
+        Slo(options.slo_ttft, options.slo_tpot),
+        options.share,
+        RateSearch(options.start_rate, precision=options.precision, max_probes=options.max_probes),
+    )
+    show = functools.partial(shown, total=len(session.workload.entries), console=console, is_wanted=options.progress)
+
+    async def search_all() -> None:
+        await session.open()
+        await search_goodput(session, search, show)
+
+    _in_loop(search_all())
+    _say_search(search, session)
+    if options.json is not None:
+        content = results.document(
+            "goodput", session, _plain(options), search.probes, with_records=options.records, search=search.as_json()
+        )
+        results.write(options.json, content)
+    return _INTERRUPTED if session.was_interrupted else int(not search.rates.best)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """`tandem bench compare`."""
+    from tandem.bench.compare import compare_files
+
+    table, notes = compare_files(options.first, options.second)
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def plot(options: argparse.Namespace) -> int:
+    """`tandem bench plot`."""
+    from tandem.bench.plot import plot_files
+
+    for path in plot_files(options.files, options.output):
+        print(path)
+    return 0
+
+
+def overload(options: argparse.Namespace) -> int:
+    """`tandem bench overload`."""
+    plan = Plan(
+        prompt_words=options.prompt_words,
+        max_tokens=options.max_tokens,
+        overload_s=options.seconds,
+        overload_factor=options.factor,
+        max_sockets=options.max_sockets,
+        seed=options.seed,
+    )
+    report = _in_loop(measure_overload(options.url, plan, model=options.model, api_key=api_key()))
+    if options.json is not None:
+        results.write(options.json, report)
+    else:
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+# --- from options -----------------------------------------------------------------------------------------------------
+
+
+def _session(options: argparse.Namespace) -> Session:
+    tokenizer = None if options.tokenizer is None else Tokenizer.from_dir(options.tokenizer)
+    if options.trace is None:
+        num = 64 if options.num_requests is None else options.num_requests
+        entries = fixed_lengths(num, options.input_len, options.output_len)
+    else:
+        limit = options.limit if options.num_requests is None else options.num_requests
+        entries = load_trace(options.trace, options.format, limit=limit, tokenizer=tokenizer)
+    entries = scaled(entries, lengths=options.scale_lengths, time=options.scale_time)
+    target = Target(
+        options.url, options.model, ignore_eos=options.ignore_eos, timeout_s=options.timeout,
+        max_sockets=options.max_connections,
+    )  # fmt: skip
+    workload = Workload(entries, _vocabulary(options.vocab, tokenizer), seed=options.seed, num_warm_up=options.warmup)
+    return Session(target, workload)
+
+
+def _vocabulary(given: range | None, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The ids to draw from: those given, less the tokenizer's special ones; else all of its others."""
+    if given is None:
+        return DEFAULT_VOCABULARY if tokenizer is None else plain_vocabulary(tokenizer)
+    if tokenizer is None:
+        return given
+    plain = [token_id for token_id in given if token_id < tokenizer.vocab_size and not tokenizer.is_special(token_id)]
+    if not plain:
+        raise ConfigError("--vocab names no ids but special ones and ones outside the tokenizer", key="--vocab")
+    return plain
+
+
+def _slo(options: argparse.Namespace) -> Slo | None:
+    slo = Slo(options.slo_ttft, options.slo_tpot)
+    return None if slo == Slo() else slo
+
+
+def _plain(options: argparse.Namespace) -> dict[str, Any]:
+    """The command's options as they go into JSON."""
+    left_out = {"run", "debug", "command", "json", "progress"}
+    return {
+        name: [value.start, value.stop] if isinstance(value, range) else _text(value)
+        for name, value in sorted(vars(options).items())
+        if name not in left_out
+    }
+
+
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _in_loop(work: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+# --- to the terminal --------------------------------------------------------------------------------------------------
+
+
+def _say_run(measured: Run, session: Session) -> None:
+    console = Console()
+    console.print(f"{session.served.name} at {session.target.url}, {measured.shape.name}", markup=False)
+    console.print(count_table(measured))
+    console.print(latency_table(measured.summary))
+    for remark in remarks(measured):
+        console.print(f"note: {remark}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _say_search(search: GoodputSearch, session: Session) -> None:
+    console = Console()
+    console.print(probe_table(search.probes))
+    for probe in search.probes:
+        for kind, number in probe.summary.num_failed.items():
+            if kind != "interrupted":
+                console.print(f"note: at {probe.shape.rate:.3f} /s {number} failed: {kind}", markup=False)
+    if session.was_interrupted:
+        console.print("note: partial: the search was stopped before its end")
+    if search.rates.best:
+        console.print(f"goodput: {search.rates.best:.3f} requests/s", highlight=False)
+    else:
+        console.print(f"no rate down to {search.rates.worst:.3f} /s kept the SLO", highlight=False)

@@ -1,0 +1,88 @@
+"""The JSON file of a measurement: written by `tandem bench`, read by `plot`, `compare` and whoever wants."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.bench.load import Load
+from tandem.bench.machine import machine, now, versions
+from tandem.bench.records import Slo
+from tandem.bench.session import Session, Shape
+from tandem.bench.summary import Summary, summarise
+from tandem.core.errors import ConfigError
+
+FORMAT = "tandem-bench/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One stretch of load and its figures."""
+
+    shape: Shape
+    load: Load
+    summary: Summary
+
+    @classmethod
+    def of(cls, shape: Shape, load: Load, slo: Slo | None) -> Run:
+        return cls(shape, load, summarise(load.records, load.duration_s, slo))
+
+    def as_json(self, *, with_records: bool) -> dict[str, Any]:
+        """Plain data; times in seconds."""
+        records = [dataclasses.asdict(record) for record in self.load.records] if with_records else None
+        return {
+            "shape": {"name": self.shape.name, **dataclasses.asdict(self.shape)},
+            "is_partial": self.load.is_partial,
+            "figures": dataclasses.asdict(self.summary),
+            "generator": {"cpu_s": self.load.cpu_s, "cpu_share": self.load.cpu_share},
+            "digests": [record.digest for record in self.load.records],
+            **({"records": records} if records is not None else {}),
+        }
+
+
+def document(
+    kind: str, session: Session, options: dict[str, Any], runs: Sequence[Run], *, with_records: bool, **more: Any
+) -> dict[str, Any]:
+    """Everything of one measurement as plain data; `options` are those of the command."""
+    served = session.served
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "date": now(),
+        "was_interrupted": session.was_interrupted,
+        "server": {"url": session.target.url, "model": served.name, "max_model_len": served.max_model_len}
+        | {"name": served.server},
+        "options": options,
+        "machine": machine(),
+        "versions": versions(),
+        **more,
+        "runs": [run.as_json(with_records=with_records) for run in runs],
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Raises `ConfigError` where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the results cannot be written: {error}", key="--json") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Raises `ConfigError` where it is no file of ours."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no file of `tandem bench` (its format is not {FORMAT!r})")
+    return content
+
+
+def title(content: dict[str, Any], path: Path) -> str:
+    """What to call a file's server in tables and plots: `--label`, else the file's name."""
+    return str(content["options"].get("label") or path.stem)

@@ -137,7 +137,7 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
     load.add_argument("--tokenizer", type=Path, metavar="DIR", help="a checkpoint whose vocabulary prompts are drawn "
                       "from; needed for traces of texts")  # fmt: skip
     load.add_argument("--vocab", type=_id_range, metavar="LOW:HIGH", help="draw prompts from these token ids, HIGH "
-                      "not included (default: the tokenizer's, without special tokens; without one 128:256)")  # fmt: skip
+                      "not included (default: all plain ones of the tokenizer; without one 128:256)")  # fmt: skip
     load.add_argument(
         "--timeout", type=_positive, default=600.0, metavar="SECONDS", help="of one answer (default: 600)"
     )

@@ -63,8 +63,8 @@ def remarks(run: Run) -> Iterator[str]:
     if summary.num_wrong_input:
         yield f"{summary.num_wrong_input} prompts have another length by the server's count than was sent"
     for source in ("limit", "events"):
-        if number := summary.token_sources.get(source):
-            yield f"{number} answers came without usage; their tokens are counted by the {source}"
+        if num_answers := summary.token_sources.get(source):
+            yield f"{num_answers} answers came without usage; their tokens are counted by the {source}"
     if summary.num_events and summary.num_output_tokens > 1.05 * summary.num_events:
         per_event = summary.num_output_tokens / summary.num_events
         yield f"an event brings {per_event:.2f} tokens: ITL is between events, TPOT between tokens"

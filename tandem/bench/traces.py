@@ -1,11 +1,9 @@
 """Recorded loads: what was asked when, and how long it was.
 
-| format | files | has |
-|---|---|---|
-| `azure` | Azure LLM inference traces, CSV: `TIMESTAMP,ContextTokens,GeneratedTokens` | arrivals, lengths |
-| `mooncake` | Mooncake traces, JSON lines: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` | arrivals, lengths, \
-which blocks of 512 tokens prompts share |
-| `sharegpt` | ShareGPT conversations, JSON: `conversations` of `{from, value}` | texts; lengths by a tokenizer |
+azure      Azure LLM inference traces, CSV: TIMESTAMP,ContextTokens,GeneratedTokens
+mooncake   Mooncake traces, JSON lines: timestamp (ms), input_length, output_length, and hash_ids, which name the
+           blocks of 512 tokens that prompts share
+sharegpt   ShareGPT conversations, JSON: texts without times; their lengths are counted by a tokenizer
 """
 
 from __future__ import annotations

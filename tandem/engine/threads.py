@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -21,17 +23,30 @@ _LAUNCH = threading.Lock()
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
+def _digest_of_sources() -> str:
+    """Of all files that kernels are put together from."""
+    here = Path(__file__).parent
+    names = ("vector_ir", "packed_kernel", "attention_numba", "threads")
+    return hashlib.sha256(b"".join((here / f"{name}.py").read_bytes() for name in names)).hexdigest()
+
+
+_SOURCES = _digest_of_sources()
+
+
 def compile_kernel(*, parallel: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: machine code on first use, kept on disk for the next process."""
     options = {"parallel": parallel, "nogil": True, "fastmath": _FASTMATH, "error_model": "numpy"}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         try:
-            compiled: Callable[..., None] = numba.njit(function, cache=True, **options)
+            compiled: Any = numba.njit(function, cache=True, **options)
         except RuntimeError as error:  # no directory to write to: every process compiles anew
             _log.warning("compiled kernels cannot be cached: %s", error)
-            compiled = numba.njit(function, **options)
-        return compiled
+            return numba.njit(function, **options)  # type: ignore[no-any-return]
+        # Numba's stamp is of the function's own file only; most of a kernel's code comes from others.
+        index = compiled._cache._cache_file
+        index._source_stamp = (index._source_stamp, _SOURCES)
+        return compiled  # type: ignore[no-any-return]
 
     return decorate
 

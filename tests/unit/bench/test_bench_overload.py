@@ -5,34 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from bench_peers import END, FIRST, REFUSED, STREAM, chunk, request, serving
+
+from tandem import cli
 from tandem.bench.http_client import BROKEN, NO_SOCKET, UNFINISHED, LoadClient, Outcome
-from tandem.bench.overload import Phase, Plan, main, measure, seconds_until_normal
-
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], "asyncio.Future[None]"]
-STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-FIRST = b'16\r\ndata: {"choices":[1]}\n\n\r\n'
-END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-REFUSED = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 7\r\nContent-Length: 2\r\n\r\n{}"
-
-
-@contextlib.asynccontextmanager
-async def serving(handler: Callable[..., object]) -> AsyncIterator[str]:
-    server = await asyncio.start_server(handler, "127.0.0.1", 0)  # type: ignore[arg-type]
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-
-
-async def request(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readuntil(b"\r\n\r\n")
-    if b"Content-Length" in head:
-        await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
-    return head
+from tandem.bench.overload import Phase, Plan, measure, seconds_until_normal
+from tandem.bench.stream_log import StreamLog
 
 
 class Router:
@@ -100,7 +81,7 @@ async def test_requests_beyond_the_sockets_are_not_sent() -> None:
     [
         (STREAM + FIRST + END, 200),
         (STREAM + FIRST + b"0\r\n\r\n", UNFINISHED),
-        (STREAM + b'15\r\ndata: {"error": {}}\n\n\r\n0\r\n\r\n', UNFINISHED),
+        (STREAM + chunk(b'data: {"error": {"message": "out of pages"}}\n\n') + END, UNFINISHED),
         (STREAM + FIRST, BROKEN),
         (b"HTTP/1.1 200 OK\r\nContent-Le", BROKEN),
         (b"", BROKEN),
@@ -133,8 +114,8 @@ async def test_an_answer_that_never_comes_is_broken_off() -> None:
 
 
 def test_where_nobody_listens_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--url", "http://127.0.0.1:9"]) == 2
-    assert "name a running router" in capsys.readouterr().err
+    assert cli.main(["bench", "overload", "--url", "http://127.0.0.1:9"]) == 1
+    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def phase(*seconds: tuple[int, float]) -> Phase:
@@ -143,7 +124,8 @@ def phase(*seconds: tuple[int, float]) -> Phase:
     for number, (status, e2e_s) in enumerate(seconds):
         for tenth in range(10):
             sent_s = 100.0 + number + tenth / 10
-            found.outcomes.append(Outcome(sent_s, status, sent_s + e2e_s / 2, sent_s + e2e_s))
+            stream = StreamLog(event_s=[sent_s + e2e_s / 2])
+            found.outcomes.append(Outcome(sent_s, status, sent_s + e2e_s, stream))
     return found
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -9,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.packed_linear import PackedLinear, pack
 
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 16, 32, 65)
 
 
@@ -69,6 +76,30 @@ def test_gpt2_style_layers_are_replaced_too() -> None:
     x = draw(5, 16, seed=4)
     packed = PackedLinear(layer.weight.T, layer.bias, 1)
     torch.testing.assert_close(packed(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_on_disk_follow_the_code_that_they_are_made_of(tmp_path: Path) -> None:
+    """Numba's cache would go on with machine code of an older `vector_ir.py`."""
+    copy = tmp_path / "tandem"
+    shutil.copytree(ROOT / "tandem", copy, ignore=shutil.ignore_patterns("__pycache__", "models"))
+    program = (
+        "import torch; from tandem.engine.packed_linear import PackedLinear; "
+        "print(float(PackedLinear(torch.ones(32, 8), None, 1)(torch.ones(1, 8))[0, 0]))"
+    )
+
+    def run() -> float:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        ended = subprocess.run(
+            [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return float(ended.stdout)
+
+    assert run() == 8.0
+    source = copy / "engine" / "vector_ir.py"
+    text = source.read_text()
+    assert "[a, b, c]" in text
+    source.write_text(text.replace("[a, b, c]", "[a, b, b]"))
+    assert run() != 8.0
 
 
 def test_what_is_not_float32_keeps_torch() -> None:

@@ -1,0 +1,182 @@
+"""Traces as they lie on disk, and the prompts and arrivals made from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_site import BOS, EOS, write_checkpoint
+
+from tandem.bench.traces import TraceEntry, load_trace, scaled
+from tandem.bench.workload import (
+    body_of,
+    fixed_lengths,
+    make_jobs,
+    plain_vocabulary,
+    poisson_arrivals,
+    warm_up_jobs,
+)
+from tandem.core.errors import ConfigError
+from tandem.core.tokenizer import Tokenizer
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 18:15:46.6805900,374,44\r\n"
+    "2023-11-16 18:15:50.9951690,396,109"  # as published: no newline at the end
+)
+MOONCAKE = [
+    {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]},
+    {"timestamp": 27000, "input_length": 600, "output_length": 5, "hash_ids": [46, 99]},
+]
+VOCABULARY = range(100, 400)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_dir(write_checkpoint(tmp_path_factory.mktemp("toy")))
+
+
+def written(tmp_path: Path, text: str, name: str = "trace") -> Path:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    return path
+
+
+def test_azure_is_read_as_it_is_published(tmp_path: Path) -> None:
+    first, second = load_trace(written(tmp_path, AZURE))
+    assert (first.num_input, first.num_output, first.arrival_s) == (374, 44, 0.0)
+    assert (second.num_input, second.num_output) == (396, 109)
+    assert second.arrival_s == pytest.approx(4.314579, abs=1e-5)
+    assert load_trace(written(tmp_path, AZURE), limit=1) == [first]
+
+
+def test_the_azure_traces_of_2024_name_their_zone(tmp_path: Path) -> None:
+    text = AZURE.replace("6805900", "680590+00:00").replace("9951690", "995169+00:00")
+    assert load_trace(written(tmp_path, text))[1].arrival_s == pytest.approx(4.314579, abs=1e-5)
+
+
+def test_mooncake_is_put_in_order_of_arrival(tmp_path: Path) -> None:
+    text = "\n".join(json.dumps(row) for row in MOONCAKE)
+    first, second = load_trace(written(tmp_path, text))
+    assert (first.num_input, first.arrival_s, first.block_ids) == (600, 0.0, (46, 99))
+    assert (second.num_output, second.arrival_s) == (52, pytest.approx(0.482))
+
+
+def test_sharegpt_takes_the_first_question_and_its_answer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    turns = [{"from": "human", "value": "abc"}, {"from": "gpt", "value": "de"}, {"from": "human", "value": "more"}]
+    text = json.dumps([{"id": "1", "conversations": turns[:1]}, {"id": "2", "conversations": turns}, {"id": "3"}])
+    (entry,) = load_trace(written(tmp_path, text), tokenizer=tokenizer)
+    assert (entry.num_input, entry.num_output, entry.arrival_s) == (3, 2, None)
+    assert tokenizer.decode(entry.token_ids) == "abc"
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        load_trace(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "said"),
+    [
+        ("hello", None, "looks like none of"),
+        ("", None, "looks like none of"),
+        (AZURE.splitlines()[0], None, "holds no request"),
+        (AZURE.replace("374", "many"), None, "no azure trace"),
+        (AZURE.replace(",374,44", ""), None, "no azure trace"),
+        (AZURE, "mooncake", "no mooncake trace"),
+        ('{"timestamp": 1, "input_length": 2, "output_length": 3}\n{"timestamp": 2}', None, "no mooncake trace"),
+    ],
+)
+def test_what_is_no_trace_is_said_so(tmp_path: Path, text: str, format: str | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_trace(written(tmp_path, text), format)  # type: ignore[arg-type]
+
+
+def test_a_trace_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_trace(tmp_path / "none")
+
+
+def test_lengths_and_times_are_scaled() -> None:
+    (entry,) = scaled([TraceEntry(374, 3, 4.0, block_size=512)], lengths=0.125, time=0.5)
+    assert entry == TraceEntry(47, 1, 2.0, block_size=64)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 50)), min_size=1, max_size=8),
+    seed=st.text(max_size=3),
+)
+def test_prompts_have_exactly_their_length_and_no_other_ids(lengths: list[tuple[int, int]], seed: str) -> None:
+    entries = [TraceEntry(num_input, num_output) for num_input, num_output in lengths]
+    jobs = make_jobs(entries, vocabulary=VOCABULARY, seed=seed)
+    assert [(len(job.prompt_ids), job.num_output) for job in jobs] == lengths
+    assert {token_id for job in jobs for token_id in job.prompt_ids} <= set(VOCABULARY)
+    assert jobs == make_jobs(entries, vocabulary=VOCABULARY, seed=seed)
+
+
+def test_seeds_and_numbers_have_prompts_of_their_own() -> None:
+    entries = fixed_lengths(3, 32, 1)
+    jobs = [make_jobs(entries, vocabulary=VOCABULARY, seed=seed) for seed in ("1", "2")]
+    warm = warm_up_jobs(2, jobs[0][0], vocabulary=VOCABULARY, seed="1")
+    assert [len(job.prompt_ids) for job in warm] == [32, 32]
+    assert len({job.prompt_ids for group in (*jobs, warm) for job in group}) == 8
+
+
+def test_equal_blocks_have_equal_content() -> None:
+    entries = [TraceEntry(1100, 1, block_ids=(46, 47, 48)), TraceEntry(600, 1, block_ids=(46, 99))]
+    first, second = (job.prompt_ids for job in make_jobs(entries, vocabulary=VOCABULARY, seed="1"))
+    assert (len(first), len(second)) == (1100, 600)
+    assert first[:512] == second[:512]
+    assert first[512:600] != second[512:600]
+    eighth = make_jobs(scaled(entries, lengths=0.125), vocabulary=VOCABULARY, seed="1")
+    assert eighth[0].prompt_ids[:64] == eighth[1].prompt_ids[:64]
+    assert eighth[0].prompt_ids[64:75] != eighth[1].prompt_ids[64:75]
+
+
+def test_recorded_texts_are_cut_or_said_again() -> None:
+    text = TraceEntry(3, 1, token_ids=(7, 8, 9))
+    jobs = make_jobs([*scaled([text], lengths=0.5), *scaled([text], lengths=2.4)], vocabulary=VOCABULARY, seed="1")
+    assert [job.prompt_ids for job in jobs] == [(7, 8), (7, 8, 9, 7, 8, 9, 7)]
+
+
+def test_special_tokens_are_not_drawn(tokenizer: Tokenizer) -> None:
+    vocabulary = plain_vocabulary(tokenizer)
+    assert not {BOS, EOS} & set(vocabulary)
+    assert len(vocabulary) > 250
+
+
+def test_an_empty_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vocabulary"):
+        make_jobs(fixed_lengths(1, 1, 1), vocabulary=(), seed="1")
+
+
+@given(num=st.integers(1, 200), rate=st.floats(0.01, 1000))
+def test_poisson_arrivals_fill_their_time(num: int, rate: float) -> None:
+    times = poisson_arrivals(num, rate, "1")
+    assert times == sorted(times)
+    assert len(times) == num
+    assert times[0] > 0
+    assert times[-1] == pytest.approx(num / rate)
+    assert poisson_arrivals(num, rate * 2, "1") == pytest.approx([time / 2 for time in times])
+
+
+def test_gaps_of_a_poisson_process_are_exponential() -> None:
+    times = poisson_arrivals(5000, 10.0, "1")
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    # Of an exponential distribution with mean 0.1 a share of 1 / e lies above 0.1; of even gaps, none or all would.
+    assert sum(gap > 0.1 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03)
+
+
+def test_a_body_asks_for_exact_greedy_tokens() -> None:
+    (job,) = make_jobs(fixed_lengths(1, 4, 9), vocabulary=range(5, 6), seed="1")
+    body = json.loads(body_of(job, "toy", ignore_eos=True))
+    assert body == {
+        "model": "toy",
+        "prompt": [5, 5, 5, 5],
+        "max_tokens": 9,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    assert "ignore_eos" not in json.loads(body_of(job, "toy", ignore_eos=False))

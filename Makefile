@@ -20,13 +20,13 @@ BIN := $(VENV)/bin
 empty :=
 STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(empty),_,$(strip $(TORCH))))))
 
-.PHONY: help setup serve test test-faults soak check stubs docs wheel lock clean distclean
+.PHONY: help setup serve bench test test-faults soak check stubs docs wheel lock clean distclean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo '  TORCH="torch==2.13.0"  the torch build to install, with pip options if need be'
-	@echo '  PORT=8000              port of `make serve`;  ARGS="..." goes to tandem serve or pytest'
+	@echo '  PORT=8000              port of `make serve`;  ARGS="..." goes to tandem or pytest'
 	@echo '  TESTS=tests/unit       part of the tests;     PYTHON=python3.12  interpreter of a new $(VENV)'
 	@echo '  SOAK_MINUTES=2         a shorter soak;        FIGURES=DIR        where figures go (default: $(FIGURES))'
 
@@ -40,13 +40,16 @@ $(STAMP): pyproject.toml requirements/lock.txt tools/setup.sh
 serve: $(STAMP)  ## start the cluster with the embedded model on http://127.0.0.1:8000
 	@exec $(BIN)/tandem serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
+bench: $(STAMP)  ## measure a running server: ARGS="run --concurrency 8 --json out.json"
+	@$(BIN)/tandem bench $(or $(ARGS),--help)
+
 test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is none)
 	@$(BIN)/python -m pytest --durations=15 $(TESTS) $(ARGS)
 
-test-faults: $(STAMP)  ## run the whole kill matrix and print it as a table (half an hour on two cores)
+test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
-		$(BIN)/python -m pytest -m "" tests/scenarios/faults $(ARGS) || status=$$?; \
+		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status
 
 soak: $(STAMP)  ## ten minutes of mixed load on 2P2D with a random fault every five seconds

@@ -139,6 +139,9 @@ class Generations:
         if job is None:  # cancelled meanwhile
             self._desk.denied(key, RefusalReason.CANCELLED)
             return
+        if job.queued:  # it runs, for so long that the protocol has forgotten it
+            self._desk.denied(key, RefusalReason.ALREADY_ENDED)
+            return
         job.queued = True
         salt, caching = self._scheduler.salt, self._scheduler.prefix_cache
         keys = tuple(page_keys(job.prompt_ids, self._pool.page_size, salt)) if caching else ()
@@ -220,7 +223,9 @@ class Generations:
         quarantined: bool,
     ) -> None:
         """The handoff ended without admission."""
-        self.reservations.end(key, pages, verified, quarantined=quarantined)
+        # A writer that stops by itself may have found that what it computed is of no use.
+        keeps = reason is not RefusalReason.WRITER_STOPPED
+        self.reservations.end(key, pages, verified, quarantined=quarantined, keeps=keeps)
         job = self.jobs.pop(key, None)
         # A writer that stops by itself tells the router why, or that there was nothing to hand off.
         if job is not None and reason is not RefusalReason.WRITER_STOPPED:
@@ -236,6 +241,8 @@ class Generations:
         """The protocol will not have this reservation."""
         job = self.jobs.get(key)
         if job is None or job.local is not None:  # it was told itself that there will be no grant
+            return
+        if job.queued and reason is RefusalReason.ALREADY_ENDED:  # of the repetition alone
             return
         del self.jobs[key]
         text = f"{self._worker.worker_id} refused the reservation: {reason.value} {detail}".rstrip()

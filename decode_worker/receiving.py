@@ -22,12 +22,14 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, 
 from kvtransfer.protocol.receiver import ReceiverHandoffs
 from kvtransfer.transports.base import PeerId, Transport
 from tandem.core import points
+from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
 # How long what a writer had handed to its network may still be on its way when its process has ended. Over TCP its
 # kernel goes on sending, and what has come stays in this host's socket buffers until the transport is polled: measured,
-# 7.7 MB of one write landed with the first poll after the writer's exit. Room for a retransmission is in it.
+# 7.7 MB of one write landed with the first poll after the writer's exit. Good for a writer on the same host only, where
+# nothing gets lost: between hosts a kernel sends again for longer, so there the grace time must pass.
 IN_FLIGHT_S = 0.5
 
 
@@ -102,6 +104,7 @@ class ReceivingDesk:
         secret: bytes,
     ) -> None:
         self._handoffs = ReceiverHandoffs(incarnation, layout, limits, secret=secret)
+        self._grace_s = limits.grace_s
         self._shape = shape
         self._read_extent = read_extent
         self._outlet = outlet
@@ -155,9 +158,16 @@ class ReceivingDesk:
         """Any event that nobody waits for an answer to."""
         self._ask(event)
 
-    def writer_exited(self, sender: str) -> None:
-        """A writer's process has ended: a fence, as soon as nothing of it can be on its way any more."""
-        self._exited.setdefault(sender, time.monotonic() + IN_FLIGHT_S)
+    def writer_exited(self, sender: str, *, is_here: bool) -> None:
+        """A writer's process has ended: a fence, as soon as nothing of it can be on its way any more.
+
+        The transport keeps its connections until then: what is on its way must come in, or nobody knows when.
+
+        Args:
+            is_here: it ran on this host.
+        """
+        in_flight_s = IN_FLIGHT_S if is_here else max(IN_FLIGHT_S, self._grace_s)
+        self._exited.setdefault(sender, time.monotonic() + in_flight_s)
         self._set_deadline()
 
     def tick(self) -> None:
@@ -168,11 +178,20 @@ class ReceivingDesk:
             # This thread may have been stopped all the time: let what has come land before pages are freed. The events
             # are hints only.
             assert self._transport is not None
-            self._transport.poll()
+            while self._transport.poll():
+                pass
         for sender in due:
             del self._exited[sender]
             self.happened(ev.WriterExited(sender))
+            self._disconnect(sender)
         self.happened(ev.Tick())
+
+    def _disconnect(self, sender: str) -> None:
+        assert self._transport is not None
+        try:
+            self._transport.disconnect(PeerId(sender))
+        except TransportError as error:  # it is gone either way
+            _log.warning("%s", error)
 
     # -- carrying out
 

@@ -106,22 +106,29 @@ class ReservationQueue:
         return granted
 
     def end(
-        self, key: AttemptKey, pages: Sequence[int], verified: Sequence[tuple[int, int]], *, quarantined: bool
+        self,
+        key: AttemptKey,
+        pages: Sequence[int],
+        verified: Sequence[tuple[int, int]],
+        *,
+        quarantined: bool,
+        keeps: bool,
     ) -> None:
         """The handoff is over without admission.
 
         Args:
             pages: of the grant, those that were not verified.
             verified: (index in the grant, page) of the others, in order: their writes have ended and their bytes are
-                right. What continues the cached beginning without a gap stays as a cached prefix.
+                right.
             quarantined: an unfinished write may still reach `pages`.
+            keeps: what of `verified` continues the cached beginning without a gap stays as a cached prefix.
         """
         granted = self.granted.pop(key)
         if quarantined:
             self._pool.quarantine(pages)
         else:
             self._pool.release(pages)
-        kept = self._keep(granted, verified)
+        kept = self._keep(granted, verified) if keeps else []
         self._pool.release([page for _, page in verified[len(kept) :]])
         self._pool.release([*granted.cached, *kept])
 

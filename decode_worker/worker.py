@@ -22,7 +22,7 @@ from kvtransfer.transfer_thread import ThreadEvent
 from kvtransfer.transports.base import PeerId, Transport
 from kvtransfer.transports.envelope import unpack
 from tandem.core import points
-from tandem.core.errors import IncompatibleError, InternalError, TandemError, TransportError, WorkerLostError
+from tandem.core.errors import IncompatibleError, TandemError, TransportError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -40,9 +40,6 @@ _T = TypeVar("_T")
 
 # Ended incarnations that are remembered.
 _NUM_REMEMBERED = 1024
-# How long a worker that has too much in quarantine goes on with what it holds, in leases: time for routers to hear of
-# the drain and to move their requests elsewhere.
-_LAST_WORK_LEASES = 3
 
 Hub = SessionHub[decode_pb.DecodeCommand, decode_pb.DecodeEvent, decode_pb.DecodeEvents]
 
@@ -64,7 +61,6 @@ class DecodeWorker(WorkerProcess):
         self.hub.attach(self, self.loop)
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
-        self._peers: dict[str, PeerId] = {}
         self._channels: dict[str, aio.Channel] = {}
         # Incarnations that have provably ended, newest last: a pairing of theirs may still be on its way.
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -73,7 +69,7 @@ class DecodeWorker(WorkerProcess):
             lease_s=transport.lease_s,
             grace_s=transport.grace_s,
             ask_again_s=max(0.2, transport.lease_s / 10),
-            quarantine_cap_pages=max(1, int(transport.quarantine_cap * self.pool.num_pages)),
+            quarantine_cap_pages=self.quarantine_cap_pages,
         )
         self.desk = ReceivingDesk(
             self.incarnation,
@@ -147,7 +143,6 @@ class DecodeWorker(WorkerProcess):
             raise
         # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
         self._writers[incarnation] = prefill
-        self._peers[incarnation] = peer
         if prefill.host_id == self.info.host_id:
             self.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
 
@@ -163,19 +158,15 @@ class DecodeWorker(WorkerProcess):
         if len(self._ended) > _NUM_REMEMBERED:
             self._ended.popitem(last=False)
         self.exits.forget(incarnation)
-        if self._writers.pop(incarnation, None) is None:
+        writer = self._writers.pop(incarnation, None)
+        if writer is None:
             return
         _log.info("prefill worker %s has exited", incarnation)
-        peer = self._peers.pop(incarnation)
         channel = self._channels.pop(incarnation, None)
         if channel is not None:
             self.spawn(channel.close(grace=None))
-
-        def forget(transport: Transport) -> None:
-            self.desk.writer_exited(incarnation)
-            _disconnect(transport, peer)
-
-        self.on_transfer(forget)
+        is_here = writer.host_id == self.info.host_id
+        self.on_transfer(lambda _: self.desk.writer_exited(incarnation, is_here=is_here))
 
     def has_paired(self, incarnation: str) -> bool:
         """Whether this writer is known and not seen to exit: its exit would be heard of after whatever it asks."""
@@ -243,22 +234,6 @@ class DecodeWorker(WorkerProcess):
         # To every router: the request itself, and with it the session that had it, may be long gone.
         self.hub.broadcast([decode_pb.DecodeEvent(writer_suspected=suspected)])
 
-    def replace_self(self, num_quarantined: int) -> None:
-        if not self.draining:  # else it leaves anyway
-            self.loop.call_soon_threadsafe(lambda: self.spawn(self._retire(num_quarantined)))
-
-    async def _retire(self, num_quarantined: int) -> None:
-        """Take no new work, let end what can, and fail: whoever supervises this worker starts a new process."""
-        _log.error("%d pages are in quarantine: this process drains, and only a new one frees them", num_quarantined)
-        bound_s = _LAST_WORK_LEASES * self.config.transport.lease_s
-        try:
-            async with asyncio.timeout(bound_s):
-                await self.drain_async()
-        except TimeoutError:
-            _log.warning("requests are still held %g s after the drain began: they are lost here", bound_s)
-        if not self._stopping:
-            self.fail(InternalError(f"{num_quarantined} pages are in quarantine: only a new process frees them"))
-
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
 
@@ -274,9 +249,15 @@ class DecodeWorker(WorkerProcess):
 
         No peer can make it raise: what it raises is a defect, and the worker's end.
         """
-        answer = await asyncio.wrap_future(self._on_transfer(lambda _: question(self.desk)))
-        self.num_handoffs_refused = self.desk.num_refused
-        return answer
+
+        def ask(_: Transport) -> _T:
+            answer = question(self.desk)
+            if self.desk.num_refused > sum(self.num_refused.values()):
+                self.num_refused = {reason.value: number for reason, number in self.desk.refusals.items()}
+                self.hub.status_changed()
+            return answer
+
+        return await asyncio.wrap_future(self._on_transfer(ask))
 
 
 class _QueuedDesk:

@@ -35,6 +35,7 @@ class PromptJob:
     num_computed_tokens: int = 0  # all that was computed for it, again after a preemption too
     # Decode has pages for it: what is sealed goes to the desk, and nothing preempts it.
     attached: bool = False
+    repeated: bool = False  # its start came again, perhaps when the desk was through: then it is open there again
     over: bool = False  # nobody waits for it; only the desk may hold pages still
 
     @property

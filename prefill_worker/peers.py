@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 from grpc import aio
@@ -17,7 +18,7 @@ from kvtransfer.layout import LayoutId, check_compatible
 from kvtransfer.protocol.messages import Commit, CommitPart, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.base import PeerId
-from tandem.core.errors import IncompatibleError, WorkerLostError
+from tandem.core.errors import IncompatibleError, TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_from_proto, error_from_rpc
 from tandem.rpc.v1 import common_pb2 as pb
@@ -26,6 +27,7 @@ from tandem.rpc.v1 import decode_pb2_grpc
 from tandem.worker.wire import commit_to_proto, layout_from_proto, part_to_proto
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # How often decode is told that nothing is outstanding, while it does not answer.
 _CONFIRM_EVERY_S = 1.0
@@ -113,9 +115,10 @@ class DecodePeers:
         if info.incarnation in self._ended:
             self._lost(peer)
             raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended while it was paired with")
-        self._replace_older(peer)
         self.peers[info.incarnation] = peer
         self._paired(peer)
+        if info.incarnation in self._ended:  # seen by whoever looks at its process from now on
+            raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended since it answered")
         _log.info("paired with %s (%s)", info.worker_id, info.incarnation)
         return peer
 
@@ -141,11 +144,6 @@ class DecodePeers:
         shape = ArenaShape(layout.num_layers, info.num_pages, layout.extent_bytes)
         return Peer(info, name, layout, shape, channel, stub)
 
-    def _replace_older(self, peer: Peer) -> None:
-        """A worker has one incarnation at a time: an older one of the same id has ended."""
-        for old in [p for p in self.peers.values() if p.info.worker_id == peer.info.worker_id]:
-            self.ended(old.info.incarnation)
-
     def ended(self, incarnation: str) -> None:
         """The process of this incarnation has ended, and with it every hold on it here; again changes nothing."""
         self._ended[incarnation] = None
@@ -167,32 +165,50 @@ class DecodePeers:
             renew=renew,
             capability=grant.capability,
         )
-        try:
-            return await peer.stub.Attach(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, f"attach to {peer.info.worker_id}") from error
+        return await self._call(peer, "attach", lambda: peer.stub.Attach(request, timeout=self._timeout_s))
 
     async def commit_part(self, part: CommitPart) -> decode_pb.CommitPartReply:
         """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
         peer = self._of(part.receiver)
-        try:
-            return await peer.stub.CommitPart(part_to_proto(part, self._info.worker_id), timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, f"part of a commit to {peer.info.worker_id}") from error
+        request = part_to_proto(part, self._info.worker_id)
+        return await self._call(
+            peer, "part of a commit", lambda: peer.stub.CommitPart(request, timeout=self._timeout_s)
+        )
 
     async def commit(self, commit: Commit) -> decode_pb.CommitReply:
         """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
         peer = self._of(commit.receiver)
-        try:
-            return await peer.stub.Commit(commit_to_proto(commit, self._info.worker_id), timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, f"commit to {peer.info.worker_id}") from error
+        request = commit_to_proto(commit, self._info.worker_id)
+        return await self._call(peer, "commit", lambda: peer.stub.Commit(request, timeout=self._timeout_s))
 
     def _of(self, receiver: str) -> Peer:
         peer = self.peers.get(receiver)
         if peer is None:
             raise WorkerLostError(f"decode worker {receiver} is gone")
         return peer
+
+    async def _call(self, peer: Peer, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Call a peer; that its channel is closed, before or meanwhile, says what a call that nobody answers says.
+
+        Raises:
+            WorkerLostError: it is gone, or did not answer in time.
+            TransportError: the call failed in another way.
+        """
+        what = f"{what} to {peer.info.worker_id}"
+        if self.peers.get(peer.info.incarnation) is not peer:
+            raise WorkerLostError(f"{what}: {peer.info.incarnation} is gone")
+        try:
+            return await call()
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, what) from error
+        except aio.UsageError as error:  # the channel was closed before the call began
+            raise WorkerLostError(f"{what}: {error}") from error
+        except asyncio.CancelledError as error:
+            # A channel that is closed cancels its calls; whoever cancels this task must be obeyed.
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or self.peers.get(peer.info.incarnation) is peer:
+                raise
+            raise WorkerLostError(f"{what}: {peer.info.incarnation} has ended meanwhile") from error
 
     async def confirm_idle(self, idle: ConfirmIdle) -> None:
         """Tell decode that nothing of the grant is outstanding, until it has heard, is gone, or does not answer.
@@ -212,14 +228,16 @@ class DecodePeers:
             peer = self.peers.get(idle.receiver)
             if peer is None:
                 return
+            stub = peer.stub
             try:
-                await peer.stub.ConfirmIdle(request, timeout=self._timeout_s)
+                await self._call(peer, "confirm", lambda s=stub: s.ConfirmIdle(request, timeout=self._timeout_s))  # type: ignore[misc]
                 return
-            except grpc.RpcError as error:
+            except TandemError as error:
                 _log.info("%s has not heard that %s is idle: %s", peer.info.worker_id, idle.grant_id, error)
-                await asyncio.sleep(_CONFIRM_EVERY_S)
+            await asyncio.sleep(_CONFIRM_EVERY_S)
 
     async def close(self) -> None:
-        for peer in self.peers.values():
-            await peer.channel.close(grace=None)
+        peers = list(self.peers.values())
         self.peers.clear()
+        for peer in peers:
+            await peer.channel.close(grace=None)

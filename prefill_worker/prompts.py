@@ -78,6 +78,7 @@ class Prompts:
         """Take a prompt in, whose handoff is open at the desk; a repeated command changes nothing."""
         key = AttemptKey(command.request_id, command.attempt)
         if key in self.jobs:
+            self.jobs[key].repeated = True
             return
         try:
             job = self._make_job(key, session, command)
@@ -369,6 +370,8 @@ class Prompts:
             return
         # After an acknowledgement, this is the last hold: the pages become evictable, a prompt's last one first.
         self._leave(job)
+        if job.repeated:
+            self._desk.cancel(key)
         self._ended_keys[key] = None
         if len(self._ended_keys) > _NUM_REMEMBERED:
             self._ended_keys.popitem(last=False)

@@ -6,9 +6,10 @@ workers and events to routers leave through the event loop, pages go back throug
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transfer_thread import ThreadEvent, WritePosted
 from kvtransfer.transports.base import PeerId, WriteArrived, WriteCompleted, WriteFailed
 from tandem.core import points
+
+_log = logging.getLogger(__name__)
 
 _TAG = struct.Struct("<QI")
 
@@ -70,6 +73,9 @@ class SendingOutlet(Protocol):
     def closed(self, key: AttemptKey) -> None:
         """The handoff is over; nothing more comes of it."""
 
+    def replace_self(self, num_quarantined: int) -> None:
+        """Writes that nobody waits for hold this many pages, and do not end: only a new process has them back."""
+
     def deadline(self, deadline_s: float | None) -> None:
         """`tick` is due at this time."""
 
@@ -81,6 +87,7 @@ class _Entry:
     # All pages ever sealed for it: the desk holds them until the handoff is done.
     pages: set[int] = field(default_factory=set)
     released: bool = False
+    draining_since_s: float | None = None  # set while it has failed and its writes go on
     has_committed: bool = False
     first_post_s: float | None = None
     computed_s: float = 0.0
@@ -119,7 +126,9 @@ class SendingDesk:
         self._entries: dict[AttemptKey, _Entry] = {}
         self._by_number: dict[int, _Entry] = {}
         self._next_number = 0
+        self._replacement_asked = False
         self.num_bytes_written = 0
+        self.num_stops_ignored = 0  # asked for without the grant's capability
 
     @property
     def num_handoffs(self) -> int:
@@ -127,11 +136,11 @@ class SendingDesk:
 
     # -- what happens to a handoff
 
-    def open(self, key: AttemptKey, num_pages: int) -> None:
-        """A prompt of `num_pages` pages may be computed here; idempotent."""
+    def open(self, key: AttemptKey, num_pages: int, receiver: str) -> None:
+        """A prompt of `num_pages` pages may be computed here for decode worker `receiver`; idempotent."""
         if key in self._entries:
             return
-        handoff = SenderHandoff(key, self._incarnation, self._layout, num_pages, self._limits)
+        handoff = SenderHandoff(key, self._incarnation, receiver, self._layout, num_pages, self._limits)
         entry = _Entry(handoff, self._next_number)
         self._next_number += 1
         self._entries[key] = entry
@@ -210,6 +219,18 @@ class SendingDesk:
         """A deadline may have come."""
         for key in list(self._entries):
             self._handle(key, ev.Tick())
+        self._check_quarantine()
+
+    def _check_quarantine(self) -> None:
+        """A write ends soon after its attempt failed, or its host is lost: then it may go on for ever."""
+        before_s = time.monotonic() - self._limits.grace_s
+        entries = self._entries.values()
+        staying = (e for e in entries if e.draining_since_s is not None and e.draining_since_s <= before_s)
+        num_pages = sum(entry.handoff.num_held_pages for entry in staying)
+        over = num_pages > self._limits.quarantine_cap_pages
+        if over and not self._replacement_asked:
+            self._outlet.replace_self(num_pages)
+        self._replacement_asked = over
 
     # -- carrying out
 
@@ -224,11 +245,17 @@ class SendingDesk:
             del self._entries[key]
             del self._by_number[entry.number]
             self._outlet.closed(key)
+        elif entry.handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
+            entry.draining_since_s = time.monotonic()
         self._outlet.deadline(min(self._deadlines(), default=None))
 
-    def _deadlines(self) -> list[float]:
-        due = (e.handoff.next_deadline_s() for e in self._entries.values())
-        return [d for d in due if d is not None]
+    def _deadlines(self) -> Iterator[float]:
+        now_s, grace_s = time.monotonic(), self._limits.grace_s
+        for entry in self._entries.values():
+            if (due_s := entry.handoff.next_deadline_s()) is not None:
+                yield due_s
+            if entry.draining_since_s is not None and entry.draining_since_s + grace_s > now_s:
+                yield entry.draining_since_s + grace_s
 
     def _carry_out(self, entry: _Entry, instruction: ev.SenderInstruction) -> None:
         key = entry.handoff.key
@@ -244,6 +271,9 @@ class SendingDesk:
                 self._outlet.commit(instruction.commit)
             case ev.ConfirmIdle():
                 self._outlet.confirm_idle(instruction)
+            case ev.IgnoreStop():
+                self.num_stops_ignored += 1
+                _log.warning("a stop of %s without its capability is ignored", instruction.grant_id)
             case ev.Succeed():
                 self._outlet.succeeded(key, self._stats(entry))
                 points.reach("prefill.acked")

@@ -67,6 +67,8 @@ class PrefillWorker(WorkerProcess):
             write_timeout_s=transport.lease_s,
             resend_s=max(0.2, transport.lease_s / 5),
             answer_timeout_s=transport.lease_s,
+            grace_s=transport.grace_s,
+            quarantine_cap_pages=self.quarantine_cap_pages,
         )
         self.desk = SendingDesk(
             self.incarnation,
@@ -80,9 +82,9 @@ class PrefillWorker(WorkerProcess):
         )
         # Where each attempt's pages go. Written and read in the event loop.
         self._targets: dict[AttemptKey, pb.WorkerInfo] = {}
-        # Grants of which decode has not yet heard that nothing is outstanding; each for a bounded time, see
-        # `DecodePeers.confirm_idle`.
-        self._confirming: set[str] = set()
+        # One for each time that decode is being told that nothing of a grant is outstanding; each for a bounded time,
+        # see `DecodePeers.confirm_idle`. Added to by the transfer thread, taken from by the event loop.
+        self._confirming: set[object] = set()
         share = self.config.scheduling.unacknowledged_share
         self.scheduler.limits = replace(self.scheduler.limits, unpromoted_share=share)
         self.prompts = Prompts(self, _QueuedDesk(self), self._emit)
@@ -116,7 +118,7 @@ class PrefillWorker(WorkerProcess):
                 self._targets[key] = start.decode
                 # Opened from here, so that no grant can be attached before, however long the runner's step takes.
                 num_pages = pages_for(len(start.prompt_ids), self.pool.page_size)
-                self.on_transfer(lambda _: self.desk.open(key, num_pages))
+                self.on_transfer(lambda _: self.desk.open(key, num_pages, start.decode.incarnation))
                 self.runner.submit(lambda: self.prompts.start(session, start))
             case "attach":
                 self.spawn(self._attach(command.attach))
@@ -236,7 +238,6 @@ class PrefillWorker(WorkerProcess):
             return
         if not reply.ok:
             event = ev.RefusalReceived(*refusal_from_proto(reply.error))
-            self.num_handoffs_refused += 1
             self.on_transfer(lambda _: self.desk.happened(part.key, event))
 
     def commit(self, commit: Commit) -> None:
@@ -254,7 +255,6 @@ class PrefillWorker(WorkerProcess):
             event = ev.AckReceived(commit.grant_id)
         else:
             event = ev.RefusalReceived(*refusal_from_proto(reply.error))
-            self.num_handoffs_refused += 1
         self.on_transfer(lambda _: self._answered(commit.key, event))
 
     def _answered(self, key: AttemptKey, event: ev.SenderEvent) -> None:
@@ -262,14 +262,23 @@ class PrefillWorker(WorkerProcess):
         points.reach("prefill.committed")
         self.desk.happened(key, event)
 
-    def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
-        self._confirming.add(idle.grant_id)
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self._confirm_idle(idle)))
+    def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> None:
+        """Somebody, perhaps decode, wants the writes of a grant to end; on the transfer thread."""
+        self.desk.stop_asked(key, asked)
+        if self.desk.num_stops_ignored:
+            self.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.desk.num_stops_ignored}
 
-    async def _confirm_idle(self, idle: ev.ConfirmIdle) -> None:
-        await self.peers.confirm_idle(idle)
-        self._confirming.discard(idle.grant_id)
-        self.runner.submit(self.check_drained)
+    def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
+        this = object()  # decode may ask for the same grant several times at once
+        self._confirming.add(this)
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._confirm_idle(idle, this)))
+
+    async def _confirm_idle(self, idle: ev.ConfirmIdle, this: object) -> None:
+        try:
+            await self.peers.confirm_idle(idle)
+        finally:
+            self._confirming.discard(this)
+            self.runner.submit(self.check_drained)
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
         self.runner.submit(lambda: self.prompts.handed_off(key, stats))
@@ -334,7 +343,7 @@ class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         key = AttemptKey(request.request_id, request.attempt)
         receiver = request.grant_id.rpartition("/")[0]
         asked = ev.StopAsked(request.grant_id, receiver, request.capability)
-        worker.on_transfer(lambda _: worker.desk.stop_asked(key, asked))
+        worker.on_transfer(lambda _: worker.stop_asked(key, asked))
         return prefill_pb.StopWritesReply()
 
 

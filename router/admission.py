@@ -53,8 +53,9 @@ class Admission:
         # Invariant: 0 <= _credit <= max_waiting
         self._credit = max_waiting
         self._last_left_s = self._last_ended_s = -math.inf
-        # Since when all places in the batches have been taken; meaningful while they are.
-        self._full_since_s = -math.inf
+        # Since when more sequences are under way than there are places, as far as was seen; `None` where there are
+        # not, or where there is no decode worker at all: that says nothing of how fast one serves.
+        self._full_since_s: float | None = None
         # Between two that left the queue, or ended, while others waited behind them: what the pools give at most.
         self._left_gap_s, self._ended_gap_s = _Average(), _Average()
         # From being let in to leaving the queue, to the first token, and to the end; learnt while nobody is refused.
@@ -79,11 +80,9 @@ class Admission:
         """
         self._credit -= self._check(num_requests, num_choices)
         self._num_let_in += num_requests
-        now_s, places = self._clock.now(), self._num_places()
-        if self._num_sequences <= places < self._num_sequences + num_requests * num_choices:
-            self._full_since_s = now_s
-        self._waiting_since_s.extend([now_s] * num_requests)
+        self._waiting_since_s.extend([self._clock.now()] * num_requests)
         self._num_sequences += num_requests * num_choices
+        self.look_at_places()
 
     def check(self) -> None:
         """Raises as `enter` does where not even one request would be let in."""
@@ -119,6 +118,13 @@ class Admission:
         gap_s = max(self._left_gap_s.value, self._ended_gap_s.value)
         return min(max(1.0, math.ceil((self.num_waiting + self._num_refused) * gap_s)), _MAX_RETRY_AFTER_S)
 
+    def look_at_places(self) -> None:
+        """Workers came or went, or requests did: note since when all places have been taken."""
+        if not 0 < self._num_places() < self._num_sequences:
+            self._full_since_s = None
+        elif self._full_since_s is None:
+            self._full_since_s = self._clock.now()
+
     # -- on its way
 
     def leave(self) -> None:
@@ -139,14 +145,16 @@ class Admission:
 
     def end(self, after_s: float, num_choices: int = 1) -> None:
         """A request with this many sequences has ended, `after_s` seconds after it was let in."""
-        now_s, places = self._clock.now(), self._num_places()
-        if self._num_sequences > places:
+        now_s, was_full = self._clock.now(), self._full_since_s is not None
+        self.look_at_places()
+        if was_full and self._full_since_s is not None:
             self._ended_gap_s.add(now_s - max(self._last_ended_s, self._full_since_s))
         self._last_ended_s = now_s
         self._num_sequences -= num_choices
+        self.look_at_places()
         if not self._is_refusing():
             self._whole_s.add(after_s)
-        if not self._waiting_since_s and self._num_sequences < places:
+        if not self._waiting_since_s and self._num_sequences < self._num_places():
             earned = 1 if self._is_refusing() and 2 * self._num_refused > self._num_let_in else _EARNED
             self._credit = min(self._credit + earned, self.max_waiting)
 

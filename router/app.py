@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.auth import OPEN_PATHS, ApiKeys
+from router.bodies import Bodies
 from router.exchange import Exchange, Parser, send_error
 from router.model_card import ModelCard
 from router.openai_schema import parse_chat, parse_completion
@@ -42,8 +43,9 @@ def create_app(house: House, card: ModelCard, keys: ApiKeys) -> ASGIApp:
     app = FastAPI(title="Tandem", openapi_url=None)
     _add_model_routes(app, card)
     _add_cluster_routes(app, house, card)
-    _add_post(app, "/v1/completions", Exchange(house, card, parse_completion))
-    _add_post(app, "/v1/chat/completions", Exchange(house, card, parse_chat))
+    bodies = Bodies(house.config.limits.max_body_bytes)
+    _add_post(app, "/v1/completions", Exchange(house, card, parse_completion, bodies))
+    _add_post(app, "/v1/chat/completions", Exchange(house, card, parse_chat, bodies))
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)

@@ -128,6 +128,7 @@ class Attempt:
                 self._computes_locally(event)
             case Admitted():
                 self._is_admitted = True
+                self._forget_loss()
                 self._note_computed()
                 self._generates()
             case HandoffDone() | PrefillEnded():
@@ -230,7 +231,8 @@ class Attempt:
             return
         if self._lost is not None:
             raise self._died(self._lost)
-        raise AttemptOver(failure(failed.error, failed.worker, self._prefill_key, self._decode.key))
+        leaving = [worker.key for worker in (self._prefill, self._decode) if worker is not None and worker.is_leaving]
+        raise AttemptOver(failure(failed.error, failed.worker, self._prefill_key, self._decode.key, leaving=leaving))
 
     def _worker_lost(self, lost: WorkerLost) -> None:
         if lost.worker == self._decode.key:
@@ -242,6 +244,13 @@ class Attempt:
             self._lost = lost
             loop = asyncio.get_running_loop()
             self._verdict_timer = loop.call_later(_VERDICT_S, self._story.inbox.put, WaitOver())
+
+    def _forget_loss(self) -> None:
+        """No verdict on prefill's loss is awaited: what fails from now on is decode's own."""
+        self._lost = None
+        if self._verdict_timer is not None:
+            self._verdict_timer.cancel()
+            self._verdict_timer = None
 
     def _died(self, lost: WorkerLost) -> AttemptOver:
         return self._over(Fault.LEFT if lost.is_planned else Fault.DIED, lost.worker, lost.error)
@@ -281,8 +290,7 @@ class Attempt:
         """Leave nothing behind: whatever a worker may still hold of this attempt, it is told to drop."""
         request_id = self._story.request.request_id
         self._story.house.cluster.unwatch(self._story.inbox)
-        if self._verdict_timer is not None:
-            self._verdict_timer.cancel()
+        self._forget_loss()
         ended_by_itself = self._story.journal.is_finished and all(self._ended_at_worker)
         if self._prefill is not None:
             if not ended_by_itself and not self._is_prefill_done:

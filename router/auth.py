@@ -42,9 +42,10 @@ def check_exposure(http: HttpConfig, host: str, environment: Mapping[str, str]) 
     """Whether a router may listen on `host`: beyond loopback only with keys, or when told so.
 
     Raises:
-        ConfigError: it would serve anybody; names the remedies.
+        ConfigError: it would serve anybody, or the variable is unusable; names the remedies.
     """
-    if http.allow_anonymous or http.api_keys_file or environment.get(KEYS_VARIABLE) or is_loopback(host):
+    has_keys = http.api_keys_file or _from_variable(environment)
+    if http.allow_anonymous or has_keys or is_loopback(host):
         return
     raise ConfigError(
         f"http.host is {host}, beyond loopback, and there are no API keys: whoever reaches the port could use the "
@@ -61,12 +62,12 @@ class ApiKeys:
         """Read both sources.
 
         Raises:
-            ConfigError: the file cannot be read, everybody may read it, it holds no key, or a key is malformed.
+            ConfigError: the file cannot be read, everybody may read it, file or variable holds no key, or a key is
+                malformed.
         """
         self._file = Path(http.api_keys_file).expanduser() if http.api_keys_file else None
         self._clock = clock
-        listed = environment.get(KEYS_VARIABLE, "").split(",")
-        self._from_environment = _digests((key.strip() for key in listed if key.strip()), KEYS_VARIABLE)
+        self._from_environment = _from_variable(environment)
         self._from_file: frozenset[bytes] = frozenset()
         # What the file looked like when it was last read: its times and identity.
         self._seen: tuple[int, ...] | None = None
@@ -110,6 +111,18 @@ class ApiKeys:
             return
         self._seen = seen
         log.info("API keys read anew", num_keys=len(self._from_file))
+
+
+def _from_variable(environment: Mapping[str, str]) -> frozenset[bytes]:
+    """The digests of the variable's keys; none where it is not set, or empty."""
+    text = environment.get(KEYS_VARIABLE, "")
+    digests = _digests((key.strip() for key in text.split(",") if key.strip()), KEYS_VARIABLE)
+    if text and not digests:
+        raise ConfigError(
+            f"{KEYS_VARIABLE} is set but holds no key; name some, with commas between, or unset it",
+            key="http.api_keys_file",
+        )
+    return digests
 
 
 def _look(file: Path) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ class Cluster:
         # What each incarnation had counted when it last reported: the exported counters take the differences.
         self._counted: dict[WorkerKey, WorkerStatus] = {}
         self._watchers: set[Mailbox[Event]] = set()
+        #: Called whenever a worker comes or goes.
+        self.on_change: Callable[[], object] = lambda: None
 
     # -- membership
 
@@ -162,6 +164,7 @@ class Cluster:
         self._watchers.discard(mailbox)
 
     def _tell_watchers(self) -> None:
+        self.on_change()
         for mailbox in self._watchers:
             mailbox.put(WorkersChanged())
 
@@ -208,6 +211,9 @@ class Cluster:
         ):
             if now > then:
                 counter.inc(now - then)
+        for reason, number in status.refused.items():
+            if number > before.refused.get(reason, 0):
+                metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
     def event_seen(self, kind: str, message: Any) -> None:
         """Measure what no story waits for: it may have ended before."""
@@ -223,8 +229,6 @@ class Cluster:
         elif kind == "local":
             metrics.local_prefills.inc()
             self._recomputed(message)
-        elif kind == "failed" and message.error.code == "handoff":
-            metrics.handoffs_refused.labels(message.error.reason or "failed").inc()
         elif kind == "writer_suspected":
             self._writer_suspected(message)
 
@@ -237,8 +241,12 @@ class Cluster:
         key = WorkerKey(message.writer_worker_id, message.writer_incarnation)
         log.error("a decode worker suspects a silent writer: it must be killed on its node", writer=str(key))
         self._metrics.writers_suspected.inc()
-        if self._on_writer_suspected is not None:
+        if self._on_writer_suspected is None:
+            return
+        try:
             self._on_writer_suspected(key)
+        except Exception:  # not the decode worker's fault, on whose stream we are: it asks again
+            log.exception("the suspicion could not be passed on", writer=str(key))
 
     # -- for people and tools
 

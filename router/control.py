@@ -10,6 +10,7 @@ import grpc
 from router.story import House
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_server
+from tandem.rpc.guard import RoleGuard
 from tandem.rpc.v1.control_pb2 import (
     DrainRouterReply,
     DrainRouterRequest,
@@ -41,9 +42,9 @@ class RouterControl(RouterControlServicer):
         return RouterStatusReply(num_under_way=self._house.under_way.num, num_waiting=self._house.admission.num_waiting)
 
 
-async def serve_control(control: RouterControl, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+async def serve_control(control: RouterControl, guard: RoleGuard, host: str, port: int) -> tuple[grpc.aio.Server, int]:
     """Start the service; returns it and the port it listens on. Raises `ConfigError` where the port is taken."""
-    server = make_server()
+    server = make_server(guard)
     add_RouterControlServicer_to_server(control, server)
     try:
         bound = bind(server, host, port)

@@ -10,27 +10,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
+from router.bodies import Bodies
+from router.http_protocol import ABORT
 from router.model_card import ModelCard
-from router.openai_schema import ParsedRequest, parse_body
+from router.openai_schema import ParsedRequest, PromptBounds, parse_body
 from router.outlet import Outlet
 from router.prompting import requests_from
+from router.request import Request
 from router.responses import DONE_FRAME, Answer, error_body, error_frame, error_headers
 from router.story import House
 from router.telling import Telling
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import (
-    InvalidRequestError,
-    RequestTooLargeError,
-    TandemError,
-)
+from tandem.core.errors import InvalidRequestError, TandemError
 from tandem.core.logging import get_logger
 
 log = get_logger(__name__)
 
-Parser = Callable[[dict[str, Any], LimitsConfig], ParsedRequest]
+Parser = Callable[[dict[str, Any], LimitsConfig, PromptBounds], ParsedRequest]
 
 _MAX_HEADER_CHARS = 1000
 _OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "no_worker"}
@@ -39,10 +39,11 @@ _OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "
 class Exchange:
     """Serves one POST of either endpoint."""
 
-    def __init__(self, house: House, card: ModelCard, parser: Parser) -> None:
+    def __init__(self, house: House, card: ModelCard, parser: Parser, bodies: Bodies) -> None:
         self._house = house
         self._card = card
         self._parser = parser
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self._house.clock.now()
@@ -50,10 +51,8 @@ class Exchange:
         try:
             # First what costs least: under overload most requests end here, their bodies unread.
             self._house.admission.check()
-            raw = await self._read_body(Request(scope, receive))
-            parsed = self._parser(parse_body(raw), self._house.config.limits)
-            self._card.check_name(parsed.model)
-            telling = await self._admit(parsed, request_id, arrived_s)
+            parsed, requests = await self._requests(HttpRequest(scope, receive), request_id, arrived_s)
+            telling = self._admit(parsed, requests)
         except ClientDisconnect:
             self._house.metrics.requests.labels("cancelled").inc()
             return
@@ -68,45 +67,47 @@ class Exchange:
             request_id=request_id,
             created=self._card.created_now(),
         )
+        headers = _ignored_header(parsed)
         with self._house.under_way.entered(telling.break_off):
             telling.start()
             watcher = asyncio.create_task(_watch_client(receive, telling), name="client watcher")
-            respond = self._stream if parsed.stream else self._whole
             try:
-                await respond(send, telling, answer, _ignored_header(parsed))
+                if parsed.stream:
+                    await self._stream(send, telling, answer, headers, abort=scope["state"][ABORT])
+                else:
+                    await self._whole(send, telling, answer, headers)
             except BaseException:
                 telling.client_gone("the connection broke")
                 raise
             finally:
                 watcher.cancel()
 
-    async def _read_body(self, request: Request) -> bytes:
-        limit = self._house.config.limits.max_body_bytes
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise RequestTooLargeError(f"the body is larger than {limit} bytes (limits.max_body_bytes)")
-            parts.append(part)
-        return b"".join(parts)
+    async def _requests(
+        self, http: HttpRequest, request_id: str, arrived_s: float
+    ) -> tuple[ParsedRequest, list[Request]]:
+        """What the body asks for, and one request for each of its prompts."""
+        house, card = self._house, self._card
+        limits = [limit for limit in (card.max_context, house.cluster.max_context()) if limit is not None]
+        bounds = PromptBounds(house.admission.max_waiting, min(limits, default=None))
 
-    async def _admit(self, parsed: ParsedRequest, request_id: str, arrived_s: float) -> Telling:
-        """Make the requests and give each a place in the queue."""
-        house, num_prompts = self._house, max(1, len(parsed.prompts))
-        if num_prompts > house.admission.max_waiting:
-            raise InvalidRequestError(
-                f"prompt holds {num_prompts} prompts; at most {house.admission.max_waiting} are taken at once",
-                field="prompt",
+        def work() -> tuple[ParsedRequest, list[Request]]:
+            parsed = self._parser(parse_body(raw), house.config.limits, bounds)
+            card.check_name(parsed.model)
+            return parsed, requests_from(
+                parsed,
+                tokenizer=house.tokenizer,
+                card=card,
+                max_context=bounds.max_context,
+                client_request_id=request_id,
+                arrived_s=arrived_s,
             )
-        limits = [limit for limit in (self._card.max_context, house.cluster.max_context()) if limit is not None]
-        requests = await requests_from(
-            parsed,
-            tokenizer=house.tokenizer,
-            card=self._card,
-            max_context=min(limits, default=None),
-            client_request_id=request_id,
-            arrived_s=arrived_s,
-        )
+
+        async with self._bodies.read(http) as raw:
+            return await self._bodies.work_on(raw, work)
+
+    def _admit(self, parsed: ParsedRequest, requests: list[Request]) -> Telling:
+        """Give each request a place in the queue."""
+        house = self._house
         house.cluster.check_placeable()
         house.admission.enter(len(requests), parsed.num_choices)
         return Telling(requests, house, Outlet(house.config.limits.stream_buffer_tokens if parsed.stream else None))
@@ -129,7 +130,10 @@ class Exchange:
             return
         await send_body(send, 200, answer.body(telling.usages), headers)
 
-    async def _stream(self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str]) -> None:
+    async def _stream(
+        self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str], abort: Callable[[], object]
+    ) -> None:
+        """Frame by frame. Who reads too slowly is cut off by `abort`: a close would wait until the rest is read."""
         outlet, writer = telling.outlet, asyncio.current_task()
         items = await outlet.take()
         if not items and outlet.error is not None:  # nothing was promised yet: a plain error is possible
@@ -157,6 +161,7 @@ class Exchange:
             if not has_overflowed:
                 raise
             log.warning("connection dropped: the client reads too slowly")
+            abort()
         finally:
             outlet.on_overflow = lambda: None
 

@@ -1,5 +1,5 @@
 """What is read when Prometheus asks: the workers' last reports, so that one that left leaves no stale series, the
-router's queue and its retry budget."""
+router's queue, its retry budget, and whom its control service refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from router.cluster import ROLE_NAMES
 from router.retry_budget import RetryBudget
 from router.session import SessionState, WorkerSession
+from tandem.rpc.guard import RoleGuard
 
 
 class BudgetGauges(Collector):
@@ -27,6 +28,23 @@ class BudgetGauges(Collector):
         )
         spent.add_metric([], self._budget.num_refused)
         return [left, spent]
+
+
+class DeniedCalls(Collector):
+    """Calls to the router's control service that the caller's certificate does not allow."""
+
+    def __init__(self, guard: RoleGuard) -> None:
+        self._guard = guard
+
+    def collect(self) -> Iterable[Metric]:
+        denied = CounterMetricFamily(
+            "tandem_calls_denied",
+            "Control calls that the caller's role may not make; role `none`: its certificate has no role",
+            labels=["method", "role"],
+        )
+        for (method, role), num in list(self._guard.num_denied.items()):
+            denied.add_metric([method, role or "none"], num)
+        return [denied]
 
 
 class WorkerGauges(Collector):

@@ -35,6 +35,9 @@ _UVICORN.setLevel(logging.ERROR)
 
 _LAST_LOOK_S = 0.01
 
+#: In `scope["state"]`: a function that cuts the connection off at once, with what waits to be written.
+ABORT = "abort_connection"
+
 
 @dataclass(frozen=True)
 class HttpBounds:
@@ -71,7 +74,7 @@ class BoundedProtocol(H11Protocol):
         *,
         bounds: HttpBounds,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, {**app_state, ABORT: self._abort}, _loop)
         self.logger = _UVICORN
         self._bounds = bounds
         # Runs exactly while the client owes the rest of a head or of a body.
@@ -193,6 +196,9 @@ class BoundedProtocol(H11Protocol):
     def _stalled(self) -> None:
         self._stall = None
         log.info("connection dropped: the client reads nothing", stalled_s=self._bounds.stalled_s)
+        self._abort()
+
+    def _abort(self) -> None:
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -73,6 +73,14 @@ class ParsedRequest:
     ignored_fields: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class PromptBounds:
+    """What is refused before it is looked at token by token: a body may hold millions."""
+
+    max_prompts: int
+    max_context: int | None  # tokens of prompt and output together; `None`: not known
+
+
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises `InvalidRequestError`."""
     try:
@@ -84,10 +92,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def parse_completion(body: dict[str, Any], limits: LimitsConfig) -> ParsedRequest:
+def parse_completion(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> ParsedRequest:
     """Check a body of `/v1/completions`. Raises `InvalidRequestError`, naming the field."""
     fields = Fields(body)
-    prompts = _prompts(fields)
+    prompts = _prompts(fields, bounds)
     num_logprobs = fields.integer("logprobs", -1, minimum=0, maximum=limits.max_logprobs)
     max_tokens = fields.integer("max_tokens", minimum=1)
     return _common(
@@ -102,7 +110,7 @@ def parse_completion(body: dict[str, Any], limits: LimitsConfig) -> ParsedReques
     )
 
 
-def parse_chat(body: dict[str, Any], limits: LimitsConfig) -> ParsedRequest:
+def parse_chat(body: dict[str, Any], limits: LimitsConfig, _: PromptBounds) -> ParsedRequest:
     """Check a body of `/v1/chat/completions`. Raises `InvalidRequestError`, naming the field."""
     fields = Fields(body)
     messages = _messages(fields)
@@ -243,7 +251,7 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, list[str]]:
 # -- prompts
 
 
-def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: Fields, bounds: PromptBounds) -> tuple[str | tuple[int, ...], ...]:
     """A text, a list of token ids, or a list of either: one prompt for each."""
     value = fields.raw("prompt")
     if value is None:
@@ -258,6 +266,14 @@ def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
         raise fields.error("prompt", f"must be a text, token ids, or a list of either, not {shown(value)}")
     if not prompts or not all(prompts):
         raise fields.error("prompt", "must not be empty")
+    if len(prompts) > bounds.max_prompts:
+        raise fields.error("prompt", f"holds {len(prompts)} prompts; at most {bounds.max_prompts} are taken at once")
+    for prompt in prompts:
+        if isinstance(prompt, list) and bounds.max_context is not None and len(prompt) >= bounds.max_context:
+            raise fields.error(
+                "prompt",
+                f"has {len(prompt)} tokens; the context holds {bounds.max_context} with at least one of output",
+            )
     return tuple(p if isinstance(p, str) else _token_ids(fields, "prompt", p) for p in prompts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import secrets
@@ -13,15 +12,13 @@ from router.request import Request
 from tandem.core.errors import InvalidRequestError
 from tandem.core.tokenizer import Tokenizer
 
-#: Texts longer than this are tokenised beside the loop, so that nobody else's tokens wait for them.
-_LONG_TEXT_CHARS = 8192
 _DEFAULT_COMPLETION_TOKENS = 16
 
 _PROCESS_TAG = secrets.token_hex(4)
 _counter = itertools.count(1)
 
 
-async def requests_from(
+def requests_from(
     parsed: ParsedRequest,
     *,
     tokenizer: Tokenizer,
@@ -37,7 +34,7 @@ async def requests_from(
     """
     field = "messages" if parsed.kind == "chat" else "prompt"
     _check_vocabulary(parsed, card.vocab_size)
-    prompts = await _token_ids(parsed, tokenizer)
+    prompts = _token_ids(parsed, tokenizer)
     requests = []
     for prompt_ids in prompts:
         if not prompt_ids:
@@ -59,20 +56,14 @@ async def requests_from(
     return requests
 
 
-async def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
+def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
     if parsed.kind == "chat":
         text = tokenizer.render_chat(parsed.messages)
-        return [await _encode(tokenizer, text, add_special_tokens=False)]
+        return [tokenizer.encode(text, add_special_tokens=False)]
     return [
-        await _encode(tokenizer, prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         for prompt in parsed.prompts
     ]
-
-
-async def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    if len(text) <= _LONG_TEXT_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
 def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:

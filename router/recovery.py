@@ -18,7 +18,7 @@ a third time. Pure: what happened comes in, a plan goes out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -187,18 +187,30 @@ class Recovery:
         return Plan(wishes, local, dict(self._rest_until_s))
 
 
-def failure(error: TandemError, worker: WorkerKey, prefill: WorkerKey | None, decode: WorkerKey) -> AttemptEnd:
+def failure(
+    error: TandemError,
+    worker: WorkerKey,
+    prefill: WorkerKey | None,
+    decode: WorkerKey,
+    *,
+    leaving: Collection[WorkerKey] = (),
+) -> AttemptEnd:
     """What the failure of an attempt, as `worker` reports it, says about both workers.
 
-    On one host each worker sees the other's process end, often before the router's stream to it breaks.
+    On one host each worker sees the other's process end, often before the router's stream to it breaks. Of a worker in
+    `leaving` that is no death.
     """
     reason = error.reason if isinstance(error, HandoffError) else ""
+
+    def exited(key: WorkerKey) -> AttemptEnd:
+        lost = WorkerLostError(f"worker {key} has exited, seen by {worker}")
+        fault = Fault.LEFT if key in leaving else Fault.DIED
+        return AttemptEnd(fault, key, lost, prefill, decode, is_exit_proven=True)
+
     if reason == "writer_exited" and worker == decode and prefill is not None:
-        lost = WorkerLostError(f"worker {prefill} has exited, seen by {decode}")
-        return AttemptEnd(Fault.DIED, prefill, lost, prefill, decode, is_exit_proven=True)
+        return exited(prefill)
     if reason == "receiver_exited" and worker == prefill:
-        lost = WorkerLostError(f"worker {decode} has exited, seen by {prefill}")
-        return AttemptEnd(Fault.DIED, decode, lost, prefill, decode, is_exit_proven=True)
+        return exited(decode)
     if isinstance(error, DrainingError):
         return AttemptEnd(Fault.REFUSED, worker, error, prefill, decode)
     if reason == "draining":  # prefill passes on what decode said

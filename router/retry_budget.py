@@ -4,15 +4,15 @@ Retries multiply the load right when workers are missing; bounded to a share of 
 storm that keeps the rest of the cluster down. (The idea is that of Finagle's `RetryBudget` and of gRPC's retry
 throttling.) There is one router, so its budget is the cluster's.
 
-The bucket also fills slowly with time: a quiet cluster, whose few requests would earn next to nothing, has its burst
-back a minute after it was spent.
+The bucket also fills by a few retries a minute: a quiet cluster, whose few requests would earn next to nothing, comes
+by some again. With a share of 0 nothing refills it.
 """
 
 from __future__ import annotations
 
 from tandem.core.clock import Clock
 
-_REFILL_S = 60.0
+REFILL_PER_MINUTE = 3.0
 
 
 class RetryBudget:
@@ -25,6 +25,7 @@ class RetryBudget:
     def __init__(self, share: float, burst: int, clock: Clock) -> None:
         """`share`: of a retry, what each request earns. `burst`: what the bucket holds at most, and at first."""
         self._share = share
+        self._refill_per_s = REFILL_PER_MINUTE / 60 if share > 0 else 0.0
         self._burst = burst
         self._clock = clock
         # Invariant: between 0 and the burst, as of `_filled_s`.
@@ -53,5 +54,5 @@ class RetryBudget:
 
     def _fill(self, amount: float) -> None:
         now_s = self._clock.now()
-        amount += (now_s - self._filled_s) * self._burst / _REFILL_S
+        amount += (now_s - self._filled_s) * self._refill_per_s
         self._left, self._filled_s = min(self._left + amount, float(self._burst)), now_s

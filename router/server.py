@@ -16,7 +16,7 @@ from router.app import create_app
 from router.auth import ApiKeys, check_exposure
 from router.cluster import Cluster
 from router.control import RouterControl, serve_control
-from router.gauges import BudgetGauges, WorkerGauges
+from router.gauges import BudgetGauges, DeniedCalls, WorkerGauges
 from router.http_protocol import HttpBounds
 from router.http_server import HttpServer, listen
 from router.model_card import ModelCard
@@ -31,6 +31,7 @@ from tandem.core.errors import InternalError
 from tandem.core.logging import get_logger
 from tandem.core.metrics import RouterMetrics
 from tandem.core.tokenizer import Tokenizer
+from tandem.rpc.guard import RoleGuard
 
 log = get_logger(__name__)
 
@@ -128,9 +129,11 @@ class RouterServer:
         check_exposure(self._config.http, self._host, os.environ)
         keys = ApiKeys(self._config.http, os.environ, MonotonicClock())
         house, card = self._build()
+        guard = RoleGuard()
+        house.metrics.registry.register(DeniedCalls(guard))
         listener = listen(self._host, self._http_port)
         control, control_port = await serve_control(
-            RouterControl(house, lambda: _drain(house)), self._control_host, self._control_port
+            RouterControl(house, lambda: _drain(house)), guard, self._control_host, self._control_port
         )
         http = HttpServer(create_app(house, card, keys), HttpBounds.of(self._config.limits))
         http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
@@ -165,6 +168,7 @@ class RouterServer:
             return scheduling.max_num_seqs * sum(s.takes_requests and not s.is_prefill for s in cluster.sessions())
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places)
+        cluster.on_change = admission.look_at_places
         metrics.registry.register(WorkerGauges(cluster.sessions, lambda: admission.num_waiting))
         # One full worker's death must not spend it.
         burst = max(_MIN_RETRY_BURST, config.scheduling.max_num_seqs)

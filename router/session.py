@@ -86,6 +86,7 @@ class WorkerSession:
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._is_retired = False
         self._has_died = False
+        self._why_unreached = ""  # as it was last logged, since the stream was last open
         self._last_heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -233,6 +234,9 @@ class WorkerSession:
                 log.warning("worker lost", worker=str(self.key), error=str(error), num_held=len(self._held))
                 self._note_death()
                 self._set_state(SessionState.LOST)
+            elif error.message != self._why_unreached:
+                self._why_unreached = error.message
+                log.warning("worker not reached; trying on", worker=str(self.key), error=error.message)
             self._tell_lost(error)
             if self._is_retired:
                 self.close("the worker left the cluster")
@@ -303,6 +307,7 @@ class WorkerSession:
             raise WorkerLostError(
                 f"{self.member.address} answers as {info.worker_id}/{info.incarnation}, not as {self.key}"
             )
+        self._why_unreached = ""
         self.info = info
         self.kv_format = kv_format(info)
         log.info("worker connected", worker=str(self.key), address=self.member.address, pid=info.pid)

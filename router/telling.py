@@ -42,11 +42,6 @@ class Telling:
         for inbox in self._inboxes:
             inbox.put(RouterLeaves(why))
 
-    async def wait_ended(self) -> None:
-        """Return when every story has ended and every worker has been told."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
     async def _tell_all(self) -> None:
         errors: list[TandemError] = []
         results = await asyncio.gather(*(self._tell_one(n, errors) for n in range(len(self.requests))))

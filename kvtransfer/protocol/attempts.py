@@ -25,12 +25,16 @@ class SenderLimits:
         write_timeout_s: a batch may take this long; a stopped receiver shows as "in progress" for ever.
         resend_s: between repeated commits while no answer comes.
         answer_timeout_s: how long the first commit may go unanswered.
+        grace_s: how long the writes of an attempt that failed may go on without being the worker's concern.
+        quarantine_cap_pages: more pages than this under such writes for longer, and the worker must be replaced.
     """
 
     lease_margin_s: float = 0.5
     write_timeout_s: float = 10.0
     resend_s: float = 1.0
     answer_timeout_s: float = 10.0
+    grace_s: float = 15.0
+    quarantine_cap_pages: int = 1024
 
 
 @dataclass(frozen=True, slots=True)

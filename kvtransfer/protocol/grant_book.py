@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.capability import is_capability_of
-from kvtransfer.protocol.grants import GrantRecord, GrantState, ReceiverLimits, find_contradiction
+from kvtransfer.protocol.grants import ENDED, GrantRecord, GrantState, ReceiverLimits, find_contradiction
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, RefusalReason
 
 
@@ -22,6 +24,11 @@ class GrantBook:
         self.layout = layout
         self.limits = limits or ReceiverLimits()
         self._records: dict[AttemptKey, GrantRecord] = {}
+        # Invariant: all and only records that have not ended. What time does is looked for among these alone: the ended
+        # ones of the last minute may be thousands.
+        self._live: dict[AttemptKey, GrantRecord] = {}
+        # Invariant: all and only the others, in the order of their ends, so that the first is forgotten first.
+        self._ended: OrderedDict[AttemptKey, GrantRecord] = OrderedDict()
         # Invariant: holds all and only records that have a grant, by its id.
         self._by_grant: dict[str, GrantRecord] = {}
         # Invariant: per request the attempts in _records, ascending.
@@ -43,8 +50,9 @@ class GrantBook:
 
     def next_deadline_s(self) -> float | None:
         """When the next `Tick` is due; `None` while time alone changes nothing."""
-        deadlines_s = (r.deadline_s(self.limits) for r in self._records.values())
-        return min((d for d in deadlines_s if d is not None), default=None)
+        first_ended = next(iter(self._ended.values()), None)
+        records = self._live.values() if first_ended is None else (*self._live.values(), first_ended)
+        return min((d for r in records if (d := r.deadline_s(self.limits)) is not None), default=None)
 
     # ---- finding the record that a sender speaks about; what contradicts it is refused and changes nothing
 
@@ -73,14 +81,14 @@ class GrantBook:
     # ---- records
 
     def _new_record(self, key: AttemptKey, now_s: float) -> GrantRecord:
-        record = self._records[key] = GrantRecord(key, now_s)
+        record = self._records[key] = self._live[key] = GrantRecord(key, now_s)
         attempts = self._attempts.setdefault(key.request_id, [])
         attempts.append(key.attempt)
         attempts.sort()
         return record
 
     def _forget(self, record: GrantRecord) -> None:
-        del self._records[record.key]
+        del self._records[record.key], self._ended[record.key]
         if record.grant is not None:
             del self._by_grant[record.grant.grant_id]
         attempts = self._attempts[record.key.request_id]
@@ -93,6 +101,8 @@ class GrantBook:
         record.state = state
         record.since_s = now_s
         record.reason = reason
+        if state in ENDED:
+            self._ended[record.key] = self._live.pop(record.key)
 
     def _refuse(self, record: GrantRecord, detail: str = "") -> None:
         assert record.reason is not None
@@ -131,7 +141,17 @@ class GrantBook:
 
     # ---- time
 
+    def _tick(self, now_s: float) -> None:
+        for record in list(self._live.values()):
+            self._pass_time(record, now_s)
+        while self._ended:
+            oldest = next(iter(self._ended.values()))
+            if now_s < oldest.since_s + self.limits.remember_s:
+                return
+            self._forget(oldest)
+
     def _pass_time(self, record: GrantRecord, now_s: float) -> None:
+        """Of a record that has not ended."""
         deadline_s = record.deadline_s(self.limits)
         if deadline_s is None or now_s < deadline_s:
             return
@@ -143,8 +163,6 @@ class GrantBook:
             case GrantState.QUARANTINED:
                 self._ask_to_stop(record, now_s)
                 self._kill_if_silent(record, now_s)
-            case _:
-                self._forget(record)
 
     def _kill_if_silent(self, record: GrantRecord, now_s: float) -> None:
         assert record.sender is not None
@@ -170,5 +188,5 @@ class GrantBook:
     def _num_staying(self, now_s: float) -> int:
         """Pages whose writer has had the grace time to confirm, and has not."""
         before_s = now_s - self.limits.grace_s
-        quarantined = (r for r in self._records.values() if r.state is GrantState.QUARANTINED and r.since_s <= before_s)
+        quarantined = (r for r in self._live.values() if r.state is GrantState.QUARANTINED and r.since_s <= before_s)
         return sum(len(record.unverified_pages) for record in quarantined)

@@ -21,6 +21,10 @@ class GrantState(Enum):
     REFUSED = "refused"  # answer: refusal. The pages are free
 
 
+# Nothing follows them, and time alone only forgets them.
+ENDED = frozenset({GrantState.ADMITTED, GrantState.REFUSED})
+
+
 @dataclass(frozen=True, slots=True)
 class ReceiverLimits:
     """Times in seconds.
@@ -63,7 +67,7 @@ class GrantRecord:
 
     @property
     def verified_pages(self) -> tuple[tuple[int, int], ...]:
-        """(index in the grant, page) of what holds the right bytes and will not be written again, in order."""
+        """(index in the grant, page) of what was found right, by a part or a commit, and is not written again."""
         return tuple((index, self.held.pages[index]) for index in sorted(self.verified))
 
     @property
@@ -74,6 +78,12 @@ class GrantRecord:
     def note_verified(self, part: CommitPart) -> None:
         """All bytes of a part are right."""
         self.verified |= dict(enumerate(zip(*part.digests, strict=True), start=part.first_index))
+
+    def drop_mismatched(self, mismatches: tuple[tuple[int, int], ...]) -> None:
+        """Take back what was verified and does not agree any more; `mismatches` are (layer, page)."""
+        wrong = {page for _, page in mismatches}
+        for index in [i for i in self.verified if self.held.pages[i] in wrong]:
+            del self.verified[index]
 
     def drop_contradicted(self, first_index: int, digests: tuple[tuple[int, ...], ...]) -> list[int]:
         """Take back what was verified with other digests than these, `[layer][index - first_index]`.

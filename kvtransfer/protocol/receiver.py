@@ -59,11 +59,10 @@ class ReceiverHandoffs(GrantBook):
         self._out = []
         match event:
             case ev.Tick():
-                for record in list(self._records.values()):
-                    self._pass_time(record, now_s)
+                self._tick(now_s)
             case ev.WriterExited():
                 self._kill_asked_s.pop(event.sender, None)
-                for record in [r for r in self._records.values() if r.sender == event.sender]:
+                for record in [r for r in self._live.values() if r.sender == event.sender]:
                     self._transition(record, event, now_s)
             case ev.ReserveReceived() if event.key not in self._records:
                 self._open_record(event.key, now_s)
@@ -87,6 +86,8 @@ class ReceiverHandoffs(GrantBook):
                 return self._find_written(event)
             case ev.PartVerified():
                 return self._by_grant.get(event.grant_id)  # `None`: the grant ended long ago
+            case ev.ReservationDenied():
+                return self._records.get(event.key)  # `None`: cancelled, refused and forgotten meanwhile
             case ev.DigestsVerified():
                 found = self._by_grant.get(event.grant_id)
             case _:
@@ -227,9 +228,8 @@ class ReceiverHandoffs(GrantBook):
         record.commit = commit
         self._move(record, GrantState.VERIFYING, now_s)
         self._out.append(ev.EndWrites(grant.grant_id))
-        left = [index for index in range(len(grant.pages)) if index not in record.verified]
-        digests = tuple(tuple(of_layer[index] for index in left) for of_layer in commit.digests)
-        self._out.append(ev.VerifyDigests(grant.grant_id, record.unverified_pages, digests))
+        # Those of parts too: what came in after they were read is seen before anybody computes with it.
+        self._out.append(ev.VerifyDigests(grant.grant_id, grant.pages, commit.digests))
 
     def _commit_refused(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:
         """Too late, or without an attach; but a fence: every write has completed and none will follow."""
@@ -240,6 +240,7 @@ class ReceiverHandoffs(GrantBook):
         grant, commit = record.held, record.commit
         assert commit is not None
         if event.mismatches:
+            record.drop_mismatched(event.mismatches)
             self._end(record, RefusalReason.DIGEST_MISMATCH, now_s)
             self._refuse(record, _describe(event.mismatches))
             return
@@ -248,8 +249,11 @@ class ReceiverHandoffs(GrantBook):
         self._out.append(ev.AdmitRequest(grant, commit))
         self._out.append(ev.SendAck(record.key, grant.grant_id))
 
-    def _verified_for_nobody(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:
+    def _verified_for_nobody(
+        self, record: GrantRecord, event: ev.DigestsVerified, now_s: float, _: RefusalReason
+    ) -> None:
         assert record.reason is not None
+        record.drop_mismatched(event.mismatches)
         self._end(record, record.reason, now_s)
 
     def _abandon(self, record: GrantRecord, _: Any, now_s: float, reason: RefusalReason) -> None:

@@ -23,6 +23,7 @@ from kvtransfer.extents import PageWrite
 from kvtransfer.layout import LayoutId, differences
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import Batch, SealedExtents, SenderLimits, SenderState, WrittenExtents
+from kvtransfer.protocol.capability import is_capability_of
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
 from tandem.core.errors import IllegalTransitionError
 
@@ -32,14 +33,22 @@ class SenderHandoff:
 
     Args:
         sender: this worker's incarnation.
+        receiver: incarnation that the pages are for; only its grant is ever attached.
         num_pages: pages of the whole prompt, those included that the receiver may have already.
     """
 
     def __init__(
-        self, key: AttemptKey, sender: str, layout: LayoutId, num_pages: int, limits: SenderLimits | None = None
+        self,
+        key: AttemptKey,
+        sender: str,
+        receiver: str,
+        layout: LayoutId,
+        num_pages: int,
+        limits: SenderLimits | None = None,
     ) -> None:
         self.key = key
         self.sender = sender
+        self.receiver = receiver
         self.layout = layout
         self.num_pages = num_pages
         self.limits = limits or SenderLimits()
@@ -76,13 +85,9 @@ class SenderHandoff:
         return self.state in (SenderState.WAITING, SenderState.SENDING, SenderState.COMMITTED)
 
     @property
-    def num_outstanding(self) -> int:
-        """Batches that may still read source pages and write the receiver's."""
-        return len(self._outstanding)
-
-    @property
-    def held_pages(self) -> frozenset[int]:
-        return frozenset(self._held)
+    def num_held_pages(self) -> int:
+        """Local pages that it keeps; in DRAINING those that outstanding writes may still read."""
+        return len(self._held)
 
     def next_deadline_s(self) -> float | None:
         """When the next `Tick` is due; `None` while time alone changes nothing."""
@@ -328,12 +333,18 @@ class SenderHandoff:
         self._drain()
 
     def _stop_asked(self, event: ev.StopAsked, _: float) -> None:
-        if self.grant is not None and event.grant_id != self.grant.grant_id:
+        """Its receiver may take back a grant before this worker has heard that it is attached: without one it is
+        believed as it comes. With one it must have the grant's capability."""
+        is_ours = event.receiver == self.receiver if self.grant is None else event.grant_id == self.grant.grant_id
+        if not is_ours:
             self._confirm_idle(event)  # a grant this attempt never used
-            return
-        self._give_up(FailureReason.STOP_ASKED, "the receiver withdrew the grant")
-        if self.grant is None:
+        elif self.grant is None:
+            self._give_up(FailureReason.STOP_ASKED, "the receiver withdrew the grant")
             self._confirm_idle(event)
+        elif is_capability_of(self.grant, event.capability):
+            self._give_up(FailureReason.STOP_ASKED, "the receiver withdrew the grant")
+        else:
+            self._out.append(ev.IgnoreStop(event.grant_id))
 
     def _stop_asked_when_done(self, event: ev.StopAsked, _: float) -> None:
         self._confirm_idle(event)

@@ -206,6 +206,21 @@ class Fail:
     refusal: RefusalReason | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class IgnoreStop:
+    """Somebody asks for a stop who was not given the grant: note it, and do nothing."""
+
+    grant_id: str
+
+
 SenderInstruction = (
-    PostWrites | SendCommitPart | SendCommit | ReleasePages | QuarantinePages | ConfirmIdle | Succeed | Fail
+    PostWrites
+    | SendCommitPart
+    | SendCommit
+    | ReleasePages
+    | QuarantinePages
+    | ConfirmIdle
+    | IgnoreStop
+    | Succeed
+    | Fail
 )

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import functools
 import json
-import os
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """`tandem bench run`; 0, 1 where a request failed, 130 where it was interrupted."""
     session, console = _session(options), Console(stderr=True)
     shape = Shape(concurrency=options.concurrency, rate=options.rate)
+    session.check(shape)
     measured = _in_loop(_run_once(session, shape, options, console))
     _say_run(measured, session)
     if options.json is not None:
@@ -157,17 +158,17 @@ def _slo(options: argparse.Namespace) -> Slo | None:
 
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
-    """The command's options as they go into JSON."""
+    """The command's options as they go into JSON; of files only the names, as their places mean nothing elsewhere."""
     left_out = {"run", "debug", "command", "json", "progress"}
-    return {
-        name: [value.start, value.stop] if isinstance(value, range) else _text(value)
-        for name, value in sorted(vars(options).items())
-        if name not in left_out
-    }
+    if options.trace is not None:
+        left_out |= {"input_len", "output_len"}
+    return {name: _plain_value(value) for name, value in sorted(vars(options).items()) if name not in left_out}
 
 
-def _text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    return value.name if isinstance(value, Path) else value
 
 
 def _in_loop(work: Coroutine[Any, Any, T]) -> T:

@@ -57,8 +57,12 @@ def plot_files(files: Sequence[Path], stem: Path) -> list[Path]:
 
 
 def _runs(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those in which a request succeeded, by rising rate."""
-    return sorted((run for run in content["runs"] if run["figures"]["num_succeeded"]), key=_rate)
+    """Those in which a request succeeded, by rising rate; stopped ones only where there is no other.
+
+    A stopped run shows what ended soon, and so flatters the rate at which it was stopped.
+    """
+    runs = sorted((run for run in content["runs"] if run["figures"]["num_succeeded"]), key=_rate)
+    return [run for run in runs if not run["is_partial"]] or runs
 
 
 def _rate(run: dict[str, Any]) -> float:
@@ -71,7 +75,7 @@ def _latency(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     for axes, (title, attribute) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for number, (name, content) in enumerate(titled):
             points = [(_rate(run), run["figures"][attribute]) for run in _runs(content) if run["figures"][attribute]]
-            for statistic, style in (("p50", "o-"), ("p99", "o--")):
+            for statistic, style in (("p50", "o-"), ("p99", "^--")):
                 axes.plot(
                     [rate for rate, _ in points],
                     [found[statistic] * 1e3 for _, found in points],

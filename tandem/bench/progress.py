@@ -17,7 +17,7 @@ _REFRESH_HZ = 2  # each costs a millisecond of a core that the server may want
 @contextlib.contextmanager
 def shown(title: str, total: int, *, console: Console, is_wanted: bool = True) -> Iterator[Watcher]:
     """Inside, the watcher that is given moves the bar."""
-    num_failed = 0
+    num_ended = num_failed = 0
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"),
         TimeElapsedColumn(),
@@ -27,9 +27,13 @@ def shown(title: str, total: int, *, console: Console, is_wanted: bool = True) -
         task = progress.add_task(title, total=total, failed="")
 
         def watch(record: RequestRecord) -> bool:
-            nonlocal num_failed
+            nonlocal num_ended, num_failed
+            num_ended += 1
             num_failed += not record.is_good
             progress.update(task, advance=1, failed=f"{num_failed} failed" if num_failed else "")
             return True
 
         yield watch
+    if is_wanted and not is_shown:
+        counted = f"{num_ended} requests" + (f", {num_failed} failed" if num_failed else "")
+        console.print(f"{title}: {counted}", highlight=False, markup=False)

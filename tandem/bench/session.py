@@ -82,6 +82,11 @@ class Session:
         self._check_lengths()
         await self._warm_up()
 
+    def check(self, shape: Shape) -> None:
+        """Raises `ConfigError` where `shape` takes times from a load that has none."""
+        if shape.name == "trace" and any(entry.arrival_s is None for entry in self.workload.entries):
+            raise ConfigError("this load has no arrival times: give --rate or --concurrency", key="--rate")
+
     async def measure(self, shape: Shape, *, number: int = 0, watch: Watcher = lambda _: True) -> Load:
         """One run. Each `number` has prompts of its own, and the same lengths and pattern of arrivals.
 
@@ -98,10 +103,8 @@ class Session:
     def _arrivals_s(self, shape: Shape, jobs: Sequence[Job]) -> list[float]:
         if shape.rate is not None:
             return poisson_arrivals(len(jobs), shape.rate, str(self.workload.seed))
-        arrivals_s = [job.arrival_s for job in jobs if job.arrival_s is not None]
-        if len(arrivals_s) < len(jobs):
-            raise ConfigError("this load has no arrival times: give --rate or --concurrency", key="--rate")
-        return arrivals_s
+        self.check(shape)
+        return [job.arrival_s for job in jobs if job.arrival_s is not None]
 
     async def _warm_up(self) -> None:
         workload, seed = self.workload, str(self.workload.seed)

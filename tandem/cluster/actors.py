@@ -24,6 +24,7 @@ from tandem.cluster.events import Role
 from tandem.cluster.node_share import kv_bytes_here
 from tandem.cluster.node_watcher import NodeWatcher, ProcessId, started_at
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.suspicions import Suspicions
 from tandem.core import points
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.logging import setup_logging
@@ -32,7 +33,6 @@ from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import configure
 
 if TYPE_CHECKING:
-    from router.worker_key import WorkerKey
     from tandem.cluster.supervisor import Supervisor
     from tandem.worker.process import WorkerProcess
 
@@ -42,8 +42,6 @@ call behind that would occupy a place for ever."""
 
 ROUTER_DRAIN_S = 2.0
 """For requests whose workers stop at the same time: to end in a typed error instead of a broken connection."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class RouterActor:
             model_dir=_model_dir(spec),
             host=http.host,
             http_port=http.port,
-            on_writer_suspected=_tell_supervisor,
+            on_writer_suspected=Suspicions(_tell_supervisor).add,
         )
         self._starting = threading.Lock()
         self._addresses: tuple[str, str] | None = None
@@ -223,10 +221,9 @@ class SupervisorActor:
         self._ready.set()
 
 
-def _tell_supervisor(writer: WorkerKey) -> None:
-    """Called on the router's thread; the call to the actor does not block."""
-    log.warning("writer %s is suspected", writer)
-    ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE).suspect.remote(writer.worker_id, writer.incarnation)
+def _tell_supervisor(worker_id: str, incarnation: str) -> None:
+    """Blocks, for a minute where Ray's control store is lost, and then raises what Ray does."""
+    ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE).suspect.remote(worker_id, incarnation)
 
 
 def make_actor(cls: type, **options: Any) -> Any:

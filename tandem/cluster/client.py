@@ -51,8 +51,7 @@ def find_cluster(port: int | None, address: str | None) -> Target:
         ports = " or ".join(str(cluster.port) for cluster in clusters)
         raise ConfigError(f"no cluster of this user runs {where}; choose --port {ports}", key="--port")
     raise ConfigError(
-        f"no cluster of this user runs {where}; start one with `tandem serve`, "
-        "or name its Ray cluster with --address"
+        f"no cluster of this user runs {where}; start one with `tandem serve`, or name its Ray cluster with --address"
     )
 
 

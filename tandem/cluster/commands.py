@@ -13,6 +13,7 @@ from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, supervisor
 from tandem.cluster.doctor import examine
 from tandem.cluster.processes import wait_for_exit
 from tandem.cluster.report import ClusterNews, Reporter, cluster_table, make_console, pools_line
+from tandem.cluster.waits import check_wait
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2
@@ -70,8 +71,7 @@ def scale(port: int | None, address: str | None, *, prefill: int | None, decode:
 def drain(
     port: int | None, address: str | None, worker_id: str, *, replace_first: bool, timeout_s: float, wait: bool
 ) -> int:
-    if timeout_s <= 0:
-        raise ConfigError(f"--timeout is {timeout_s:g}, must be more than 0 seconds")
+    check_wait(timeout_s, "--timeout", least_s=1e-3)
     target = find_cluster(port, address)
     request = supervisor_pb2.DrainRequest(worker_id=worker_id, replace_first=replace_first, timeout_s=timeout_s)
     with Reporter() as reporter, supervisor(target) as stub:
@@ -100,6 +100,7 @@ def drain(
 
 
 def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) -> int:
+    check_wait(grace_s, "--grace")
     target = find_cluster(port, address)
     reporter = Reporter()
     reporter.line("Stopping at once." if now else "Stopping: requests under way finish first.")

@@ -47,11 +47,13 @@ class Intent:
         wanted: sizes of the pools.
         drains: of the workers that leave, by worker id.
         failures: of slots that failed of late, by worker id: a crash loop stays backed off.
+        closing_s: a shutdown was asked for, which gives requests so many seconds; `None`: none was.
     """
 
     wanted: dict[Role, int]
     drains: dict[str, Drain] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    closing_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -232,12 +234,21 @@ class RouterExited:
 
 @dataclass(frozen=True)
 class ClosingBegun:
-    """A shutdown was asked for; requests under way may still end, new ones are refused."""
+    """A shutdown was asked for; requests under way may still end within `grace_s`, new ones are refused."""
+
+    grace_s: float
 
 
 @dataclass(frozen=True)
 class ShutdownRequested:
     """End everything; nothing that ends from here on is replaced."""
+
+
+@dataclass(frozen=True)
+class StoodStill:
+    """The supervisor, or its whole host, did nothing for this long: what others did meanwhile was not heard."""
+
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -266,6 +277,7 @@ Event = (
     | RouterExited
     | ClosingBegun
     | ShutdownRequested
+    | StoodStill
     | Tick
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
 from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
@@ -96,6 +97,8 @@ class RayLauncher:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._watchers = NodeWatchers(spec)
+        self._memory = threading.Lock()
+        self._over = False  # guarded by `_memory`: nothing is remembered any more
 
     def start_worker(self, role: Role, worker_id: str, incarnation: str) -> RayWorker:
         pool = getattr(self._spec.config.pools, role)
@@ -144,12 +147,16 @@ class RayLauncher:
         return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
 
     def remember(self, intent: Intent) -> None:
-        _remember({**_recall(), "intent": dataclasses.asdict(intent)})
+        with self._memory:
+            if not self._over:  # else the next cluster in this Ray would take it for its own
+                _remember({**_recall(), "intent": dataclasses.asdict(intent)})
 
     def end_self(self) -> None:
         """End the watchers and the supervisor's own actor for good, and forget what was for its successors."""
         self._watchers.end()
-        internal_kv._internal_kv_del(_MEMORY_KEY, namespace=NAMESPACE)
+        with self._memory:
+            self._over = True
+            internal_kv._internal_kv_del(_MEMORY_KEY, namespace=NAMESPACE)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
@@ -187,6 +194,7 @@ def _read_intent(kept: dict[str, Any]) -> Intent:
         wanted={Role(role): size for role, size in kept["wanted"].items()},
         drains={worker_id: Drain(**drain) for worker_id, drain in kept["drains"].items()},
         failures=kept["failures"],
+        closing_s=kept["closing_s"],
     )
 
 

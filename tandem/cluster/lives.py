@@ -86,6 +86,10 @@ class Life:
     def ready(self, now: float) -> None:
         self.phase, self.ready_at, self.heard_at = Phase.READY, now, now
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """For so long nobody listened to it, or waited for it."""
+        self.heard_at = min(now, self.heard_at + seconds)
+
     def is_due(self, now: float) -> bool:
         return self.retry_at is not None and self.retry_at <= now
 
@@ -154,6 +158,13 @@ class Slot(Life):
         super().begin(incarnation)
         self.address, self.placement, self.num_requests, self.deadline = "", None, 0, None
         self.untold.clear()
+
+    def excuse(self, seconds: float, now: float) -> None:
+        super().excuse(seconds, now)
+        if self.deadline is not None:
+            self.deadline += seconds
+        if self.place_by is not None:
+            self.place_by += seconds
 
     def stay(self) -> None:
         """Take back that it leaves."""

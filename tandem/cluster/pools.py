@@ -18,45 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.cluster.events import (
-    ClosingBegun,
-    ClusterOpened,
-    Drain,
-    Drained,
-    DrainOrdered,
-    DrainWorker,
-    Ending,
-    EndingsTaken,
-    Event,
-    Instruction,
-    Intent,
-    KillRouter,
-    KillWorker,
-    LoadingHeard,
-    LoadReported,
-    Member,
-    NoteEnded,
-    ProcessEnded,
-    PublishMembership,
-    Role,
-    RouterAdopted,
-    RouterExited,
-    RouterHeard,
-    RouterStarted,
-    ShutdownRequested,
-    StartRouter,
-    StartWorker,
-    StopRouter,
-    StopWorker,
-    Tick,
-    WantedChanged,
-    WorkerAdopted,
-    WorkerExited,
-    WorkerFailedToStart,
-    WorkerPlaced,
-    WorkerStarted,
-    WriterSuspected,
-)
+from tandem.cluster import events as ev
 from tandem.cluster.lives import Phase, Policy, RouterLife, Slot
 
 _DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
@@ -69,30 +31,30 @@ class Cluster:
     Attributes:
         new_incarnation: a name never used before in this Ray cluster.
         version: of the membership; starts above every version of an earlier supervisor.
-        closing: a shutdown was asked for; requests under way may still end.
+        closing_s: a shutdown was asked for, and requests under way have so many seconds to end; `None`: none was.
         stopping: everything is being stopped, and nothing that ends is started again.
     """
 
     policy: Policy
     new_incarnation: Callable[[], str]
     version: int = 0
-    wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    wanted: dict[ev.Role, int] = field(default_factory=lambda: dict.fromkeys(ev.Role, 0))
     slots: dict[str, Slot] = field(default_factory=dict)
     router: RouterLife | None = None
-    closing: bool = False
+    closing_s: float | None = None
     stopping: bool = False
-    _published: tuple[Member, ...] = ()
+    _published: tuple[ev.Member, ...] = ()
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event at `now` (seconds on any steady clock) and say what shall be done, in order."""
         out = self._dispatch(event, now) + self._relieve(now)
         members = tuple(slot.member for slot in self.slots.values())
         if members != self._published:
             self._published, self.version = members, self.version + 1
             if self.router and self.router.phase is Phase.READY:
-                out.append(PublishMembership(self.version, members))
-        elif isinstance(event, RouterStarted):
-            out.append(PublishMembership(self.version, members))
+                out.append(ev.PublishMembership(self.version, members))
+        elif isinstance(event, ev.RouterStarted):
+            out.append(ev.PublishMembership(self.version, members))
         return out
 
     def wake_at(self) -> float | None:
@@ -107,15 +69,20 @@ class Cluster:
         return min(times, default=None)
 
     @property
-    def intent(self) -> Intent:
+    def intent(self) -> ev.Intent:
         """What the next supervisor must be told if this one dies now."""
         drains = {
-            slot.worker_id: Drain(slot.incarnation, slot.drain_s, slot.refill, slot.successor)
+            slot.worker_id: ev.Drain(slot.incarnation, slot.drain_s, slot.refill, slot.successor)
             for slot in self.slots.values()
-            if slot.leaving and slot.listens
+            if slot.leaving and slot.phase is not Phase.STOPPING
         }
         failures = {slot.worker_id: slot.failures for slot in self.slots.values() if slot.failures}
-        return Intent(dict(self.wanted), drains, failures)
+        return ev.Intent(dict(self.wanted), drains, failures, self.closing_s)
+
+    @property
+    def closing(self) -> bool:
+        """A shutdown was asked for."""
+        return self.closing_s is not None
 
     @property
     def settled(self) -> bool:
@@ -133,30 +100,33 @@ class Cluster:
         """A shutdown was asked for and nothing is left."""
         return self.stopping and not self.slots and self.router is None
 
-    def _dispatch(self, event: Event, now: float) -> list[Instruction]:
+    def _dispatch(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         match event:
-            case WorkerAdopted():
+            case ev.WorkerAdopted():
                 return self._adopt(event, now)
-            case RouterAdopted():
+            case ev.RouterAdopted():
                 self.router = RouterLife(incarnation=event.incarnation, phase=Phase.STARTING)
                 return []
-            case ClusterOpened():
+            case ev.ClusterOpened():
                 return self._open(event.intent, now)
-            case WantedChanged():
+            case ev.WantedChanged():
                 self.wanted[event.role] = event.workers
                 return self._reconcile(event.role, now)
-            case DrainOrdered():
+            case ev.DrainOrdered():
                 return self._order_drain(event, now)
-            case ProcessEnded():
+            case ev.ProcessEnded():
                 return self._tell_all(event.incarnation)
-            case ClosingBegun():
-                self.closing = True
+            case ev.ClosingBegun():
+                self.closing_s = event.grace_s if self.closing_s is None else min(self.closing_s, event.grace_s)
                 return []
-            case ShutdownRequested():
+            case ev.ShutdownRequested():
                 return self._shut_down(now)
-            case Tick():
+            case ev.StoodStill():
+                self._excuse(event.seconds, now)
+                return []
+            case ev.Tick():
                 return self._tick(now)
-            case RouterStarted() | RouterExited() | RouterHeard():
+            case ev.RouterStarted() | ev.RouterExited() | ev.RouterHeard():
                 return self._on_router(event, now)
             case _:
                 slot = self.slots.get(event.worker_id)
@@ -166,10 +136,10 @@ class Cluster:
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
-    def _open(self, intent: Intent, now: float) -> list[Instruction]:
-        self.wanted = dict(intent.wanted)
-        out: list[Instruction] = []
-        if self.router is None:
+    def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
+        self.wanted, self.closing_s = dict(intent.wanted), intent.closing_s
+        out: list[ev.Instruction] = []
+        if self.router is None and not self.closing:
             self.router = RouterLife()
             out += self._start_router()
         for worker_id, order in intent.drains.items():
@@ -178,9 +148,11 @@ class Cluster:
                 out += self._resume_drain(slot, order, now)
         for slot in self.slots.values():
             slot.failures = intent.failures.get(slot.worker_id, 0)
-        return out + [step for role in Role for step in self._reconcile(role, now, intent.failures)]
+        if self.closing:  # what is missing has been stopped already, or will not be missed
+            return out
+        return out + [step for role in ev.Role for step in self._reconcile(role, now, intent.failures)]
 
-    def _reconcile(self, role: Role, now: float, failures: dict[str, int] | None = None) -> list[Instruction]:
+    def _reconcile(self, role: ev.Role, now: float, failures: dict[str, int] | None = None) -> list[ev.Instruction]:
         """Bring the pool to its wanted size; slots that leave without a refill do not count.
 
         `failures` of an earlier supervisor's slots: those that failed of late wait before they start.
@@ -199,7 +171,7 @@ class Cluster:
         counted.sort(key=lambda slot: (_DISMISSAL_ORDER[slot.phase], slot.num_requests, -slot.index))
         return [step for slot in counted[:-missing] for step in self._dismiss(slot, now)]
 
-    def _dismiss(self, slot: Slot, now: float) -> list[Instruction]:
+    def _dismiss(self, slot: Slot, now: float) -> list[ev.Instruction]:
         """The pool needs it no more."""
         if slot.refill:  # on its way already; now nobody takes its place
             slot.refill = False
@@ -213,18 +185,18 @@ class Cluster:
         slot.drain_s = self.policy.drain_s
         return self._drain(slot, now)
 
-    def _new_slot(self, role: Role) -> Slot:
+    def _new_slot(self, role: ev.Role) -> Slot:
         taken = {slot.index for slot in self._of(role)}
         slot = Slot(role=role, index=next(i for i in range(len(taken) + 1) if i not in taken))
         self.slots[slot.worker_id] = slot
         return slot
 
-    def _of(self, role: Role) -> list[Slot]:
+    def _of(self, role: ev.Role) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.role is role]
 
     # --- replacing one worker by an order ------------------------------------------------------------------------
 
-    def _order_drain(self, order: DrainOrdered, now: float) -> list[Instruction]:
+    def _order_drain(self, order: ev.DrainOrdered, now: float) -> list[ev.Instruction]:
         slot = self.slots.get(order.worker_id)
         if slot is None or slot.leaving or slot.phase is not Phase.READY:
             return []
@@ -236,20 +208,25 @@ class Cluster:
         slot.successor, slot.place_by = successor.worker_id, now + self.policy.place_s
         return [self._start(successor)]
 
-    def _resume_drain(self, slot: Slot, order: Drain, now: float) -> list[Instruction]:
+    def _resume_drain(self, slot: Slot, order: ev.Drain, now: float) -> list[ev.Instruction]:
         """An earlier supervisor began it. A worker that it has told to drain is DRAINING already."""
         slot.leaving, slot.drain_s, slot.refill = True, order.timeout_s, order.refill
         if slot.phase is Phase.DRAINING:
             slot.deadline = now + slot.drain_s
-        elif slot.phase is Phase.READY and order.successor:
-            slot.successor, slot.place_by = order.successor, now + self.policy.place_s
-        elif slot.phase is Phase.READY:
+            return []
+        slot.successor = order.successor
+        return self._go_on_leaving(slot, now) if slot.phase is Phase.READY else []
+
+    def _go_on_leaving(self, slot: Slot, now: float) -> list[ev.Instruction]:
+        """One that was to leave, and serves again under this supervisor: at once, or once its successor is there."""
+        if not slot.successor:
             return self._drain(slot, now)
+        slot.place_by = now + self.policy.place_s
         return []
 
-    def _relieve(self, now: float) -> list[Instruction]:
+    def _relieve(self, now: float) -> list[ev.Instruction]:
         """Workers whose successor has come, or will not come while they wait."""
-        out: list[Instruction] = []
+        out: list[ev.Instruction] = []
         for slot in [slot for slot in self.slots.values() if slot.successor and slot.phase is Phase.READY]:
             successor = self.slots.get(slot.successor)
             if successor is None or successor.leaving or successor.phase is Phase.READY:
@@ -266,74 +243,74 @@ class Cluster:
                     out += self._drain(slot, now)
         return out
 
-    def _drain(self, slot: Slot, now: float) -> list[Instruction]:
+    def _drain(self, slot: Slot, now: float) -> list[ev.Instruction]:
         slot.phase, slot.deadline = Phase.DRAINING, now + slot.drain_s
         slot.successor, slot.place_by = "", None
-        return [DrainWorker(slot.worker_id, slot.incarnation)]
+        return [ev.DrainWorker(slot.worker_id, slot.incarnation)]
 
     # --- one worker's life ---------------------------------------------------------------------------------------
 
-    def _start(self, slot: Slot) -> Instruction:
+    def _start(self, slot: Slot) -> ev.Instruction:
         slot.begin(self.new_incarnation())
-        return StartWorker(slot.role, slot.worker_id, slot.incarnation)
+        return ev.StartWorker(slot.role, slot.worker_id, slot.incarnation)
 
-    def _stop(self, slot: Slot, now: float, kill: str = "") -> list[Instruction]:
+    def _stop(self, slot: Slot, now: float, kill: str = "") -> list[ev.Instruction]:
         slot.phase, slot.deadline = Phase.STOPPING, None if kill else now + self.policy.stop_s
         slot.place_by = None
         if kill:
             slot.killed_for = kill
-            return [KillWorker(slot.worker_id, slot.incarnation, kill)]
-        return [StopWorker(slot.worker_id, slot.incarnation)]
+            return [ev.KillWorker(slot.worker_id, slot.incarnation, kill)]
+        return [ev.StopWorker(slot.worker_id, slot.incarnation)]
 
-    def _on_worker(self, slot: Slot, event: Event, now: float) -> list[Instruction]:
+    def _on_worker(self, slot: Slot, event: ev.Event, now: float) -> list[ev.Instruction]:
         match event:
-            case WorkerPlaced() if slot.phase is Phase.STARTING:
+            case ev.WorkerPlaced() if slot.phase is Phase.STARTING:
                 slot.placement, slot.heard_at = event.placement, now
-            case LoadingHeard() if slot.phase is Phase.STARTING:
+            case ev.LoadingHeard() if slot.phase is Phase.STARTING:
                 slot.heard_at = now
-            case WorkerStarted() if slot.phase is Phase.STARTING:
+            case ev.WorkerStarted() if slot.phase is Phase.STARTING:
                 slot.address, slot.placement = event.address, event.placement
                 slot.ready(now)
-                return self._remind(slot)
-            case LoadReported():
+                return self._remind(slot) + (self._go_on_leaving(slot, now) if slot.leaving else [])
+            case ev.LoadReported():
                 slot.heard_at, slot.num_requests = now, event.num_requests
                 return self._remind(slot)
-            case EndingsTaken():
+            case ev.EndingsTaken():
                 for ended in event.ended:
                     slot.untold.pop(ended, None)
-            case Drained() if slot.phase is Phase.DRAINING:
+            case ev.Drained() if slot.phase is Phase.DRAINING:
                 return self._stop(slot, now)
-            case WriterSuspected() if slot.listens:
+            case ev.WriterSuspected() if slot.listens:
                 return self._stop(slot, now, kill="it is silent beyond its lease, and pages wait for its end")
-            case WorkerFailedToStart() if slot.phase is Phase.STARTING:
+            case ev.WorkerFailedToStart() if slot.phase is Phase.STARTING:
                 # Its process is still there, and it may hold memory that the next one needs.
-                corpse = KillWorker(slot.worker_id, slot.incarnation, "it failed to start")
+                corpse = ev.KillWorker(slot.worker_id, slot.incarnation, "it failed to start")
                 return [corpse, *self._ended(slot, event.error, now)]
-            case WorkerExited() if slot.phase is not Phase.WAITING:
+            case ev.WorkerExited() if slot.phase is not Phase.WAITING:
                 return self._ended(slot, event.error, now)
         return []
 
-    def _ended(self, slot: Slot, error: Ending | None, now: float) -> list[Instruction]:
+    def _ended(self, slot: Slot, error: ev.Ending | None, now: float) -> list[ev.Instruction]:
         if slot.leaving or self.stopping:
             del self.slots[slot.worker_id]
             return self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
         return self._start_due(now)
 
-    def _start_due(self, now: float) -> list[Instruction]:
+    def _start_due(self, now: float) -> list[ev.Instruction]:
         return [self._start(slot) for slot in self.slots.values() if slot.is_due(now)]
 
-    def _tell_all(self, ended: str) -> list[Instruction]:
+    def _tell_all(self, ended: str) -> list[ev.Instruction]:
         """Every other process may have dealt with the one that has ended."""
         others = [s for s in self.slots.values() if s.phase is not Phase.WAITING and s.incarnation != ended]
         for slot in others:
             slot.owe(ended)
-        return [NoteEnded(slot.worker_id, slot.incarnation, (ended,)) for slot in others if slot.listens]
+        return [ev.NoteEnded(slot.worker_id, slot.incarnation, (ended,)) for slot in others if slot.listens]
 
-    def _remind(self, slot: Slot) -> list[Instruction]:
-        return [NoteEnded(slot.worker_id, slot.incarnation, tuple(slot.untold))] if slot.untold else []
+    def _remind(self, slot: Slot) -> list[ev.Instruction]:
+        return [ev.NoteEnded(slot.worker_id, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
-    def _tick(self, now: float) -> list[Instruction]:
+    def _tick(self, now: float) -> list[ev.Instruction]:
         out = self._start_due(now)
         for slot in self.slots.values():
             silent_at = slot.silent_at(self.policy)
@@ -344,7 +321,12 @@ class Cluster:
                 out += self._stop(slot, now, kill=f"it did not {late}")
         return out + self._tick_router(now)
 
-    def _adopt(self, event: WorkerAdopted, now: float) -> list[Instruction]:
+    def _excuse(self, seconds: float, now: float) -> None:
+        """Who could not be heard was not silent, and who was not waited for is not late."""
+        for life in [*self.slots.values(), *([self.router] if self.router else [])]:
+            life.excuse(seconds, now)
+
+    def _adopt(self, event: ev.WorkerAdopted, now: float) -> list[ev.Instruction]:
         slot = Slot(role=event.role, index=int(event.worker_id.rpartition("-")[2]), incarnation=event.incarnation)
         self.slots[slot.worker_id] = slot
         slot.phase, slot.placement, slot.heard_at = Phase.STARTING, event.placement, now
@@ -355,30 +337,32 @@ class Cluster:
 
     # --- the router and the end ----------------------------------------------------------------------------------
 
-    def _start_router(self) -> list[Instruction]:
+    def _start_router(self) -> list[ev.Instruction]:
         assert self.router is not None
         self.router.begin(self.new_incarnation())
         self.router.control_address = ""
-        return [StartRouter(self.router.incarnation)]
+        return [ev.StartRouter(self.router.incarnation)]
 
-    def _on_router(self, event: RouterStarted | RouterExited | RouterHeard, now: float) -> list[Instruction]:
+    def _on_router(
+        self, event: ev.RouterStarted | ev.RouterExited | ev.RouterHeard, now: float
+    ) -> list[ev.Instruction]:
         router = self.router
         if router is None or router.incarnation != event.incarnation:
             return []
         match event:
-            case RouterHeard():
+            case ev.RouterHeard():
                 router.heard_at = now
-            case RouterStarted() if router.phase is Phase.STARTING:
+            case ev.RouterStarted() if router.phase is Phase.STARTING:
                 router.url, router.control_address = event.url, event.control_address
                 router.ready(now)
-            case RouterExited() if self.stopping:
+            case ev.RouterExited() if self.stopping:
                 self.router = None
-            case RouterExited() if router.phase is not Phase.WAITING:
+            case ev.RouterExited() if router.phase is not Phase.WAITING:
                 router.end(event.error, now, self.policy)
                 return self._start_router() if router.is_due(now) else []
         return []
 
-    def _tick_router(self, now: float) -> list[Instruction]:
+    def _tick_router(self, now: float) -> list[ev.Instruction]:
         router = self.router
         if router is None:
             return []
@@ -386,12 +370,12 @@ class Cluster:
         if router.phase is Phase.READY and silent_s >= self.policy.router_silence_s:
             router.phase = Phase.STOPPING
             router.killed_for = f"it answered no heartbeat for {silent_s:.0f} s"
-            return [KillRouter(router.incarnation, router.killed_for)]
+            return [ev.KillRouter(router.incarnation, router.killed_for)]
         return self._start_router() if router.is_due(now) else []
 
-    def _shut_down(self, now: float) -> list[Instruction]:
-        self.closing = self.stopping = True
-        out: list[Instruction] = []
+    def _shut_down(self, now: float) -> list[ev.Instruction]:
+        self.closing_s, self.stopping = 0.0, True
+        out: list[ev.Instruction] = []
         for slot in list(self.slots.values()):
             slot.leaving = True
             if slot.phase is Phase.WAITING:
@@ -401,7 +385,7 @@ class Cluster:
         if self.router is not None:
             if self.router.phase is Phase.WAITING:
                 self.router = None
-            else:
+            elif self.router.phase is not Phase.STOPPING:
                 self.router.phase = Phase.STOPPING
-                out.append(StopRouter(self.router.incarnation))
+                out.append(ev.StopRouter(self.router.incarnation))
         return out

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import psutil
 
 from tandem.cluster import processes, ray_home, statefile
+from tandem.cluster.banner import ready_banner
 from tandem.cluster.host import human_bytes, this_host
 from tandem.cluster.preflight import Plan, Preflight
 from tandem.cluster.ray_probe import require_token
 from tandem.cluster.report import ClusterNews, Reporter
 from tandem.cluster.signals import StopRequested, StopSignals
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.stopping import stop_cluster
 from tandem.cluster.vigil import end_silent_supervisor, watch_ray
 from tandem.core.config import Config
-from tandem.core.errors import ConfigError, InternalError, WorkerLostError, error_class
+from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError, error_class
 from tandem.core.version import version
 from tandem.rpc.channel import make_channel
 from tandem.rpc.permissions import PeerRole
@@ -50,6 +50,9 @@ JOIN_REMEDY = (
     """start one with `ray start --head --resources='{"prefill": 1, "decode": 1}'`, or leave --address out for a Ray """
     "of its own"
 )
+
+_FIRST_RETRY_S = 0.2
+_MAX_RETRY_S = 5.0
 
 HOPELESS_AFTER = 3
 """Deaths in a row of one process, before the cluster was ever ready, after which `tandem serve` gives up."""
@@ -77,12 +80,18 @@ def serve(config: Config, address: str | None) -> int:
             reporter.end_steps()
         finally:
             serving.clean_up()
+        if serving.left_running:
+            return 1
         reporter.line("Stopped.")
     return 0
 
 
 class Serving:
-    """One run of `tandem serve`."""
+    """One run of `tandem serve`.
+
+    Attributes:
+        left_running: in a joined Ray; nobody has said that all of it has stopped.
+    """
 
     def __init__(self, config: Config, address: str | None, reporter: Reporter) -> None:
         self._config, self._address, self._reporter = config, address, reporter
@@ -90,6 +99,8 @@ class Serving:
         self._home: RayHome | None = None
         self._supervisor: Any = None  # its Ray actor
         self._control_address = ""
+        self._has_ended = False  # the cluster, as its supervisor has said
+        self.left_running = False
         self._news = ClusterNews()
         self._progress = _Progress()
         self._ray_lost = asyncio.Event()
@@ -178,6 +189,7 @@ class Serving:
 
     async def _watch(self, plan: Plan) -> None:
         """Tell what changes, until the cluster has ended. A supervisor that dies is awaited: Ray starts it again."""
+        retry_s = _FIRST_RETRY_S
         while True:
             face = await self._find_supervisor()
             self._control_address = face.address
@@ -186,15 +198,21 @@ class Serving:
                 ending: asyncio.Task[None] | None = None
                 try:
                     async for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest()):
+                        retry_s = _FIRST_RETRY_S
                         self._heard(cluster, plan)
                         if cluster.stopping and not cluster.workers and not cluster.HasField("router"):
+                            self._has_ended = True
                             return
                         ending = ending or asyncio.create_task(self._end_silent(stub, face, plan))
                 except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.PERMISSION_DENIED:  # for ever
+                        raise ForbiddenError(f"the supervisor at {face.address}: {error.details()}") from error
                     self._reporter.line(f"  supervisor  does not answer ({error.code().name}); Ray starts it again")
                 finally:
                     if ending:
                         ending.cancel()
+            await asyncio.sleep(retry_s)  # one that lives and fails is not asked without a pause
+            retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
     async def _end_silent(self, stub: _Stub, face: SupervisorFace, plan: Plan) -> None:
         lease_s = plan.config.transport.lease_s
@@ -295,17 +313,30 @@ class Serving:
     # --- stopping ------------------------------------------------------------------------------------------------
 
     async def _shut_down(self, grace_s: float) -> None:
-        """Ask the supervisor; one that does not answer is left to the clean-up."""
-        if not self._control_address:
+        """Ask the supervisor. What a local one leaves is left to the clean-up; a joined Ray may go on with it."""
+        if self._has_ended or (self._local and not self._control_address):
             return
         try:
-            async with make_channel(self._control_address) as channel:
-                stub: _Stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
-                await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or self._local:
-                self._reporter.line(f"The supervisor did not stop in order ({error.code().name}).")
-        self._control_address = ""
+            await stop_cluster(self._control_address, grace_s, self._find_address)
+        except TandemError as error:
+            self._say_not_stopped(error)
+        self._has_ended = True  # or it has been told that nobody knows
+
+    async def _find_address(self) -> str:
+        if self._ray_lost.is_set():
+            raise WorkerLostError("the supervisor ended, and Ray, which is lost, cannot start the next one")
+        return (await self._find_supervisor()).address
+
+    def _say_not_stopped(self, error: TandemError) -> None:
+        if self._local:
+            self._reporter.line(f"The supervisor did not stop in order ({error.message}); what is left is killed.")
+            return
+        self.left_running = True
+        self._reporter.line(
+            f"Nobody says that everything has stopped: {error.message}. What runs in the joined Ray cluster may go on; "
+            f"end it with `tandem stop --now --address {self._address}`.",
+            style="red",
+        )
 
     def _say_stopping(self) -> None:
         self._reporter.end_steps()
@@ -341,38 +372,6 @@ class Serving:
         )
 
 
-def program_name() -> str:
-    """How to call this program again from the same directory: its name where PATH finds it, else its path."""
-    own = Path(sys.executable).parent / "tandem"
-    found = shutil.which("tandem")
-    if found is not None and Path(found).resolve() == own.resolve():
-        return "tandem"
-    if not own.exists():  # run from a checkout that is not installed
-        return f"{sys.executable} -m tandem.cli"
-    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
-
-
-def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
-    """What a user needs once the cluster answers."""
-    names = plan.config.model.served_names
-    name = plan.facts.name if names[0] == "*" else names[0]
-    body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
-    metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
-    pools, program = plan.config.pools, program_name()
-    scaled = f"--prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}"
-    return [
-        "",
-        f"Ready: {url}",
-        "",
-        f"  try it    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
-        f"  metrics   {metrics}",
-        f"  status    {program} status --port {port}",
-        f"  scale     {program} scale --port {port} {scaled}",
-        f"  stop      Ctrl-C, or {program} stop --port {port}",
-        "",
-    ]
-
-
 def _raise_if_hopeless(cluster: supervisor_pb2.Cluster) -> None:
     """A first start that cannot succeed ends `tandem serve` instead of going on for ever."""
     lives = [(w.member.worker_id, w.last_error, w.failures) for w in cluster.workers]
@@ -388,5 +387,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-

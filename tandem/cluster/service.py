@@ -6,9 +6,12 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+
 from tandem.cluster.events import Role
 from tandem.cluster.spec import ClusterSpec
 from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.waits import check_wait
 from tandem.cluster.wire import fill_cluster
 from tandem.core.errors import ConfigError
 from tandem.core.version import version
@@ -45,6 +48,7 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
     async def Drain(self, request: supervisor_pb2.DrainRequest, _context: Any) -> supervisor_pb2.DrainReply:
         await self._supervisor.opened.wait()
         try:
+            check_wait(request.timeout_s, "--timeout", least_s=1e-3)
             await self._supervisor.drain(
                 request.worker_id, replace_first=request.replace_first, timeout_s=request.timeout_s
             )
@@ -52,8 +56,13 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
             return supervisor_pb2.DrainReply(error=_error(error), cluster=self._cluster())
         return supervisor_pb2.DrainReply(cluster=self._cluster())
 
-    async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, _context: Any) -> supervisor_pb2.ShutdownReply:
+    async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, context: Any) -> supervisor_pb2.ShutdownReply:
+        """Answered when all has stopped; a caller that does not wait for that changes nothing."""
         await self._supervisor.opened.wait()
+        try:
+            check_wait(request.grace_s, "--grace")
+        except ConfigError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         await self._supervisor.shut_down(request.grace_s)
         return supervisor_pb2.ShutdownReply()
 

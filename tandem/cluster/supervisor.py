@@ -19,8 +19,9 @@ from tandem.cluster.followed_worker import FollowedWorker
 from tandem.cluster.handles import FoundWorker, Launcher, Memory, RouterHandle, WorkerHandle
 from tandem.cluster.lives import Phase, Policy
 from tandem.cluster.pools import Cluster
+from tandem.cluster.standstill import Standstill
 from tandem.core import points
-from tandem.core.errors import ConfigError, WorkerLostError
+from tandem.core.errors import ConfigError, TandemError
 from tandem.rpc.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Supervisor:
         self._tasks: asyncio.TaskGroup
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
+        self._standstill: Standstill
         self._changed = asyncio.Condition()
         self._num_changes = 0
         self._remembered: ev.Intent | None = None
@@ -72,6 +74,9 @@ class Supervisor:
     async def run(self) -> None:
         """Adopt what runs, bring up what is missing and supervise until a shutdown is complete."""
         self._loop = asyncio.get_running_loop()
+        policy = self.cluster.policy
+        tolerance_s = min(policy.silence_s, policy.router_silence_s) / 4
+        self._standstill = Standstill(self.now, turn_s=self._heartbeat_s, tolerance_s=tolerance_s)
         closed = self._loop.create_task(self._closed.wait())
         supervising = self._loop.create_task(self._supervise())
         try:
@@ -152,10 +157,19 @@ class Supervisor:
         self._loop.call_soon_threadsafe(self._feed, ev.WriterSuspected(worker_id, incarnation))
 
     async def shut_down(self, grace_s: float) -> None:
-        """Let requests end for at most `grace_s`, then stop everything; returns when all of it has stopped."""
-        self._feed(ev.ClosingBegun())
-        if grace_s > 0 and self._router:
-            await self._router.drain(grace_s)
+        """Let requests end for at most `grace_s`, then stop everything; returns when all of it has stopped.
+
+        It goes on when the caller is cancelled, and under the next supervisor. Of several calls the shortest counts.
+        """
+        self._spawn(self._shut_down(grace_s))
+        await self._closed.wait()
+
+    async def _shut_down(self, grace_s: float) -> None:
+        self._feed(ev.ClosingBegun(grace_s))
+        if grace_s > 0:
+            await self._let_requests_end(grace_s)
+        if self.cluster.stopping:
+            return  # another call had less patience, and sees to the end
         self._feed(ev.ShutdownRequested())
         try:
             async with asyncio.timeout(self.cluster.policy.stop_s + 2):
@@ -168,6 +182,19 @@ class Supervisor:
                 self._spawn(self._router.kill())
             self._forget_what_never_ran()
             await self._closed.wait()
+
+    async def _let_requests_end(self, grace_s: float) -> None:
+        """An adopted router is not connected yet: it is awaited."""
+        try:
+            async with asyncio.timeout(grace_s):
+                async for _ in self.changes():
+                    router = self.cluster.router
+                    if router is None or router.phase is not Phase.STARTING:
+                        break
+                if self._router:
+                    await self._router.drain(grace_s)
+        except TimeoutError:
+            log.warning("requests were still under way after %.0f s", grace_s)
 
     def _forget_what_never_ran(self) -> None:
         """Ray was asked for these processes and has not even taken the order: its control store is lost."""
@@ -190,10 +217,14 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
+            pulse = self._tasks.create_task(self._pulse())
             memory = await asyncio.to_thread(self._launcher.begin_term)
             self.cluster.version = memory.term << 32
             await self._adopt(memory)
+            if self.cluster.closing_s is not None:  # begun under an earlier supervisor
+                self._spawn(self._shut_down(self.cluster.closing_s))
             await self._closed.wait()
+            pulse.cancel()
 
     def _feed(self, event: ev.Event) -> None:
         before = self._outline()
@@ -265,7 +296,19 @@ class Supervisor:
         self._timer = self._loop.call_at(due, lambda: self._spawn(self._tick())) if due is not None else None
 
     async def _tick(self) -> None:
+        self._look_for_standstill()
         self._feed(ev.Tick())
+
+    async def _pulse(self) -> None:
+        """Looks often enough that a standstill is told from the silence of others."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self._look_for_standstill()
+
+    def _look_for_standstill(self) -> None:
+        if stood_s := self._standstill.look(self.now):
+            log.warning("nothing ran here for %.1f s; nobody is blamed for it", stood_s)
+            self._feed(ev.StoodStill(stood_s))
 
     async def _tell_watchers(self) -> None:
         async with self._changed:
@@ -303,14 +346,14 @@ class Supervisor:
             async with asyncio.timeout(FIND_TIMEOUT_S):
                 state = await worker.handle.state()
             address, placement, draining = state.address, state.placement, state.draining
-        except WorkerLostError:
+        except TandemError as error:  # it has died, or Ray cannot tell: it must not live on beside its replacement
+            log.warning("%s cannot be adopted: %s", worker.worker_id, error)
+            await worker.handle.kill()
             return
         except TimeoutError:
             log.warning("%s does not say how it is; taking it for one that starts", worker.worker_id)
         followed = self._take(worker.worker_id, worker.incarnation, worker.handle)
-        self._feed(
-            ev.WorkerAdopted(worker.role, worker.worker_id, worker.incarnation, address, placement, draining)
-        )
+        self._feed(ev.WorkerAdopted(worker.role, worker.worker_id, worker.incarnation, address, placement, draining))
         self._spawn(self._follow_worker(followed))
 
     async def _start_worker(self, role: ev.Role, worker_id: str, incarnation: str) -> None:
@@ -345,9 +388,7 @@ class Supervisor:
         await self._follow_router(incarnation, handle)
 
     async def _follow_router(self, incarnation: str, handle: RouterHandle) -> None:
-        router = FollowedRouter(
-            incarnation, handle, feed=self._feed, tasks=self._tasks, heartbeat_s=self._heartbeat_s
-        )
+        router = FollowedRouter(incarnation, handle, feed=self._feed, tasks=self._tasks, heartbeat_s=self._heartbeat_s)
         self._router = router
         end = await router.follow()
         self._router = None

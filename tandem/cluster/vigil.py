@@ -17,6 +17,7 @@ import grpc
 
 from tandem.cluster.node_watcher import started_at
 from tandem.cluster.spec import SupervisorFace
+from tandem.cluster.standstill import Standstill
 from tandem.rpc.v1 import supervisor_pb2
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ RAY_PROBE_S = 2.0
 MISSED_PROBES = 3
 """In a row: then it is lost, and not just slow."""
 
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
 
 async def end_silent_supervisor(stub: SupervisorControlAsyncStub, face: SupervisorFace, lease_s: float) -> None:
     """Return once the supervisor has been silent for `lease_s` and has been killed, so that Ray starts the next one.
@@ -40,14 +43,24 @@ async def end_silent_supervisor(stub: SupervisorControlAsyncStub, face: Supervis
     """
     loop = asyncio.get_running_loop()
     heard_at, beat_s = loop.time(), lease_s / BEATS_PER_LEASE
+    standstill = Standstill(heard_at, turn_s=2 * beat_s, tolerance_s=lease_s / 4)
     while loop.time() - heard_at < lease_s:
-        try:
-            await stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=beat_s)
-            heard_at = loop.time()
-        except grpc.aio.AioRpcError as error:
-            log.info("the supervisor does not answer: %s", error.code())
         await asyncio.sleep(beat_s)
+        answers = await _answers(stub, beat_s)
+        now = loop.time()
+        stood_s = standstill.look(now)
+        heard_at = now if answers else min(now, heard_at + stood_s)
     kill_exactly(face.pid, face.started)
+
+
+async def _answers(stub: SupervisorControlAsyncStub, timeout_s: float) -> bool:
+    """A refusal is an answer too."""
+    try:
+        await stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        log.info("the supervisor does not answer: %s", error.code())
+        return error.code() not in _SILENT
+    return True
 
 
 def kill_exactly(pid: int, started: int) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +40,10 @@ _MAX_CALLS = 1000  # coroutines that wait, one for each process of a node
 
 @dataclass
 class _Node:
+    """`ending` is set once nobody uses the watcher any more."""
+
     actor: Any
-    num_waiting: int = 0
+    num_users: int = 0
     ending: asyncio.TimerHandle | None = None
 
 
@@ -52,27 +56,23 @@ class NodeWatchers:
 
     async def wait_ended(self, node_id: str, process: ProcessId) -> None:
         """Until the process has provably ended. Raises `WorkerLostError` when its node is gone: nobody knows then."""
-        node = self._node(node_id)
-        node.num_waiting += 1
-        try:
-            while not await self._has_ended(node, process):
-                pass  # still running: ask again
-        except RayError as error:  # dead, or not to be placed: its node is gone, and it may run on no other
-            if self._nodes.get(node_id) is node:
-                del self._nodes[node_id]
-                ray.kill(node.actor, no_restart=True)
-            raise WorkerLostError(f"node {node_id[:8]} is gone") from error
-        finally:
-            node.num_waiting -= 1
-            if node.num_waiting == 0:
-                node.ending = asyncio.get_running_loop().call_later(_LINGER_S, self._end_idle, node_id, node)
+        with self._used(node_id) as node:
+            try:
+                while not await self._has_ended(node, process):
+                    pass  # still running: ask again
+            except RayError as error:  # dead, or not to be placed: its node is gone, and it may run on no other
+                if self._nodes.get(node_id) is node:
+                    del self._nodes[node_id]
+                    ray.kill(node.actor, no_restart=True)
+                raise WorkerLostError(f"node {node_id[:8]} is gone") from error
 
     async def kill(self, node_id: str, process: ProcessId) -> None:
         """SIGKILL on its own node. Ray's own kill, which takes longer, must do where that cannot be had."""
         try:
             async with asyncio.timeout(_KILL_S):
-                while not await self._has_killed(node_id, process):
-                    pass  # ask again
+                with self._used(node_id) as node:
+                    while not await self._has_killed(node, process):
+                        pass  # ask again
         except (RayError, TimeoutError) as error:
             log.warning("no watcher to kill %s on its node: %r", process.name, error)
 
@@ -101,9 +101,9 @@ class NodeWatchers:
             ray.kill(node.actor, no_restart=True)
         self._nodes.clear()
 
-    async def _has_killed(self, node_id: str, process: ProcessId) -> bool:
+    async def _has_killed(self, node: _Node, process: ProcessId) -> bool:
         try:
-            await self._node(node_id).actor.kill.remote(process)
+            await node.actor.kill.remote(process)
         except ActorUnavailableError:  # it has died, and Ray starts it again
             await asyncio.sleep(_RETRY_S)
             return False
@@ -120,13 +120,21 @@ class NodeWatchers:
             ray.kill(node.actor, no_restart=False)
         return False
 
-    def _node(self, node_id: str) -> _Node:
+    @contextmanager
+    def _used(self, node_id: str) -> Iterator[_Node]:
+        """Its watcher, which stays at least until the block ends, and some time after the last one."""
         if (node := self._nodes.get(node_id)) is None:
             node = self._nodes[node_id] = _Node(self._make(node_id))
         if node.ending is not None:
             node.ending.cancel()
             node.ending = None
-        return node
+        node.num_users += 1
+        try:
+            yield node
+        finally:
+            node.num_users -= 1
+            if node.num_users == 0:
+                node.ending = asyncio.get_running_loop().call_later(_LINGER_S, self._end_idle, node_id, node)
 
     def _make(self, node_id: str) -> Any:
         return make_actor(
@@ -138,6 +146,6 @@ class NodeWatchers:
         ).remote(self._spec)
 
     def _end_idle(self, node_id: str, node: _Node) -> None:
-        if node.num_waiting == 0 and self._nodes.get(node_id) is node:
+        if node.num_users == 0 and self._nodes.get(node_id) is node:
             del self._nodes[node_id]
             ray.kill(node.actor, no_restart=True)

@@ -131,7 +131,8 @@ class LimitsConfig:
     )
     max_attempts: int = _key(3, "attempts at one request in all, the first one included; moves do not count", minimum=1)
     retry_budget: float = _key(
-        0.1, "share of all requests that may be tried again, cluster-wide; a few in a row always may", minimum=0
+        0.1, "share of all requests that may be tried again, cluster-wide; besides a burst of `max_num_seqs`, at least "
+        "10, and three a minute. 0: the first burst alone", minimum=0
     )
     wait_for_worker_s: float = _key(
         10.0, "seconds that a request waits for a worker of an empty pool to come (back)", minimum=0

@@ -56,7 +56,7 @@ class RouterMetrics:
             "tandem_prefill_compute_seconds", "First chunk of a prompt to its last logits", _SLOW_S
         )
         self.handoffs_refused = counter(
-            "tandem_handoffs_refused_total", "Handoffs that decode refused or that failed, by reason", "reason"
+            "tandem_handoffs_refused_total", "What workers refused of each other in handoffs, by reason", "reason"
         )
         # -- sums of what the workers report; they never go back, whichever incarnation counted
         self.kv_transfer_bytes = counter(

@@ -49,14 +49,6 @@ class SequenceState:
         self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
         self._seen.add(token_id)
 
-    def fork(self) -> SequenceState:
-        """Return a copy that goes its own way."""
-        twin = SequenceState(())
-        twin._prompt = self._prompt
-        twin._seen = set(self._seen)
-        twin.output_counts = dict(self.output_counts)
-        return twin
-
     @property
     def seen(self) -> set[int]:
         """The tokens of prompt and output; not to be changed."""

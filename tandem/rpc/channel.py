@@ -68,9 +68,12 @@ def make_blocking_channel(address: str, security: Security | None = None) -> grp
     return grpc.secure_channel(address, credentials, options=_SECURE_CHANNEL)
 
 
-def make_server() -> aio.Server:
-    """A server without services or ports; must be called in the event loop that will run it."""
-    return aio.server(options=_SERVER, interceptors=[RoleGuard()])
+def make_server(guard: RoleGuard | None = None) -> aio.Server:
+    """A server without services or ports; must be called in the event loop that will run it.
+
+    `guard` is for callers that read what it has refused.
+    """
+    return aio.server(options=_SERVER, interceptors=[guard or RoleGuard()])
 
 
 def bind(server: aio.Server, host: str, port: int, security: Security | None = None) -> int:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -31,7 +31,7 @@ from kvtransfer.transfer_thread import ThreadEvent, TransferThread
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.registry import create_transport
 from tandem.core.config import Config
-from tandem.core.errors import CancelledError
+from tandem.core.errors import CancelledError, InternalError
 from tandem.core.pages import PageCounts, PagePool
 from tandem.core.version import version
 from tandem.engine.engine import Engine
@@ -49,6 +49,10 @@ from tandem.worker.wire import layout_to_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+# How long a worker that has too much in quarantine goes on with what it holds, in leases: time for routers to hear of
+# the drain and to move their requests elsewhere.
+_LAST_WORK_LEASES = 3
 
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
@@ -108,7 +112,8 @@ class WorkerProcess(ABC):
         self.num_decode_tokens = 0
         self.num_transfer_bytes = 0
         self.num_preemptions = 0
-        self.num_handoffs_refused = 0
+        # What others wanted of a handoff and did not get, by reason; replaced as a whole.
+        self.num_refused: Mapping[str, int] = {}
         # Taken by the runner between steps, so that others see counts that belong together.
         self._page_counts = PageCounts(0, 0, 0, 0, 0)
         self._num_running = 0
@@ -336,6 +341,28 @@ class WorkerProcess(ABC):
         if self.draining and self.num_held() == 0:
             self.loop.call_soon_threadsafe(self._drained.set)
 
+    @property
+    def quarantine_cap_pages(self) -> int:
+        """More pages than this that stay in quarantine, and the worker is replaced."""
+        return max(1, int(self.config.transport.quarantine_cap * self.pool.num_pages))
+
+    def replace_self(self, num_quarantined: int) -> None:
+        """Too many pages stay in quarantine; from any thread."""
+        if not self.draining:  # else it leaves anyway
+            self.loop.call_soon_threadsafe(lambda: self.spawn(self._retire(num_quarantined)))
+
+    async def _retire(self, num_quarantined: int) -> None:
+        """Take no new work, let end what can, and fail: whoever supervises this worker starts a new process."""
+        _log.error("%d pages are in quarantine: this process drains, and only a new one frees them", num_quarantined)
+        bound_s = _LAST_WORK_LEASES * self.config.transport.lease_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await self.drain_async()
+        except TimeoutError:
+            _log.warning("requests are still held %g s after the drain began: they are lost here", bound_s)
+        if not self._stopping:
+            self.fail(InternalError(f"{num_quarantined} pages are in quarantine: only a new process frees them"))
+
     def drain(self) -> None:
         """As `drain_async`, from any thread but the event loop's; blocks."""
         self._run_in_loop(self.drain_async()).result()
@@ -390,8 +417,8 @@ class WorkerProcess(ABC):
             decode_tokens=self.num_decode_tokens,
             transfer_bytes=self.num_transfer_bytes,
             preemptions=self.num_preemptions,
-            handoffs_refused=self.num_handoffs_refused,
             prompt_tokens_cached=self.num_prompt_tokens_cached,
+            refused=self.num_refused,
         )
 
 

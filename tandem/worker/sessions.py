@@ -56,20 +56,25 @@ class Session(Generic[Events]):
             return
         if len(self._pending) >= _MAX_PENDING_MESSAGES:
             _log.error("session %d: the router reads too slowly, closing it", self.number)
-            self.close()
+            self.drop()
             self._cut_off()
             return
         self._pending.append(message)
         self._wake.set()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Take nothing more; what is queued still goes out."""
         self.closed = True
-        self._pending.clear()
         self._wake.set()
 
+    def drop(self) -> None:
+        """As `end`, but there is nobody to read what is queued."""
+        self._pending.clear()
+        self.end()
+
     async def messages(self) -> AsyncIterator[Events]:
-        """What is queued, until closed."""
-        while not self.closed:
+        """What is queued, until it ends."""
+        while self._pending or not self.closed:
             while self._pending:
                 yield self._pending.popleft()
             self._wake.clear()
@@ -162,7 +167,7 @@ class SessionHub(Generic[Command, Event, Events]):
 
     def _end(self, session: Session[Events]) -> None:
         """Tell the handler, once."""
-        session.close()
+        session.drop()
         if self._sessions.pop(session.number, None) is not None:
             assert self._handler is not None
             self._handler.session_ended(session.number)
@@ -171,15 +176,14 @@ class SessionHub(Generic[Command, Event, Events]):
         assert self._handler is not None
         try:
             async for command in commands:
-                if session.closed:
-                    return
-                self._handler.command(session.number, command)
+                if not session.closed:
+                    self._handler.command(session.number, command)
         except asyncio.CancelledError:
             raise
         except Exception:  # noqa: BLE001 - logged; the stream ends, and with it all that it had started
             _log.exception("session %d: a command failed", session.number)
         finally:
-            session.close()
+            session.drop()
 
     async def beat(self) -> None:
         """Send the status when it changed, and as a heartbeat; runs as long as the worker."""
@@ -197,9 +201,9 @@ class SessionHub(Generic[Command, Event, Events]):
             await asyncio.sleep(min(self._interval_s, self._heartbeat_s))
 
     def close(self) -> None:
-        """End every session."""
+        """End every session once what is queued has gone out; the server bounds how long that may take."""
         for session in list(self._sessions.values()):
-            session.close()
+            session.end()
 
 
 def attempt_failed(request_id: str, attempt: int, error: BaseException) -> pb.AttemptFailed:

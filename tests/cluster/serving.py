@@ -18,16 +18,25 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = "TANDEM_TEST_RUN"
 """In the environment of everything that a test starts: finds processes whoever their parent is by now."""
+
+CACHE_BYTES = 64 << 20
+"""KV pages of one worker."""
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def rare(value: object) -> Any:
+    """A parameter that is left to `make test-faults`."""
+    return pytest.param(value, marks=pytest.mark.faults)
 
 
 class Serve:
@@ -45,7 +54,7 @@ class Serve:
             "PYTHONUNBUFFERED": "1",
         }
         pool = {"threads": 1}
-        tree = {"cache": {"memory_bytes": 64 << 20}, "pools": {"prefill": pool, "decode": pool}, **config}
+        tree = {"cache": {"memory_bytes": CACHE_BYTES}, "pools": {"prefill": pool, "decode": pool}, **config}
         file = directory / f"tandem-{self.port}.json"  # JSON is YAML
         file.write_text(json.dumps(tree))
         line = [sys.executable, "-m", "tandem.cli", "serve", "--config", str(file), "--port", str(self.port), *options]

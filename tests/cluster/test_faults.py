@@ -1,6 +1,7 @@
 """What happens to a cluster when one of its processes is killed or stopped while requests run.
 
 One cluster with a short lease is shared; the tests leave it as they found it: 1 prefill, 1 decode, nothing held.
+What takes long is left to `make test-faults`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serving import Load, Serve, Stream
+from serving import Load, Serve, Stream, rare
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -94,7 +95,7 @@ def undisturbed(serve: Serve, max_tokens: int = 200) -> Iterator[Stream]:
     assert (stream.text, stream.finish) == (expected, "length")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, rare(signal.SIGSTOP)])
 def test_the_router_is_replaced_and_its_address_answers_again(serve: Serve, number: int) -> None:
     router = actor(serve, "RouterActor")
     before = serve.status()["router"]["incarnation"]
@@ -131,14 +132,15 @@ def test_a_later_supervisor_goes_on_with_a_drain_and_keeps_the_sizes(serve: Serv
     assert serve.tandem("drain", "decode-0", "--no-wait").returncode == 0
     psutil.Process(pid).kill()
     cluster = serve.until(
-        lambda c: c["pid"] != pid
-        and c.get("settled", False)
-        and all(w["member"]["incarnation"] != old for w in c["workers"])
+        lambda c: (
+            c["pid"] != pid and c.get("settled", False) and all(w["member"]["incarnation"] != old for w in c["workers"])
+        )
     )
     assert sorted(pool["wanted"] for pool in cluster["pools"]) == [1, 1]
     assert len(cluster["workers"]) == 2
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_is_stopped_under_load_is_killed_and_replaced(serve: Serve, role: str) -> None:
     """What it had reserved, written or read comes back on the other side: the fixture looks."""
@@ -156,6 +158,7 @@ def test_a_worker_that_is_stopped_under_load_is_killed_and_replaced(serve: Serve
         assert response.status_code == 200 or response.json()["error"]["code"], response.text
 
 
+@pytest.mark.faults
 def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve) -> None:
     watcher = actor(serve, "WatcherActor")
     watcher.kill()
@@ -168,6 +171,7 @@ def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve
     assert actor(serve, "WatcherActor").pid != watcher.pid
 
 
+@pytest.mark.faults
 def test_a_rolling_restart_of_every_worker_under_load_has_no_errors(serve: Serve) -> None:
     before = {member["incarnation"] for member in serve.members().values()}
     with Load(serve, num_clients=4) as load:
@@ -180,6 +184,7 @@ def test_a_rolling_restart_of_every_worker_under_load_has_no_errors(serve: Serve
     assert before.isdisjoint(member["incarnation"] for member in serve.members().values())
 
 
+@pytest.mark.faults
 def test_a_drain_without_room_for_both_goes_one_after_the_other(serve: Serve) -> None:
     (name,) = [name for name in serve.members() if name.startswith("decode")]
     run = serve.tandem("drain", name, "--no-replace-first")

@@ -51,9 +51,7 @@ def security(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def serve(
-    nodes: dict[str, Any], security: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Serve]:
+def serve(nodes: dict[str, Any], security: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     serve = Serve(tmp_path_factory.mktemp("nodes"), "--address", nodes["cluster"].address, security=security)
     try:
         yield serve.wait_ready()

@@ -12,7 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from serving import Load, Serve
+from serving import CACHE_BYTES, Load, Serve, rare
+
+from tandem.cluster.supervisor import MAX_POOL
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -55,7 +57,7 @@ def test_a_second_cluster_on_the_port_fails_before_anything_starts(serve: Serve,
     assert second.processes() == []
 
 
-@pytest.mark.parametrize("worker_id", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("worker_id", ["prefill-0", rare("decode-0")])
 def test_a_killed_worker_comes_back_under_a_new_incarnation(serve: Serve, worker_id: str) -> None:
     before = serve.members()[worker_id]
     with Load(serve, num_clients=3) as load:
@@ -100,7 +102,7 @@ def test_a_stopped_writer_that_is_suspected_is_killed_at_once(serve: Serve) -> N
 
 def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve) -> None:
     with Load(serve, num_clients=4) as load:
-        for line in (["--prefill", "2"], ["--decode", "2"], ["--prefill", "1", "--decode", "1"]):
+        for line in (["--prefill", "2", "--decode", "2"], ["--prefill", "1", "--decode", "1"]):
             num_before = len(load.responses)
             run = serve.tandem("scale", *line)
             assert run.returncode == 0, run.stderr
@@ -109,7 +111,7 @@ def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve)
             while len(load.responses) < num_before + 8 and time.monotonic() < deadline:
                 time.sleep(0.1)
     assert load.failures == []
-    assert len(load.responses) > 20
+    assert len(load.responses) > 16
     cluster = serve.status()
     assert cluster["settled"]
     assert [pool["ready"] for pool in cluster["pools"]] == [1, 1]
@@ -117,16 +119,20 @@ def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve)
 
 
 def test_more_workers_than_memory_are_refused(serve: Serve) -> None:
-    run = serve.tandem("scale", "--decode", "5000")
+    too_many = psutil.virtual_memory().available // CACHE_BYTES + 2
+    if too_many > MAX_POOL:
+        pytest.skip("this host has memory for the largest pool")
+    run = serve.tandem("scale", "--decode", str(too_many))
     assert run.returncode == 1
     assert "scale to fewer" in run.stderr
     assert serve.status()["settled"]
 
 
-def test_a_pool_never_becomes_empty(serve: Serve) -> None:
-    run = serve.tandem("scale", "--prefill", "0")
+@pytest.mark.parametrize(("size", "says"), [(0, "must be at least 1"), (MAX_POOL + 1, "must be at most 1024")])
+def test_a_size_that_cannot_be_is_refused(serve: Serve, size: int, says: str) -> None:
+    run = serve.tandem("scale", "--prefill", str(size))
     assert run.returncode == 1
-    assert "must be at least 1" in run.stderr
+    assert says in run.stderr
 
 
 def test_idle_supervisor_router_and_watcher_cost_nearly_nothing(serve: Serve) -> None:

@@ -90,6 +90,7 @@ def test_a_client_without_the_token_is_refused(guarded: tuple[Rays, str], tmp_pa
     assert run.stderr.count("\n") == 1
 
 
+@pytest.mark.faults
 def test_a_client_with_another_token_is_refused(guarded: tuple[Rays, str], tmp_path: Path) -> None:
     rays, address = guarded
     (tmp_path / ".ray").mkdir()

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from serving import Load, Serve, Stream
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.faults]
 
 SERVES_ON_S = 65.0
 

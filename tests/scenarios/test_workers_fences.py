@@ -110,7 +110,6 @@ async def test_proof_of_the_writers_end_frees_its_pages_and_all_that_was_known_o
             await until(lambda: not decode.desk._handoffs.num_quarantined_pages, "the fence")
             assert num_quarantined(remote) == 0
             assert not decode._writers
-            assert not decode._peers
             assert not decode._channels
             await note_ended(remote, incarnation)
         await remote.settled()
@@ -126,7 +125,6 @@ async def test_who_has_ended_neither_pairs_nor_attaches_again(remote: WorkerPair
         reply = await stub.Pair(decode_pb2.PairRequest(prefill=remote.prefill.info), timeout=10)
         assert (reply.error.code, reply.error.retryable) == ("worker_lost", True)
         assert not decode._writers
-        assert not decode._peers
         router.attaches = False
         ask = await router.reserve(Ask(prompt_of(21)))
         await router.heard(ask, "decode.granted")

@@ -395,3 +395,32 @@ async def test_every_router_hears_of_a_writer_that_does_not_answer(hasty_pair: W
                     assert pair.on_runner(pair.decode, pages.counts).quarantined == 4
             gate.open()
         await pair.settled()
+
+
+async def test_a_start_that_comes_again_when_the_desk_is_through_leaves_nothing_open(
+    pair: WorkerPair, oracle: Oracle
+) -> None:
+    async with Router(pair) as router:
+        with Stash(pair.prefill, "closed") as closed:
+            ask = await router.begin(Ask(prompt_of(30)))
+            await closed.wait()
+            await router.start(ask)
+            await until(lambda: pair.prefill.desk.num_handoffs, "the handoff that is open again")
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+    await pair.settled()
+
+
+async def test_a_reserve_that_comes_again_when_its_record_is_forgotten_queues_nothing(
+    pair: WorkerPair, oracle: Oracle
+) -> None:
+    async with Router(pair) as router:
+        with Gate(pair.decode.engine, "forward") as gate:
+            ask = await router.begin(Ask(prompt_of(30)))
+            await gate.wait()
+            handoffs = pair.decode.desk._handoffs
+            record = handoffs.record(ask.key)
+            assert record is not None
+            pair.decode.transfer.submit(lambda _: handoffs._forget(record)).result()
+            await router.reserve(ask)
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+    await pair.settled()

@@ -31,6 +31,10 @@ _KINDS = {"streamed": 8, "whole": 6, "leaves": 2, "slow": 1, "deadline": 1}
 """How a client behaves, and how often."""
 
 
+_FAULTS_OF_OURS = ("internal",)
+"""Codes of errors that no fault of a process excuses."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A request, and what a quiet cluster answers."""
@@ -60,6 +64,12 @@ class Tally:
     slowest_s: float = 0.0
     num_tokens: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def error_share(self) -> float:
+        """Typed errors that no client asked for (by a deadline), of all requests that were read to their end."""
+        num_errors = sum(n for name, n in self.outcomes.items() if name.startswith("error ") and "deadline" not in name)
+        return num_errors / max(1, num_errors + self.outcomes["same"])
 
     def add(self, outcome: str, *, took_s: float, num_tokens: int = 0, detail: str = "") -> None:
         """Count one end; `wrong` and `hung` keep their detail."""
@@ -148,6 +158,7 @@ class Clients:
                 return ("broken by the router's end" if any(answer.token_ids) else "no connection"), ""
             if answer.error is not None:
                 assert_begins_alike(answer, job.expected)
+                assert answer.error["code"] not in _FAULTS_OF_OURS
                 assert answer.error.get("request_id")
                 assert isinstance(answer.error.get("retryable"), bool)
                 return f"error {answer.error['code']}", ""

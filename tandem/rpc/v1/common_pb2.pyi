@@ -263,6 +263,26 @@ class WorkerStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -272,8 +292,8 @@ class WorkerStatus(_message.Message):
     DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    HANDOFFS_REFUSED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
     num_queued: _builtins.int
@@ -289,12 +309,14 @@ class WorkerStatus(_message.Message):
     """written by this worker since start"""
     preemptions: _builtins.int
     """since start"""
-    handoffs_refused: _builtins.int
-    """since start"""
     prompt_tokens_cached: _builtins.int
     """since start; found in the prefix cache"""
     @_builtins.property
     def pages(self) -> Global___PageCounts: ...
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """since start: what this worker refused of others in handoffs, by reason"""
+
     def __init__(
         self,
         *,
@@ -307,12 +329,12 @@ class WorkerStatus(_message.Message):
         decode_tokens: _builtins.int = ...,
         transfer_bytes: _builtins.int = ...,
         preemptions: _builtins.int = ...,
-        handoffs_refused: _builtins.int = ...,
         prompt_tokens_cached: _builtins.int = ...,
+        refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "handoffs_refused", b"handoffs_refused", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,6 @@
 """The kill matrix: each role × each point × SIGKILL and SIGSTOP × streamed and whole × greedy and seeded.
 
-`docs/failure-contract.md` says what is asserted here; the supervisor's part needs Ray: `test_supervisor_faults.py`.
+`docs/failure-contract.md` says what is asserted here; the supervisor's part needs Ray: `test_under_ray.py`.
 """
 
 from __future__ import annotations

@@ -126,20 +126,34 @@ async def test_an_answer_that_stalls_times_out() -> None:
     assert 0.2 <= record.ended_s < time.monotonic() - began_s + 1
 
 
+async def test_each_request_on_a_connection_has_its_own_timeout() -> None:
+    async def slow(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(0.2)
+        return await well_behaved(body, writer)
+
+    async with serving(Peer(slow)) as url:
+        load = await session(url, 6, timeout_s=0.7).measure(Shape(concurrency=1))
+    assert [record.failure for record in load.records] == [None] * 6
+    assert load.duration_s > 0.7
+
+
 async def test_latencies_are_those_that_the_peer_shows() -> None:
     async def paced(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(STREAM)
-        for gap_s, content in ((0.2, event()), (0.1, event()), (0.3, event()), (0.4, usage(3) + DONE)):
+        for gap_s, content in ((0.2, event()), (0.1, event()), (0.3, event()), (1.5, usage(3) + DONE)):
             await asyncio.sleep(gap_s)
             writer.write(chunk(content))
         writer.write(LAST)
         return True
 
     record = await one(paced)
-    assert record.ttft_s == pytest.approx(0.2, abs=0.08)
-    assert record.itl_s == pytest.approx([0.1, 0.3], abs=0.08)
-    assert record.e2e_s == pytest.approx(0.6, abs=0.12)  # the usage that comes later is no token
-    assert record.tpot_s == pytest.approx(0.2, abs=0.08)
+    # A busy machine makes them longer, never shorter.
+    first, second = record.itl_s
+    assert 0.19 < record.ttft_s < 0.9
+    assert 0.09 < first < 0.9
+    assert 0.29 < second < 1.1
+    assert record.e2e_s < 2.1 < record.ended_s - record.sent_s  # the usage that comes later is no token
+    assert record.tpot_s == pytest.approx((first + second) / 2)
 
 
 async def test_nobody_there_is_told_from_a_broken_answer() -> None:
@@ -181,7 +195,7 @@ async def test_an_open_loop_waits_for_nobody() -> None:
     assert all(record.is_good for record in load.records)
     for record in load.records:
         assert record.planned_s is not None
-        assert 0 <= record.sent_s - record.planned_s < 0.2
+        assert 0 <= record.sent_s - record.planned_s < 1.0
     assert load.records[-1].planned_s == pytest.approx(0.2)
 
 

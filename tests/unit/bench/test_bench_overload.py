@@ -7,7 +7,6 @@ import contextlib
 import json
 
 import pytest
-
 from bench_peers import END, FIRST, REFUSED, STREAM, chunk, request, serving
 
 from tandem import cli

@@ -34,6 +34,7 @@ from tandem.cluster.events import (
     ShutdownRequested,
     StartRouter,
     StartWorker,
+    StoodStill,
     StopRouter,
     StopWorker,
     Tick,
@@ -375,7 +376,7 @@ def test_shutdown_stops_everything_and_replaces_nothing() -> None:
 
 def test_a_cluster_that_closes_is_not_settled_though_all_of_it_still_runs() -> None:
     story = Story()
-    assert story.feed(ClosingBegun()) == []
+    assert story.feed(ClosingBegun(30.0)) == []
     assert set(story.phases().values()) == {Phase.READY}
     assert not story.cluster.settled
     assert not story.cluster.stopping
@@ -777,3 +778,120 @@ def test_a_worker_that_gave_up_by_itself_counts_as_failed() -> None:
 def test_the_delay_never_shrinks_and_never_exceeds_its_limit(failures: int) -> None:
     policy = Policy()
     assert 0 <= policy.delay(failures) <= policy.delay(failures + 1) <= policy.max_delay_s
+
+
+# --- time that nobody is to blame for -------------------------------------------------------------------------------
+
+
+def test_after_a_standstill_nobody_has_been_silent() -> None:
+    story = Story()
+    story.pass_time(5)
+    story.now += 600.0
+    assert story.feed(StoodStill(600.0)) == []
+    assert story.feed(Tick()) == []
+    assert story.cluster.settled
+    assert story.cluster.wake_at() == story.now + story.cluster.policy.router_silence_s
+    out = story.feed(Tick(), after_s=story.cluster.policy.silence_s)  # now they really are
+    assert len(of(KillWorker, out)) == 2
+    assert len(of(KillRouter, out)) == 1
+
+
+def test_a_standstill_puts_nobody_into_the_future() -> None:
+    story = Story()
+    story.feed(StoodStill(600.0))
+    assert {slot.heard_at for slot in story.cluster.slots.values()} == {story.now}
+
+
+def test_a_standstill_is_not_part_of_a_drain_or_of_the_wait_for_a_node() -> None:
+    story = Story(1, 2)
+    order(story, "decode-0", replace_first=False, timeout_s=60.0)
+    order(story, "prefill-0")
+    story.now += 600.0
+    story.feed(StoodStill(600.0))
+    assert story.feed(Tick()) == []
+    assert not of(KillWorker, story.pass_time(59))
+    assert story.phases()["prefill-0"] is Phase.DRAINING  # its successor found no node within 30 s
+    (kill,) = of(KillWorker, story.pass_time(1))
+    assert isinstance(kill, KillWorker)
+    assert kill.worker_id == "decode-0"
+
+
+# --- what a later supervisor goes on with ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refill", [True, False])
+def test_one_that_was_to_leave_and_is_adopted_late_leaves_when_it_answers(refill: bool) -> None:
+    later = Cluster(policy=Policy(), new_incarnation=lambda: "new")
+    later.handle(WorkerAdopted(Role.DECODE, "decode-0", "old", "", None, draining=False), 0.0)
+    drain = Drain("old", 77.0, refill=refill, successor="")
+    later.handle(ClusterOpened(Intent({Role.PREFILL: 1, Role.DECODE: 1}, {"decode-0": drain})), 0.0)
+    assert later.intent.drains == {"decode-0": drain}
+    out = later.handle(WorkerStarted("decode-0", "old", "127.0.0.1:1", HERE), 1.0)
+    assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
+    assert later.slots["decode-0"].deadline == 78.0
+
+
+def test_one_that_waits_for_its_successor_and_is_adopted_late_waits_on() -> None:
+    later = Cluster(policy=Policy(), new_incarnation=lambda: "new")
+    for worker_id in ("decode-0", "decode-1"):
+        later.handle(WorkerAdopted(Role.DECODE, worker_id, "old", "", HERE, draining=False), 0.0)
+    drain = Drain("old", 77.0, refill=False, successor="decode-1")
+    later.handle(ClusterOpened(Intent({Role.PREFILL: 0, Role.DECODE: 1}, {"decode-0": drain})), 0.0)
+    assert not of(DrainWorker, later.handle(WorkerStarted("decode-0", "old", "127.0.0.1:1", HERE), 1.0))
+    assert later.slots["decode-0"].place_by == 1.0 + later.policy.place_s
+    out = later.handle(WorkerStarted("decode-1", "old", "127.0.0.1:2", HERE), 2.0)
+    assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
+
+
+def test_a_shutdown_survives_the_supervisor_and_brings_nothing_back() -> None:
+    story = Story(2, 1)
+    story.feed(ClosingBegun(30.0))
+    assert story.cluster.intent.closing_s == 30.0
+    story.feed(ClosingBegun(5.0))
+    story.feed(ClosingBegun(60.0))
+    assert story.cluster.intent.closing_s == 5.0
+    del story.cluster.slots["prefill-1"]  # it ended with the supervisor, and so did the router
+    later, out = adopt(story)
+    assert out == []
+    assert later.closing
+    assert not later.settled
+    stopped = later.handle(ShutdownRequested(), story.now)
+    assert {step.worker_id for step in stopped if isinstance(step, StopWorker)} == {"prefill-0", "decode-0"}
+
+
+def test_a_second_shutdown_stops_the_router_no_second_time() -> None:
+    story = Story()
+    assert of(StopRouter, story.feed(ShutdownRequested()))
+    assert story.feed(ShutdownRequested()) == []
+
+
+# --- what the router is told of a worker that is being killed ---------------------------------------------------------
+
+
+def published(instructions: list[Instruction], worker_id: str) -> str:
+    (membership,) = [step for step in instructions if isinstance(step, PublishMembership)]
+    (state,) = [member.state for member in membership.members if member.worker_id == worker_id]
+    return state
+
+
+def test_a_ready_worker_that_is_killed_is_published_as_failed_at_once() -> None:
+    story = Story()
+    out = story.feed(WriterSuspected("prefill-0", story.life("prefill-0")))
+    assert of(KillWorker, out)
+    assert published(out, "prefill-0") == "failed"
+
+
+def test_a_draining_worker_that_is_killed_is_published_as_failed_at_once() -> None:
+    story = Story(1, 2)
+    assert published(order(story, "decode-0", replace_first=False, timeout_s=60.0), "decode-0") == "draining"
+    out = story.pass_time(60)
+    assert of(KillWorker, out)
+    assert published(out, "decode-0") == "failed"
+
+
+def test_a_worker_that_stops_in_order_is_published_as_draining_to_its_end() -> None:
+    story = Story(1, 2)
+    order(story, "decode-0", replace_first=False)
+    story.feed(Drained("decode-0", story.life("decode-0")))
+    (member,) = [slot.member for slot in story.cluster.slots.values() if slot.worker_id == "decode-0"]
+    assert (story.phases()["decode-0"], member.state) == (Phase.STOPPING, "draining")

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from tandem.cluster import vigil
@@ -26,8 +27,15 @@ class Face(supervisor_pb2_grpc.SupervisorControlServicer):
 
     def __init__(self) -> None:
         self.awake = True
+        self.refuses = False
+        self.freezes = False  # with everything else here, once, while a question is under way
 
     async def GetCluster(self, request: Any, context: Any) -> supervisor_pb2.Cluster:
+        if self.freezes:
+            self.freezes = False
+            time.sleep(2 * LEASE_S)  # noqa: ASYNC251 - nothing runs here
+        if self.refuses:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not you")
         if not self.awake:
             await asyncio.Event().wait()
         return supervisor_pb2.Cluster()
@@ -65,6 +73,31 @@ async def test_a_supervisor_is_killed_when_it_has_been_silent_for_the_lease_and_
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.parametrize("case", ["all stood still", "all stood still while it was asked", "it refuses"])
+async def test_a_supervisor_that_is_not_silent_is_left_alone(face: tuple[Face, str], case: str) -> None:
+    servicer, address = face
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+    started = started_at(process.pid)
+    assert started is not None
+    try:
+        async with make_channel(address) as channel:
+            stub: Any = supervisor_pb2_grpc.SupervisorControlStub(channel)
+            told = SupervisorFace(address, SecurityConfig(), process.pid, started)
+            watching = asyncio.create_task(end_silent_supervisor(stub, told, LEASE_S))
+            await asyncio.sleep(LEASE_S / 2)
+            servicer.refuses = case == "it refuses"
+            servicer.freezes = case == "all stood still while it was asked"
+            if case == "all stood still":
+                time.sleep(2 * LEASE_S)  # noqa: ASYNC251 - nothing runs here
+            await asyncio.sleep(4 * LEASE_S)
+            assert not watching.done()
+            assert process.returncode is None
+            watching.cancel()
+    finally:
+        process.kill()
+        await process.wait()
 
 
 async def test_a_control_store_is_lost_after_several_looks_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def names(taken: list[Granted | Local]) -> list[str]:
 
 def give_back(queue: ReservationQueue, name: str) -> None:
     """The handoff ended without admission."""
-    queue.end(AttemptKey(name, 1), queue.granted[AttemptKey(name, 1)].pages, (), quarantined=False)
+    queue.end(AttemptKey(name, 1), queue.granted[AttemptKey(name, 1)].pages, (), quarantined=False, keeps=True)
 
 
 def compute(queue: ReservationQueue, taken: Local) -> None:
@@ -257,13 +257,13 @@ def test_a_prompt_computed_here_keeps_places_for_its_choices() -> None:
 TOKENS = list(range(4 * PAGE + 1))  # four full pages and a begun one
 
 
-def fail_with(queue: ReservationQueue, *indices: int, quarantined: bool = False) -> list[int]:
+def fail_with(queue: ReservationQueue, *indices: int, quarantined: bool = False, keeps: bool = True) -> list[int]:
     """Grant `TOKENS`, fail with these pages of the grant verified; returns the grant's pages."""
     queue.push(reservation("a", 5, tokens=TOKENS))
     (granted,) = pump(queue)
     verified = tuple((i, granted.pages[i]) for i in indices)
     others = tuple(p for i, p in enumerate(granted.pages) if i not in indices)
-    queue.end(granted.reservation.key, others, verified, quarantined=quarantined)
+    queue.end(granted.reservation.key, others, verified, quarantined=quarantined, keeps=keeps)
     pool(queue).check()
     assert pool(queue).counts().used == pool(queue).counts().reserved == 0
     return list(granted.pages)
@@ -279,6 +279,12 @@ def test_verified_pages_stay_as_a_cached_prefix(quarantined: bool) -> None:
     (again,) = pump(queue)
     assert isinstance(again, Local), "17 tokens, 12 of them cached"
     assert list(again.cached) == pages[:3]
+
+
+def test_what_a_writer_gave_up_itself_is_not_kept() -> None:
+    queue = make_queue()
+    fail_with(queue, 0, 1, 2, keeps=False)
+    assert pool(queue).counts().cached == 0
 
 
 def test_verified_pages_continue_the_cached_ones() -> None:
@@ -302,7 +308,8 @@ def test_a_page_that_is_cached_meanwhile_is_not_kept_twice() -> None:
     queue.push(reservation("a", 5, tokens=TOKENS))
     (granted,) = pump(queue)
     meanwhile = cache(queue, TOKENS[: 2 * PAGE])
-    queue.end(granted.reservation.key, granted.pages[3:], tuple(enumerate(granted.pages[:3])), quarantined=False)
+    verified = tuple(enumerate(granted.pages[:3]))
+    queue.end(granted.reservation.key, granted.pages[3:], verified, quarantined=False, keeps=True)
     pool(queue).check()
     assert pool(queue).acquire(page_keys(TOKENS, PAGE, b"m")) == [*meanwhile, granted.pages[2]]
 
@@ -311,7 +318,7 @@ def test_without_a_prefix_cache_verified_pages_are_free() -> None:
     queue = make_queue()
     queue.push(reservation("a", 3))
     (granted,) = pump(queue)
-    queue.end(granted.reservation.key, (), tuple(enumerate(granted.pages)), quarantined=False)
+    queue.end(granted.reservation.key, (), tuple(enumerate(granted.pages)), quarantined=False, keeps=True)
     assert pool(queue).counts().free == 40
 
 
@@ -343,7 +350,7 @@ def test_everybody_gets_pages_in_order_within_the_bounds(
             if key in queue.granted:
                 pages = queue.granted[key].pages
                 verified = tuple(enumerate(pages[:num_verified]))
-                queue.end(key, pages[num_verified:], verified, quarantined=False)
+                queue.end(key, pages[num_verified:], verified, quarantined=False, keeps=True)
             else:
                 computed(queue, key.request_id)
         order += names(pump(queue))

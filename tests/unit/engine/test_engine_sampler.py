@@ -217,17 +217,6 @@ def test_more_logprobs_than_tokens_gives_all() -> None:
     assert len(sample(logits_of(8), [row])[0].top_logprobs) == VOCAB
 
 
-def test_state_forks() -> None:
-    state = SequenceState(PROMPT, OUTPUT)
-    twin = state.fork()
-    twin.append(5)
-    twin.append(20)
-    assert state.output_counts == {3: 1, 5: 2, 7: 1}
-    assert twin.output_counts == {3: 1, 5: 3, 7: 1, 20: 1}
-    assert state.seen == {1, 2, 3, 5, 7}
-    assert twin.seen == {1, 2, 3, 5, 7, 20}
-
-
 def test_nan_is_an_error_and_masked_rows_are_not() -> None:
     logits = logits_of(9, rows=2)
     logits[1, 3] = float("nan")

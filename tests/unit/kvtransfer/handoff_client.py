@@ -50,7 +50,7 @@ class Client:
         self.heard_s = world.now_s
         key, output = self.key, tuple(self.given)
         world.say("reserve", decode, lambda: decode.reserve(key, output))
-        world.say("start", prefill, lambda: prefill.start(key, output, how // 4))
+        world.say("start", prefill, lambda: prefill.start(key, decode.name, output, how // 4))
 
     def take(self, token: TokenGiven) -> None:
         """A token arrives from a worker."""

@@ -80,11 +80,11 @@ class Prefill:
         self.is_alive = True
         self.is_stopped = False
 
-    def start(self, key: AttemptKey, output: tuple[int, ...], how: int) -> None:
+    def start(self, key: AttemptKey, receiver: str, output: tuple[int, ...], how: int) -> None:
         if key in self.seen:
             return
         self.seen.add(key)
-        self.handoffs[key] = SenderHandoff(key, self.name, LAYOUT, PROMPT_PAGES, SENDER_LIMITS)
+        self.handoffs[key] = SenderHandoff(key, self.name, receiver, LAYOUT, PROMPT_PAGES, SENDER_LIMITS)
         chunks = CHUNKS[how % len(CHUNKS)]
         steps = [(layer, first, last) for first, last in chunks for layer in range(NUM_LAYERS)]
         self.prompts[key] = Prompt(key, output, steps)

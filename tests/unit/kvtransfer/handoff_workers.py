@@ -113,7 +113,7 @@ class SendingWorker:
     """One handoff of three pages in two layers, and what it was told to do so far."""
 
     def __init__(self) -> None:
-        self.handoff = SenderHandoff(KEY, SENDER, LAYOUT, num_pages=3, limits=SENDER_LIMITS)
+        self.handoff = SenderHandoff(KEY, SENDER, RECEIVER, LAYOUT, num_pages=3, limits=SENDER_LIMITS)
         self.now_s = 100.0
         self.told: list[tx.SenderInstruction] = []
 

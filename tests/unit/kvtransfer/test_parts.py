@@ -128,10 +128,11 @@ def with_part(first: int = 0, last: int = 2) -> ReceivingWorker:
     return worker
 
 
-def test_the_commit_reads_only_what_no_part_has_verified() -> None:
+def test_the_commit_reads_all_pages_those_of_parts_again() -> None:
     worker = with_part(0, 2)
-    out = worker.feed(rx.CommitReceived(commit_for(worker.grant)))
-    assert out[-1] == rx.VerifyDigests(worker.grant.grant_id, LAST, ((digest_of(0, 2),), (digest_of(1, 2),)))
+    commit = commit_for(worker.grant)
+    out = worker.feed(rx.CommitReceived(commit))
+    assert out[-1] == rx.VerifyDigests(worker.grant.grant_id, PAGES, commit.digests)
     admitted = worker.feed(rx.DigestsVerified(worker.grant.grant_id))
     assert admitted[0] == rx.AdmitRequest(worker.grant, commit_for(worker.grant)), "all pages become the request's"
 
@@ -140,8 +141,7 @@ def test_lost_and_reordered_parts_cost_nothing() -> None:
     worker = with_part(1, 2)
     out = worker.feed(rx.CommitReceived(commit_for(worker.grant)))
     assert isinstance(out[-1], rx.VerifyDigests)
-    assert out[-1].pages == (PAGES[0], PAGES[2])
-    assert out[-1].digests == ((digest_of(0, 0), digest_of(0, 2)), (digest_of(1, 0), digest_of(1, 2)))
+    assert out[-1].pages == PAGES
 
 
 def test_a_repeated_part_is_confirmed_without_reading_again() -> None:
@@ -173,6 +173,16 @@ def test_a_commit_with_a_wrong_page_keeps_the_verified_ones() -> None:
     worker.feed(rx.CommitReceived(commit_for(worker.grant)))
     out = worker.feed(rx.DigestsVerified(worker.grant.grant_id, ((0, PAGES[2]),)))
     assert out[0] == rx.FreePages(KEY, worker.grant.grant_id, LAST, ((0, PAGES[0]), (1, PAGES[1])))
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_page_that_changed_since_its_part_is_not_kept(cancelled: bool) -> None:
+    worker = with_part()
+    worker.feed(rx.CommitReceived(commit_for(worker.grant)))
+    if cancelled:
+        worker.feed(worker.event("cancel"))
+    out = worker.feed(rx.DigestsVerified(worker.grant.grant_id, ((1, PAGES[0]),)))
+    assert out[0] == rx.FreePages(KEY, worker.grant.grant_id, (PAGES[0], PAGES[2]), ((1, PAGES[1]),))
 
 
 def test_a_sender_that_contradicts_its_part_is_believed_in_nothing_of_it() -> None:

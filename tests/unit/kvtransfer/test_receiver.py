@@ -11,7 +11,7 @@ from handoff_workers import RECEIVER_LIMITS as LIMITS
 
 from kvtransfer.protocol import receiver as receiver_module
 from kvtransfer.protocol import receiver_events as ev
-from kvtransfer.protocol.grants import GrantState
+from kvtransfer.protocol.grants import GrantRecord, GrantState, ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, RefusalReason
 from kvtransfer.protocol.receiver import TRANSITIONS
 from tandem.core.errors import IllegalTransitionError
@@ -429,3 +429,38 @@ def test_a_writer_that_confirms_in_time_costs_no_worker() -> None:
     worker.feed(ev.WriterConfirmedIdle(grant.grant_id, SENDER, grant.capability))
     worker.now_s += 2 * LIMITS.grace_s
     assert "ReplaceSelf" not in names(worker.feed(ev.Tick()))
+
+
+def test_a_denial_that_comes_after_the_record_is_forgotten_changes_nothing() -> None:
+    worker = ReceivingWorker().reach("refused")
+    worker.now_s += LIMITS.remember_s
+    worker.feed(ev.Tick())
+    assert worker.handoffs.record(KEY) is None
+    assert worker.feed(ev.ReservationDenied(KEY, RefusalReason.ALREADY_ENDED)) == []
+
+
+class Counted(GrantRecord):
+    """Counts how often time is looked up in it."""
+
+    num_looks = 0
+
+    def deadline_s(self, limits: ReceiverLimits) -> float | None:
+        Counted.num_looks += 1
+        return super().deadline_s(limits)
+
+
+def test_what_has_ended_costs_no_time_at_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.protocol.grant_book.GrantRecord", Counted)
+    worker = ReceivingWorker()
+    for number in range(50):
+        worker.feed(ev.RequestCancelled(AttemptKey(f"ended-{number}", 1)))
+        worker.now_s += 0.125
+    worker.feed(ev.ReserveReceived(KEY))
+    Counted.num_looks = 0
+    first_ended_s = worker.now_s - 6.25
+    assert worker.handoffs.next_deadline_s() == pytest.approx(first_ended_s + LIMITS.remember_s)
+    worker.feed(ev.Tick())
+    assert Counted.num_looks <= 4, "the one that waits, and the oldest of the others"
+    worker.now_s = first_ended_s + LIMITS.remember_s + 1.0
+    worker.feed(ev.Tick())
+    assert len(worker.handoffs.records()) == 51 - 9, "forgotten in the order in which they ended"

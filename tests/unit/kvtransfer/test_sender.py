@@ -303,7 +303,7 @@ def test_an_unanswered_commit_is_sent_again_and_given_up_in_the_end() -> None:
 def test_an_ack_for_another_grant_releases_nothing() -> None:
     worker = SendingWorker().reach("committed")
     assert worker.feed(ev.AckReceived("decode-0#1/77")) == []
-    assert worker.handoff.held_pages == set(LOCAL)
+    assert worker.handoff.num_held_pages == len(LOCAL)
 
 
 # ---- releasing
@@ -318,7 +318,7 @@ def test_pages_under_an_outstanding_write_stay_until_it_is_settled() -> None:
     out = worker.feed(ev.CancelRequested())
     assert out[1:] == [ev.QuarantinePages(KEY, (30,)), ev.ReleasePages(KEY, (20, 21))]
     assert worker.feed(ev.WriteFailed(1, "lost", settled=False)) == []
-    assert worker.handoff.num_outstanding == 1
+    assert worker.handoff.state is SenderState.DRAINING
     out = worker.feed(ev.WriteCompleted(1))
     assert out == [ev.ReleasePages(KEY, (30,)), GIVEN_BACK]
 
@@ -331,7 +331,7 @@ def test_a_write_that_never_ends_is_given_up_but_its_pages_are_not() -> None:
     out = worker.feed(ev.Tick())
     assert isinstance(out[0], ev.Fail)
     assert out[0].reason is FailureReason.WRITE_TIMEOUT
-    assert worker.handoff.held_pages == set(LOCAL)
+    assert worker.handoff.num_held_pages == len(LOCAL)
     assert worker.handoff.next_deadline_s() is None
     assert worker.feed(ev.ReceiverExited())[0] == ev.ReleasePages(KEY, LOCAL)
 
@@ -347,6 +347,20 @@ def test_a_stop_for_a_grant_it_never_used_touches_nothing() -> None:
     stop = ev.StopAsked("decode-0#1/77", RECEIVER, b"another")
     assert worker.feed(stop) == [ev.ConfirmIdle(KEY, stop.grant_id, RECEIVER, b"another")]
     assert worker.handoff.state is SenderState.SENDING
+
+
+@pytest.mark.parametrize("state", ["sending", "committed"])
+def test_a_stop_without_the_grants_capability_is_ignored(state: str) -> None:
+    worker = SendingWorker().reach(state)
+    assert worker.feed(ev.StopAsked("decode-0#1/1", RECEIVER, b"made up")) == [ev.IgnoreStop("decode-0#1/1")]
+    assert worker.handoff.state.value == state
+
+
+def test_before_the_grant_is_known_only_its_receiver_can_stop_an_attempt() -> None:
+    worker = SendingWorker().reach("waiting")
+    out = worker.feed(ev.StopAsked("decode-9#1/1", "decode-9#1", b"made up"))
+    assert out == [ev.ConfirmIdle(KEY, "decode-9#1/1", "decode-9#1", b"made up")]
+    assert names(worker.attach()) == ["PostWrites"]
 
 
 @pytest.mark.parametrize("reason", list(RefusalReason))

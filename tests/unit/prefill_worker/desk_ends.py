@@ -31,7 +31,7 @@ KEY = AttemptKey("request", 1)
 SENDER, RECEIVER = "prefill-0#1", "decode-0#1"
 MINE, THEIRS = ArenaShape(2, 8, LAYOUT.extent_bytes), ArenaShape(2, 12, LAYOUT.extent_bytes)
 FIRST = (FirstToken(0, 17),)
-LEASE_S, WAIT_S = 0.5, 5.0
+LEASE_S, GRACE_S, WAIT_S = 0.5, 0.1, 5.0
 SECRET = b"the receiver's own secret"
 
 
@@ -78,7 +78,14 @@ class Sending(End):
     def __init__(self, world: World, faults: FaultPlan | None) -> None:
         super().__init__(SENDER, MINE, world.network, faults)
         self.world = world
-        limits = SenderLimits(lease_margin_s=0.05, write_timeout_s=0.3, resend_s=0.1, answer_timeout_s=0.4)
+        limits = SenderLimits(
+            lease_margin_s=0.05,
+            write_timeout_s=0.3,
+            resend_s=0.1,
+            answer_timeout_s=0.4,
+            grace_s=GRACE_S,
+            quarantine_cap_pages=1,
+        )
         self.knows_receiver = True
         self.desk = SendingDesk(
             SENDER, LAYOUT, MINE, read_from(memoryview(self.arena), MINE), limits, self, self.thread.write, self.peer
@@ -120,12 +127,15 @@ class Sending(End):
     def closed(self, key: AttemptKey) -> None:
         self.tell("closed", key)
 
+    def replace_self(self, num_quarantined: int) -> None:
+        self.tell("replace_self", num_quarantined)
+
 
 class Receiving(End):
     def __init__(self, world: World) -> None:
         super().__init__(RECEIVER, THEIRS, world.network)
         self.world = world
-        limits = ReceiverLimits(lease_s=LEASE_S, grace_s=0.1, ask_again_s=0.05, quarantine_cap_pages=3)
+        limits = ReceiverLimits(lease_s=LEASE_S, grace_s=GRACE_S, ask_again_s=0.05, quarantine_cap_pages=3)
         read = read_from(memoryview(self.arena), THEIRS)
         self.desk = ReceivingDesk(RECEIVER, LAYOUT, THEIRS, read, limits, self, SECRET)
         self.stops = True
@@ -213,7 +223,7 @@ class World:
         self.sending.run(lambda: self.sending.desk.attached(KEY, grant, asked_s + LEASE_S))
 
     def open(self, num_pages: int = 3) -> None:
-        self.sending.run(lambda: self.sending.desk.open(KEY, num_pages))
+        self.sending.run(lambda: self.sending.desk.open(KEY, num_pages, RECEIVER))
 
     def seal(self, pages: tuple[int, ...] = (1, 2, 5), first: int = 0, layers: tuple[int, ...] = (0, 1)) -> None:
         parts = [SealedPages(KEY, layer, first, pages) for layer in layers]

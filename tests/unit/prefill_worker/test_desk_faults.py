@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from desk_ends import KEY, LAYOUT, SENDER, THEIRS, World
+from desk_ends import GRACE_S, KEY, LAYOUT, SENDER, THEIRS, World
 
 from decode_worker.receiving import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev
@@ -83,11 +83,37 @@ def test_a_write_that_fails_in_the_middle_is_settled_by_an_exit_only(world: Worl
     world.tick_until(world.receiving, "kill_writer")
     assert not any(t[0] == "lift" for t in world.receiving.told)
     exited_s = time.monotonic()
-    world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER))
+    world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER, is_here=True))
     world.tick_until(world.receiving, "lift")
     assert time.monotonic() >= exited_s + IN_FLIGHT_S, "what was on its way had no time to land"
     world.sending.run(lambda: world.sending.desk.receiver_lost("decode-0#1"))
     world.sending.wait("closed", KEY)
+
+
+@pytest.mark.parametrize("world", [plan("none")], indirect=True)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_an_exit_on_another_host_waits_for_the_grace_and_the_connection_lasts_until_then(
+    world: World, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_worker.receiving.IN_FLIGHT_S", 0.02)
+    world.open(2)
+    world.attach(world.grant((7, 3)))
+    desk, transport = world.receiving.desk, world.receiving.transport
+    real = transport.disconnect
+
+    def disconnect(peer: Any) -> None:
+        world.receiving.tell("disconnect", peer)
+        real(peer)
+
+    monkeypatch.setattr(transport, "disconnect", disconnect)
+    wait_s = 0.02 if is_here else GRACE_S
+    before_s = time.monotonic()
+    world.receiving.run(lambda: desk.writer_exited(SENDER, is_here=is_here))
+    assert world.receiving.due_s is not None
+    assert before_s + wait_s <= world.receiving.due_s <= time.monotonic() + wait_s
+    world.tick_until(world.receiving, "disconnect")
+    kinds = [t[0] for t in world.receiving.told]
+    assert kinds.index("over") < kinds.index("disconnect")
 
 
 @pytest.mark.parametrize("world", [plan("none")], indirect=True)
@@ -98,7 +124,10 @@ def test_an_exit_frees_nothing_before_the_transport_was_polled(world: World) -> 
     polls: list[bool] = []
     transport = world.receiving.transport
     poll = transport.poll
-    stopped = world.receiving.run(lambda: (world.receiving.desk.writer_exited(SENDER), time.sleep(IN_FLIGHT_S + 0.05)))
+    desk = world.receiving.desk
+    stopped = world.receiving.run(
+        lambda: (desk.writer_exited(SENDER, is_here=True), time.sleep(IN_FLIGHT_S + 0.05)),
+    )
     assert stopped is not None
 
     def watched() -> Any:

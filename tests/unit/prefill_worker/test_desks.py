@@ -120,11 +120,12 @@ def test_a_silent_writer_is_asked_then_suspected_and_its_exit_lifts_the_quaranti
     world.attach(world.grant((7, 3, 4, 5)))
     world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
     world.receiving.wait("over", (7, 3, 4, 5), RefusalReason.CANCELLED, True)
+    world.tick_until(world.receiving, "replace_self")
     world.receiving.wait("replace_self", 4)
     world.tick_until(world.receiving, "kill_writer")
     assert world.receiving.told.count(("ask_to_stop", SENDER)) > 1
     world.receiving.told.clear()
-    world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER))
+    world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER, is_here=True))
     world.tick_until(world.receiving, "lift")
     world.receiving.wait("lift", (7, 3, 4, 5))
 
@@ -235,17 +236,18 @@ def test_lost_parts_cost_nothing(world: World) -> None:
     world.sending.wait("succeeded", KEY)
 
 
-def test_the_commit_does_not_read_again_what_a_part_has_verified(world: World) -> None:
+def test_the_commit_reads_again_what_a_part_has_verified(world: World) -> None:
     world.open()
     world.attach(world.grant())
     world.seal((1, 2), 0)
     world.sending.wait("part")
     world.receiving.run(lambda: None)
-    # Nobody may write these pages now. That this one still counts as right shows that it was not read again.
-    world.receiving.arena[THEIRS.offset(0, 7)] ^= 1
+    world.receiving.arena[THEIRS.offset(0, 7)] ^= 1  # a write that was not to come any more
     world.seal((5,), 2)
     world.computed()
-    world.sending.wait("succeeded", KEY)
+    world.sending.wait("failed", FailureReason.REFUSED, RefusalReason.DIGEST_MISMATCH)
+    world.receiving.wait("over", (7, 4), RefusalReason.DIGEST_MISMATCH, False)
+    world.receiving.wait("verified", ((1, 3),))
 
 
 @pytest.mark.parametrize("world", [faulty(corrupt=True)], indirect=True)
@@ -269,6 +271,39 @@ def test_a_stop_that_comes_before_the_attach_was_answered(world: World) -> None:
     world.receiving.run(lambda: desk.happened(rev.RequestCancelled(KEY)))
     world.sending.wait("failed", FailureReason.STOP_ASKED)
     world.receiving.wait("lift", (7, 3, 4))
+
+
+def test_a_stop_without_the_capability_is_counted_and_changes_nothing(world: World) -> None:
+    world.open()
+    grant = world.grant()
+    world.attach(grant)
+    desk = world.sending.desk
+    world.sending.run(lambda: desk.stop_asked(KEY, sev.StopAsked(grant.grant_id, RECEIVER, b"made up")))
+    assert desk.num_stops_ignored == 1
+    world.seal()
+    world.computed()
+    world.sending.wait("succeeded", KEY)
+
+
+@pytest.mark.parametrize("world", [FaultPlan(default=Fault(lose_completion=True))], indirect=True)
+def test_writes_that_never_end_and_hold_too_much_replace_the_sender_once(world: World) -> None:
+    """Their pages are lost to this process: no exit of the other end is known, perhaps its host is gone."""
+    world.receiving.stops = False
+    world.open()
+    world.attach(world.grant())
+    world.seal()
+    world.sending.run(lambda: world.sending.desk.happened(KEY, sev.CancelRequested()))
+    cancelled_s = time.monotonic()
+    world.sending.wait("quarantine", (1, 2, 5))
+    assert not any(t[0] == "replace_self" for t in world.sending.told), "they may end at once"
+    world.tick_until(world.sending, "replace_self")
+    assert time.monotonic() >= cancelled_s + 0.1
+    world.sending.wait("replace_self", 3)
+    world.sending.run(world.sending.desk.tick)
+    assert [t[0] for t in world.sending.told].count("replace_self") == 1
+    assert world.sending.due_s is None, "nothing is due any more"
+    world.sending.run(lambda: world.sending.desk.receiver_lost(RECEIVER))
+    world.sending.wait("closed", KEY)
 
 
 def test_a_lease_is_renewed_only_while_its_handoff_lasts(world: World) -> None:

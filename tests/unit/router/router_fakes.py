@@ -7,6 +7,7 @@ events by hand. Synchronous servers in threads: they share no event loop with th
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -187,6 +188,10 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
     num_cached_tokens = 1  # of each prompt
     num_computed_tokens = 3
 
+    def __init__(self, name: str, **options: Any) -> None:
+        self._attached: set[tuple[str, int]] = set()  # whom decode has let write: (request id, attempt)
+        super().__init__(name, **options)
+
     def _add_service(self) -> None:
         add_PrefillServiceServicer_to_server(self, self.server)
 
@@ -197,15 +202,17 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         """Computes on `start`, hands off on `attach`."""
         if command.WhichOneof("command") == "start":
             self.first_tokens(command.start)
-        elif command.WhichOneof("command") == "attach":
+        elif (command.attach.request_id, command.attach.attempt) in self._attached:
             self.handoff_done(command.attach)
 
     def note(self, command: prefill_pb2.PrefillCommand) -> None:
         """Attaches at decode as the real one does, whether the rest is scripted or not."""
         super().note(command)
-        if command.WhichOneof("command") != "attach":
-            return
-        attach = command.attach
+        if command.WhichOneof("command") == "attach":
+            with contextlib.suppress(grpc.RpcError):  # decode is gone: the router hears of that by itself
+                self._attach(command.attach)
+
+    def _attach(self, attach: prefill_pb2.AttachGrant) -> None:
         key = (attach.request_id, attach.attempt)
         start = next(c.start for c in self.received if (c.start.request_id, c.start.attempt) == key)
         request = decode_pb2.AttachRequest(
@@ -213,6 +220,7 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         )
         with grpc.insecure_channel(start.decode.address) as channel:
             DecodeServiceStub(channel).Attach(request, timeout=WAIT_S)
+        self._attached.add(key)
 
     def first_tokens(self, start: prefill_pb2.StartPrefill) -> None:
         self.started(start)

@@ -97,6 +97,95 @@ def test_retry_after_counts_who_was_refused_too() -> None:
     assert 15 <= max(cluster.retry_after_s) <= 25
 
 
+# -- places come and go with their workers
+
+
+class Places:
+    """An admission in front of decode workers whose places we change."""
+
+    def __init__(self, num: int = 64, max_waiting: int = 1024) -> None:
+        self.num = num
+        self.clock = VirtualClock()
+        self.admission = Admission(max_waiting, self.clock, lambda: self.num)
+
+    def serve(self, num: int = 1, whole_s: float = 1.0) -> None:
+        """Requests, one after the other."""
+        for _ in range(num):
+            self.admission.enter()
+            self.admission.leave()
+            self.clock.advance(whole_s)
+            self.admission.end(whole_s)
+
+    def refusal(self) -> OverloadedError:
+        """What the first one hears that is not let in."""
+        while True:
+            try:
+                self.admission.enter()
+                self.admission.leave()
+            except OverloadedError as error:
+                return error
+
+
+@pytest.mark.parametrize("num_left", [0, 10], ids=["the last decode worker", "one of two"])
+def test_a_decode_worker_that_dies_is_no_gap_between_two_ends(num_left: int) -> None:
+    places = Places()
+    places.serve(100)
+    places.clock.advance(3600)
+    places.admission.enter(20)
+    places.clock.advance(1)
+    places.num = num_left
+    places.admission.end(1.0)
+    places.num = 64
+    assert places.refusal().retry_after_s < 5.0
+
+
+def test_the_first_end_of_all_without_a_place_is_no_gap() -> None:
+    places = Places(num=0)
+    places.admission.enter()
+    places.clock.advance(1)
+    places.admission.end(1.0)
+    places.num = 64
+    assert places.refusal().retry_after_s == 1.0
+
+
+def test_the_time_without_any_decode_worker_is_no_gap() -> None:
+    places = Places(num=4)
+    places.admission.enter(10)
+    places.clock.advance(1)
+    places.admission.end(1.0)
+    places.num = 0
+    places.admission.look_at_places()
+    places.clock.advance(600)
+    places.num = 4
+    places.admission.look_at_places()
+    places.clock.advance(1)
+    places.admission.end(600.0)
+    # About one a second; nine wait for their prompts.
+    assert places.admission.retry_after_s() <= 10.0
+
+
+def test_an_end_that_finds_all_places_taken_by_surprise_is_no_sample() -> None:
+    places = Places(num=8)
+    places.admission.enter(6)
+    places.clock.advance(1)
+    places.num = 4
+    for _ in range(2):
+        places.admission.end(1.0)
+        places.clock.advance(1)
+    assert places.admission.retry_after_s() == 6.0, "the gap is the second between the two ends"
+
+
+def test_places_that_come_and_go_while_all_are_taken_leave_the_gap_as_it_is() -> None:
+    places = Places(num=8)
+    places.admission.enter(30)
+    for step in range(10):
+        places.num = (4, 8, 12)[step % 3]
+        places.admission.look_at_places()
+        places.clock.advance(0.5)
+        places.admission.end(1.0)
+    assert places.admission.retry_after_s() == 15.0, "30 wait, and one ends in 0.5 s"
+
+
 # -- a cluster with one prompt at a time and one batch
 
 

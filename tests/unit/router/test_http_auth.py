@@ -153,6 +153,18 @@ def test_beyond_loopback_keys_or_a_word_are_needed(host: str) -> None:
     check_exposure(HttpConfig(allow_anonymous=True), host, {})
     check_exposure(HttpConfig(api_keys_file="keys"), host, {})
     check_exposure(HttpConfig(), host, {KEYS_VARIABLE: FIRST})
+    with pytest.raises(ConfigError, match="allow_anonymous"):
+        check_exposure(HttpConfig(), host, {KEYS_VARIABLE: ""})
+
+
+@pytest.mark.parametrize("listed", [",", "\n", "  ", " , ,\t"])
+@pytest.mark.parametrize("http", [HttpConfig(), HttpConfig(allow_anonymous=True)], ids=["", "anonymous"])
+def test_a_variable_without_a_key_opens_nothing(listed: str, http: HttpConfig) -> None:
+    environment = {KEYS_VARIABLE: listed}
+    with pytest.raises(ConfigError, match="is set but holds no key"):
+        ApiKeys(http, environment, VirtualClock())
+    with pytest.raises(ConfigError, match="is set but holds no key"):
+        check_exposure(http, "0.0.0.0", environment)
 
 
 def test_a_router_beyond_loopback_refuses_to_start(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

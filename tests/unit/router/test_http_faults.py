@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -127,6 +128,16 @@ def test_a_deadline_in_mid_stream_is_an_error_frame_without_done(site: Site) -> 
         )
 
 
+def has_socket(port: int, peer_port: int) -> bool:
+    """Whether a process holds the end at `port` of a connection to `peer_port`, both on loopback."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        ends = [int(end.rpartition(":")[2], 16) for end in fields[1:3]]
+        if ends == [port, peer_port] and fields[9] != "0":  # an inode of 0: the kernel alone still has it
+            return True
+    return False
+
+
 def test_a_client_that_reads_too_slowly_is_cancelled(make_site: MakeSite, checkpoint: Any) -> None:
     site = make_site({"limits.stream_buffer_tokens": 50})
     for worker in (site.prefill, site.decode):
@@ -139,6 +150,8 @@ def test_a_client_that_reads_too_slowly_is_cancelled(make_site: MakeSite, checkp
         client.connect((host, int(port)))
         client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
         assert "too slowly" in site.decode.wait_for("cancel", timeout_s=20).reason
+        # It has not read, and does not: what waits for it must not keep the router's socket.
+        wait_until(lambda: not has_socket(int(port), client.getsockname()[1]), timeout_s=3)
     wait_until(lambda: site.metrics().get('tandem_requests_total{outcome="cancelled"}') == 1)
 
 

@@ -235,14 +235,18 @@ def test_a_refused_handoff_is_tried_again(site: Site) -> None:
     site.decode.auto = False
     under_way = in_background(site)
     first = site.decode.wait_for("reserve")
+    site.decode.status.refused["digest_mismatch"] = 1  # it says so itself; both workers tell of the failed attempt
     site.decode.fail(first.request_id, 1, "handoff", retryable=True, reason="digest_mismatch")
+    site.prefill.fail(first.request_id, 1, "handoff", retryable=True, reason="digest_mismatch")
     site.decode.auto = True
     second = site.decode.wait_for("reserve", 2)
     site.decode.answer(site.decode.received[-1])
     assert second.attempt == 2
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    refused = 'tandem_handoffs_refused_total{reason="digest_mismatch"}'
+    wait_until(lambda: site.metrics().get(refused) is not None)
     metrics = site.metrics()
-    assert metrics['tandem_handoffs_refused_total{reason="digest_mismatch"}'] == 1
+    assert metrics[refused] == 1, "counted where it was refused"
     assert metrics['tandem_retries_total{reason="handoff"}'] == 1
 
 

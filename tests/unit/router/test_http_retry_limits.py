@@ -49,6 +49,38 @@ def test_both_workers_dying_at_once_are_two_deaths(site: Site) -> None:
     assert under_way.result().json()["error"]["code"] == "workers_died"
 
 
+def test_the_exit_of_a_draining_worker_as_the_other_sees_it_costs_no_attempt(make_site: MakeSite) -> None:
+    site = make_site({"limits.max_attempts": 1, "limits.retry_budget": 0})
+    site.decode.auto = site.prefill.auto = False
+    under_way = in_background(site)
+    reserve = site.decode.wait_for("reserve")
+    other = FakePrefill("prefill-1")
+    site.add(other)
+    site.drain(site.prefill)
+    wait_until(lambda: "prefill-0" not in site.ready_workers())
+    site.decode.auto = True
+    site.decode.fail(reserve.request_id, 1, "handoff", retryable=True, reason="writer_exited")
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert other.wait_for("start").attempt == 2
+    assert site.metrics()['tandem_moves_total{reason="left"}'] == 1
+
+
+def test_after_its_admission_decodes_own_error_is_not_taken_for_prefills_loss(make_site: MakeSite) -> None:
+    site = make_site({"limits.max_attempts": 1})
+    site.decode.auto = site.prefill.auto = False
+    under_way = in_background(site)
+    start, reserve = site.prefill.wait_for("start"), site.decode.wait_for("reserve")
+    site.prefill.first_tokens(start)
+    site.decode.grant(reserve)
+    site.prefill.wait_for("attach")
+    site.prefill.kill()
+    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.decode.admit(reserve)
+    site.decode.fail(reserve.request_id, 1, "transport", retryable=True)
+    error = under_way.result().json()["error"]
+    assert (error["code"], error["message"]) == ("transport", "scripted transport")
+
+
 def test_a_spent_budget_ends_requests_with_their_own_error(make_site: MakeSite) -> None:
     site = make_site({"limits.retry_budget": 0, "scheduling.max_num_seqs": 1, "limits.max_attempts": 20})
     site.decode.auto = False

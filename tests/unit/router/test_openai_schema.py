@@ -9,7 +9,7 @@ import pytest
 from router_site import BOS, Site, write_checkpoint
 
 from router.model_card import ModelCard
-from router.openai_schema import ParsedRequest, parse_body, parse_chat, parse_completion
+from router.openai_schema import ParsedRequest, PromptBounds, parse_body, parse_chat, parse_completion
 from router.prompting import requests_from
 from router.request import Request
 from tandem.core import config as configuration
@@ -18,14 +18,15 @@ from tandem.core.errors import InvalidRequestError, ModelNotFoundError
 from tandem.core.tokenizer import Tokenizer
 
 LIMITS = LimitsConfig()
+BOUNDS = PromptBounds(max_prompts=4, max_context=None)
 
 
 def completion(**fields: Any) -> ParsedRequest:
-    return parse_completion({"model": "toy", "prompt": "x", **fields}, LIMITS)
+    return parse_completion({"model": "toy", "prompt": "x", **fields}, LIMITS, BOUNDS)
 
 
 def chat(**fields: Any) -> ParsedRequest:
-    return parse_chat({"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}, LIMITS)
+    return parse_chat({"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}, LIMITS, BOUNDS)
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
@@ -187,6 +188,20 @@ def test_text_parts_become_one_text() -> None:
     assert parsed.messages == ({"role": "user", "content": "a\nb", "name": "n"},)
 
 
+def test_what_is_too_much_is_refused_before_it_is_looked_at() -> None:
+    bounds = PromptBounds(max_prompts=4, max_context=32)
+    bad = ["no token id"]
+    for prompt, why in (
+        ([1, *bad] * 16, "has 32 tokens"),
+        ([[1], [1, *bad] * 16], "has 32 tokens"),
+        ([bad] * 5, "5 p"),
+    ):
+        with pytest.raises(InvalidRequestError, match=why) as caught:
+            parse_completion({"model": "toy", "prompt": prompt}, LIMITS, bounds)
+        assert caught.value.field == "prompt"
+    assert parse_completion({"model": "toy", "prompt": [1] * 31}, LIMITS, bounds).prompts == ((1,) * 31,)
+
+
 # -- what needs the model
 
 
@@ -198,9 +213,9 @@ def card_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelC
     return ModelCard.from_dir(directory, config, tokenizer), tokenizer
 
 
-async def made(parsed: ParsedRequest, card_and_tokenizer: tuple[ModelCard, Tokenizer]) -> list[Request]:
+def made(parsed: ParsedRequest, card_and_tokenizer: tuple[ModelCard, Tokenizer]) -> list[Request]:
     card, tokenizer = card_and_tokenizer
-    return await requests_from(
+    return requests_from(
         parsed,
         tokenizer=tokenizer,
         card=card,
@@ -225,45 +240,45 @@ async def made(parsed: ParsedRequest, card_and_tokenizer: tuple[ModelCard, Token
     ],
     ids=str,
 )
-async def test_what_the_model_cannot_take(fields: dict[str, Any], named: str, card_and_tokenizer: Any) -> None:
+def test_what_the_model_cannot_take(fields: dict[str, Any], named: str, card_and_tokenizer: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        await made(completion(**fields), card_and_tokenizer)
+        made(completion(**fields), card_and_tokenizer)
     assert caught.value.field == named
 
 
-async def test_chats_that_are_too_long(card_and_tokenizer: Any) -> None:
+def test_chats_that_are_too_long(card_and_tokenizer: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        await made(chat(messages=[{"role": "user", "content": "x" * 40}]), card_and_tokenizer)
+        made(chat(messages=[{"role": "user", "content": "x" * 40}]), card_and_tokenizer)
     assert caught.value.field == "messages"
     with pytest.raises(InvalidRequestError) as caught:
-        await made(chat(max_completion_tokens=31), card_and_tokenizer)
+        made(chat(max_completion_tokens=31), card_and_tokenizer)
     assert caught.value.field == "max_completion_tokens"
 
 
-async def test_max_tokens(card_and_tokenizer: Any) -> None:
-    async def max_tokens(parsed: ParsedRequest) -> int:
-        return (await made(parsed, card_and_tokenizer))[0].sampling.max_tokens
+def test_max_tokens(card_and_tokenizer: Any) -> None:
+    def max_tokens(parsed: ParsedRequest) -> int:
+        return made(parsed, card_and_tokenizer)[0].sampling.max_tokens
 
-    assert await max_tokens(completion()) == 16
-    assert await max_tokens(completion(prompt="x" * 30)) == 2
-    assert await max_tokens(completion(max_tokens=31)) == 31
-    assert await max_tokens(completion(min_tokens=20)) == 20
+    assert max_tokens(completion()) == 16
+    assert max_tokens(completion(prompt="x" * 30)) == 2
+    assert max_tokens(completion(max_tokens=31)) == 31
+    assert max_tokens(completion(min_tokens=20)) == 20
     num_prompt_tokens = len("[user]x[assistant]") + 1
-    assert await max_tokens(chat()) == 32 - num_prompt_tokens
-    assert await max_tokens(chat(max_tokens=3, max_completion_tokens=2)) == 2
+    assert max_tokens(chat()) == 32 - num_prompt_tokens
+    assert max_tokens(chat(max_tokens=3, max_completion_tokens=2)) == 2
 
 
-async def test_each_prompt_becomes_a_request_with_an_id_of_its_own(card_and_tokenizer: Any) -> None:
-    requests = await made(completion(prompt=["a", "b"]), card_and_tokenizer)
-    again = await made(completion(prompt=["a"]), card_and_tokenizer)
+def test_each_prompt_becomes_a_request_with_an_id_of_its_own(card_and_tokenizer: Any) -> None:
+    requests = made(completion(prompt=["a", "b"]), card_and_tokenizer)
+    again = made(completion(prompt=["a"]), card_and_tokenizer)
     assert [r.prompt_ids for r in requests] == [(97,), (98,)]
     ids = {r.request_id for r in requests + again}
     assert len(ids) == 3
     assert all(i.startswith("r#") for i in ids)
 
 
-async def test_a_chat_has_one_beginning(card_and_tokenizer: Any) -> None:
-    (request,) = await made(chat(), card_and_tokenizer)
+def test_a_chat_has_one_beginning(card_and_tokenizer: Any) -> None:
+    (request,) = made(chat(), card_and_tokenizer)
     assert request.prompt_ids.count(BOS) == 1
 
 

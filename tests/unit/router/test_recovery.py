@@ -172,6 +172,20 @@ def test_what_a_reported_failure_means(error: TandemError, worker: WorkerKey, fa
     assert (end.prefill, end.decode) == (P0, D0)
 
 
+@pytest.mark.parametrize(
+    ("reason", "worker", "whose"), [("writer_exited", D0, P0), ("receiver_exited", P0, D0)], ids=["prefill", "decode"]
+)
+def test_the_exit_of_a_worker_that_was_leaving_is_no_death(reason: str, worker: WorkerKey, whose: WorkerKey) -> None:
+    state, error = recovery(), HandoffError("", reason=reason)
+    end = failure(error, worker, P0, D0, leaving=[whose])
+    assert (end.fault, end.worker) == (Fault.LEFT, whose)
+    plan = state.after(end, 0.0)
+    assert whose in plan.wishes.exclude
+    assert not state.died
+    assert state.num_failures == 0
+    assert failure(error, worker, P0, D0, leaving=[worker]).fault is Fault.DIED, "who reports it is another matter"
+
+
 # -- over many failures
 
 KEYS = [WorkerKey(f"{pool}-{n}", "1") for pool in ("prefill", "decode") for n in range(3)]

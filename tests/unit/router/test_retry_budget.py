@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,14 +39,35 @@ def test_what_is_saved_up_never_exceeds_the_burst() -> None:
     assert spend(budget) == 10
 
 
-def test_a_quiet_cluster_has_its_burst_back_within_a_minute() -> None:
+@pytest.mark.parametrize("burst", [10, 1024])
+def test_a_quiet_cluster_comes_by_three_retries_a_minute_whatever_the_burst(burst: int) -> None:
+    clock = VirtualClock()
+    budget = RetryBudget(0.1, burst, clock)
+    spend(budget)
+    clock.advance(60)
+    assert spend(budget) == 3
+    clock.advance(3600 * 24)
+    assert budget.num_left == burst
+
+
+def test_with_a_share_of_nothing_there_is_the_first_burst_alone() -> None:
     clock = VirtualClock()
     budget = RetryBudget(0.0, 10, clock)
+    assert spend(budget) == 10
+    clock.advance(3600)
+    budget.earn()
+    assert spend(budget) == 0
+
+
+def test_a_request_a_second_that_always_fails_is_retried_for_about_the_share() -> None:
+    clock, num_retries = VirtualClock(), 0
+    budget = RetryBudget(0.1, 64, clock)
     spend(budget)
-    clock.advance(30)
-    assert spend(budget) == 5
-    clock.advance(60)
-    assert budget.num_left == 10
+    for _ in range(6000):
+        clock.advance(1.0)
+        budget.earn()
+        num_retries += budget.draw()
+    assert 600 <= num_retries <= 600 + 3 * 100
 
 
 @given(st.floats(0, 1), st.integers(1, 20), st.lists(st.one_of(st.just("earn"), st.just("draw"), st.floats(0, 30))))
@@ -64,4 +86,4 @@ def test_retries_stay_within_the_share_of_requests_the_burst_and_the_time(
         else:
             num_retries += budget.draw()
         assert 0 <= budget.num_left <= burst
-        assert num_retries <= burst + share * num_requests + clock.now() * burst / 60 + 1e-6
+        assert num_retries <= burst + share * num_requests + clock.now() * (3 / 60 if share > 0 else 0) + 1e-6

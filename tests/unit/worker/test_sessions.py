@@ -221,3 +221,22 @@ async def test_a_long_interval_does_not_hold_the_heartbeat_back() -> None:
             await stream._changed.wait()
     beat.cancel()
     hub.close()
+
+
+async def test_what_is_queued_when_the_worker_stops_still_goes_out() -> None:
+    """Its drain ends with the last tokens, which a slow stream has not taken yet."""
+    hub = make_hub(handler := Handler())
+    stream = Stream(hub, reads=False)
+    await stream.events(1)
+    for n in range(5):
+        hub.emit({0: [f"t{n}"]})
+    await asyncio.sleep(0)
+    hub.close()
+    hub.emit({0: ["too late"]})
+    stream.say("too late")
+    await asyncio.sleep(0)
+    stream._reads.set()
+    await stream.ended()
+    assert await stream.events(6) == ["hello", "t0", "t1", "t2", "t3", "t4"]
+    assert handler.commands == []
+    assert handler.ended == [0]

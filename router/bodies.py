@@ -1,0 +1,71 @@
+"""The bodies of requests: how many bytes of them are held at a time, and where the large ones are worked on.
+
+What a body holds is its sender's choice, and eight megabytes of it take seconds to check and to tokenise. So the loop
+that serves everybody's tokens works on small ones only; the others are worked on in threads, few at a time, since
+threads share the interpreter with the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from tandem.core.errors import OverloadedError, RequestTooLargeError
+
+Result = TypeVar("Result")
+
+#: Bodies larger than this are worked on beside the loop.
+_SMALL_BYTES = 8 << 10
+_MAX_AT_ONCE = 2
+#: All bodies together, in largest ones: of those that arrive, wait for a thread, or are in one.
+_BUDGET_BODIES = 8
+_RETRY_AFTER_S = 1.0
+
+
+class Bodies:
+    """All bodies that one router holds. Its methods run on the router's loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: of one body."""
+        self._max_bytes = max_bytes
+        self._budget_bytes = _BUDGET_BODIES * max_bytes
+        # Invariant: 0 <= _held_bytes <= _budget_bytes
+        self._held_bytes = 0
+        self._threads = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body of `request`. Its bytes count against the budget until the block ends.
+
+        Raises:
+            RequestTooLargeError: it is larger than one may be.
+            OverloadedError: all bodies together are larger than the budget.
+            ClientDisconnect: the client went away.
+        """
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async for part in request.stream():
+                if size + len(part) > self._max_bytes:
+                    raise RequestTooLargeError(
+                        f"the body is larger than {self._max_bytes} bytes (limits.max_body_bytes)"
+                    )
+                if self._held_bytes + len(part) > self._budget_bytes:
+                    raise OverloadedError("too many large bodies arrive at once", retry_after_s=_RETRY_AFTER_S)
+                size += len(part)
+                self._held_bytes += len(part)
+                parts.append(part)
+            yield b"".join(parts)
+        finally:
+            self._held_bytes -= size
+
+    async def work_on(self, body: bytes, work: Callable[[], Result]) -> Result:
+        """What `work`, whose cost grows with `body`, returns or raises."""
+        if len(body) <= _SMALL_BYTES:
+            return work()
+        async with self._threads:
+            return await asyncio.to_thread(work)

@@ -1,0 +1,41 @@
+"""What `tandem serve` says once its cluster answers."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from tandem.cluster.preflight import Plan
+
+
+def program_name() -> str:
+    """How to call this program again from the same directory: its name where PATH finds it, else its path."""
+    own = Path(sys.executable).parent / "tandem"
+    found = shutil.which("tandem")
+    if found is not None and Path(found).resolve() == own.resolve():
+        return "tandem"
+    if not own.exists():  # run from a checkout that is not installed
+        return f"{sys.executable} -m tandem.cli"
+    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
+
+
+def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
+    """What a user needs once the cluster answers."""
+    names = plan.config.model.served_names
+    name = plan.facts.name if names[0] == "*" else names[0]
+    body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+    metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
+    pools, program = plan.config.pools, program_name()
+    scaled = f"--prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}"
+    return [
+        "",
+        f"Ready: {url}",
+        "",
+        f"  try it    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  metrics   {metrics}",
+        f"  status    {program} status --port {port}",
+        f"  scale     {program} scale --port {port} {scaled}",
+        f"  stop      Ctrl-C, or {program} stop --port {port}",
+        "",
+    ]

@@ -1,0 +1,199 @@
+"""What `tandem serve` says of a cluster's end is true, whatever its supervisor does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from tandem.cluster import serve, stopping
+from tandem.cluster.lives import Policy
+from tandem.cluster.pools import Cluster
+from tandem.cluster.preflight import Plan
+from tandem.cluster.report import Reporter
+from tandem.cluster.serve import Serving
+from tandem.cluster.service import SupervisorService
+from tandem.cluster.spec import ClusterSpec, SupervisorFace
+from tandem.cluster.stopping import stop_cluster
+from tandem.cluster.supervisor import Supervisor
+from tandem.core.config import Config, SecurityConfig
+from tandem.core.errors import ForbiddenError, WorkerLostError
+from tandem.rpc.channel import bind, make_channel, make_server
+from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
+
+
+class Face(supervisor_pb2_grpc.SupervisorControlServicer):
+    """A supervisor that answers as it is told to. `code`: of its refusals; `None`: it stops everything."""
+
+    def __init__(self, code: grpc.StatusCode | None = None) -> None:
+        self.code = code
+        self.graces: list[float] = []
+        self.num_watches = 0
+
+    async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, context: Any) -> supervisor_pb2.ShutdownReply:
+        self.graces.append(request.grace_s)
+        if self.code is not None:
+            await context.abort(self.code, "no")
+        return supervisor_pb2.ShutdownReply()
+
+    async def WatchCluster(self, request: Any, context: Any) -> AsyncIterator[supervisor_pb2.Cluster]:
+        self.num_watches += 1
+        await context.abort(self.code or grpc.StatusCode.INTERNAL, "no")
+        yield supervisor_pb2.Cluster()  # makes it a stream
+
+
+@pytest.fixture
+async def dead_and_alive() -> AsyncIterator[tuple[tuple[Face, str], tuple[Face, str]]]:
+    """Two supervisors, one after the other; the first is about to end."""
+    faces = (Face(grpc.StatusCode.UNAVAILABLE), Face())
+    servers, addresses = [make_server(), make_server()], []
+    for face, server in zip(faces, servers, strict=True):
+        supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(face, server)
+        addresses.append(f"127.0.0.1:{bind(server, '127.0.0.1', 0)}")
+        await server.start()
+    yield (faces[0], addresses[0]), (faces[1], addresses[1])
+    for server in servers:
+        await server.stop(0)
+
+
+async def test_the_next_supervisor_is_asked_when_the_first_one_ends_meanwhile(dead_and_alive: Any) -> None:
+    (dead, address), (alive, next_address) = dead_and_alive
+
+    async def find() -> str:
+        return str(next_address)
+
+    await stop_cluster(address, 3.0, find)
+    assert (dead.graces, alive.graces) == ([3.0], [3.0])
+
+
+async def test_an_unknown_address_is_asked_for_first(dead_and_alive: Any) -> None:
+    _, (alive, next_address) = dead_and_alive
+
+    async def find() -> str:
+        return str(next_address)
+
+    await stop_cluster("", 0.0, find)
+    assert alive.graces == [0.0]
+
+
+async def test_a_refusal_or_silence_is_not_an_end(dead_and_alive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "STOP_S", 0.2)
+    (dead, address), _ = dead_and_alive
+    dead.code = grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(WorkerLostError, match="PERMISSION_DENIED"):
+        await stop_cluster(address, 0.0, asyncio.Future)
+    dead.code = grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(WorkerLostError, match="did not say so"):
+        await stop_cluster(address, 0.0, asyncio.Future)
+
+
+class FakeActor:
+    """The supervisor's actor, which lives all the time."""
+
+    def __init__(self, address: str) -> None:
+        self.wait_ready = self
+        self._address = address
+
+    async def remote(self) -> SupervisorFace:
+        return SupervisorFace(self._address, SecurityConfig(), 0, 0)
+
+
+@pytest.fixture
+def reporter() -> Reporter:
+    return Reporter()
+
+
+def serving_of(address: str, reporter: Reporter) -> Serving:
+    """Of a cluster in a joined Ray, whose supervisor listens there."""
+    serving = Serving(Config(), "10.0.0.1:6379", reporter)
+    serving._supervisor = FakeActor(address)
+    return serving
+
+
+async def test_what_may_live_on_in_a_joined_ray_is_said(
+    dead_and_alive: Any, reporter: Reporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (dead, address), _ = dead_and_alive
+    dead.code = grpc.StatusCode.INTERNAL
+    serving = serving_of(address, reporter)
+    await serving._shut_down(0.0)
+    assert serving.left_running
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Nobody says that everything has stopped" in said
+    assert "tandem stop --now --address 10.0.0.1:6379" in said
+
+
+async def test_a_supervisor_whose_address_is_not_known_yet_is_stopped_too(
+    dead_and_alive: Any, reporter: Reporter
+) -> None:
+    _, (alive, address) = dead_and_alive
+    serving = serving_of(address, reporter)
+    await serving._shut_down(0.0)
+    await serving._shut_down(0.0)
+    assert alive.graces == [0.0]
+    assert not serving.left_running
+
+
+async def test_a_supervisor_that_fails_every_call_is_not_asked_without_a_pause(
+    dead_and_alive: Any, reporter: Reporter
+) -> None:
+    (face, address), _ = dead_and_alive
+    face.code = grpc.StatusCode.INTERNAL
+    watching = asyncio.create_task(serving_of(address, reporter)._watch(cast(Plan, None)))
+    await asyncio.sleep(5 * serve._FIRST_RETRY_S)
+    watching.cancel()
+    assert 1 <= face.num_watches <= 3  # at 0, 0.2 and 0.6 s
+
+
+async def test_a_supervisor_that_does_not_know_us_is_not_asked_again(dead_and_alive: Any, reporter: Reporter) -> None:
+    (face, address), _ = dead_and_alive
+    face.code = grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(ForbiddenError, match=address):
+        await asyncio.wait_for(serving_of(address, reporter)._watch(cast(Plan, None)), 5)
+    assert face.num_watches == 1
+
+
+SPEC = ClusterSpec(
+    config=Config(),
+    model_dir="",
+    kv_bytes={},
+    num_threads={},
+    local=True,
+    control_port=1,
+    node_id="",
+    ray_address="",
+    log_directory="",
+)
+
+
+class Opened:
+    """A supervisor that shows itself and of which nothing may be asked."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.opened.set()
+        self.cluster = Cluster(Policy(), new_incarnation=str)
+        self.loads: dict[str, Any] = {}
+        self.now = 0.0
+
+
+@pytest.mark.parametrize("grace_s", [float("nan"), float("inf"), -1.0])
+async def test_a_time_that_is_none_is_refused(grace_s: float) -> None:
+    server = make_server()
+    service = SupervisorService(cast(Supervisor, Opened()), SPEC)
+    supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(service, server)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+    await server.start()
+    try:
+        async with make_channel(address) as channel:
+            stub: Any = supervisor_pb2_grpc.SupervisorControlStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=10)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            reply = await stub.Drain(supervisor_pb2.DrainRequest(worker_id="decode-0", timeout_s=grace_s), timeout=10)
+            assert "--timeout is " in reply.error.message
+    finally:
+        await server.stop(0)

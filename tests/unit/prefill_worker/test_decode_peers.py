@@ -1,0 +1,169 @@
+"""Calls to decode workers that end while they are called: each is an answer, none a defect of this worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvtransfer.layout import LayoutId
+from kvtransfer.protocol.messages import AttemptKey, Grant
+from kvtransfer.protocol.sender_events import ConfirmIdle
+from kvtransfer.transports.base import PeerId
+from prefill_worker.peers import DecodePeers, Peer
+from tandem.core.errors import WorkerLostError
+from tandem.rpc.channel import bind, make_server
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.rpc.v1 import decode_pb2_grpc
+from tandem.worker.wire import layout_to_proto
+
+LAYOUT = LayoutId("ab" * 32, "float32", num_layers=2, num_kv_heads=1, head_dim=2, page_size=4)
+KEY = AttemptKey("request", 1)
+WAIT_S = 5.0
+
+
+class Decode(decode_pb2_grpc.DecodeServiceServicer):
+    """Pairs, and answers nothing else."""
+
+    def __init__(self) -> None:
+        self.info = pb.WorkerInfo()
+        self.called = asyncio.Event()
+
+    async def Pair(self, _request: decode_pb.PairRequest, _: Any) -> decode_pb.PairReply:
+        return decode_pb.PairReply(decode=self.info)
+
+    async def Attach(self, _request: decode_pb.AttachRequest, _: Any) -> decode_pb.AttachReply:
+        await self._hang()
+        return decode_pb.AttachReply()
+
+    async def ConfirmIdle(self, _request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
+        await self._hang()
+        return decode_pb.ConfirmIdleReply()
+
+    async def _hang(self) -> None:
+        self.called.set()
+        await asyncio.Event().wait()
+
+
+@dataclass
+class Site:
+    decode: Decode
+    closing: list[asyncio.Task[None]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def make(self, paired: Callable[[DecodePeers, Peer], None] = lambda _peers, _peer: None) -> DecodePeers:
+        def lose(peer: Peer) -> None:
+            self.lost.append(peer.info.incarnation)
+            self.closing.append(asyncio.create_task(peer.channel.close(grace=None)))
+
+        async def connect(_: bytes) -> PeerId:
+            return PeerId(self.decode.info.incarnation)
+
+        mine = pb.WorkerInfo(worker_id="prefill-0", incarnation="prefill-0#1", transport="ucx")
+        peers = DecodePeers(
+            mine, LAYOUT, connect, lambda peer: paired(peers, peer), lose, call_timeout_s=60, confirm_for_s=60
+        )
+        return peers
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    decode, server = Decode(), make_server()
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    decode.info = describe(port, "decode-0#1")
+    site = Site(decode)
+    yield site
+    await asyncio.gather(*site.closing)
+    await server.stop(None)
+
+
+def describe(port: int, incarnation: str) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        worker_id="decode-0",
+        incarnation=incarnation,
+        address=f"127.0.0.1:{port}",
+        layout=layout_to_proto(LAYOUT),
+        transport="ucx",
+        num_pages=4,
+    )
+
+
+def a_grant() -> Grant:
+    return Grant("decode-0#1/1", KEY, 1, "decode-0#1", LAYOUT, (1,), 10.0, capability=b"given")
+
+
+async def test_a_process_that_ends_between_its_answer_and_the_look_at_it_is_no_peer(site: Site) -> None:
+    peers = site.make(paired=lambda peers, peer: peers.ended(peer.info.incarnation))
+    with pytest.raises(WorkerLostError, match="has ended since"):
+        await peers.get(site.decode.info)
+    assert site.lost == ["decode-0#1"]
+    with pytest.raises(WorkerLostError, match="has ended"):
+        await peers.get(site.decode.info)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_a_call_to_a_peer_that_has_ended_says_so(site: Site, is_closed: bool) -> None:
+    """Whoever renews a lease still has the peer."""
+    peers = site.make()
+    peer = await peers.get(site.decode.info)
+    peers.ended(peer.info.incarnation)
+    if is_closed:
+        await asyncio.gather(*site.closing)
+    with pytest.raises(WorkerLostError):
+        await peers.attach(peer, a_grant(), renew=True)
+
+
+async def test_a_channel_that_is_closed_before_its_end_is_known_fails_a_call_as_lost(site: Site) -> None:
+    peers = site.make()
+    peer = await peers.get(site.decode.info)
+    await peer.channel.close(grace=None)
+    with pytest.raises(WorkerLostError, match="attach to decode-0"):
+        await peers.attach(peer, a_grant(), renew=True)
+
+
+async def test_a_call_under_way_ends_when_its_peer_does(site: Site) -> None:
+    peers = site.make()
+    peer = await peers.get(site.decode.info)
+    call = asyncio.create_task(peers.attach(peer, a_grant(), renew=False))
+    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    peers.ended(peer.info.incarnation)
+    await asyncio.wait([call], timeout=WAIT_S)
+    assert isinstance(call.exception(), WorkerLostError), "not cancelled: somebody waits for the answer"
+
+
+async def test_a_call_that_is_cancelled_is_cancelled(site: Site) -> None:
+    peers = site.make()
+    call = asyncio.create_task(peers.attach(await peers.get(site.decode.info), a_grant(), renew=False))
+    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    call.cancel()
+    peers.ended("decode-0#1")
+    await asyncio.wait([call], timeout=WAIT_S)
+    assert call.cancelled()
+
+
+async def test_a_confirmation_ends_when_nobody_is_left_to_hear_it(site: Site) -> None:
+    """A drain waits for it."""
+    peers = site.make()
+    await peers.get(site.decode.info)
+    idle = ConfirmIdle(KEY, "decode-0#1/1", "decode-0#1", b"given")
+    confirming = asyncio.create_task(peers.confirm_idle(idle))
+    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    peers.ended("decode-0#1")
+    await asyncio.wait([confirming], timeout=WAIT_S)
+    assert confirming.result() is None
+
+
+async def test_a_new_incarnation_proves_nothing_about_an_older_one(site: Site) -> None:
+    peers = site.make()
+    old = await peers.get(site.decode.info)
+    site.decode.info = describe(int(old.info.address.rpartition(":")[2]), "decode-0#2")
+    await peers.get(site.decode.info)
+    assert site.lost == []
+    assert set(peers.peers) == {"decode-0#1", "decode-0#2"}
+    await peers.close()

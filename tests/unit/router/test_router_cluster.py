@@ -1,0 +1,136 @@
+"""What the router notices about its workers beside the requests: where it cannot reach them, and what they suspect."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from router_fakes import FakePrefill
+from router_site import Site
+
+from router.cluster import Cluster
+from router.events import Event, WorkerLost
+from router.gauges import DeniedCalls
+from router.mailbox import Mailbox
+from router.worker_key import WorkerKey
+from tandem.core.metrics import RouterMetrics
+from tandem.rpc.guard import RoleGuard
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.v1.common_pb2 import ROLE_PREFILL
+from tandem.rpc.v1.control_pb2 import Member, Membership
+from tandem.rpc.v1.decode_pb2 import WriterSuspected
+
+
+def membership(version: int, address: str, state: str = "ready") -> Membership:
+    member = Member(worker_id="prefill-0", incarnation="1", role=ROLE_PREFILL, address=address, state=state)
+    return Membership(version=version, members=[member])
+
+
+def test_a_suspicion_that_cannot_be_passed_on_breaks_no_workers_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[WorkerKey] = []
+
+    def fail(key: WorkerKey) -> None:
+        told.append(key)
+        raise RuntimeError("nobody to tell")
+
+    metrics = RouterMetrics()
+    cluster = Cluster(lease_s=1.0, metrics=metrics, on_writer_suspected=fail)
+    cluster.event_seen("writer_suspected", WriterSuspected(writer_worker_id="prefill-0", writer_incarnation="1"))
+    assert told == [WorkerKey("prefill-0", "1")]
+    assert b"tandem_writers_suspected_total 1.0" in metrics.exposition()
+    assert "nobody to tell" in capsys.readouterr().out
+
+
+async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.session._MAX_BACKOFF_S", 0.05)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        cluster = Cluster(lease_s=5.0, metrics=RouterMetrics())
+        cluster.apply(membership(1, f"127.0.0.1:{closed.getsockname()[1]}"))
+        (session,) = cluster.sessions()
+        await tries(session, 5)
+        assert capsys.readouterr().out.count("worker not reached") == 1
+        other = await asyncio.to_thread(FakePrefill, "prefill-9")
+        try:
+            session.member = membership(2, other.info.address).members[0]
+            await tries(session, 5)
+            told = [line for line in capsys.readouterr().out.splitlines() if "worker not reached" in line]
+            assert len(told) == 1
+            assert "answers as prefill-9/1" in told[0]
+        finally:
+            await cluster.close()
+            await asyncio.to_thread(other.kill)
+
+
+async def tries(session: Any, num: int) -> None:
+    """Wait for so many ends of its attempts to connect."""
+    ended, tell = asyncio.Semaphore(0), session._tell_lost
+
+    def count(error: Exception) -> None:
+        ended.release()
+        tell(error)
+
+    session._tell_lost = count
+    async with asyncio.timeout(15):
+        for _ in range(num):
+            await ended.acquire()
+    session._tell_lost = tell
+
+
+async def test_a_silent_workers_call_is_gone_at_once_without_the_garbage_collector() -> None:
+    """gRPC keeps a connection open as long as its call lives."""
+    worker = await asyncio.to_thread(FakePrefill, "prefill-0")
+    cluster = Cluster(lease_s=0.3, metrics=RouterMetrics())
+    gc.collect()
+    before = num_calls()
+    gc.disable()
+    try:
+        cluster.apply(membership(1, worker.info.address))
+        (session,) = cluster.sessions()
+        mailbox: Mailbox[Event] = Mailbox()
+        session.hold("r", mailbox, 10)
+        worker.go_silent()
+        async with asyncio.timeout(15):
+            while not any(isinstance(event, WorkerLost) for event in await mailbox.take()):
+                pass
+        session.close("enough")
+        await session.wait_closed()
+        assert num_calls() == before
+    finally:
+        gc.enable()
+        await cluster.close()
+        await asyncio.to_thread(worker.kill)
+
+
+def num_calls() -> int:
+    return sum(type(thing).__name__ == "StreamStreamCall" for thing in gc.get_objects())
+
+
+def test_calls_that_the_control_service_refused_are_counted() -> None:
+    guard, metrics = RoleGuard(), RouterMetrics()
+    metrics.registry.register(DeniedCalls(guard))
+    guard.num_denied["/tandem.v1.RouterControl/DrainRouter", PeerRole.PREFILL] += 2
+    guard.num_denied["/tandem.v1.RouterControl/DrainRouter", None] += 1
+    shown = metrics.exposition().decode()
+    for role, num in (("prefill", 2), ("none", 1)):
+        sample = f'tandem_calls_denied_total{{method="/tandem.v1.RouterControl/DrainRouter",role="{role}"}} {num}.0'
+        assert sample in shown
+
+
+def test_a_router_shows_whom_it_refused(site: Site) -> None:
+    assert "# TYPE tandem_calls_denied_total counter" in httpx.get(f"{site.url}/metrics").text
+
+
+def test_admission_hears_of_workers_that_come_and_go() -> None:
+    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics())
+    changes: list[int] = []
+    cluster.on_change = lambda: changes.append(1)
+    cluster.apply(membership(1, "", "starting"))
+    cluster.apply(Membership(version=2))
+    assert len(changes) == 2

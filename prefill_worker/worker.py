@@ -250,11 +250,9 @@ class PrefillWorker(WorkerProcess):
             # The protocol sends the commit again, or gives up, by its own clock.
             _log.warning("commit of %s went unanswered: %s", commit.grant_id, error)
             return
-        event: ev.SenderEvent
-        if reply.ok:
-            event = ev.AckReceived(commit.grant_id)
-        else:
-            event = ev.RefusalReceived(*refusal_from_proto(reply.error))
+        event: ev.SenderEvent = (
+            ev.AckReceived(commit.grant_id) if reply.ok else ev.RefusalReceived(*refusal_from_proto(reply.error))
+        )
         self.on_transfer(lambda _: self._answered(commit.key, event))
 
     def _answered(self, key: AttemptKey, event: ev.SenderEvent) -> None:

@@ -18,7 +18,7 @@ from tandem.cluster import statefile
 from tandem.cluster.statefile import ClusterFile
 from tandem.core.errors import ConfigError
 
-COMMANDS = ("serve", "status", "scale", "drain", "stop", "doctor", "certs", "version")
+COMMANDS = ("serve", "status", "scale", "drain", "stop", "bench", "doctor", "certs", "version")
 
 
 @pytest.fixture(autouse=True)

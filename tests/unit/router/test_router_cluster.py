@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -83,7 +84,10 @@ async def tries(session: Any, num: int) -> None:
     session._tell_lost = tell
 
 
-async def test_a_silent_workers_call_is_gone_at_once_without_the_garbage_collector() -> None:
+@pytest.mark.parametrize("end", [FakePrefill.go_silent, FakePrefill.kill], ids=["silent", "killed"])
+async def test_a_lost_workers_call_is_gone_at_once_without_the_garbage_collector(
+    end: Callable[[FakePrefill], None],
+) -> None:
     """gRPC keeps a connection open as long as its call lives."""
     worker = await asyncio.to_thread(FakePrefill, "prefill-0")
     cluster = Cluster(lease_s=0.3, metrics=RouterMetrics())
@@ -91,11 +95,17 @@ async def test_a_silent_workers_call_is_gone_at_once_without_the_garbage_collect
     before = num_calls()
     gc.disable()
     try:
+        changed = asyncio.Event()
+        cluster.on_change = changed.set
         cluster.apply(membership(1, worker.info.address))
         (session,) = cluster.sessions()
         mailbox: Mailbox[Event] = Mailbox()
         session.hold("r", mailbox, 10)
-        worker.go_silent()
+        async with asyncio.timeout(15):
+            while session.info is None:
+                await changed.wait()
+                changed.clear()
+        await asyncio.to_thread(end, worker)
         async with asyncio.timeout(15):
             while not any(isinstance(event, WorkerLost) for event in await mailbox.take()):
                 pass

@@ -32,6 +32,9 @@ _BURST_SHARE, _BURST_S = 4.0, 1.0
 #: that a cluster near its capacity keeps some, and one that was overloaded comes by some again.
 _EARNED = 4
 _REFUSAL_WINDOW_S = 1.0
+#: More come than are served when over this time more than so many times as many came as ended, and so many more.
+#: A few dozen clients that wait for their answers before they ask again never do: `max_waiting` alone bounds them.
+_RATE_WINDOW_S, _RATE_RATIO, _RATE_SLACK = 5.0, 1.1, 32
 
 
 class Admission:
@@ -62,6 +65,7 @@ class Admission:
         self._wait_s, self._ttft_s, self._whole_s = _Average(), _Average(), _Average()
         # In the current window of refusals, which the first refusal after the last window opens.
         self._num_refused = self._num_let_in = 0
+        self._came, self._ended = _Recent(), _Recent()
         self._refusals_since_s = self._last_refusal_s = -math.inf
 
     @property
@@ -80,6 +84,8 @@ class Admission:
         """
         self._credit -= self._check(num_requests, num_choices)
         self._num_let_in += num_requests
+        for _ in range(num_requests):
+            self._came.add(self._clock.now())
         self._waiting_since_s.extend([self._clock.now()] * num_requests)
         self._num_sequences += num_requests * num_choices
         self.look_at_places()
@@ -96,13 +102,21 @@ class Admission:
         queued = self._num_sequences + num_requests * num_choices - self._num_places()
         if waiting > self.max_waiting or queued > self.max_waiting * num_choices:
             raise self._refusal(f"{self.num_waiting} requests are waiting and the bound is {self.max_waiting}")
+        if not self._more_come_than_are_served(num_requests):
+            return 0
         excess = min(num_requests, max(0, waiting - self._room_for_prefill(), queued - self._room_for_decode()))
         if excess > self._credit or (excess > 0 and self._burst_wait_s(waiting, queued) > self._longest_burst_s()):
             raise self._refusal("requests come in faster than they are served")
         return math.ceil(excess)
 
+    def _more_come_than_are_served(self, num_requests: int) -> bool:
+        now_s = self._clock.now()
+        num_came, num_ended = self._came.count(now_s) + num_requests, self._ended.count(now_s)
+        return num_came > _RATE_RATIO * num_ended + _RATE_SLACK
+
     def _refusal(self, why: str) -> OverloadedError:
         now_s = self._clock.now()
+        self._came.add(now_s)
         if now_s - self._refusals_since_s > _REFUSAL_WINDOW_S:
             self._refusals_since_s, self._num_refused, self._num_let_in = now_s, 0, 0
         self._last_refusal_s = now_s
@@ -146,6 +160,7 @@ class Admission:
     def end(self, after_s: float, num_choices: int = 1) -> None:
         """A request with this many sequences has ended, `after_s` seconds after it was let in."""
         now_s, was_full = self._clock.now(), self._full_since_s is not None
+        self._ended.add(now_s)
         self.look_at_places()
         if was_full and self._full_since_s is not None:
             self._ended_gap_s.add(now_s - max(self._last_ended_s, self._full_since_s))
@@ -192,3 +207,18 @@ class _Average:
     def add(self, value: float) -> None:
         self.value = value if self._is_empty else self.value + _WEIGHT * (value - self.value)
         self._is_empty = False
+
+
+class _Recent:
+    """How many came in the last `_RATE_WINDOW_S`; of very many, those that are kept."""
+
+    def __init__(self) -> None:
+        self._at_s: deque[float] = deque(maxlen=4096)
+
+    def add(self, now_s: float) -> None:
+        self._at_s.append(now_s)
+
+    def count(self, now_s: float) -> int:
+        while self._at_s and self._at_s[0] < now_s - _RATE_WINDOW_S:
+            self._at_s.popleft()
+        return len(self._at_s)

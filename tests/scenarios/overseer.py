@@ -23,6 +23,7 @@ from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.scenarios.processes import START_TIMEOUT_S, Process, ProcessCluster
 
 _log = logging.getLogger(__name__)
+_MAX_FAILED_STARTS = 3
 _LOOK_S = 0.02
 """Between two looks at a file that a starting process will write."""
 _CALL_S = 5.0
@@ -119,13 +120,19 @@ class Overseer:
             self._over.set_exception(error)
 
     async def _follow(self, process: Process) -> None:
-        """One place in the cluster: a process, its end, its successor."""
+        """One place in the cluster: a process, its end, its successor. A fault may hit one that still starts."""
+        num_failed = 0
         while True:
             await self._life(process)
             self._spawn(self._tell(process))
             process = self._start_again(process)
-            await self._until_ready(process)
-            await self._publish()
+            if await self._comes_up(process):
+                num_failed = 0
+                await self._publish()
+            else:
+                num_failed += 1
+                log = process.log.read_text()[-4000:]
+                assert num_failed < _MAX_FAILED_STARTS, f"{process.name} does not start:\n{log}"
 
     async def _life(self, process: Process) -> None:
         """Until the process has ended and is reaped."""
@@ -154,10 +161,13 @@ class Overseer:
         role, _, number = process.name.rpartition("-")
         return self._cluster.start_worker(role, int(number))
 
-    async def _until_ready(self, process: Process) -> None:
-        """What another process does can only be looked at."""
-        while not process.is_ready():  # noqa: ASYNC110 - there is no event to wait for
+    async def _comes_up(self, process: Process) -> bool:
+        """Whether it gets ready; what another process does can only be looked at."""
+        while process.lives:
+            if process.is_ready():
+                return True
             await asyncio.sleep(_LOOK_S)
+        return False
 
     async def _tell(self, process: Process) -> None:
         """All that live hear of the end; the router by a membership without it."""

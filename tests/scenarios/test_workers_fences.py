@@ -37,7 +37,10 @@ pytestmark = SHARED_LOOP
 LEASE_S = 0.5
 NUM_PAGES = 64
 FENCED = CONFIG | {"transport": {"name": "loopback", "lease_s": 5.0, "quarantine_cap": 0.5}}
-CAPPED = CONFIG | {"transport": {"name": "loopback", "lease_s": LEASE_S, "quarantine_cap": 3 / NUM_PAGES}}
+# Without a grace time, pages above the cap count from their first moment in quarantine.
+CAPPED = CONFIG | {
+    "transport": {"name": "loopback", "lease_s": LEASE_S, "grace_s": 0.0, "quarantine_cap": 3 / NUM_PAGES}
+}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 

@@ -131,7 +131,7 @@ async def test_a_draining_decode_worker_refuses_what_waits_at_once(life: WorkerP
                 failure = router.outcomes[ask.key].failures["decode"]
                 assert (failure.code, failure.retryable) == ("draining", True)
             assert not draining.done()
-            assert decode.num_held() == 1
+            await until(lambda: decode.num_held() == 1, "only what runs")
         await router.finish(running)
         await draining
         await router.cancel(queued[0])

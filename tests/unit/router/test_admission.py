@@ -287,6 +287,31 @@ def test_a_burst_after_quiet_hours_is_judged_by_what_the_cluster_can_do() -> Non
     assert cluster.admission.num_waiting > 20
 
 
+@pytest.mark.parametrize("num_clients", [1, 4, 16, 32])
+def test_clients_that_wait_for_their_answers_are_never_refused(num_clients: int) -> None:
+    """However slow the cluster is: one prompt at a time, half a second each, then a second beside the others."""
+    clock = VirtualClock()
+    admission = Admission(256, clock, lambda: 8)
+    came_s: dict[int, float] = {}
+    free_s = 0.0
+    events = [(0.0, n, "ask") for n in range(num_clients)]
+    for _ in range(3 * 400):
+        now_s, client, what = heapq.heappop(events)
+        clock.advance(now_s - clock.now())
+        if what == "ask":
+            admission.enter()
+            came_s[client] = now_s
+            free_s = max(free_s, now_s) + 0.5
+            heapq.heappush(events, (free_s, client, "computed"))
+        elif what == "computed":
+            admission.leave()
+            admission.first_token(now_s - came_s[client])
+            heapq.heappush(events, (now_s + 1.0, client, "end"))
+        else:
+            admission.end(now_s - came_s[client])
+            heapq.heappush(events, (now_s, client, "ask"))
+
+
 def test_the_last_of_a_burst_waits_for_a_bounded_time() -> None:
     cluster = Cluster(rate=50.0, max_waiting=256)
     cluster.run(20.0, 60.0)

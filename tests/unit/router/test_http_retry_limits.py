@@ -46,7 +46,9 @@ def test_both_workers_dying_at_once_are_two_deaths(site: Site) -> None:
     site.server._loop.call_soon_threadsafe(time.sleep, 0.3)  # the router hears of both in one turn of its loop
     site.prefill.kill()
     site.decode.kill()
-    assert under_way.result().json()["error"]["code"] == "workers_died"
+    # Heard of in one turn, or the second when the request has let go of it already and waits for a worker.
+    assert under_way.result().json()["error"]["code"] in ("workers_died", "no_worker")
+    assert site.prefill.count("start") == 1
 
 
 def test_the_exit_of_a_draining_worker_as_the_other_sees_it_costs_no_attempt(make_site: MakeSite) -> None:

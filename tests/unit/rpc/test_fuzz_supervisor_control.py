@@ -124,7 +124,7 @@ async def test_afterwards_it_does_what_it_is_told(running: Running) -> None:
 
 
 @pytest.mark.parametrize("grace_s", [float("nan"), float("inf"), -1.0, 1e300])
-async def test_no_grace_keeps_it_from_stopping(grace_s: float) -> None:
+async def test_a_grace_that_is_none_is_refused_and_it_stops_in_order_after(grace_s: float) -> None:
     async with fake_processes() as world:
         supervisor = Supervisor(world, wanted=dict.fromkeys(Role, 1), heartbeat_s=0.1, policy=POLICY)
         life = asyncio.create_task(supervisor.run())
@@ -132,5 +132,9 @@ async def test_no_grace_keeps_it_from_stopping(grace_s: float) -> None:
             await supervisor.opened.wait()
             await until(supervisor, lambda: supervisor.cluster.settled)
             stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
-            await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=10)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert not supervisor.cluster.stopping
+            await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=0.0), timeout=10)
         await asyncio.wait_for(life, 5)

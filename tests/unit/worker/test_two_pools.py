@@ -159,7 +159,7 @@ class Decode(Pool):
         self.reservations.drop(request.key)
         if request.key in self.reservations.granted:
             assert request.granted is not None
-            self.reservations.end(request.key, request.granted.pages, (), quarantined=False)
+            self.reservations.end(request.key, request.granted.pages, (), quarantined=False, keeps=True)
         for sequence in request.choices:
             self.pool.release(self.scheduler.remove(sequence))
         request.choices = []

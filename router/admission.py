@@ -84,9 +84,9 @@ class Admission:
         """
         self._credit -= self._check(num_requests, num_choices)
         self._num_let_in += num_requests
-        for _ in range(num_requests):
-            self._came.add(self._clock.now())
-        self._waiting_since_s.extend([self._clock.now()] * num_requests)
+        now_s = self._clock.now()
+        self._came.add(now_s, num_requests)
+        self._waiting_since_s.extend([now_s] * num_requests)
         self._num_sequences += num_requests * num_choices
         self.look_at_places()
 
@@ -215,8 +215,8 @@ class _Recent:
     def __init__(self) -> None:
         self._at_s: deque[float] = deque(maxlen=4096)
 
-    def add(self, now_s: float) -> None:
-        self._at_s.append(now_s)
+    def add(self, now_s: float, num: int = 1) -> None:
+        self._at_s.extend([now_s] * num)
 
     def count(self, now_s: float) -> int:
         while self._at_s and self._at_s[0] < now_s - _RATE_WINDOW_S:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_numba import attend_blocks, can_attend, row_blocks
+from tandem.engine.attention_numba import attend_blocks, row_blocks
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch
-
-__all__ = ["CPUAttention", "can_attend"]
 
 
 class CPUAttention:

@@ -16,7 +16,8 @@ def select_backend(layout: KVLayout, device: torch.device, num_threads: int) -> 
 
         return select_cuda_backend(layout)
     if layout.dtype == "float32":
-        from tandem.engine.attention_cpu import CPUAttention, can_attend  # imports Numba, which takes a while
+        from tandem.engine.attention_cpu import CPUAttention  # imports Numba, which takes a while
+        from tandem.engine.attention_numba import can_attend
 
         if can_attend(layout.head_dim):
             return CPUAttention(num_threads)

@@ -74,16 +74,6 @@ class SampledToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()) -> list[SampledToken]:
-    """As `sample_rows`, for those to whom one bad row is the end of all: raises its error."""
-    tokens = []
-    for token in sample_rows(logits, rows, eos_token_ids):
-        if isinstance(token, InternalError):
-            raise token
-        tokens.append(token)
-    return tokens
-
-
 def sample_rows(
     logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()
 ) -> list[SampledToken | InternalError]:

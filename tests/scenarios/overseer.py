@@ -146,7 +146,10 @@ class Overseer:
 
     async def _exit(self, process: Process) -> None:
         over = self._loop.create_future()
-        pidfd = os.pidfd_open(process.pid)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:  # it ended before, and was reaped by who looked whether it lives
+            return
         try:
             self._loop.add_reader(pidfd, lambda: over.done() or over.set_result(None))
             await over

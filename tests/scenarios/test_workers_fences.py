@@ -34,13 +34,12 @@ from tests.scenarios.worker_router import Ask, Router
 pytest_plugins = ["tests.scenarios.worker_pair"]
 pytestmark = SHARED_LOOP
 
-LEASE_S = 0.5
+SHORT_LEASE_S = 0.5
 NUM_PAGES = 64
 FENCED = CONFIG | {"transport": {"name": "loopback", "lease_s": 5.0, "quarantine_cap": 0.5}}
 # Without a grace time, pages above the cap count from their first moment in quarantine.
-CAPPED = CONFIG | {
-    "transport": {"name": "loopback", "lease_s": LEASE_S, "grace_s": 0.0, "quarantine_cap": 3 / NUM_PAGES}
-}
+CAPPED = CONFIG | {"transport": FENCED["transport"] | {"grace_s": 0.0, "quarantine_cap": 3 / NUM_PAGES}}
+CAPPED_BRIEFLY = CONFIG | {"transport": CAPPED["transport"] | {"lease_s": SHORT_LEASE_S}}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
@@ -73,6 +72,12 @@ async def remote(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def capped(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
     async for pair in started(a_pair(worker_model_dir, CAPPED)):
+        yield pair
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def capped_briefly(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
+    async for pair in started(a_pair(worker_model_dir, CAPPED_BRIEFLY)):
         yield pair
 
 
@@ -190,7 +195,7 @@ async def test_they_hold_no_drain(remote: WorkerPair) -> None:
 async def test_above_the_cap_the_worker_drains_and_gives_itself_up(capped: WorkerPair, oracle: Oracle) -> None:
     async with Router(capped) as router:
         held = await router.begin(Ask(prompt_of(40), LONG))
-        await router.until(lambda: router.outcomes[held.key].tokens[0], "a token")
+        await router.heard(held, "decode.admitted")  # its pages have left prefill, which is held up next
         async with silent_writer(capped, router):
             late = await router.reserve(Ask(prompt_of(20)))
             await router.heard(late, "decode.failed")
@@ -202,13 +207,16 @@ async def test_above_the_cap_the_worker_drains_and_gives_itself_up(capped: Worke
                 await in_thread(lambda: capped.decode.wait_closed(5))
 
 
-async def test_what_does_not_end_is_lost_with_it(capped: WorkerPair) -> None:
+async def test_what_does_not_end_is_lost_with_it(capped_briefly: WorkerPair) -> None:
     loop = asyncio.get_running_loop()
-    async with Router(capped) as router:
+    async with Router(capped_briefly) as router:
         held = await router.begin(Ask(prompt_of(40), replace(LONG, max_tokens=400)))
-        await router.until(lambda: router.outcomes[held.key].tokens[0], "a token")
-        async with silent_writer(capped, router):
+        await router.heard(held, "decode.admitted")  # its pages have left prefill, which is held up next
+        async with silent_writer(capped_briefly, router):
             began_s = loop.time()
-            with Gate(capped.decode.engine, "forward"), pytest.raises(InternalError, match="4 pages are in quarantine"):
-                await in_thread(lambda: capped.decode.wait_closed(9))
-            assert loop.time() - began_s < 8 * LEASE_S
+            with (
+                Gate(capped_briefly.decode.engine, "forward"),
+                pytest.raises(InternalError, match="4 pages are in quarantine"),
+            ):
+                await in_thread(lambda: capped_briefly.decode.wait_closed(9))
+            assert loop.time() - began_s < 8 * SHORT_LEASE_S

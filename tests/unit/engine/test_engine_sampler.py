@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,11 +14,21 @@ from hypothesis import strategies as st
 from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.sampling import SamplingParams, uniform
 from tandem.engine import sampler
-from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, draw, sample, sample_rows
+from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, draw, sample_rows
 
 VOCAB = 23
 PROMPT, OUTPUT = (1, 2, 2, 3), (3, 5, 5, 7)
 GOLDEN = (0.8828817498738244, 0.9850990335514168, 0.4833998252842381)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()) -> list[SampledToken]:
+    """As `sample_rows`, of rows that are all to be sampled."""
+    tokens = []
+    for token in sample_rows(logits, rows, eos_token_ids):
+        if isinstance(token, InternalError):
+            raise token
+        tokens.append(token)
+    return tokens
 
 
 def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:

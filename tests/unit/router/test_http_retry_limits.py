@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -43,10 +44,13 @@ def test_both_workers_dying_at_once_are_two_deaths(site: Site) -> None:
     under_way = in_background(site)
     site.prefill.started(site.prefill.wait_for("start"))
     site.decode.wait_for("reserve")
-    site.server._loop.call_soon_threadsafe(time.sleep, 0.3)  # the router hears of both in one turn of its loop
+    both_are_dead = threading.Event()  # the router hears of both in one turn of its loop
+    site.server._loop.call_soon_threadsafe(both_are_dead.wait, 10)
     site.prefill.kill()
     site.decode.kill()
-    # Heard of in one turn, or the second when the request has let go of it already and waits for a worker.
+    both_are_dead.set()
+    # gRPC's own thread may still tell of them in two turns: then the request has let go of the second when it dies,
+    # and waits for a worker.
     assert under_way.result().json()["error"]["code"] in ("workers_died", "no_worker")
     assert site.prefill.count("start") == 1
 

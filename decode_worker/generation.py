@@ -47,6 +47,7 @@ class Generation:
         sequence = self._make_sequence(0, [], [*taken.cached, *taken.pages], num_cached * page_size, num_cached)
         sequence.keys = list(taken.reservation.keys)
         sequence.samples = bool(self.to_sample)
+        sequence.paced = True
         sequence.owner = Prompt(self, SequenceState(self.prompt_ids))
         self.sequences.append(sequence)
         return sequence

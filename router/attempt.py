@@ -92,8 +92,9 @@ class Attempt:
     def _begin(self) -> None:
         """Both workers start at once: prefill computes while decode makes room. Or decode alone is asked."""
         story, request = self._story, self._story.request
-        self._decode.hold(request.request_id, story.inbox, len(request.prompt_ids))
         max_local_tokens = 0 if self._prefill is not None else self._plan.max_local_tokens
+        num_tokens = len(request.prompt_ids)
+        self._decode.hold(request.request_id, story.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
         self._decode.send(wire.reserve(request, story.journal, max_local_tokens=max_local_tokens))
         if self._prefill is not None:
             self._start_prefill(self._prefill)
@@ -105,7 +106,7 @@ class Attempt:
         decode_info = self._decode.info
         if decode_info is None:  # never: placement takes greeted workers only
             raise InternalError(f"{self._decode.key} was chosen before its hello", request_id=request.request_id)
-        prefill.hold(request.request_id, story.inbox, len(request.prompt_ids))
+        prefill.hold(request.request_id, story.inbox, len(request.prompt_ids), computes=True)
         prefill.send(wire.start_prefill(request, story.journal, decode_info))
         story.pages_kept_at[prefill.key] = prefill
 
@@ -122,7 +123,7 @@ class Attempt:
             case Granted():
                 self._granted(event)
             case PrefillStarted():
-                self._story.note_cached(event.num_cached_tokens)
+                self._story.note_prompt("prefill", event.num_cached_tokens)
                 self._story.reach(RequestState.PREFILLING)
             case LocalPrefillStarted():
                 self._computes_locally(event)
@@ -157,6 +158,7 @@ class Attempt:
             if not story.journal.has_first_tokens:
                 story.reach(RequestState.PREFILLING)
             elif self._prefill is None:  # decode goes on by itself: there is no handoff
+                self._note_computed()
                 self._generates()
             else:
                 story.reach(RequestState.HANDOFF)
@@ -184,7 +186,7 @@ class Attempt:
     def _computes_locally(self, event: LocalPrefillStarted) -> None:
         self._decode.note_granted(self._story.request.request_id)
         self._is_admitted = True
-        self._story.note_cached(event.num_cached_tokens)
+        self._story.note_prompt("decode", event.num_cached_tokens)
         self._story.reach(RequestState.PREFILLING)
 
     def _generates(self) -> None:
@@ -194,8 +196,9 @@ class Attempt:
         self._ask_to_move()
 
     def _note_computed(self) -> None:
-        if self._prefill is not None:
-            self._prefill.note_computed(self._story.request.request_id)
+        for worker in (self._prefill, self._decode):
+            if worker is not None:
+                worker.note_computed(self._story.request.request_id)
 
     def _prefill_done(self, event: HandoffDone | PrefillEnded) -> None:
         if isinstance(event, PrefillEnded) or not self._story.journal.has_first_tokens:

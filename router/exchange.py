@@ -128,7 +128,7 @@ class Exchange:
         if outlet.error is not None:
             await send_error(send, outlet.error, answer.request_id)
             return
-        await send_body(send, 200, answer.body(telling.usages), headers)
+        await send_body(send, 200, answer.body(telling.usages), {**headers, **_prompt_header(telling)})
 
     async def _stream(
         self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str], abort: Callable[[], object]
@@ -149,7 +149,8 @@ class Exchange:
 
         outlet.on_overflow = overflow
         try:
-            await send(_start(200, "text/event-stream; charset=utf-8", {**headers, **_STREAM_HEADERS}))
+            headers = {**headers, **_prompt_header(telling), **_STREAM_HEADERS}
+            await send(_start(200, "text/event-stream; charset=utf-8", headers))
             while items:
                 await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
                 items = await outlet.take()
@@ -182,6 +183,11 @@ def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
         return {}
     names = ", ".join(parsed.ignored_fields)[:_MAX_HEADER_CHARS]
     return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names)}
+
+
+def _prompt_header(telling: Telling) -> dict[str, str]:
+    """The role that computes each prompt, as far as is known when the answer begins."""
+    return {"tandem-prompt-computed-by": ", ".join(role or "unknown" for role in telling.prompts_at)}
 
 
 async def send_error(send: Send, error: TandemError, request_id: str) -> None:

@@ -19,6 +19,7 @@ from router.control import RouterControl, serve_control
 from router.gauges import BudgetGauges, DeniedCalls, WorkerGauges
 from router.http_protocol import HttpBounds
 from router.http_server import HttpServer, listen
+from router.mixed_pool import MixedPool
 from router.model_card import ModelCard
 from router.moves import Moves
 from router.retry_budget import RetryBudget
@@ -159,10 +160,13 @@ class RouterServer:
         tokenizer = Tokenizer.from_dir(self._model_dir)
         card = ModelCard.from_dir(self._model_dir, config, tokenizer)
         clock, metrics = MonotonicClock(), RouterMetrics()
-        cluster = Cluster(
-            lease_s=config.transport.lease_s, metrics=metrics, on_writer_suspected=self._on_writer_suspected
-        )
         scheduling = config.scheduling
+        cluster = Cluster(
+            lease_s=config.transport.lease_s,
+            metrics=metrics,
+            mixed_pool=MixedPool(scheduling.mixed_step_tokens if scheduling.mixed_pool else 0),
+            on_writer_suspected=self._on_writer_suspected,
+        )
 
         def num_places() -> int:
             return scheduling.max_num_seqs * sum(s.takes_requests and not s.is_prefill for s in cluster.sessions())

@@ -167,11 +167,15 @@ class WorkerSession:
 
     # -- for the stories
 
-    def hold(self, request_id: str, mailbox: Mailbox[Event], num_prompt_tokens: int) -> None:
-        """From now on events of `request_id` go to `mailbox`, and the loss of this worker too."""
+    def hold(self, request_id: str, mailbox: Mailbox[Event], num_prompt_tokens: int, *, computes: bool) -> None:
+        """From now on events of `request_id` go to `mailbox`, and the loss of this worker too.
+
+        Args:
+            computes: the prompt is to be computed there.
+        """
         page_size = self.info.layout.page_size if self.info is not None else 0
         num_pages = pages_for(num_prompt_tokens, page_size) if page_size and not self.is_prefill else 0
-        self._held[request_id] = Held(mailbox, num_prompt_tokens if self.is_prefill else 0, num_pages)
+        self._held[request_id] = Held(mailbox, num_prompt_tokens if computes else 0, num_pages)
 
     def note_computed(self, request_id: str) -> None:
         """The request's prompt waits no more."""

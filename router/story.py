@@ -27,7 +27,8 @@ from router.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitO
 from router.journal import Journal
 from router.mailbox import Mailbox
 from router.moves import Moves
-from router.recovery import FIRST, PLANNED, Fault, Recovery, RecoveryLimits
+from router.placement import Placement, Wishes
+from router.recovery import FIRST, PLANNED, Fault, Plan, Recovery, RecoveryLimits
 from router.request import Delta, Request, TokenGiven, Usage
 from router.retry_budget import RetryBudget
 from router.session import WorkerSession
@@ -77,8 +78,14 @@ class House:
     moves: Moves
 
 
-async def tell(request: Request, house: House, inbox: Mailbox[Event], emit: Callable[[Delta], None]) -> Usage:
-    """Serve `request`; `emit` gets each delta as soon as it is settled.
+async def tell(
+    request: Request,
+    house: House,
+    inbox: Mailbox[Event],
+    emit: Callable[[Delta], None],
+    on_prompt: Callable[[str], None],
+) -> Usage:
+    """Serve `request`; `emit` gets each delta as soon as it is settled, `on_prompt` the role that computes the prompt.
 
     The request holds one place in `house.admission`, which is given back here. `inbox` may already hold what
     happened to the client.
@@ -86,7 +93,7 @@ async def tell(request: Request, house: House, inbox: Mailbox[Event], emit: Call
     Raises:
         TandemError: what the request ended with; nothing of it is left at any worker then.
     """
-    story = Story(request, house, inbox, emit)
+    story = Story(request, house, inbox, emit, on_prompt)
     state, outcome = RequestState.FAILED, "failed"
     try:
         with story.deadline():
@@ -114,7 +121,14 @@ async def tell(request: Request, house: House, inbox: Mailbox[Event], emit: Call
 class Story:
     """The facts of one request over all its attempts."""
 
-    def __init__(self, request: Request, house: House, inbox: Mailbox[Event], emit: Callable[[Delta], None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        house: House,
+        inbox: Mailbox[Event],
+        emit: Callable[[Delta], None],
+        on_prompt: Callable[[str], None],
+    ) -> None:
         self.request = request
         self.house = house
         self.inbox = inbox
@@ -134,6 +148,7 @@ class Story:
         self.pages_kept_at: dict[WorkerKey, WorkerSession] = {}
         self._num_cached_tokens: int | None = None
         self._emit = emit
+        self._on_prompt = on_prompt
         self._texts = [ChoiceText(house.tokenizer, request, n) for n in range(request.num_choices)]
         # Events that were taken from the inbox and not looked at yet.
         self._pending: deque[Event] = deque()
@@ -199,7 +214,7 @@ class Story:
         give_up_s = clock.now() + wait_s
         while True:
             try:
-                placement = house.cluster.place(len(self.request.prompt_ids), self.plan.wishes)
+                placement = self._place()
             except (NoWorkerError, IncompatibleError) as error:
                 is_hopeless = self._last_failure is None and not house.cluster.snapshot().may_get_better
                 if is_hopeless or clock.now() >= give_up_s:
@@ -212,6 +227,13 @@ class Story:
                     points.reach("router.placed")
                     return house.cluster.pair(placement)
             await self._change_of_workers(wake_s)
+
+    def _place(self) -> Placement:
+        """For a new request, decode may be asked alone; later attempts go as their plan says."""
+        cluster, num_tokens = self.house.cluster, len(self.request.prompt_ids)
+        if self.plan is FIRST and (decode := cluster.computes_alone(num_tokens)) is not None:
+            self.plan = Plan(Wishes(decode=decode, alone=True), max_local_tokens=num_tokens)
+        return cluster.place(num_tokens, self.plan.wishes)
 
     async def _change_of_workers(self, until_s: float) -> None:
         """Wait until a worker comes or goes, for at most until then."""
@@ -344,10 +366,14 @@ class Story:
             self._is_waiting = False
             self.house.admission.leave()
 
-    def note_cached(self, num_tokens: int) -> None:
-        """So many of the prompt's tokens were there before. A retry's are our own, computed by an earlier attempt."""
+    def note_prompt(self, computed_by: str, num_cached_tokens: int) -> None:
+        """A worker of this role computes the prompt, and has found so many of its tokens there.
+
+        What a retry finds is our own, computed by an earlier attempt.
+        """
+        self._on_prompt(computed_by)
         if self._num_cached_tokens is None:
-            self._num_cached_tokens = num_tokens
+            self._num_cached_tokens = num_cached_tokens
 
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_ids), self.journal.num_tokens, self._num_cached_tokens)

@@ -24,6 +24,8 @@ class Telling:
         self.requests = requests
         self.outlet = outlet
         self.usages: list[Usage] = []
+        #: For each prompt the role that computes it, once a worker has said so.
+        self.prompts_at = [""] * len(requests)
         self._house = house
         self._entered_s = house.clock.now()
         self._inboxes: list[Mailbox[Event]] = [Mailbox() for _ in requests]
@@ -59,9 +61,12 @@ class Telling:
                 admission.first_token(self._age_s())
             outlet.put(number, delta)
 
+        def on_prompt(role: str) -> None:
+            self.prompts_at[number] = role
+
         with bound(wire_id=request.request_id):
             try:
-                return await tell(request, self._house, self._inboxes[number], emit)
+                return await tell(request, self._house, self._inboxes[number], emit, on_prompt)
             except TandemError as error:
                 errors.append(error)
             except Exception:  # the last border: logged here, typed for the client

@@ -95,6 +95,14 @@ class SchedulingConfig:
         0.75, "share of a prefill worker's pages in use above which it admits no prompt that decode has no pages for; "
         "a lone one always may", minimum=0.01
     )
+    mixed_pool: bool = _key(
+        True, "a decode worker computes a new prompt by itself where that is sooner than waiting for a prefill worker; "
+        "false: every prompt is handed off"
+    )
+    mixed_step_tokens: int = _key(
+        12, "tokens of a decode worker's step up to which prompts are computed beside what it generates: as many as it "
+        "computes in about the time of reading the weights (some 12 on a CPU, hundreds on a GPU)", minimum=2
+    )
     local_prefill_tokens: int = _key(
         512, "after a prefill worker was lost, decode computes the rest of a prompt by itself if no more tokens than "
         "this are missing; 0: never", minimum=0

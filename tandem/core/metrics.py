@@ -72,7 +72,9 @@ class RouterMetrics:
             "tandem_prompt_tokens_recomputed_total", "Prompt tokens that attempts after the first computed"
         )
         self.local_prefills = counter(
-            "tandem_local_prefills_total", "Prompts whose rest a decode worker computed after prefill was lost"
+            "tandem_local_prefills_total",
+            "Prompts that a decode worker computed by itself: new ones, or what was missing after prefill was lost",
+            "reason",
         )
         self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")
         self.preemptions = counter("tandem_preemptions_total", "Requests that lost their pages for a while")

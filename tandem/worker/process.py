@@ -227,6 +227,7 @@ class WorkerProcess(ABC):
             max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
             chunk_size=config.scheduling.chunk_size,
             queue_bound=config.scheduling.worker_queue_bound,
+            paced_tokens=config.scheduling.mixed_step_tokens,
         )
         salt = self.engine.weights_sha256.encode()
         self.scheduler = BatchScheduler(self.pool, limits, salt=salt, prefix_cache=config.cache.prefix_cache)

@@ -6,9 +6,10 @@
     4  waiting sequences are admitted, in order, while budget, places and pages last
 
 A prefill worker feeds it prompts only, so phase 2 is empty; a decode worker feeds it admitted handoffs, and chunks
-serve what must be computed there: replay after a preemption, or of a journal. When pages run out, the sequence that
-goes last in the order (lowest priority, latest arrival) gives up its pages and waits to be replayed; the first in the
-order is never preempted, so it always ends, and so does everything after it.
+serve what must be computed there: replay after a preemption or of a journal, and *paced* prompts, whose chunks only
+fill steps that would be short of work, since the others' next tokens wait for each step. When pages run out, the
+sequence that goes last in the order (lowest priority, latest arrival) gives up its pages and waits to be replayed; the
+first in the order is never preempted, so it always ends, and so does everything after it.
 
 *Promoted* is a prompt for which decode holds pages; it goes first and keeps what it has until it is removed. *Parked*
 is a computed prompt that has left the batch while its pages still wait for decode. A promoted sequence takes pages and
@@ -29,6 +30,10 @@ from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, pages_for
 from tandem.worker.sequence import Sequence
 
+# A paced prompt's share of a chunk while nothing generates, and of `paced_tokens` in steps that are full without it.
+_PACED_CUT = 8
+_LEAST_PACED_PART = 4
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -41,6 +46,8 @@ class SchedulerLimits:
     # Share of the pool up to which sequences that are not promoted are admitted; one always is when nothing else is
     # here.
     unpromoted_share: float = 1.0
+    # Tokens of a step up to which paced prompts are computed beside what generates.
+    paced_tokens: int = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +186,7 @@ class BatchScheduler:
 
     def _schedule_chunks(self, batch: Batch, budget: int) -> int:
         for sequence in [s for s in self.running if not s.is_decode and s.num_to_compute]:
-            num_tokens = self._chunk(sequence, budget)
+            num_tokens = self._chunk(batch, sequence, budget)
             if num_tokens < 1 or sequence not in self.running:
                 continue
             if self._grow_or_preempt(batch, sequence, num_tokens):
@@ -197,7 +204,7 @@ class BatchScheduler:
             self.waiting.pop(0)
             self.enter(sequence)
             batch.admitted.append(sequence)
-            num_tokens = self._chunk(sequence, budget)
+            num_tokens = self._chunk(batch, sequence, budget)
             if num_tokens:
                 self._put(batch, sequence, num_tokens)
                 budget -= num_tokens
@@ -214,14 +221,25 @@ class BatchScheduler:
 
     # -- pages
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of the next chunk: whole pages, unless it ends the sequence."""
-        room = min(budget, self.limits.chunk_size)
+    def _chunk(self, batch: Batch, sequence: Sequence, budget: int) -> int:
+        """Tokens of the next chunk: whole pages, unless it ends the sequence or fills a step beside others."""
         left = sequence.num_to_compute
+        if sequence.paced and batch.items:
+            return min(left, budget, self._paced_room(batch))
+        # Alone, a paced prompt is computed in shorter chunks: a handoff may be admitted meanwhile.
+        longest = self.limits.chunk_size // _PACED_CUT if sequence.paced else self.limits.chunk_size
+        room = min(budget, max(longest, self.pool.page_size))
         if left <= room:
             return left
         end = (sequence.num_computed + room) // self.pool.page_size * self.pool.page_size
         return max(0, end - sequence.num_computed)
+
+    def _paced_room(self, batch: Batch) -> int:
+        """What the step has room for; the first paced prompt always gets a little, so that it ends."""
+        room = max(0, self.limits.paced_tokens - batch.num_tokens)
+        if any(item.sequence.paced for item in batch.items):
+            return room
+        return max(room, 1, self.limits.paced_tokens // _LEAST_PACED_PART)
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens: cached ones first, then new ones; or none at all."""

@@ -70,7 +70,8 @@ def opened_site(
     checkpoint: Path, overrides: dict[str, Any] | None = None, *, with_workers: bool = True
 ) -> Iterator[Site]:
     """A router with `overrides` of the configuration (dotted names) and a pair of workers, for a `with` block."""
-    base = {"model.served_names": ["toy", "toy/alias"], "transport.lease_s": 1.0}
+    # Handoffs are scripted here, whatever waits at prefill; test_http_mixed.py has the mixed pool.
+    base = {"model.served_names": ["toy", "toy/alias"], "transport.lease_s": 1.0, "scheduling.mixed_pool": False}
     server = RouterServer(configuration.load(None, {**base, **(overrides or {})}), model_dir=checkpoint)
     info = server.start()
     pool = FakePool(info.control_address)

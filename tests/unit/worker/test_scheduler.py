@@ -356,3 +356,47 @@ def test_everybody_ends_whatever_the_memory(seed: int, num_pages: int, cache: bo
     counts = scheduler.pool.counts()
     assert counts.used == counts.reserved == 0
     assert counts.free + counts.cached == num_pages
+
+
+# ---- paced prompts
+
+
+def paced(name: str, num_tokens: int, *, arrival: int = 0) -> Sequence:
+    sequence = prompt(name, num_tokens, arrival=arrival)
+    sequence.paced = True
+    return sequence
+
+
+def test_a_paced_prompt_fills_steps_beside_decodes_and_no_more() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, paced_tokens=6)
+    scheduler.add(prompt("a", 4))
+    scheduler.add(prompt("b", 4, arrival=1))
+    step(scheduler)
+    scheduler.add(paced("c", 13, arrival=2))
+    assert [(s[0], s[2]) for s in shape(step(scheduler))] == [("a", 1), ("b", 1), ("c", 4)]
+    assert shape(step(scheduler))[2:] == [("c", 4, 4, False)]
+    assert shape(step(scheduler))[2:] == [("c", 8, 4, False)]
+    assert shape(step(scheduler))[2:] == [("c", 12, 1, True)]
+
+
+def test_paced_prompts_share_the_room_and_the_first_always_gets_some() -> None:
+    scheduler = make_scheduler(tokens=64, seqs=20)
+    scheduler.limits = replace(scheduler.limits, paced_tokens=8)
+    for n in range(9):  # more decodes than paced tokens
+        scheduler.add(prompt(f"d{n}", 2, arrival=n))
+    step(scheduler)
+    scheduler.add(paced("p", 20, arrival=50))
+    scheduler.add(paced("q", 20, arrival=51))
+    assert shape(step(scheduler))[9:] == [("p", 0, 2, False)]
+    for sequence in scheduler.running[4:9]:
+        scheduler.pool.release(scheduler.remove(sequence))
+    assert shape(step(scheduler))[4:] == [("p", 2, 4, False)]
+
+
+def test_alone_a_paced_prompt_goes_in_short_chunks_of_whole_pages() -> None:
+    scheduler = make_scheduler(tokens=256, chunk=64)
+    scheduler.add(paced("a", 19))
+    assert shape(step(scheduler)) == [("a", 0, 8, False)]
+    assert shape(step(scheduler)) == [("a", 8, 8, False)]
+    assert shape(step(scheduler)) == [("a", 16, 3, True)]

@@ -1,0 +1,91 @@
+"""The mixed pool over HTTP: a prompt that would wait for prefill is computed at decode, and the client can see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from router_fakes import FakeDecode
+from router_site import Site, frames, in_background, wait_until
+
+MakeSite = Callable[..., Site]
+
+LONG = "x" * 150
+HEADER = "tandem-prompt-computed-by"
+
+
+@pytest.fixture
+def mixed(make_site: MakeSite) -> Site:
+    return make_site({"scheduling.mixed_pool": True})
+
+
+def with_a_busy_prefill_worker(site: Site) -> Any:
+    """A long prompt is computed at prefill-0, and does not end."""
+    site.prefill.auto = site.decode.auto = False
+    under_way = in_background(site, prompt=LONG)
+    site.prefill.started(site.prefill.wait_for("start"))
+    assert site.decode.wait_for("reserve").max_local_tokens == 0
+    site.decode.auto = True
+    site.decode.num_missing_tokens = 1  # it computes whatever it may
+    return under_way
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_behind_a_long_one_is_computed_at_decode(mixed: Site, stream: bool) -> None:
+    with_a_busy_prefill_worker(mixed)
+    answer = mixed.post(prompt="x" * 8, max_tokens=5, stream=stream)
+    assert answer.status_code == 200
+    assert answer.headers[HEADER] == "decode"
+    if stream:
+        assert "".join(f["choices"][0]["text"] for f in frames(answer) if f["choices"]) == "abcde"
+    else:
+        assert answer.json()["choices"][0]["text"] == "abcde"
+    assert mixed.decode.wait_for("reserve", 2).max_local_tokens >= 8
+    assert mixed.prefill.count("start") == 1
+    metrics = mixed.metrics()
+    assert metrics['tandem_local_prefills_total{reason="mixed_pool"}'] == 1
+    assert metrics.get('tandem_local_prefills_total{reason="recovery"}', 0) == 0
+    assert metrics["tandem_prompt_tokens_recomputed_total"] == 0
+
+
+def test_it_is_off_by_one_key(make_site: MakeSite) -> None:
+    site = make_site()
+    with_a_busy_prefill_worker(site)
+    site.prefill.auto = True
+    answer = site.post(prompt="x" * 8, max_tokens=5)
+    assert site.decode.wait_for("reserve", 2).max_local_tokens == 0
+    assert answer.headers[HEADER] == "prefill"
+
+
+def test_without_a_queue_every_prompt_is_handed_off(mixed: Site) -> None:
+    answer = mixed.post(prompt=LONG, max_tokens=5)
+    assert answer.headers[HEADER] == "prefill"
+    assert mixed.decode.wait_for("reserve").max_local_tokens == 0
+    assert mixed.metrics().get('tandem_local_prefills_total{reason="mixed_pool"}', 0) == 0
+
+
+def test_what_decode_was_asked_to_compute_counts_until_it_is_done(mixed: Site) -> None:
+    """The second prompt of a burst goes to decode; with that before it, the third waits for prefill."""
+    with_a_busy_prefill_worker(mixed)
+    mixed.decode.auto = False
+    in_background(mixed, prompt="y" * 100)
+    assert mixed.decode.wait_for("reserve", 2).max_local_tokens > 0
+    in_background(mixed, prompt="z" * 100)
+    assert mixed.decode.wait_for("reserve", 3).max_local_tokens == 0
+    mixed.prefill.wait_for("start", 2)
+
+
+def test_a_decode_worker_that_dies_over_a_prompt_is_replaced(mixed: Site) -> None:
+    with_a_busy_prefill_worker(mixed)
+    mixed.decode.held_back.clear()
+    under_way = in_background(mixed, prompt="x" * 8)
+    assert mixed.decode.wait_for("reserve", 2).max_local_tokens > 0
+    wait_until(lambda: mixed.metrics().get('tandem_local_prefills_total{reason="mixed_pool"}', 0) == 1)
+    other = FakeDecode("decode-1")
+    other.num_missing_tokens = 1
+    mixed.add(other)
+    mixed.prefill.auto = True
+    mixed.decode.kill()
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+    assert other.wait_for("reserve").request_id

@@ -28,6 +28,7 @@ class Policy:
     Attributes:
         first_delay_s: wait before the second restart in a row; the first one is immediate.
         max_delay_s: the wait doubles up to here.
+        max_lone_delay_s: the same for the first to start of a pool that has nobody: without it nothing is served.
         stable_s: a life that was ready for so long clears the record of failures.
         silence_s: a worker that answers no heartbeat for so long is killed.
         loading_silence_s: the same while it loads; longer, because loading may keep a process from answering.
@@ -40,6 +41,7 @@ class Policy:
 
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
+    max_lone_delay_s: float = 5.0
     stable_s: float = 30.0
     silence_s: float = 12.0
     loading_silence_s: float = 60.0

@@ -166,6 +166,7 @@ class Cluster:
             for slot in added:
                 slot.failures = (failures or {}).get(slot.worker_id, 0)
                 slot.retry_at = now + self.policy.delay(slot.failures)
+            self._hurry(role, now)
             return self._start_due(now)
         # Those that hold least go first; of equals the latest, so that low numbers stay.
         counted.sort(key=lambda slot: (_DISMISSAL_ORDER[slot.phase], slot.num_requests, -slot.index))
@@ -295,7 +296,16 @@ class Cluster:
             del self.slots[slot.worker_id]
             return self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
+        self._hurry(slot.role, now)
         return self._start_due(now)
+
+    def _hurry(self, role: ev.Role, now: float) -> None:
+        """In a pool where everybody waits for a restart, the first of them does not wait for long."""
+        slots = self._of(role)
+        if slots and all(slot.phase is Phase.WAITING for slot in slots):
+            first = min(slots, key=lambda slot: (slot.retry_at, slot.index))
+            assert first.retry_at is not None  # since it waits
+            first.retry_at = min(first.retry_at, now + self.policy.max_lone_delay_s)
 
     def _start_due(self, now: float) -> list[ev.Instruction]:
         return [self._start(slot) for slot in self.slots.values() if slot.is_due(now)]

@@ -101,13 +101,24 @@ def test_pages_travel_by_torch_distributed_too(tmp_path: Path) -> None:
 
 
 def test_many_at_once_each_get_what_transformers_gives(cluster: ProcessCluster, oracle: Any) -> None:
-    """Ragged batches on both sides, prompts of one to many pages."""
+    """Ragged batches on both sides, prompts of one to many pages, handed off or computed at decode."""
+
+    def num_computed() -> tuple[float, float]:
+        local = cluster.metric("tandem_local_prefills_total", reason="mixed_pool")
+        return local, cluster.metric("tandem_handoff_seconds_count")
+
+    local_before, handed_off_before = num_computed()
     prompts = [("Once upon a time there was a " + "very " * n + "small cat. ") * (1 + n % 7) for n in range(16)]
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda p: stream(cluster.url, p, max_tokens=24, ignore_eos=True), prompts))
     wrong = [n for n, p in enumerate(prompts) if answers[n].token_ids[0] != oracle(p, 24)]
     assert wrong == []
     assert len({tuple(a.token_ids[0]) for a in answers}) > 4, "prompts of no effect would pass for anything"
+    cluster.wait_idle()
+    local, handed_off = num_computed()
+    assert local > local_before
+    assert handed_off > handed_off_before
+    assert (local - local_before) + (handed_off - handed_off_before) == len(prompts)
 
 
 SEEDED = {"temperature": 1.0, "top_p": 0.9, "seed": 11, "presence_penalty": 0.5, "max_tokens": 40, "ignore_eos": True}

@@ -171,8 +171,13 @@ def test_a_worker_that_dies_is_started_again_at_once_under_a_new_incarnation() -
     assert story.cluster.settled
 
 
-def test_back_off_doubles_up_to_its_limit_while_it_dies_at_once() -> None:
-    story = Story(1, 1)
+@pytest.mark.parametrize(
+    ("num_decode", "expected"),
+    [(2, [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]), (1, [0, 0.5, 1, 2, 4, 5, 5, 5, 5, 5])],
+    ids=["while another serves", "alone"],
+)
+def test_back_off_doubles_up_to_its_limit_while_it_dies_at_once(num_decode: int, expected: list[float]) -> None:
+    story = Story(1, num_decode)
     waits = []
     for _ in range(10):
         story.exit("decode-0")
@@ -182,7 +187,38 @@ def test_back_off_doubles_up_to_its_limit_while_it_dies_at_once() -> None:
             assert story.phases()["decode-0"] is Phase.WAITING
             assert not of(StartWorker, story.feed(Tick(), after_s=(due - story.now) / 2))
             assert of(StartWorker, story.feed(Tick(), after_s=due - story.now))
-    assert waits == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+        if num_decode > 1:
+            story.load("decode-1", 0)
+    assert waits == expected
+
+
+def wait_of(story: Story, worker_id: str) -> float | None:
+    due = story.cluster.slots[worker_id].retry_at
+    return None if due is None else due - story.now
+
+
+def test_a_pool_that_has_nobody_any_more_waits_for_the_first_of_its_workers_only() -> None:
+    story = Story(1, 2)
+    for slot in story.cluster.slots.values():
+        slot.failures = 9
+    story.exit("decode-0")
+    assert wait_of(story, "decode-0") == 30, "decode-1 serves"
+    story.exit("decode-1", after_s=1)
+    assert wait_of(story, "decode-0") == 5, "it would have been the first to start"
+    assert wait_of(story, "decode-1") == 30
+    story.feed(Tick(), after_s=5)
+    assert story.phases()["decode-0"] is Phase.STARTING
+    story.exit("decode-0", after_s=1)
+    assert (wait_of(story, "decode-0"), wait_of(story, "decode-1")) == (30, 5)
+
+
+def test_a_new_supervisor_of_a_pool_without_anybody_does_not_let_it_wait_anew() -> None:
+    story = Story(ready=False)
+    later = Cluster(policy=Policy(), new_incarnation=lambda: "new")
+    intent = Intent({Role.PREFILL: 1, Role.DECODE: 2}, failures={"decode-0": 9, "decode-1": 9, "prefill-0": 9})
+    later.handle(ClusterOpened(intent), story.now)
+    waits = {worker_id: slot.retry_at for worker_id, slot in later.slots.items()}
+    assert waits == {"prefill-0": 5, "decode-0": 5, "decode-1": 30}
 
 
 def test_a_stable_run_clears_the_failures() -> None:

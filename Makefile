@@ -40,8 +40,8 @@ $(STAMP): pyproject.toml requirements/lock.txt tools/setup.sh
 serve: $(STAMP)  ## start the cluster with the embedded model on http://127.0.0.1:8000
 	@exec $(BIN)/tandem serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-bench: $(STAMP)  ## measure a running server: ARGS="run --concurrency 8 --json out.json"
-	@$(BIN)/tandem bench $(or $(ARGS),--help)
+bench: $(STAMP)  ## measure Tandem and, with PEER_VENV=DIR, vLLM, in turn on the same loads (1.5 hours)
+	@$(BIN)/python tools/bench_peers.py --json $(FIGURES)/peers.json $(ARGS)
 
 test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is none)
 	@$(BIN)/python -m pytest --durations=15 $(TESTS) $(ARGS)
@@ -61,12 +61,14 @@ check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_stubs.py --check
 	$(BIN)/python tools/generate_config_docs.py --check
+	$(BIN)/python tools/generate_benchmark_docs.py --check
 
 stubs: $(STAMP)  ## generate tandem/rpc/v1 from protos/
 	$(BIN)/python tools/generate_stubs.py
 
-docs: $(STAMP)  ## generate tandem.yaml and docs/configuration.md from the configuration's source
+docs: $(STAMP)  ## generate tandem.yaml, docs/configuration.md and docs/benchmarks.md from their sources
 	$(BIN)/python tools/generate_config_docs.py
+	$(BIN)/python tools/generate_benchmark_docs.py
 
 wheel: $(STAMP)  ## build the wheel into dist/
 	@rm -rf build dist

@@ -15,13 +15,15 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
 def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> None:
-    """`run`, `goodput`, `compare`, `plot` and `overload`, below `command`."""
+    """`run`, `goodput`, `compare`, `plot`, `overload`, `kernels` and `gpu`, below `command`."""
     subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     _add_run(subcommands, add_command)
     _add_goodput(subcommands, add_command)
     _add_compare(subcommands, add_command)
     _add_plot(subcommands, add_command)
     _add_overload(subcommands, add_command)
+    _add_kernels(subcommands, add_command)
+    _add_gpu(subcommands, add_command)
 
 
 def _add_run(subcommands: Any, add_command: AddCommand) -> None:
@@ -109,6 +111,48 @@ def _add_overload(subcommands: Any, add_command: AddCommand) -> None:
         "--max-sockets", type=_count, default=1024, metavar="N", help="requests beyond are not sent (default: 1024)"
     )
     command.add_argument("--seed", type=int, default=1)
+
+
+def _add_kernels(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "kernels",
+        "measure the engine's kernels against what this machine's threads can do; no server; about a minute",
+        "tandem bench kernels\n"
+        "tandem bench kernels --threads 2 --json kernels.json\n"
+        "tandem bench kernels --model ~/models/llama-1b --threads 1 4 8",
+        _kernels,
+    )
+    command.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint (default: a random Llama of 82 M weights, made for this)",
+    )
+    command.add_argument(
+        "--threads",
+        type=_count,
+        nargs="+",
+        metavar="N",
+        help="numbers of threads, one after the other (default: 1 and all)",
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
+
+
+def _add_gpu(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "gpu",
+        "measure prefill and decode on one GPU against its own limits; random weights, no server; some minutes",
+        "tandem bench gpu\ntandem bench gpu --device cuda:1 --models 8b --json gpu.json",
+        _gpu,
+    )
+    command.add_argument("--device", default="cuda", metavar="DEVICE", help="cuda or cuda:N (default: cuda)")
+    command.add_argument(
+        "--models", nargs="+", choices=("1b", "8b"), default=["1b", "8b"], help="Llama shapes (default: both)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
 def _add_server(command: argparse.ArgumentParser) -> None:
@@ -250,3 +294,16 @@ def _overload(options: argparse.Namespace) -> int:
     from tandem.bench import commands
 
     return commands.overload(options)
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    from tandem.bench import kernels_command
+
+    kernels_command.run(options.model, options.threads, options.json, progress=options.progress)
+    return 0
+
+
+def _gpu(options: argparse.Namespace) -> int:
+    from tandem.bench import commands
+
+    return commands.gpu(options)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import functools
 import json
+import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
 
 _INTERRUPTED = 130
+_WRONG_USAGE = 2
 
 T = TypeVar("T")
 
@@ -117,6 +119,25 @@ def overload(options: argparse.Namespace) -> int:
         results.write(options.json, report)
     else:
         print(json.dumps(report, indent=2))
+    return 0
+
+
+def gpu(options: argparse.Namespace) -> int:
+    """`tandem bench gpu`; 2 where there is no such GPU."""
+    from tandem.bench import gpu as measuring  # imports torch
+    from tandem.engine.gpu_measure import find_device
+
+    try:
+        find_device(options.device)
+    except ConfigError as error:
+        print(f"tandem bench gpu: {error.message}", file=sys.stderr)
+        return _WRONG_USAGE
+    report = measuring.measure(options.device, options.models)
+    console = Console()
+    console.print(measuring.heading(report), highlight=False)
+    console.print(measuring.table(report))
+    if options.json is not None:
+        results.write(options.json, report.as_json())
     return 0
 
 

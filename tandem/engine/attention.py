@@ -86,23 +86,40 @@ def paged_attention(
     an argument passed over in silence would be a wrong answer.
     """
     context = current_forward.get()
-    layer = _layer_of(module, context)
-    _refuse_unknown(module, attention_mask, dropout, is_causal, kwargs)
+    layer = begin_layer(context, module, attention_mask, dropout, is_causal, kwargs)
     _refuse_shapes(module, query, key, value, context)
-    context.layers.append(layer)
     batch, arena = context.batch, context.arena
     place = (batch.write_pages, batch.write_slots)
     arena.keys(layer).index_put_(place, key[0].transpose(0, 1).to(arena.tensor.dtype))
     arena.values(layer).index_put_(place, value[0].transpose(0, 1).to(arena.tensor.dtype))
-    if context.layer_written is not None:
-        context.layer_written(layer)
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window) if sliding_window else 0,
         softcap=float(softcap) if softcap else 0.0,
     )
-    output = context.backend.attend(batch, arena, layer, query[0].transpose(0, 1), params)
-    return output[None], None
+    return attend_written(context, layer, query[0].transpose(0, 1), params)[None], None
+
+
+def begin_layer(
+    context: ForwardContext,
+    module: torch.nn.Module,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> int:
+    """The layer that `module` attends in. Raises `UnsupportedModelError` for what the attention does not do."""
+    layer = _layer_of(module, context)
+    _refuse_unknown(module, attention_mask, dropout, is_causal, kwargs)
+    context.layers.append(layer)
+    return layer
+
+
+def attend_written(context: ForwardContext, layer: int, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+    """Tell the caller that K and V of `layer` are in the arena, and attend; `query` as for `AttentionBackend`."""
+    if context.layer_written is not None:
+        context.layer_written(layer)
+    return context.backend.attend(context.batch, context.arena, layer, query, params)
 
 
 def _layer_of(module: torch.nn.Module, context: ForwardContext) -> int:

@@ -1,4 +1,10 @@
-"""Attention on CUDA: FlashAttention-2's paged kernel, from `flash_attn` or from torch itself."""
+"""Attention on CUDA: which paged kernel serves is found out by asking each for what is needed of it.
+
+In this order: `flash_attn` (FlashAttention-2, which takes pages of multiples of 256 slots), torch's own `varlen_attn`
+with block tables, and the Triton kernel of `attention_triton`. torch's signature has block tables from 2.12 on, but the
+FlashAttention-2 inside of torch refuses them: only FlashAttention-3 behind it, a package of its own for Hopper, serves.
+So a small batch is computed and compared before a kernel is chosen.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +20,106 @@ from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import AttentionBackend
 from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
-from tandem.engine.batch import PagedBatch
+from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
+from tandem.engine.decode_step import DecodeStep
+from tandem.engine.device import to_device
 from tandem.engine.layout import KVLayout
 
 _log = logging.getLogger(__name__)
 
 #: FlashAttention-2's paged kernels take pages of multiples of this many slots.
-PAGE_MULTIPLE = 256
+FLASH_PAGE_MULTIPLE = 256
+#: How far attention in 16 bits may be from the reference, on standard normal inputs.
+_PROBE_TOLERANCE = 0.05
 
 
-def select_cuda_backend(layout: KVLayout) -> AttentionBackend:
-    """Return the kernel for `layout`. Raises `ConfigError` for a page size that the kernels do not take."""
+def select_cuda_backend(layout: KVLayout, device: torch.device) -> AttentionBackend:
+    """Return the kernel for `layout` on `device`. Raises `ConfigError` where no paged kernel takes it."""
+    reasons: list[str] = []
+    for name, offer in (("flash_attn", _flash), ("torch_varlen", _torch_varlen), ("triton", _triton)):
+        backend = offer(layout, device)
+        if not isinstance(backend, str):
+            if reasons:
+                _log.info("attention: %s serves; %s", name, "; ".join(reasons))
+            return backend
+        reasons.append(f"{name}: {backend}")
     if layout.dtype == "float32":
-        _log.warning("float32 on CUDA: no flash kernel takes it, the reference attention serves")
+        _log.warning("attention: the slow reference serves; %s", "; ".join(reasons))
         return ReferenceAttention()
-    if layout.page_size % PAGE_MULTIPLE:
-        raise ConfigError(
-            f"page_size {layout.page_size}: the CUDA kernels take multiples of {PAGE_MULTIPLE}", key="page_size"
-        )
-    if importlib.util.find_spec("flash_attn") is not None:
-        return FlashAttention()
-    return TorchVarlenAttention()
+    raise ConfigError(f"no paged attention kernel for {layout.dtype} on {device}: {'; '.join(reasons)}", key="device")
+
+
+def _flash(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
+    if layout.dtype == "float32":
+        return "takes no float32"
+    if layout.page_size % FLASH_PAGE_MULTIPLE:
+        return f"takes pages of multiples of {FLASH_PAGE_MULTIPLE} slots, page_size is {layout.page_size}"
+    try:
+        backend = FlashAttention()
+    except ImportError as error:
+        return f"cannot be imported ({error})"
+    return refusal(backend, layout, device) or backend
+
+
+def _torch_varlen(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
+    if layout.dtype == "float32":
+        return "takes no float32"
+    try:
+        backend = TorchVarlenAttention()
+    except ImportError as error:
+        return f"this torch has none ({error})"
+    if (reason := refusal(backend, layout, device)) is None:
+        return backend
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return f"{reason}; FlashAttention-3 is not installed"
+    try:
+        activate_flash_attention_3()
+    except (ImportError, RuntimeError, ValueError) as error:
+        return f"{reason}; FlashAttention-3 cannot be activated ({error})"
+    return refusal(backend, layout, device) or backend
+
+
+def _triton(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
+    try:
+        from tandem.engine.attention_triton import TritonAttention  # imports a compiler
+    except ImportError as error:
+        return f"cannot be imported ({error})"
+    backend = TritonAttention()
+    return refusal(backend, layout, device) or backend
+
+
+def activate_flash_attention_3() -> None:
+    """Put FlashAttention-3 behind torch's attention, for this process.
+
+    Raises `ImportError` where this torch cannot, `RuntimeError` or `ValueError` where the package does not fit.
+    """
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl("FA3")
+
+
+def refusal(backend: AttentionBackend, layout: KVLayout, device: torch.device) -> str | None:
+    """Say why `backend` does not serve pages of `layout` on `device`: it raises, or is wrong; `None` if it serves.
+
+    A chunk over a prefix that ends inside a page, beside a single token.
+    """
+    size = layout.page_size
+    small = KVLayout(1, layout.num_kv_heads, layout.head_dim, size, layout.dtype)
+    generator = torch.Generator().manual_seed(0)
+    arena = KVArena(small, 5, device)
+    arena.tensor.copy_(torch.randn(arena.tensor.shape, generator=generator))
+    sequences = [SequenceInput([0] * 8, size + 3, (4, 1)), SequenceInput([0], size // 2, (2,))]
+    batch = build_batch(sequences, size, device)
+    query = torch.randn((9, 2 * layout.num_kv_heads, layout.head_dim), generator=generator)
+    query = query.to(device, arena.tensor.dtype)
+    params = AttentionParams(layout.head_dim**-0.5)
+    expected = ReferenceAttention().attend(batch, arena, 0, query, params)
+    try:
+        found = backend.attend(batch, arena, 0, query, params)
+    except (TypeError, ValueError, RuntimeError) as error:  # an older signature; a kernel that has not this
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    difference = float((found.float() - expected.float()).abs().max())
+    return None if difference <= _PROBE_TOLERANCE else f"differs from the reference by {difference:.1e}"
 
 
 class _Ragged:
@@ -43,12 +128,10 @@ class _Ragged:
     def __init__(self, batch: PagedBatch, device: torch.device) -> None:
         lengths = np.array([rows.num_rows for rows in batch.sequences], dtype=np.int32)
         used = np.array([rows.end for rows in batch.sequences], dtype=np.int32)
-        offsets = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)])
-        key_offsets = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(used, dtype=np.int32)])
-        self.query_offsets = torch.from_numpy(offsets).to(device)
-        self.key_offsets = torch.from_numpy(key_offsets).to(device)
-        self.used = torch.from_numpy(used).to(device)
-        self.tables = torch.from_numpy(batch.block_tables).to(device)
+        self.query_offsets = to_device(_offsets(lengths), device)
+        self.key_offsets = to_device(_offsets(used), device)
+        self.used = to_device(used, device)
+        self.tables = to_device(batch.block_tables, device)
         self.max_queries = int(lengths.max())
         self.max_keys = int(used.max())
 
@@ -60,27 +143,35 @@ class _Ragged:
         return ragged
 
 
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
+
+
 def _window(params: AttentionParams) -> tuple[int, int]:
     # The kernels count the tokens to the left of the query; ours counts the query too.
     return (params.window - 1, 0) if params.window else (-1, 0)
 
 
 class FlashAttention:
-    """`flash_attn`'s variable-length kernel with a block table."""
+    """`flash_attn`'s variable-length kernel with a block table, and its decode kernel, which splits long contexts.
+
+    Raises `ImportError` where it is not installed or does not fit this torch.
+    """
 
     name = "flash_attn"
 
     def __init__(self) -> None:
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self._kernel: Callable[..., torch.Tensor] = flash_attn_varlen_func
+        self._ragged: Callable[..., torch.Tensor] = flash_attn_varlen_func
+        self._decode: Callable[..., torch.Tensor] = flash_attn_with_kvcache
 
     def attend(
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return the attention of all rows, `[T, heads, head_dim]`, like `query`."""
         ragged = _Ragged.of(batch, query.device)
-        return self._kernel(
+        return self._ragged(
             query.contiguous(),
             arena.keys(layer),
             arena.values(layer),
@@ -95,9 +186,26 @@ class FlashAttention:
             block_table=ragged.tables,
         )
 
+    def attend_decode(
+        self, step: DecodeStep, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Return the attention of one row for each sequence, `[B, heads, head_dim]`, like `query`."""
+        output = self._decode(
+            query.unsqueeze(1).contiguous(),
+            arena.keys(layer),
+            arena.values(layer),
+            cache_seqlens=step.used,
+            block_table=step.tables,
+            softmax_scale=params.scaling,
+            causal=True,
+            window_size=_window(params),
+            softcap=params.softcap,
+        )
+        return output.squeeze(1)
+
 
 class TorchVarlenAttention:
-    """torch's own variable-length kernel with a block table (2.13 and later)."""
+    """torch's variable-length kernel with a block table. Raises `ImportError` where this torch has no such kernel."""
 
     name = "torch_varlen"
 
@@ -110,21 +218,44 @@ class TorchVarlenAttention:
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return the attention of all rows, `[T, heads, head_dim]`, like `query`."""
-        if params.softcap:
-            raise UnsupportedModelError("this model caps its attention scores; on CUDA that needs flash_attn")
         ragged = _Ragged.of(batch, query.device)
+        return self._attend(
+            arena, layer, query, params, ragged.query_offsets, ragged.used, ragged.tables, ragged.max_queries,
+            ragged.max_keys,
+        )  # fmt: skip
+
+    def attend_decode(
+        self, step: DecodeStep, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Return the attention of one row for each sequence, `[B, heads, head_dim]`, like `query`."""
+        return self._attend(arena, layer, query, params, step.offsets, step.used, step.tables, 1, step.max_keys)
+
+    def _attend(
+        self,
+        arena: KVArena,
+        layer: int,
+        query: torch.Tensor,
+        params: AttentionParams,
+        offsets: torch.Tensor,
+        used: torch.Tensor,
+        tables: torch.Tensor,
+        max_queries: int,
+        max_keys: int,
+    ) -> torch.Tensor:
+        if params.softcap:
+            raise UnsupportedModelError("this model caps its attention scores, which torch's kernel does not do")
         output: torch.Tensor = self._kernel(
             query.contiguous(),
             arena.keys(layer),
             arena.values(layer),
-            ragged.query_offsets,
+            offsets,
             None,  # the lengths are in seqused_k
-            ragged.max_queries,
-            ragged.max_keys,
+            max_queries,
+            max_keys,
             scale=params.scaling,
             window_size=_window(params),
             enable_gqa=query.shape[1] != arena.layout.num_kv_heads,
-            seqused_k=ragged.used,
-            block_table=ragged.tables,
+            seqused_k=used,
+            block_table=tables,
         )
         return output

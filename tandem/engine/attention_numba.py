@@ -17,22 +17,24 @@ from numba import types
 from numba.core import cgutils
 
 from tandem.engine import vector_ir as vir
-from tandem.engine.threads import compile_kernel, launch
+from tandem.engine.threads import Kernel
 
 #: Rows of a chunk that go over a page together.
 _BLOCK_ROWS = 8
+#: Vectors of a cache line.
+_LINE_VECTORS = 2
 
 
 def _score_tile(num_heads: int, num_slots: int) -> Callable[..., None]:
     """Products of `num_heads` queries with the keys of `num_slots` slots.
 
     Arguments, in addresses, bytes and counts: queries, their stride, keys, their stride, vectors of a head, scores,
-    their stride from head to head; then the scale.
+    their stride from head to head; how far ahead to prefetch; then the scale.
     """
 
     def emit(
         builder: Any, query: Any, query_stride: Any, key: Any, key_stride: Any, vectors: Any, scores: Any, stride: Any,
-        scale: Any,
+        ahead: Any, scale: Any,
     ) -> None:  # fmt: skip
         queries = [vir.advance(builder, query, query_stride, head) for head in range(num_heads)]
         keys = [vir.advance(builder, key, key_stride, slot) for slot in range(num_slots)]
@@ -43,6 +45,8 @@ def _score_tile(num_heads: int, num_slots: int) -> Callable[..., None]:
             at = builder.mul(loop.index, vector_bytes)
             key_parts = [vir.load(builder, builder.add(start, at)) for start in keys]
             query_parts = [vir.load(builder, builder.add(start, at)) for start in queries]
+            for start in keys:
+                vir.prefetch(builder, builder.add(builder.add(start, ahead), at))
             for head, slot in pairs:
                 total = sums[head, slot]
                 product = vir.fma(builder, query_parts[head], key_parts[slot], builder.load(total))
@@ -52,14 +56,14 @@ def _score_tile(num_heads: int, num_slots: int) -> Callable[..., None]:
             row = vir.advance(builder, scores, stride, head)
             vir.store_real(builder, score, vir.offset(builder, row, slot * vir.FLOAT_BYTES))
 
-    return vir.kernel(7, 1, types.void, emit)
+    return vir.kernel(8, 1, types.void, emit)
 
 
 def _value_tile(num_heads: int, num_vectors: int) -> Callable[..., None]:
     """Adds the weighted values of some slots to `num_vectors` vectors of `num_heads` sums.
 
     Arguments, in addresses, bytes and counts: weights, their stride from head to head, values, their stride, slots,
-    sums, their stride.
+    sums, their stride; how far ahead to prefetch.
     """
 
     def emit(
@@ -71,6 +75,7 @@ def _value_tile(num_heads: int, num_vectors: int) -> Callable[..., None]:
         slots: Any,
         total: Any,
         stride: Any,
+        ahead: Any,
     ) -> None:
         rows = [vir.advance(builder, weights, weight_stride, head) for head in range(num_heads)]
         places = [
@@ -85,6 +90,8 @@ def _value_tile(num_heads: int, num_vectors: int) -> Callable[..., None]:
         with cgutils.for_range(builder, slots) as loop:
             start = vir.advance(builder, value, value_stride, loop.index)
             parts = [vir.load(builder, vir.offset(builder, start, n * vir.VECTOR_BYTES)) for n in range(num_vectors)]
+            for n in range(0, num_vectors, _LINE_VECTORS):
+                vir.prefetch(builder, vir.offset(builder, builder.add(start, ahead), n * vir.VECTOR_BYTES))
             for row, row_sums in zip(rows, sums, strict=True):
                 weight = vir.spread(builder, vir.load_real(builder, vir.advance(builder, row, one, loop.index)))
                 for part, slot in zip(parts, row_sums, strict=True):
@@ -93,7 +100,7 @@ def _value_tile(num_heads: int, num_vectors: int) -> Callable[..., None]:
             for place, slot in zip(place_row, row_sums, strict=True):
                 vir.store(builder, builder.load(slot), place)
 
-    return vir.kernel(7, 0, types.void, emit)
+    return vir.kernel(8, 0, types.void, emit)
 
 
 def _emit_greatest(builder: Any, scores: Any, vectors: Any, start: Any) -> Any:
@@ -127,7 +134,7 @@ _values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1) for heads in (1, 
 
 
 @numba.njit(nogil=True, inline="always")
-def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
     """Scores of `heads` queries (1 to 3) with `slots` keys."""
     vectors = head_bytes // 32
     slot = 0
@@ -136,23 +143,23 @@ def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, sc
         k, s = key + slot * token_bytes, scores + slot * 4
         if heads == 3:
             if four:
-                _scores_3x4(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+                _scores_3x4(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
             else:
-                _scores_3x1(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+                _scores_3x1(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
         elif heads == 2:
             if four:
-                _scores_2x4(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+                _scores_2x4(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
             else:
-                _scores_2x1(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+                _scores_2x1(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
         elif four:
-            _scores_1x4(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+            _scores_1x4(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
         else:
-            _scores_1x1(query, head_bytes, k, token_bytes, vectors, s, stride, scale)
+            _scores_1x1(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
         slot += 4 if four else 1
 
 
 @numba.njit(nogil=True, inline="always")
-def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_bytes):  # type: ignore[no-untyped-def] # pragma: no cover
+def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
     """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3)."""
     vectors = head_bytes // 32
     done = 0
@@ -161,18 +168,18 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
         v, t = value + done * 32, total + done * 32
         if heads == 3:
             if four:
-                _values_3x4(weights, stride, v, token_bytes, slots, t, head_bytes)
+                _values_3x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             else:
-                _values_3x1(weights, stride, v, token_bytes, slots, t, head_bytes)
+                _values_3x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         elif heads == 2:
             if four:
-                _values_2x4(weights, stride, v, token_bytes, slots, t, head_bytes)
+                _values_2x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             else:
-                _values_2x1(weights, stride, v, token_bytes, slots, t, head_bytes)
+                _values_2x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         elif four:
-            _values_1x4(weights, stride, v, token_bytes, slots, t, head_bytes)
+            _values_1x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         else:
-            _values_1x1(weights, stride, v, token_bytes, slots, t, head_bytes)
+            _values_1x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         done += 4 if four else 1
 
 
@@ -197,6 +204,14 @@ def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
         first_seen = max(first_position - window + 1, 0) if window > 0 else 0
         for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
             page = pages + tables[table, index] * 2 * page_size * token_bytes
+            # Memory would rest while a page is computed: so each step of its first row fetches its like of the page
+            # that comes next, in this block or the one behind it.
+            if index < (first_position + num_rows - 1) // page_size:
+                ahead = pages + tables[table, index + 1] * 2 * page_size * token_bytes - page
+            elif item + 1 < blocks.shape[0] * splits:
+                ahead = pages + tables[blocks[(item + 1) // splits, 0], 0] * 2 * page_size * token_bytes - page
+            else:
+                ahead = 0
             # All rows and heads of a page before the next page: its memory comes in one stream, and once.
             for row in range(num_rows):
                 position = first_position + row
@@ -213,7 +228,7 @@ def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                     key = page + low * token_bytes + (first_head + kv_head) * head_bytes
                     value = key + page_size * token_bytes
                     query_at = queries + member * head_bytes
-                    _score(heads, query_at, head_bytes, key, token_bytes, slots, at, padded * 4, scaling)
+                    _score(heads, query_at, head_bytes, key, token_bytes, slots, at, padded * 4, ahead, scaling)
                     for offset in range(heads):
                         head = member + offset
                         if softcap > 0:
@@ -231,8 +246,9 @@ def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                                 total[row, head, dim] *= rescale
                         weight_sum[row, head] += _exponentials(at + offset * padded * 4, vectors, greatest[row, head])
                     sums = total.ctypes.data + (row * num_own + member) * head_bytes
-                    _add_values(heads, at, padded * 4, value, token_bytes, slots, sums, head_bytes)
+                    _add_values(heads, at, padded * 4, value, token_bytes, slots, sums, head_bytes, ahead)
                     member += heads
+                ahead = 0
         for row in range(num_rows):
             for head in range(num_own):
                 inverse = np.float32(1.0) / weight_sum[row, head]
@@ -240,8 +256,7 @@ def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                     output[first_row + row, first_head * group + head, dim] = total[row, head, dim] * inverse
 
 
-_attend_alone = compile_kernel(parallel=False)(_attend)
-_attend_together = compile_kernel(parallel=True)(_attend)
+_attend_kernel = Kernel(_attend)
 
 
 def can_attend(head_dim: int) -> bool:
@@ -294,12 +309,8 @@ def attend_blocks(
     kv_heads = pages.shape[3]
     # With few blocks the KV heads are shared out too, so that every thread has work.
     splits = kv_heads if num_threads > 1 and blocks.shape[0] < 4 * num_threads else 1
-    arguments = (
-        query, pages.ctypes.data, tables, blocks, kv_heads, splits, pages.shape[2],
+    _attend_kernel(
+        num_threads, query, pages.ctypes.data, tables, blocks, kv_heads, splits, pages.shape[2],
         np.float32(scaling), window, np.float32(softcap), output,
     )  # fmt: skip
-    if num_threads == 1:
-        _attend_alone(*arguments)
-    else:
-        launch(num_threads, _attend_together, *arguments)
     return output

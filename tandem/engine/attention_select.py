@@ -14,7 +14,7 @@ def select_backend(layout: KVLayout, device: torch.device, num_threads: int) -> 
     if device.type == "cuda":
         from tandem.engine.attention_cuda import select_cuda_backend  # imports a GPU library
 
-        return select_cuda_backend(layout)
+        return select_cuda_backend(layout, device)
     if layout.dtype == "float32":
         from tandem.engine.attention_cpu import CPUAttention  # imports Numba, which takes a while
         from tandem.engine.attention_numba import can_attend

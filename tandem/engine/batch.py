@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.engine.device import to_device
 from tandem.engine.layout import KVLayout
 
 
@@ -105,15 +106,12 @@ def build_batch(sequences: Sequence[SequenceInput], page_size: int, device: torc
         spans.append(SequenceRows(index, row, length, sequence.start))
         row += length
 
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
     return PagedBatch(
-        token_ids=to_device(tokens)[None],
-        positions=to_device(positions)[None],
-        write_pages=to_device(write_pages),
-        write_slots=to_device(positions % page_size),
-        logit_rows=to_device(np.asarray(logit_rows, dtype=np.int64)),
+        token_ids=to_device(tokens, device)[None],
+        positions=to_device(positions, device)[None],
+        write_pages=to_device(write_pages, device),
+        write_slots=to_device(positions % page_size, device),
+        logit_rows=to_device(np.asarray(logit_rows, dtype=np.int64), device),
         block_tables=tables,
         sequences=tuple(spans),
     )

@@ -15,6 +15,9 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention import AttentionBackend
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
+from tandem.engine.cuda_graphs import CudaCapture, DecodeGraphs
+from tandem.engine.decode_step import DecodeBackend
+from tandem.engine.fused import fuse
 from tandem.engine.layout import KVLayout
 from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
@@ -38,12 +41,14 @@ class Engine:
     Attributes:
         layout: the shape of a page.
         arena: all pages.
+        num_pages: sequences may have the pages `[0, num_pages)`; a page beyond them is the engine's own.
         vocab_size: token ids are `[0, vocab_size)`.
         eos_token_ids: the ids that end a text.
         max_context: greatest number of tokens of a sequence, prompt and output.
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
         model_dtype: "float32", "float16" or "bfloat16"; also of the KV.
         attention: name of the attention kernel in use.
+        fused: how many parts of which kind are replaced by fused ones, for people.
         linear: whose products of linear layers are in use, "packed" or "torch".
     """
 
@@ -57,6 +62,9 @@ class Engine:
         num_threads: int,
     ) -> None:
         self.arena = arena
+        # On a GPU the last page is what the padding of captured decode steps writes to.
+        self._has_scratch_page = _has_scratch_page(backend, arena.device)
+        self.num_pages = arena.num_pages - self._has_scratch_page
         self.layout: KVLayout = arena.layout
         self.vocab_size = loader.vocab_size_of(model)
         self.eos_token_ids = eos_token_ids
@@ -64,10 +72,12 @@ class Engine:
         self.model_dtype = arena.layout.dtype
         self.weights_sha256 = loader.weights_sha256(model)
         self.attention = backend.name
+        self.fused = fuse(model, arena.layout, num_threads)
         self.linear = pack(model, num_threads)
         self._model = model
         self._backend = backend
         self._paged = PagedModel(model, arena, backend, self.vocab_size, max_context)
+        self._decode: DecodeGraphs | None = None
 
     @classmethod
     def load(
@@ -110,18 +120,21 @@ class Engine:
         if probe:
             probe_architecture(config, num_threads=threads)
         model = loader.load_model(model_dir, config, resolved, target)
-        arena = KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target), target)
+        total = _count_pages(layout, num_pages, kv_bytes, target) + _has_scratch_page(backend, target)
+        arena = KVArena(layout, total, target)
         engine = cls(model, arena, backend, loader.eos_of(model_dir, config), context, threads)
         _log.info(
-            "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, %d threads",
+            "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, "
+            "fused: %s; %d threads",
             model_dir,
             resolved,
             target,
-            arena.num_pages,
+            engine.num_pages,
             page_size,
             arena.num_bytes,
             engine.attention,
             engine.linear,
+            engine.fused,
             threads,
         )
         return engine
@@ -140,10 +153,15 @@ class Engine:
         Raises `ValueError` for a sequence that is outside of its pages, the context or the vocabulary; nothing has
         been written then.
         """
+        if self._decode is not None and on_layer is None and self._decode.takes(sequences):
+            return self._decode.forward(sequences)
         return self._paged.forward(sequences, on_layer)
 
-    def warmup(self) -> None:
-        """Compile the kernels and touch the weights, on pages of its own: the arena is left as it is."""
+    def warmup(self, max_num_seqs: int = 64) -> None:
+        """Compile the kernels and touch the weights, on pages of its own: the arena is left as it is.
+
+        On a GPU decode steps of up to `max_num_seqs` sequences are captured as graphs; larger ones run eagerly.
+        """
         page_size = self.layout.page_size
         prompt = min(self.max_context - 1, 2 * page_size)
         if prompt < 1:
@@ -155,6 +173,14 @@ class Engine:
         chunk = SequenceInput([0] * prompt, 0, first)
         paged.forward([chunk, SequenceInput([0], 0, second)])
         paged.forward([SequenceInput([0], prompt, first), SequenceInput([0], 1, second)])
+        if self._has_scratch_page:
+            self._decode = DecodeGraphs(
+                self._paged, max_num_seqs=max_num_seqs, scratch_page=self.num_pages, capture=CudaCapture()
+            )
+
+
+def _has_scratch_page(backend: AttentionBackend, device: torch.device) -> bool:
+    return device.type == "cuda" and isinstance(backend, DecodeBackend)
 
 
 def _device(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 
 from tandem.engine import vector_ir as vir
-from tandem.engine.threads import compile_kernel
+from tandem.engine.threads import Kernel
 
 #: Outputs of one panel.
 PANEL = 32
@@ -64,14 +64,33 @@ _one_row, _two_rows, _three_rows = (_make_tile(rows) for rows in (1, 2, 3))
 _one_row_ahead, _two_rows_ahead, _three_rows_ahead = (_make_tile(rows, ahead=True) for rows in (1, 2, 3))
 
 
+def _emit_add(builder: Any, y: Any, bias: Any) -> None:
+    for n in range(_NUM_VECTORS):
+        place, other = (vir.offset(builder, address, n * vir.VECTOR_BYTES) for address in (y, bias))
+        vir.store(builder, builder.fadd(vir.load(builder, place), vir.load(builder, other)), place)
+
+
+def _emit_gate(builder: Any, pair: Any, y: Any) -> None:
+    for n in range(_NUM_VECTORS):
+        gate = vir.load(builder, vir.offset(builder, pair, n * vir.VECTOR_BYTES))
+        up = vir.load(builder, vir.offset(builder, pair, (_NUM_VECTORS + n) * vir.VECTOR_BYTES))
+        gated = builder.fmul(vir.silu(builder, gate), up)
+        vir.store(builder, gated, vir.offset(builder, y, n * vir.VECTOR_BYTES))
+
+
+#: Adds the bias of a panel (second address) to a row's outputs.
+_add = vir.kernel(2, 0, types.void, _emit_add)
+#: SiLU of a row's outputs of one panel times those of the panel behind it.
+_gate = vir.kernel(2, 0, types.void, _emit_gate)
+
+
 @numba.njit(nogil=True, inline="always")
-def _multiply_panel(x, num_rows, k, panel, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover
+def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover
     """Three rows a pass; two and two where four are left.
 
     A single pass runs at the speed of memory by itself. With more of them, memory would rest in all but the first: so
     each pass fetches its share of the next panel, evenly, one line at a time (faster fetching stalls the pass).
     """
-    x_stride = k * 4
     num_passes = (num_rows + 2) // 3
     step = 128 // num_passes
     ahead = panel + k * 128
@@ -97,19 +116,37 @@ def _multiply_panel(x, num_rows, k, panel, y, y_stride):  # type: ignore[no-unty
             _one_row_ahead(x_row, x_stride, panel, k, y_row, y_stride, ahead, step)
             row += 1
         ahead += k * step
+    if bias:
+        for index in range(num_rows):
+            _add(y + index * y_stride, bias)
 
 
-@compile_kernel(parallel=False)
-def multiply(x, num_rows, k, panels, num_panels, y):  # type: ignore[no-untyped-def] # pragma: no cover
-    """`y[num_rows, 32 * num_panels] = x[num_rows, k] @ panels`, all by address, rows without gaps."""
-    y_stride = num_panels * 128
-    for index in range(num_panels):
-        _multiply_panel(x, num_rows, k, panels + index * k * 128, y + index * 128, y_stride)
+def _multiply(x, x_stride, num_rows, k, panels, num_panels, bias, y):  # type: ignore[no-untyped-def] # pragma: no cover
+    """`y[num_rows, 32 * num_panels] = x[num_rows, k] @ panels + bias`, all by address; `x_stride` in bytes.
 
-
-@compile_kernel(parallel=True)
-def multiply_parallel(x, num_rows, k, panels, num_panels, y):  # type: ignore[no-untyped-def] # pragma: no cover
-    """As `multiply`, panels over Numba's threads."""
+    `bias` is 0 where there is none. `y` is without gaps.
+    """
     y_stride = num_panels * 128
     for index in numba.prange(num_panels):
-        _multiply_panel(x, num_rows, k, panels + index * k * 128, y + index * 128, y_stride)
+        shift = bias + index * 128 if bias else 0
+        _multiply_panel(x, x_stride, num_rows, k, panels + index * k * 128, shift, y + index * 128, y_stride)
+
+
+def _multiply_gated(x, x_stride, num_rows, k, panels, num_pairs, bias, both, y):  # type: ignore[no-untyped-def] # pragma: no cover
+    """As `_multiply`, for pairs of panels: `y[num_rows, 32 * num_pairs] = silu(x @ first) * (x @ second)`.
+
+    `both[num_rows, 64 * num_pairs]` takes the products in between.
+    """
+    both_stride, y_stride = num_pairs * 256, num_pairs * 128
+    for index in numba.prange(num_pairs):
+        for half in range(2):
+            panel = 2 * index + half
+            shift = bias + panel * 128 if bias else 0
+            place = both + panel * 128
+            _multiply_panel(x, x_stride, num_rows, k, panels + panel * k * 128, shift, place, both_stride)
+        for row in range(num_rows):
+            _gate(both + row * both_stride + index * 256, y + row * y_stride + index * 128)
+
+
+multiply = Kernel(_multiply)
+multiply_gated = Kernel(_multiply_gated)

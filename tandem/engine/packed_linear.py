@@ -6,18 +6,13 @@ does all the time.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine.packed_kernel import PANEL, multiply, multiply_parallel
-from tandem.engine.threads import launch
+from tandem.engine.packed_kernel import PANEL, multiply
 from tandem.engine.vector_ir import is_fast_here
-
-_log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 
@@ -34,29 +29,27 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_threads: int) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._num_panels = -(-self.out_features // PANEL)
-        self._panels = _aligned(self._num_panels, self.in_features, PANEL)
-        rows = nn.functional.pad(weight.detach(), (0, 0, 0, self._num_panels * PANEL - self.out_features))
-        self._panels.copy_(rows.view(self._num_panels, PANEL, self.in_features).transpose(1, 2))
-        self._bias = bias.detach().clone() if bias is not None else None
+        self._panels = pack_weights(weight)
+        self._num_panels = self._panels.shape[0]
+        self._bias = pack_biases(bias)
         self._num_threads = num_threads
+        # Made once: asking a tensor for its address costs as much as a small product.
+        self._weight_at = self._panels.data_ptr()
+        self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., K]` float32 to `[..., N]`."""
-        rows = x.reshape(-1, self.in_features).contiguous()
-        num_rows = rows.shape[0]
-        output = torch.empty(num_rows, self._num_panels * PANEL)
-        arguments = (
-            rows.data_ptr(), num_rows, self.in_features, self._panels.data_ptr(), self._num_panels, output.data_ptr(),
+        return self.padded(x)[..., : self.out_features]
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward`, with all outputs of the last panel: `[..., 32 * panels]`, without gaps."""
+        rows = as_rows(x)
+        output = torch.empty(*x.shape[:-1], self._num_panels * PANEL)
+        multiply(
+            self._num_threads, rows.data_ptr(), rows.stride(0) * 4, rows.shape[0], self.in_features, self._weight_at,
+            self._num_panels, self._bias_at, output.data_ptr(),
         )  # fmt: skip
-        if self._num_threads == 1:
-            multiply(*arguments)
-        else:
-            launch(self._num_threads, multiply_parallel, *arguments)
-        output = output[:, : self.out_features]
-        if self._bias is not None:
-            output = output + self._bias
-        return output.reshape(*x.shape[:-1], self.out_features)
+        return output
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
@@ -67,7 +60,7 @@ def pack(model: PreTrainedModel, num_threads: int) -> str:
 
     The originals are dropped, but for weights that are tied to an embedding.
     """
-    if model.device.type != "cpu" or model.dtype is not torch.float32 or not is_fast_here():
+    if not can_pack(model):
         return "torch"
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
@@ -76,9 +69,41 @@ def pack(model: PreTrainedModel, num_threads: int) -> str:
             packed = PackedLinear(module.weight.T, module.bias, num_threads)
         else:
             continue
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, packed)
+        model.set_submodule(name, packed)
     return "packed"
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether the CPU kernels can compute this model."""
+    return model.device.type == "cpu" and model.dtype is torch.float32 and is_fast_here()
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`[..., K]` as `[rows, K]`, each row without gaps."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def pack_weights(*weights: torch.Tensor) -> torch.Tensor:
+    """`[N, K]` each, to `[panels][K][32]`; of several of one shape, a panel of each in turn."""
+    num_out, num_in = weights[0].shape
+    num_panels = -(-num_out // PANEL)
+    panels = _aligned(num_panels, len(weights), num_in, PANEL)
+    for index, weight in enumerate(weights):
+        rows = nn.functional.pad(weight.detach(), (0, 0, 0, num_panels * PANEL - num_out))
+        panels[:, index].copy_(rows.view(num_panels, PANEL, num_in).transpose(1, 2))
+    return panels.flatten(0, 1)
+
+
+def pack_biases(*biases: torch.Tensor | None) -> torch.Tensor | None:
+    """`[N]` each, in the order of `pack_weights`; none where there are none."""
+    present = [bias.detach() for bias in biases if bias is not None]
+    if len(present) < len(biases):
+        if present:
+            raise ValueError("either all matrices have a bias or none")
+        return None
+    padded = [nn.functional.pad(bias, (0, -len(bias) % PANEL)).view(-1, PANEL) for bias in present]
+    return torch.stack(padded, dim=1).flatten()
 
 
 def _aligned(*shape: int) -> torch.Tensor:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
-from tandem.engine.batch import SequenceInput, build_batch, check_sequence
+from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_sequence
+from tandem.engine.device import current
 
 LayerCallback = Callable[[int], None]
 
@@ -34,11 +35,19 @@ class PagedModel:
 
     def forward(self, sequences: Sequence[SequenceInput], on_layer: LayerCallback | None = None) -> torch.Tensor:
         """Compute all `sequences` in one batch; see `Engine.forward`."""
+        self.check(sequences)
+        with current(self.arena.device):
+            return self.compute(build_batch(sequences, self.arena.layout.page_size, self.arena.device), on_layer)
+
+    def check(self, sequences: Sequence[SequenceInput]) -> None:
+        """Raise `ValueError` for a batch that is empty or has a sequence outside of its pages or of the model."""
         if not sequences:
             raise ValueError("an empty batch")
         for sequence in sequences:
             check_sequence(sequence, self.arena.layout, self.arena.num_pages, self.vocab_size, self.max_context)
-        batch = build_batch(sequences, self.arena.layout.page_size, self.arena.device)
+
+    def compute(self, batch: PagedBatch, on_layer: LayerCallback | None = None) -> torch.Tensor:
+        """Compute a batch that is checked and laid out; float32 `[logit_rows, vocab]`."""
         notifier = _notifier(on_layer, self.arena.device)
         context = ForwardContext(batch, self.arena, self.backend, notifier)
         token = current_forward.set(context)

@@ -19,6 +19,8 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
+from tandem.engine.fused import fuse
+from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
 from tandem.engine.probe_config import shrink_config
 
@@ -102,6 +104,8 @@ def _paged_model(model: PreTrainedModel, config: PreTrainedConfig, num_threads: 
     arena = KVArena(layout, _NUM_PAGES, device)
     arena.tensor.fill_(float("nan"))  # whoever reads a slot that nobody wrote shows it
     backend = select_backend(layout, device, num_threads)
+    fuse(model, layout, num_threads)
+    pack(model, num_threads)
     return PagedModel(model, arena, backend, loader.vocab_size_of(model), _LONG)
 
 

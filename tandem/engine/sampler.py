@@ -91,10 +91,9 @@ def sample_rows(
     if not rows:
         return []
     best, best_ids = logits.max(dim=-1)
-    chosen: list[int] = best_ids.tolist()
-    failed = {
-        index: InternalError("the model gave NaN logits") for index in torch.isnan(best).nonzero().flatten().tolist()
-    }
+    # One copy from the device, and so one wait for it: the ids, and whether their row holds NaN.
+    chosen, is_nan = torch.stack([best_ids, torch.isnan(best).long()]).tolist()
+    failed = {index: InternalError("the model gave NaN logits") for index, failed in enumerate(is_nan) if failed}
     for index, row in enumerate(rows):
         if index not in failed and (not row.params.is_greedy or _changes_logits(row)):
             try:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -18,26 +19,51 @@ _log = logging.getLogger(__name__)
 numba.config.THREADING_LAYER = "workqueue"
 _LAUNCH = threading.Lock()
 
-# Reassociation and contraction let the dot products use vector units; NaN and infinity keep their meaning, since
-# the running maximum starts at minus infinity.
+# Lets LLVM put a loop's sums on vector units; NaN and infinity keep their meaning.
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def _digest_of_sources() -> str:
     """Of all files that kernels are put together from."""
     here = Path(__file__).parent
-    names = ("vector_ir", "packed_kernel", "attention_numba", "threads")
+    names = ("vector_ir", "packed_kernel", "fused_kernel", "attention_numba", "threads")
     return hashlib.sha256(b"".join((here / f"{name}.py").read_bytes() for name in names)).hexdigest()
 
 
 _SOURCES = _digest_of_sources()
 
 
-def compile_kernel(*, parallel: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+class Kernel:
+    """A function for Numba, whose outermost `prange` may go over several threads.
+
+    Without fast math: a result must not depend on how LLVM arranged one of the two variants.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._alone = compile_kernel(parallel=False, fast_math=False)(function)
+        self._together = compile_kernel(parallel=True, fast_math=False)(function)
+
+    def __call__(self, num_threads: int, *arguments: Any) -> None:
+        """Run on `num_threads` threads, at most the machine's."""
+        if num_threads == 1:
+            self._alone(*arguments)
+        else:
+            launch(num_threads, self._together, *arguments)
+
+
+def compile_kernel(*, parallel: bool, fast_math: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: machine code on first use, kept on disk for the next process."""
-    options = {"parallel": parallel, "nogil": True, "fastmath": _FASTMATH, "error_model": "numpy"}
+    options = {
+        "parallel": parallel,
+        "nogil": True,
+        "error_model": "numpy",
+        "fastmath": _FASTMATH if fast_math else False,
+    }
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        if parallel:  # under a name of its own: Numba's files do not tell the variants of a function apart
+            function = FunctionType(function.__code__, function.__globals__)
+            function.__qualname__ += "_parallel"
         try:
             compiled: Any = numba.njit(function, cache=True, **options)
         except RuntimeError as error:  # no directory to write to: every process compiles anew

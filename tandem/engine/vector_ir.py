@@ -105,6 +105,15 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{LANES}f32"), [a, b, c])
 
 
+def negative(builder: Any, vector: Any) -> Any:
+    return builder.fsub(constant(-0.0), vector)
+
+
+def square_root(builder: Any, number: Any) -> Any:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(REAL, [REAL]), "llvm.sqrt.f32")
+    return builder.call(function, [number])
+
+
 def sum_of(builder: Any, vector: Any) -> Any:
     """The sum of all lanes, in an order that never changes: halves, then pairs."""
     return _reduce(builder, vector, builder.fadd)
@@ -151,6 +160,14 @@ def exponential(builder: Any, x: Any) -> Any:
     series = fma(builder, series, builder.fmul(rest, rest), builder.fadd(rest, constant(1.0)))
     exponent = builder.add(builder.fptosi(whole, _INDICES), integers(127))
     return builder.fmul(series, builder.bitcast(builder.shl(exponent, integers(23)), VECTOR))
+
+
+def silu(builder: Any, x: Any) -> Any:
+    """`x / (1 + e ** -x)`, by way of a power that cannot overflow. NaN stays NaN."""
+    is_negative = builder.fcmp_ordered("<", x, constant(0.0))
+    power = exponential(builder, builder.select(is_negative, x, negative(builder, x)))
+    numerator = builder.select(is_negative, builder.fmul(x, power), x)
+    return builder.fdiv(numerator, builder.fadd(constant(1.0), power))
 
 
 def prefetch(builder: Any, address: Any) -> None:

@@ -218,9 +218,9 @@ class WorkerProcess(ABC):
             device=self._device,
             max_context=config.cache.max_context or None,
         )
-        self.engine.warmup()
+        self.engine.warmup(config.scheduling.max_num_seqs)
         arena = self.engine.arena
-        self.pool = PagePool(arena.num_pages, config.cache.page_size)
+        self.pool = PagePool(self.engine.num_pages, config.cache.page_size)
         self._page_counts = self.pool.counts()
         limits = SchedulerLimits(
             max_num_seqs=config.scheduling.max_num_seqs,
@@ -247,7 +247,7 @@ class WorkerProcess(ABC):
 
     def _register(self, transport: Transport) -> bytes:
         arena = self.engine.arena
-        transport.register(arena.base_address, arena.num_bytes, owner=arena, device=self._device)
+        transport.register(arena.base_address, arena.num_bytes, owner=arena.tensor, device=self._device)
         return transport.metadata()
 
     def _describe(self, transport_metadata: bytes) -> pb.WorkerInfo:

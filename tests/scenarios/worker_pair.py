@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tandem.core.config import from_dict
+from tandem.engine.random_model import ModelSpec, save
 from tandem.worker.process import WorkerProcess
 from tandem.worker.scheduler import SchedulerLimits
-from tools.make_random_model import ModelSpec, save
 
 PAGE = 16
 VOCAB = 320

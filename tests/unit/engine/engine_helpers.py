@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.engine import Engine, SequenceInput
+from tandem.engine.random_model import ModelSpec, save
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -26,18 +23,6 @@ NUM_NEW = 64
 PROMPT_LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, LONG_PROMPT)
 #: Two logits may differ by this much in float32 (other row counts round otherwise).
 LOGIT_TOLERANCE = 1e-4
-
-
-@cache
-def random_model_tool() -> ModuleType:
-    """Import `tools/make_random_model.py`, which is no package."""
-    spec = importlib.util.spec_from_file_location("make_random_model", REPOSITORY / "tools" / "make_random_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 #: Options of each architecture beyond the defaults. The windows are shorter than most prompts; the seeds give texts
@@ -55,9 +40,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 
 def save_model(arch: str, target: Path, **options: object) -> Path:
     """Write the small random checkpoint of `arch` and return its directory."""
-    tool = random_model_tool()
-    spec = tool.ModelSpec(arch=arch, max_positions=512, **(ARCHITECTURES[arch] | options))
-    return Path(tool.save(spec, target))
+    return save(ModelSpec(arch=arch, max_positions=512, **(ARCHITECTURES[arch] | options)), target)  # type: ignore[arg-type]
 
 
 def load_engine(

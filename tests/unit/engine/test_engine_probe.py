@@ -16,6 +16,7 @@ from tandem.engine.attention_cpu import CPUAttention
 from tandem.engine.engine import Engine
 from tandem.engine.probe import probe_architecture
 from tandem.engine.probe_config import VOCAB_SIZE, shrink_config
+from tandem.engine.random_model import ModelSpec, make_config, save
 
 
 def config_of(model_type: str, **options: object) -> PreTrainedConfig:
@@ -88,8 +89,7 @@ def test_probe_refuses_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
 def test_probe_passes_the_models_of_the_identity_tests(arch: str) -> None:
-    tool = helpers.random_model_tool()
-    probe_architecture(tool.make_config(tool.ModelSpec(arch=arch, **helpers.ARCHITECTURES[arch])))
+    probe_architecture(make_config(ModelSpec(arch=arch, **helpers.ARCHITECTURES[arch])))
 
 
 def test_probe_is_quick_and_leaves_the_random_numbers_alone() -> None:
@@ -109,11 +109,10 @@ def test_probe_does_not_change_the_config() -> None:
 
 
 def test_load_probes_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = helpers.random_model_tool()
-    spec = tool.ModelSpec()
-    config = tool.make_config(spec)
+    spec = ModelSpec()
+    config = make_config(spec)
     config.rope_parameters = rope("dynamic", factor=2.0)
-    tool.save(spec, tmp_path, config)
+    save(spec, tmp_path, config)
     with pytest.raises(UnsupportedModelError, match=r"llama.*dynamic"):
         Engine.load(tmp_path, num_pages=1, num_threads=1)
     Engine.load(tmp_path, num_pages=1, num_threads=1, probe=False)

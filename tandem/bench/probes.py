@@ -1,0 +1,71 @@
+"""Fixed probes of what this machine can do: matrix products by three libraries, and reading by two.
+
+They set the limits of the roofline. None of them is Tandem's own kernel, which may be faster than all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numba
+import numpy as np
+import torch
+
+from tandem.bench.kernels_cost import Limits, Probe
+from tandem.bench.numpy_probe import probe_numpy
+from tandem.bench.timing import timed
+from tandem.engine.threads import compile_kernel, launch
+
+
+def measure_limits(num_threads: int, *, matrix_size: int, stream_bytes: int, budget_s: float) -> Limits:
+    """Probe `num_threads` threads; torch keeps that number.
+
+    Args:
+        matrix_size: rows and columns of the matrices to multiply.
+        stream_bytes: to read in one go; far greater than the caches.
+        budget_s: how long to run each probe.
+    """
+    torch.set_num_threads(num_threads)
+    products = (*_probe_torch(matrix_size, budget_s), probe_numpy(num_threads, matrix_size, budget_s))
+    return Limits(num_threads, products, tuple(_probe_reads(num_threads, stream_bytes, budget_s)))
+
+
+def _probe_torch(size: int, budget_s: float) -> Iterator[Probe]:
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(size, size, generator=generator) for _ in range(2))
+    output = torch.empty(size, size)
+    flop = 2 * size**3
+    own = "MKL" if torch.backends.mkl.is_available() else "no MKL"
+    yield Probe(f"torch.mm ({own})", flop / timed(lambda: torch.mm(first, second, out=output), budget_s).best_s)
+    if torch.backends.mkldnn.is_available():
+        # Tensors in oneDNN's own form are multiplied by oneDNN, and by nothing else.
+        rows, weight = first.to_mkldnn(), second.to_mkldnn()
+        timing = timed(lambda: torch.nn.functional.linear(rows, weight), budget_s)
+        yield Probe("torch's oneDNN", flop / timing.best_s)
+
+
+def _probe_reads(num_threads: int, num_bytes: int, budget_s: float) -> Iterator[Probe]:
+    values = np.ones(num_bytes // 4, dtype=np.float32)  # written: untouched memory is one page of zeros
+    sums = np.empty(num_threads, dtype=np.float32)
+    timing = timed(lambda: launch(num_threads, _sum_parts, values, sums), budget_s)
+    yield Probe("sum by Numba", values.nbytes / timing.best_s)
+    tensor = torch.from_numpy(values)
+    yield Probe("sum by torch", values.nbytes / timed(tensor.sum, budget_s).best_s)
+
+
+@compile_kernel(parallel=False)
+def _sum(values):  # type: ignore[no-untyped-def] # pragma: no cover
+    total = np.float32(0.0)
+    for index in range(
+        values.size
+    ):  # in this form LLVM sums vectors; over a part of an array, or its values, it does not
+        total += values[index]
+    return total
+
+
+@compile_kernel(parallel=True)
+def _sum_parts(values, sums):  # type: ignore[no-untyped-def] # pragma: no cover
+    """`sums[part]` is of the part's stretch of `values`: one stream for each thread."""
+    num_parts = sums.size
+    for part in numba.prange(num_parts):
+        sums[part] = _sum(values[part * values.size // num_parts : (part + 1) * values.size // num_parts])

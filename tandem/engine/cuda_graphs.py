@@ -1,0 +1,229 @@
+"""Decode steps as CUDA graphs: one launch a step, where the model alone would be hundreds.
+
+A graph repeats the same kernels on the same addresses, so a step's inputs lie in fixed buffers and its batch is padded
+to the next of a few sizes. Padding rows write to a scratch page that no sequence owns, and nobody sees their logits.
+Chunks of prompts, and batches that mix them with decodes, run eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.engine.arena import KVArena
+from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.batch import PagedBatch, SequenceInput
+from tandem.engine.decode_step import DecodeBackend, DecodeStep
+from tandem.engine.device import current
+from tandem.engine.paged_model import PagedModel
+
+_log = logging.getLogger(__name__)
+
+#: A computation over fixed tensors; its result, too, lies always in the same one.
+Compute = Callable[[], torch.Tensor]
+#: Makes of a computation one that may be repeated: a captured graph, or the computation itself.
+Capture = Callable[[Compute], Compute]
+
+
+def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the batch sizes that are captured, ascending: powers of two, and the greatest."""
+    return (*(1 << power for power in range((max_num_seqs - 1).bit_length())), max_num_seqs)
+
+
+class DecodeGraphs:
+    """Runs batches of single tokens; captures on construction, which takes some forwards for each size.
+
+    Args:
+        paged: its arena and its checks are used; its backend must be a `DecodeBackend`.
+        max_num_seqs: the greatest batch.
+        scratch_page: a page of the arena that no sequence is given, for what padding rows write.
+        capture: `CudaCapture` on a GPU; `run_again` runs the same padded step without a graph.
+
+    Raises `TypeError` for a backend that cannot be captured.
+    """
+
+    def __init__(self, paged: PagedModel, *, max_num_seqs: int, scratch_page: int, capture: Capture) -> None:
+        if not isinstance(paged.backend, DecodeBackend):
+            raise TypeError(f"{paged.backend.name} attention reads decode steps on the host")
+        self._paged = paged
+        self.buckets = buckets_up_to(max_num_seqs)
+        self._steps: dict[int, _Step] = {}
+        with current(paged.arena.device):
+            for size in reversed(self.buckets):  # the greatest first: the others find room in its memory
+                self._steps[size] = _Step(paged, paged.backend, size, scratch_page, capture)
+        _log.info("decode steps of %s sequences are captured", ", ".join(map(str, self.buckets)))
+
+    def takes(self, sequences: Sequence[SequenceInput]) -> bool:
+        """Whether each sequence computes one token, with logits, and there are not too many."""
+        return 0 < len(sequences) <= self.buckets[-1] and all(
+            len(sequence.token_ids) == 1 == sequence.num_logits for sequence in sequences
+        )
+
+    def forward(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
+        """Return the logits of a batch that `takes` allows, float32 `[sequences, vocab]`, in memory of their own.
+
+        Raises `ValueError` as `PagedModel.forward` does. Does not wait for the device.
+        """
+        self._paged.check(sequences)
+        size = next(bucket for bucket in self.buckets if bucket >= len(sequences))
+        with current(self._paged.arena.device):
+            return self._steps[size].run(sequences)
+
+
+class _Step:
+    """The step of one bucket: its buffers, and what repeats it."""
+
+    def __init__(
+        self, paged: PagedModel, backend: DecodeBackend, num_rows: int, scratch_page: int, capture: Capture
+    ) -> None:
+        arena = paged.arena
+        page_size = arena.layout.page_size
+        width = min(arena.layout.num_pages_for(paged.max_context), arena.num_pages)
+        self._inputs = _FixedInputs(num_rows, width, page_size, scratch_page, arena.device)
+        on_device = self._inputs.on_device
+        step = DecodeStep(
+            tables=on_device.tables,
+            used=on_device.used,
+            offsets=torch.arange(num_rows + 1, dtype=torch.int32, device=arena.device),
+            max_keys=width * page_size,
+        )
+        batch = PagedBatch(
+            token_ids=on_device.token_ids[None],
+            positions=on_device.positions[None],
+            write_pages=on_device.write_pages,
+            write_slots=on_device.write_slots,
+            logit_rows=torch.arange(num_rows, device=arena.device),
+            block_tables=self._inputs.host.tables.numpy(),
+            sequences=(),  # what a step holds is known to its fixed tensors alone
+        )
+        fixed = PagedModel(paged.model, arena, _FixedStep(backend, step), paged.vocab_size, paged.max_context)
+        self._inputs.load(())
+        self._repeat = capture(lambda: fixed.compute(batch))
+
+    def run(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
+        self._inputs.load(sequences)
+        return self._repeat()[: len(sequences)].clone()  # the next step writes over the graph's own
+
+
+class _FixedStep:
+    """The attention of a step: each layer gets the same fixed tensors, whatever the batch says."""
+
+    def __init__(self, backend: DecodeBackend, step: DecodeStep) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._step = step
+
+    def attend(
+        self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Return `[B, heads, head_dim]`, like `query`."""
+        del batch  # laid out anew for each step, on the host
+        return self._backend.attend_decode(self._step, arena, layer, query, params)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The inputs of B rows, as views of one stretch of memory."""
+
+    token_ids: torch.Tensor  # [B] int64
+    positions: torch.Tensor  # [B] int64
+    write_pages: torch.Tensor  # [B] int64
+    write_slots: torch.Tensor  # [B] int64
+    used: torch.Tensor  # [B] int32
+    tables: torch.Tensor  # [B, P] int32
+
+    @staticmethod
+    def num_bytes(num_rows: int, width: int) -> int:
+        return 4 * num_rows * 8 + num_rows * (1 + width) * 4
+
+    @classmethod
+    def over(cls, memory: torch.Tensor, num_rows: int, width: int) -> _Fields:
+        """`memory` is uint8, `num_bytes(num_rows, width)` long."""
+        longs = memory[: 4 * num_rows * 8].view(torch.int64).view(4, num_rows)
+        ints = memory[4 * num_rows * 8 :].view(torch.int32)
+        tables = ints[num_rows:].view(num_rows, width)
+        return cls(longs[0], longs[1], longs[2], longs[3], ints[:num_rows], tables)
+
+
+class _FixedInputs:
+    """The inputs of a step: written on the host, sent to the device by one copy that nobody waits for."""
+
+    def __init__(self, num_rows: int, width: int, page_size: int, scratch_page: int, device: torch.device) -> None:
+        self._page_size = page_size
+        self._scratch_page = scratch_page
+        is_cuda = device.type == "cuda"
+        num_bytes = _Fields.num_bytes(num_rows, width)
+        self._host_bytes = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.host = _Fields.over(self._host_bytes, num_rows, width)
+        self.on_device = _Fields.over(self._device_bytes, num_rows, width)
+        self._sent = torch.cuda.Event() if is_cuda else None
+
+    def load(self, sequences: Sequence[SequenceInput]) -> None:
+        """Make these the inputs of the next step.
+
+        Rows beyond them are padding: token 0 at the beginning of the scratch page, over one slot of any page.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()  # of the last copy: long done, unless steps are queued without a look at tokens
+        self._write(sequences)
+        self._device_bytes.copy_(self._host_bytes, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def _write(self, sequences: Sequence[SequenceInput]) -> None:
+        num = len(sequences)
+        tables = self.host.tables.numpy()
+        positions = np.fromiter((sequence.start for sequence in sequences), dtype=np.int64, count=num)
+        last_pages = positions // self._page_size
+        for row, (sequence, last) in enumerate(zip(sequences, last_pages.tolist(), strict=True)):
+            tables[row, : last + 1] = sequence.pages[: last + 1]
+        self._fill(self.host.token_ids, np.asarray([sequence.token_ids[0] for sequence in sequences]), 0)
+        self._fill(self.host.positions, positions, 0)
+        self._fill(self.host.used, positions + 1, 1)
+        self._fill(self.host.write_pages, tables[np.arange(num), last_pages], self._scratch_page)
+        self._fill(self.host.write_slots, positions % self._page_size, 0)
+
+    @staticmethod
+    def _fill(field: torch.Tensor, values: np.ndarray, padding: int) -> None:
+        row = field.numpy()
+        row[: len(values)] = values
+        row[len(values) :] = padding
+
+
+def run_again(compute: Compute) -> Compute:
+    """The padded step on its fixed buffers, each time anew: what a graph must give, for any device."""
+    return compute
+
+
+class CudaCapture:
+    """Captures computations into CUDA graphs that share one pool of memory: only one runs at a time."""
+
+    #: Before a capture: libraries make their handles, and kernels are compiled.
+    _NUM_WARM_UPS = 2
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> Compute:
+        """Capture on the current device."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(self._NUM_WARM_UPS):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        # Other threads may use the device meanwhile: what they do is none of this graph's.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay

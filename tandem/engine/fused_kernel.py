@@ -1,0 +1,104 @@
+"""What a decoder does between its products, on vector registers: norms of rows, rotary embedding, writing of K and V.
+
+All by address. Whatever else is in the batch, a row goes through the same steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from numba import types
+from numba.core import cgutils
+
+from tandem.engine import vector_ir as vir
+from tandem.engine.threads import Kernel
+
+
+def _emit_normalize(builder: Any, x: Any, weight: Any, y: Any, vectors: Any, eps: Any) -> None:
+    """`y = x / sqrt(mean(x ** 2) + eps) * weight`; `y` may be `x`."""
+    stride = vectors.type(vir.VECTOR_BYTES)
+    total = cgutils.alloca_once_value(builder, vir.constant(0.0))
+    with cgutils.for_range(builder, vectors) as loop:
+        part = vir.load(builder, vir.advance(builder, x, stride, loop.index))
+        builder.store(vir.fma(builder, part, part, builder.load(total)), total)
+    count = builder.sitofp(builder.mul(vectors, vectors.type(vir.LANES)), vir.REAL)
+    mean = builder.fdiv(vir.sum_of(builder, builder.load(total)), count)
+    factor = vir.spread(builder, builder.fdiv(vir.REAL(1.0), vir.square_root(builder, builder.fadd(mean, eps))))
+    with cgutils.for_range(builder, vectors) as loop:
+        part, scale = (vir.load(builder, vir.advance(builder, start, stride, loop.index)) for start in (x, weight))
+        scaled = builder.fmul(builder.fmul(part, factor), scale)
+        vir.store(builder, scaled, vir.advance(builder, y, stride, loop.index))
+
+
+def _emit_rotate(builder: Any, x: Any, cos: Any, sin: Any, y: Any, half: Any) -> None:
+    """Turns pairs `(x[i], x[i + half])` of a head; `half` in bytes. `y` may be `x`."""
+    width = half.type(vir.VECTOR_BYTES)
+    with cgutils.for_range(builder, builder.udiv(half, width)) as loop:
+        low = builder.mul(loop.index, width)
+        high = builder.add(low, half)
+        first, second = (vir.load(builder, builder.add(x, place)) for place in (low, high))
+        for place, own, other, is_low in ((low, first, second, True), (high, second, first, False)):
+            cosine, sine = (vir.load(builder, builder.add(table, place)) for table in (cos, sin))
+            turned = builder.fmul(other, sine)
+            if is_low:
+                turned = vir.negative(builder, turned)
+            vir.store(builder, vir.fma(builder, own, cosine, turned), builder.add(y, place))
+
+
+def _emit_copy(builder: Any, x: Any, y: Any, vectors: Any) -> None:
+    stride = vectors.type(vir.VECTOR_BYTES)
+    with cgutils.for_range(builder, vectors) as loop:
+        part = vir.load(builder, vir.advance(builder, x, stride, loop.index))
+        vir.store(builder, part, vir.advance(builder, y, stride, loop.index))
+
+
+_normalize = vir.kernel(4, 1, types.void, _emit_normalize)
+_rotate = vir.kernel(5, 0, types.void, _emit_rotate)
+_copy = vir.kernel(3, 0, types.void, _emit_copy)
+
+
+def _normalize_rows(x, num_rows, width, weight, eps, y):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """RMSNorm of `x[num_rows, width]`, without gaps, to `y` of the same shape."""
+    for row in numba.prange(num_rows):
+        place = row * width * 4
+        _normalize(x + place, weight, y + place, width // 8, eps)
+
+
+@numba.njit(nogil=True, inline="always")
+def _place_head(source, target, head_bytes, norm, eps, cos, sin, rotary_bytes):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Normalises a head in place where there is a norm, turns its first `rotary_bytes`, copies the rest."""
+    if norm:
+        _normalize(source, norm, source, head_bytes // 32, eps)
+    _rotate(source, cos, sin, target, rotary_bytes // 2)
+    _copy(source + rotary_bytes, target + rotary_bytes, (head_bytes - rotary_bytes) // 32)
+
+
+def _place_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    heads, stride, num_rows, num_heads, kv_heads, head_dim, q_norm, k_norm, eps, cos, sin, rotary_dim,
+    query, pages, page_size, write_pages, write_slots,
+):  # fmt: skip
+    """Queries, turned, to `query[num_rows, num_heads, head_dim]`; keys, turned, and values into their slots.
+
+    `heads` holds queries, keys and values of a row behind one another, rows `stride` bytes apart. `cos` and `sin` are
+    `[num_rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64 arrays.
+    """
+    head_bytes, rotary_bytes = head_dim * 4, rotary_dim * 4
+    token_bytes = kv_heads * head_bytes
+    for row in numba.prange(num_rows):
+        source = heads + row * stride
+        row_cos, row_sin = cos + row * rotary_bytes, sin + row * rotary_bytes
+        for head in range(num_heads):
+            target = query + (row * num_heads + head) * head_bytes
+            _place_head(source, target, head_bytes, q_norm, eps, row_cos, row_sin, rotary_bytes)
+            source += head_bytes
+        key = pages + (write_pages[row] * 2 * page_size + write_slots[row]) * token_bytes
+        for head in range(kv_heads):
+            target = key + head * head_bytes
+            _place_head(source, target, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
+            source += head_bytes
+        _copy(source, key + page_size * token_bytes, token_bytes // 32)
+
+
+normalize_rows = Kernel(_normalize_rows)
+place_heads = Kernel(_place_heads)

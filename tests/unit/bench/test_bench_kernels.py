@@ -1,0 +1,292 @@
+"""`tandem bench kernels`: its arithmetic by hand, its tables from a sample, and a small real run."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+
+from tandem import cli
+from tandem.bench import kernels_command
+from tandem.bench import kernels_cost as cost
+from tandem.bench.kernels import DEFAULT_MODEL, shape_of, thread_counts
+from tandem.bench.kernels_cases import Sizes, scattered_pages
+from tandem.bench.kernels_cost import Figure, Limits, ModelShape, Probe, Report, Work
+from tandem.bench.machine import OtherLoad
+from tandem.bench.timing import Timing, timed
+from tandem.core.errors import ConfigError
+from tandem.engine.random_model import ModelSpec, make_config
+
+#: Of the default model: 12 layers of 768 × (768 + 256 + 256 + 768) and 3 × 768 × 2,048; a head of 768 × 8,192.
+LAYER_WEIGHTS = 12 * (768 * 2_048 + 3 * 768 * 2_048)
+M82 = ModelShape(LAYER_WEIGHTS, 768 * 8_192, (768, 2_048), 12, 12, 4, 64, 8_192)
+
+TINY = ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=64, max_positions=64)
+TINY_SIZES = Sizes(
+    decode_batches=(1, 2), decode_context=40, prompt=48, attention_batch=2, attention_context=33, linear_rows=(1, 5),
+    matrix_size=32, cold_bytes=1 << 16, budget_s=0.001, probe_budget_s=0.001,
+)  # fmt: skip
+
+# Two libraries for products, two for reading; the best: 100 GFLOP/s and 20 GB/s.
+LIMITS = Limits(2, (Probe("mm", 9e10), Probe("dnn", 1e11)), (Probe("loop", 2e10), Probe("torch", 1e10)))
+
+
+def save_config(config: Any, directory: Path) -> Path:
+    config.save_pretrained(directory)
+    return directory
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_model_is_counted_right(tmp_path: Path) -> None:
+    assert shape_of(save_config(make_config(DEFAULT_MODEL), tmp_path), Sizes()) == M82
+    assert LAYER_WEIGHTS == 75_497_472
+
+
+def test_linear_layers_that_are_stored_transposed_are_counted(tmp_path: Path) -> None:
+    spec = ModelSpec(arch="gpt2", hidden=32, layers=2, heads=4, intermediate=80, vocab=64, max_positions=64)
+    shape = shape_of(save_config(make_config(spec), tmp_path), TINY_SIZES)
+    assert shape.layer_weights == 2 * (32 * 96 + 32 * 32 + 2 * 32 * 80)
+    assert shape.head_weights == 32 * 64
+    assert shape.largest_linear == (32, 96)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 4, 8)
+
+
+def test_a_decode_step_reads_the_weights_once_and_the_kv_of_each_sequence() -> None:
+    # 81,788,928 weights of 4 bytes; K and V of 4 heads of 64 in 12 layers: 24,576 bytes a token.
+    assert cost.decode_step(M82, 1, 512) == Work(327_155_712 + 12_582_912, 163_577_856 + 18_874_368)
+    assert cost.decode_step(M82, 8, 512) == Work(327_155_712 + 8 * 12_582_912, 8 * (163_577_856 + 18_874_368))
+
+
+def test_a_prefill_attends_causally_and_makes_logits_of_one_token() -> None:
+    work = cost.prefill(M82, 1024)
+    # 1,024 × 1,025 / 2 pairs of tokens, 12 layers, 12 heads × 64 × 4.
+    assert work.flop == 154_618_822_656 + 12_582_912 + 524_800 * 12 * 3_072
+    assert work.num_bytes == 327_155_712 + 1024 * 24_576
+
+
+def test_the_other_kernels_are_counted() -> None:
+    assert cost.decode_attention(M82, 16, 1536) == Work(50_331_648, 75_497_472)
+    assert cost.linear(8, 768, 2048) == Work(4 * (768 * 2048 + 8 * 768), 25_165_824)
+    assert cost.greedy_sampling(8, 8192) == Work(262_144, 0)
+    assert cost.digest(65_536) == Work(65_536, 0)
+
+
+def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
+    reading, computing = Work(2 * 10**9, 10**9), Work(10**9, 10**10)
+    assert LIMITS.seconds(reading) == pytest.approx(0.1)
+    assert LIMITS.is_memory_bound(reading)
+    assert LIMITS.seconds(computing) == pytest.approx(0.1)
+    assert not LIMITS.is_memory_bound(computing)
+
+
+def test_of_two_measurements_each_probe_keeps_its_better_one() -> None:
+    later = Limits(2, (Probe("mm", 1.2e11), Probe("dnn", 8e10)), (Probe("loop", 1.9e10), Probe("torch", 1e9)))
+    better = Limits(2, (Probe("mm", 1.2e11), Probe("dnn", 1e11)), (Probe("loop", 2e10), Probe("torch", 1e10)))
+    assert LIMITS.or_better(later) == later.or_better(LIMITS) == better
+
+
+def test_a_share_is_of_the_median_run() -> None:
+    figure = Figure("decode", "decode", Work(2 * 10**9, 10**9), Timing(0.1, 0.125, 9))
+    assert figure.share(LIMITS) == pytest.approx(0.8)
+    assert figure.rate(LIMITS) == pytest.approx(16e9)
+
+
+def test_timing_leaves_out_the_first_run_and_fills_its_budget() -> None:
+    now = 0.0
+    durations: Iterator[float] = itertools.chain([50.0], itertools.cycle([3.0, 1.0, 2.0, 9.0]))
+
+    def work() -> None:
+        nonlocal now
+        now += next(durations)
+
+    assert timed(work, 10.0, clock=lambda: now) == Timing(1.0, 2.5, 4)
+    assert timed(work, 0.0, clock=lambda: now).num_runs == 3
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def text_of(table: Table) -> list[list[str]]:
+    """Its rows, as the cells that a reader sees."""
+    console = Console(file=io.StringIO(), width=160)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return [[cell for cell in line.split("  ") if cell.strip()] for line in console.file.getvalue().splitlines()]
+
+
+def cells(table: Table, name: str) -> list[str]:
+    (row,) = [[cell.strip() for cell in line] for line in text_of(table) if line and line[0].strip() == name]
+    return row[1:]
+
+
+SAMPLE = Report(
+    LIMITS,
+    (
+        Figure("decode", "decode, batch 1", Work(2 * 10**9, 10**9), Timing(0.1, 0.125, 9), 0.7),
+        Figure("linear", "linear, 16 rows", Work(10**6, 10**9), Timing(0.008, 0.009, 1234)),
+        Figure("linear", "linear, 1 row", Work(10**6, 10**7), Timing(0.001, 0.002, 7)),
+    ),
+    other_load=0.7,
+)
+
+
+def test_the_table_of_limits_names_the_best_probes_and_the_own_product() -> None:
+    table = kernels_command.limit_table(SAMPLE)
+    assert cells(table, "mm") == ["90.0 GFLOP/s"]
+    assert cells(table, "dnn") == ["100.0 GFLOP/s", "limit"]
+    assert cells(table, "loop") == ["20.0 GB/s", "limit"]
+    assert cells(table, "torch") == ["10.0 GB/s"]
+    assert cells(table, "Tandem's linear, 16 rows") == ["125.0 GFLOP/s", "no limit: to compare"]
+
+
+def test_the_table_of_kernels_gives_share_and_goal() -> None:
+    table = kernels_command.kernel_table(SAMPLE)
+    assert cells(table, "decode, batch 1") == ["125.0", "100.0", "9", "100.0", "16.0 GB/s", "80%", "≥ 70%"]
+    assert cells(table, "linear, 16 rows") == ["9.000", "8.000", "1,234", "10.0", "111.1 GFLOP/s", "111%"]
+
+
+def test_a_machine_that_was_not_quiet_is_remarked() -> None:
+    assert list(kernels_command.remarks([SAMPLE])) == [
+        "2 threads: others used 0.7 cores meanwhile: no figure is reliable"
+    ]
+    assert not list(kernels_command.remarks([replace(SAMPLE, other_load=0.05)]))
+
+
+@pytest.fixture
+def on_one_core() -> Iterator[None]:
+    """This thread, and what it starts, share a core: what one of them uses the others do not."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.usefixtures("on_one_core")
+def test_load_of_others_is_told_from_ones_own() -> None:
+    load, start_s, start_cpu_s = OtherLoad(), time.monotonic(), time.process_time()
+    while time.monotonic() < start_s + 0.7:
+        pass
+    own = (time.process_time() - start_cpu_s) / (time.monotonic() - start_s)
+    assert load.cores() < 1 - own + 0.1
+
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        child, load, start_s = psutil.Process(busy.pid), OtherLoad(), time.monotonic()
+        start_cpu_s = child.cpu_times().user
+        with pytest.raises(subprocess.TimeoutExpired):
+            busy.wait(1.0)
+        its_own = (child.cpu_times().user - start_cpu_s) / (time.monotonic() - start_s)
+        assert its_own > 0.1
+        assert load.cores() > its_own - 0.1
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kernels.json"
+    kernels_command.run(None, [1], path, sizes=TINY_SIZES, random_model=TINY)
+    content = json.loads(path.read_text())
+    (report,) = content["reports"]
+    assert content["model"]["layer_weights"] == 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)
+    probes = [*report["product_probes"], *report["read_probes"], report["own_product"]]
+    assert len({probe["name"] for probe in probes}) == 6
+    assert max(probe["rate"] for probe in report["product_probes"]) == report["product_flop_per_s"]
+    kinds = [kernel["kind"] for kernel in report["kernels"]]
+    assert kinds == ["decode"] * 2 + ["prefill", "attention"] + ["linear"] * 2 + ["sampling"] * 2 + ["digest"]
+    numbers = [probe["rate"] for probe in probes]
+    for kernel in report["kernels"]:
+        assert kernel["timing"]["num_runs"] >= 3
+        assert kernel["timing"]["best_s"] <= kernel["timing"]["median_s"]
+        numbers += [kernel["timing"]["best_s"], kernel["limit_s"], kernel["share"], kernel["work"]["num_bytes"]]
+    assert all(math.isfinite(number) and number > 0 for number in numbers)
+    said = capfd.readouterr()
+    assert "1 thread: kernels" in said.out
+    # Each step was told, the last one as the last.
+    assert [line.split()[0] for line in said.err.splitlines()] == [f"{n}/12" for n in range(1, 13)]
+
+
+def test_kv_pages_are_too_many_for_a_cache_and_none_is_untouched() -> None:
+    arena, tables = scattered_pages(M82, 3, 50, cold_bytes=5 << 20)
+    assert arena.num_bytes >= 5 << 20
+    assert arena.tensor.count_nonzero() > 0.99 * arena.tensor.numel()
+    assert sorted(page for table in tables for page in table) == list(range(3 * 2))
+    assert tables[0] != [0, 1]
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_are_one_and_all_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(4)))
+    assert thread_counts(None) == [1, 4]
+    assert thread_counts([2, 4, 2]) == [2, 4]
+    with pytest.raises(ConfigError, match="--threads 5: this process may use 4"):
+        thread_counts([5])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0})
+    assert thread_counts(None) == [1]
+
+
+def test_more_threads_than_cores_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "kernels", "--threads", "9999"]) == 1
+    assert "--threads 9999: this process may use" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "kernels", "--threads", "0"])
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "kernels", "--threads", "1", "--no-progress", "--model", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "has no config.json" in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (ModelSpec(max_positions=1023), "its context is shorter than the 1,024 tokens"),
+        (ModelSpec(arch="mistral", sliding_window=256, max_positions=2048), "its window of 256 tokens"),
+    ],
+)
+def test_a_model_that_is_too_short_is_refused(tmp_path: Path, spec: ModelSpec, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        shape_of(save_config(make_config(spec), tmp_path), Sizes())
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "mixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, vocab_size=64, max_position_embeddings=2048,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="mixtral is not dense"):
+        shape_of(save_config(config, tmp_path), Sizes())
+
+
+def test_the_other_commands_do_not_wait_for_torch() -> None:
+    program = (
+        "import sys; from tandem.cli import make_parser; import tandem.bench.commands\n"
+        "make_parser().parse_args(['bench', 'kernels', '--threads', '1', '2'])\n"
+        "print(sorted({'torch', 'numba', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,329 @@
+"""Servers side by side: the order, the file, and real processes that are started, measured and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import io
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+from bench_peers import request, serving
+from rich.console import Console
+
+from tandem.bench import side_by_side_run
+from tandem.bench import side_by_side_servers as servers
+from tandem.bench.side_by_side import (
+    LOADS,
+    GoodputLoad,
+    Load,
+    Measured,
+    Plan,
+    Turn,
+    chosen_loads,
+    read,
+    seed_of,
+    turns,
+)
+from tandem.bench.side_by_side_run import Comparison, compare, prompt_tokens
+from tandem.bench.side_by_side_servers import CONTESTANTS, Command, Contestant, Place, chosen_contestants, running
+from tandem.bench.traces import TraceEntry
+from tandem.core.errors import ConfigError, TandemError
+
+REPOSITORY = Path(__file__).parents[3]
+PEER_PROCESS = Path(__file__).with_name("peer_process.py")
+A, B, C, D = LOADS
+SETTINGS: dict[str, Any] = {"machine": {"num_cores": 2}, "seed": 1, "loads": {"A": A.settings()}}
+
+
+@cache
+def tool(name: str) -> ModuleType:
+    """Import one of `tools`, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", REPOSITORY / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+
+def test_servers_take_turns_and_do_all_loads_in_each() -> None:
+    plan = Plan(("tandem", "peer"), (A, B), num_repetitions=2, goodput=GoodputLoad("trace.csv"))
+    assert list(turns(plan)) == [
+        Turn(1, "tandem", (A, B)),
+        Turn(1, "peer", (A, B)),
+        Turn(2, "tandem", (A, B)),
+        Turn(2, "peer", (A, B)),
+        Turn(1, "tandem", has_goodput=True),
+        Turn(1, "peer", has_goodput=True),
+    ]
+
+
+def test_what_is_done_is_not_done_again() -> None:
+    plan = Plan(("tandem", "peer"), (A, B), num_repetitions=2, goodput=GoodputLoad("trace.csv"))
+    done = {("tandem", "A", 1), ("tandem", "B", 1), ("peer", "A", 1), ("peer", "A", 2), ("peer", "B", 2)}
+    assert list(turns(plan, done, {"tandem"})) == [
+        Turn(1, "peer", (B,)),
+        Turn(2, "tandem", (A, B)),
+        Turn(1, "peer", has_goodput=True),
+    ]
+
+
+def test_every_load_of_every_repetition_has_prompts_of_its_own() -> None:
+    plan = Plan(("tandem",), LOADS)
+    seeds = [seed_of(plan, load.name, repetition) for repetition in (1, 2, 3) for load in LOADS]
+    assert len(set(seeds)) == len(seeds)
+    assert seed_of(replace(plan, loads=(B,)), "B", 2) == seed_of(plan, "B", 2)
+
+
+def test_loads_are_chosen_by_name() -> None:
+    assert chosen_loads(["C", "A"]) == (A, C)
+    assert chosen_loads(["D"], 3) == (replace(D, num_requests=3),)
+    assert chosen_loads([]) == ()
+    with pytest.raises(ConfigError, match="no load is called E; there are A, B, C, D"):
+        chosen_loads(["A", "E"])
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_holds_each_run_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "figures" / "peers.json"
+    measured = Measured.opened(path, SETTINGS)
+    assert not path.exists()
+    measured.add_run({"contestant": "tandem", "load": "A", "repetition": 1})
+    measured.add_goodput({"contestant": "peer"})
+    # Another load later, in the same file.
+    again = Measured.opened(path, {**SETTINGS, "loads": {"B": B.settings()}})
+    assert again.done == {("tandem", "A", 1)}
+    assert again.done_goodput == {"peer"}
+    again.add_run({"contestant": "tandem", "load": "B", "repetition": 1})
+    assert read(path)["settings"]["loads"] == {"A": A.settings(), "B": B.settings()}
+    assert [path.name for path in path.parent.iterdir()] == ["peers.json"]
+    assert sum('"repetition"' in line for line in path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"machine": {"num_cores": 4}}, "machine.num_cores is 2 there and 4 here"),
+        ({"loads": {"A": replace(A, num_requests=8).settings()}}, "loads.A.num_requests is 64 there and 8 here"),
+    ],
+)
+def test_runs_of_other_settings_do_not_join(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    Measured.opened(path, SETTINGS).add_run({"contestant": "tandem", "load": "A", "repetition": 1})
+    with pytest.raises(ConfigError, match=f"{said}.*--fresh"):
+        Measured.opened(path, {**SETTINGS, **settings})
+    assert Measured.opened(path, {**SETTINGS, **settings}, is_fresh=True).runs == []
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    path.write_text('{"format": "tandem-bench/1"}')
+    with pytest.raises(ConfigError, match="no file of a comparison"):
+        Measured.opened(path, SETTINGS)
+    assert path.read_text() == '{"format": "tandem-bench/1"}'
+
+
+# --- the servers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+    yield number
+    with closing(socket.socket()) as probe:
+        assert probe.connect_ex(("127.0.0.1", number)) != 0, "the server still runs"
+
+
+def peer(port: int, *options: object) -> Command:
+    return Command("toy", (sys.executable, str(PEER_PROCESS), str(port), *map(str, options)), port)
+
+
+def test_without_the_peer_only_ours_is_measured(tmp_path: Path) -> None:
+    names = [contestant.name for contestant in CONTESTANTS]
+    left, messages = chosen_contestants(names, None)
+    assert [contestant.name for contestant in left] == ["tandem", "tandem-strict"]
+    assert [message.split(" is ")[0] for message in messages] == ["peer-colocated", "peer-split"]
+    assert "--peer-venv" in messages[0]
+    with pytest.raises(ConfigError, match=r"holds no vLLM \(tools/setup_peer\.sh"):
+        chosen_contestants(["peer-split"], tmp_path)
+    with pytest.raises(ConfigError, match="no server is called vllm; there are tandem, "):
+        chosen_contestants(["vllm"], None)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").touch()
+    assert chosen_contestants(names, tmp_path) == (list(CONTESTANTS), [])
+
+
+def test_the_commands_share_the_cores_and_the_ports(tmp_path: Path) -> None:
+    place = Place(tmp_path / "model", 9000, (2, 3), tmp_path, tmp_path / "venv", tmp_path / "router.py")
+    commands = {contestant.name: contestant.commands(place) for contestant in CONTESTANTS}
+    assert all(str(place.model) in own[0].argv for own in commands.values())
+    assert [own[-1].port for own in commands.values()] == [9000] * 4
+    assert "--config" not in commands["tandem"][0].argv
+    config = Path(commands["tandem-strict"][0].argv[-1])
+    assert config.read_text() == "scheduling:\n  mixed_pool: false\n"
+    (engine,) = commands["peer-colocated"]
+    assert engine.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    prefill, decode, router = commands["peer-split"]
+    assert [engine.env["VLLM_CPU_OMP_THREADS_BIND"] for engine in (prefill, decode)] == ["2", "3"]
+    assert prefill.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] != decode.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    assert router.argv[-2:] == ("http://127.0.0.1:9001", "http://127.0.0.1:9002")
+
+
+def test_the_strict_configuration_is_one_that_tandem_knows(tmp_path: Path) -> None:
+    from tandem.core.config import load
+
+    place = Place(tmp_path / "model", 9000, (0, 1), tmp_path)
+    (strict,) = (contestant for contestant in CONTESTANTS if contestant.name == "tandem-strict")
+    config = load(Path(strict.commands(place)[0].argv[-1]))
+    assert config.scheduling.mixed_pool is False
+
+
+async def test_a_server_runs_inside_and_not_after(port: int, tmp_path: Path) -> None:
+    async with running([peer(port)], tmp_path):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+
+
+async def test_one_that_ends_at_once_is_reported_with_its_log(port: int, tmp_path: Path) -> None:
+    with pytest.raises(TandemError, match=r"toy ended with 1 before it was ready(.|\n)*no such checkpoint"):
+        async with running([peer(port, "--fails")], tmp_path):
+            pytest.fail("it is not ready")
+
+
+async def test_what_does_not_end_is_killed_with_its_children(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_STOP_S", 0.2)
+    pid_file = tmp_path / "pid"
+    async with running([peer(port, "--is-stubborn", pid_file)], tmp_path):
+        child = psutil.Process(int(pid_file.read_text()))
+        assert child.is_running()
+    gone, alive = psutil.wait_procs([child], timeout=10)
+    assert (gone, alive) == ([child], []) or child.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with closing(socket.socket()) as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        number = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"listens on port {number} already"):
+            async with running([peer(number)], tmp_path):
+                pytest.fail("the port is taken")
+
+
+# --- all together -----------------------------------------------------------------------------------------------------
+
+
+def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: GoodputLoad | None = None) -> Comparison:
+    """Two toy servers; only the first counts its prompt tokens."""
+    contestants = [
+        Contestant("ours", "Ours", lambda place: [peer(place.port, "--has-metrics")]),
+        Contestant("other", "Other", lambda place: [peer(place.port)], is_peer=True),
+    ]
+    return Comparison(
+        plan=Plan(("ours", "other"), loads, num_repetitions=1, num_warm_up=1, goodput=goodput),
+        place=Place(tmp_path, port, (0,), tmp_path),
+        contestants=contestants,
+        vocabulary=range(128, 256),
+        trace=[TraceEntry(8, 2)] * 4,
+        measured=Measured.opened(tmp_path / "peers.json", {"loads": {load.name: load.settings() for load in loads}}),
+        console=Console(file=io.StringIO()),
+    )
+
+
+async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side_run, "_BETWEEN_READINGS_S", 0.01)
+    monkeypatch.setattr(side_by_side_run, "_START_RATE", 100.0)
+    small = (Load("A", 16, 4, 2, num_requests=6), Load("B", 8, 3, 1, num_requests=2))
+    assert await compare(comparison(tmp_path, port, loads=small[:1])) == 0
+    ours, other = read(tmp_path / "peers.json")["runs"]
+    assert [run["contestant"] for run in (ours, other)] == ["ours", "other"]
+    assert ours["figures"]["num_output_tokens"] == other["figures"]["num_output_tokens"] == 24
+    # Those of the warm-up are not among them.
+    assert ours["prompt_tokens_computed"] == {"prefill": 72, "decode": 24}
+    assert other["prompt_tokens_computed"] == {}
+    assert ours["seed"] == other["seed"]
+    assert ours["digests"] == other["digests"]
+    assert (tmp_path / "ours" / "toy.log").is_file()
+    answers = read(tmp_path / "peers.json")["answers"]
+    assert [item["contestant"] for item in answers] == ["ours", "other"]
+    assert answers[0]["answers"] == answers[1]["answers"] == [[f"{n} " for n in range(64)]] * 8
+
+    resumed = comparison(tmp_path, port, loads=small, goodput=GoodputLoad("t.csv", 4, slo_ttft_s=60, slo_tpot_s=60))
+    assert await compare(resumed) == 0
+    content = read(tmp_path / "peers.json")
+    assert content["runs"][:2] == [ours, other]
+    assert content["answers"] == answers
+    assert [(run["contestant"], run["load"]) for run in content["runs"][2:]] == [("ours", "B"), ("other", "B")]
+    assert [search["contestant"] for search in content["goodput"]] == ["ours", "other"]
+    assert [search["probes"][-1]["rate"] for search in content["goodput"]] == [100 * 2**11] * 2
+    assert content["goodput"][0]["goodput_per_s"] == 100 * 2**11
+    stamp = (tmp_path / "peers.json").stat().st_mtime_ns
+    assert await compare(resumed) == 0
+    assert (tmp_path / "peers.json").stat().st_mtime_ns == stamp
+
+
+async def test_counts_are_read_when_all_workers_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side_run, "_BETWEEN_READINGS_S", 0.0)
+    counts = iter((10, 20, 30, 30, 40))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        body = b'tandem_prompt_tokens_computed_total{role="prefill"} %d.0\n' % next(counts)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    async with serving(serve) as url:
+        assert await prompt_tokens(url) == {"prefill": 30}
+
+
+async def test_an_interrupt_keeps_what_is_there_and_ends_the_server(tmp_path: Path, port: int) -> None:
+    loads = (Load("A", 8, 2, 1, num_requests=1), Load("B", 8, 4000, 1, num_requests=100))
+    comparing = comparison(tmp_path, port, loads=loads)
+    has_run = asyncio.Event()
+
+    class Watched(Measured):
+        def add_run(self, run: dict[str, Any]) -> None:
+            super().add_run(run)
+            has_run.set()
+
+    watched = Watched(tmp_path / "peers.json", {})
+    interrupted = asyncio.create_task(compare(replace(comparing, measured=watched)))
+    await has_run.wait()
+    interrupted.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await interrupted
+    assert [run["load"] for run in read(watched.path)["runs"]] == ["A"]
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = tool("bench_peers").main
+    assert main(["--servers", "peer-split", "--peer-venv", str(tmp_path)]) == 1
+    assert "holds no vLLM" in capsys.readouterr().err
+    assert main(["--loads", "Q"]) == 1
+    assert "no load is called Q" in capsys.readouterr().err
+    assert main(["--repetitions", "0"]) == 1
+    assert "--repetitions is at least 1" in capsys.readouterr().err
+    assert main(["--goodput", str(tmp_path / "none.csv")]) == 1
+    assert "none.csv" in capsys.readouterr().err

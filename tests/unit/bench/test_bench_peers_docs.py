@@ -1,0 +1,193 @@
+"""What is made of the runs of a comparison: medians, ratios, and the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tandem.bench import side_by_side_figures as figures
+from tandem.bench.side_by_side import LOADS
+from tandem.bench.side_by_side_figures import Goal, Spread
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@cache
+def generator() -> ModuleType:
+    """`tools/generate_benchmark_docs.py`, which is in no package."""
+    path = REPOSITORY / "tools" / "generate_benchmark_docs.py"
+    spec = importlib.util.spec_from_file_location("generate_benchmark_docs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(
+    contestant: str, repetition: int = 1, *, load: str = "A", rate: float = 100.0, ms: float = 50.0, **more: Any
+) -> dict[str, Any]:
+    """One run with `rate` tokens a second and all latencies of `ms`; its second gap is 90 ms."""
+    latency = dict.fromkeys(("mean", "p50", "p90", "p99", "max"), ms / 1e3)
+    return {
+        "contestant": contestant,
+        "load": load,
+        "repetition": repetition,
+        "date": f"2026-01-0{repetition}T00:00:00+00:00",
+        "seed": repetition,
+        "prompt_tokens_computed": {"prefill": 60, "decode": 40} if contestant == "tandem" else {},
+        "figures": {
+            "output_tokens_per_s": rate,
+            "ttft_s": latency,
+            "tpot_s": latency,
+            "itl_s": latency,
+            "second_gap_s": {**latency, "p99": 0.09},
+            "num_failed": {},
+        },
+        "generator": {"cpu_s": 1.0, "cpu_share": 0.021},
+        "digests": ["a", "b", "c", ""],
+    } | more
+
+
+def content(
+    *runs: dict[str, Any],
+    goodput: tuple[tuple[str, float | None], ...] = (),
+    answers: dict[str, list[list[str]]] | None = None,
+) -> dict[str, Any]:
+    return {
+        "settings": {
+            "machine": {"cpu": "a CPU", "num_cores": 2, "memory_gib": 16.0, "system": "Linux"},
+            "versions": {"tandem": "0.1.0", "torch": "2.13.0"},
+            "peer_versions": {"vllm": "0.32.0"},
+            "model": {"model_type": "llama", "hidden_size": 768},
+            "dtype": "float32",
+            "loads": {load.name: load.settings() for load in LOADS},
+            "goodput": {
+                "trace": "t.csv", "num_requests": 300, "scale_lengths": 0.125, "slo_ttft_s": 3.0, "slo_tpot_s": 0.05,
+                "share": 0.9,
+            },
+        },
+        "runs": list(runs),
+        "goodput": [
+            {"contestant": name, "goodput_per_s": rate, "date": "2026-01-05T00:00:00+00:00"} for name, rate in goodput
+        ],
+        "answers": [{"contestant": name, "answers": texts} for name, texts in (answers or {}).items()],
+    }  # fmt: skip
+
+
+PAIRS = [
+    run(contestant, number, rate=rate, ms=ms)
+    for number, ours, other in ((1, 120.0, 100.0), (2, 90.0, 60.0), (3, 110.0, 110.0))
+    for contestant, rate, ms in (("tandem", ours, 30.0), ("peer-colocated", other, 60.0))
+]
+
+
+def test_ratios_are_of_equal_repetitions() -> None:
+    ours = figures.runs_of(PAIRS, "tandem", "A")
+    other = figures.runs_of(PAIRS, "peer-colocated", "A")
+    assert figures.ratios(ours, other, figures.THROUGHPUT) == Spread(1.2, 1.0, 1.5, 3)
+    assert figures.ratios(ours, {2: other[2], 4: other[1]}, figures.THROUGHPUT) == Spread(1.5, 1.5, 1.5, 1)
+    assert figures.ratios(ours, {}, figures.THROUGHPUT) is None
+    assert figures.spread(figures.TTFT.of(found) for found in ours.values()) == Spread(30.0, 30.0, 30.0, 3)
+
+
+def test_a_run_without_a_figure_has_none() -> None:
+    nothing = run("tandem")
+    nothing["figures"] |= {"ttft_s": None, "second_gap_s": None}
+    assert figures.TTFT.of(nothing) is None
+    assert figures.gap_over_tpot(nothing) is None
+    assert figures.spread([None, 2.0, None]) == Spread(2.0, 2.0, 2.0, 1)
+    assert figures.spread([None]) is None
+    assert figures.handed_off(run("peer-split")) is None
+    assert figures.handed_off(run("tandem", prompt_tokens_computed={"decode": 7})) == 0.0
+    assert figures.handed_off(run("tandem", prompt_tokens_computed={"decode": 0, "prefill": 0})) is None
+
+
+def test_outputs_are_compared_where_the_prompts_were_the_same() -> None:
+    ours = {1: run("tandem"), 2: run("tandem", 2)}
+    other = {1: run("x", digests=["a", "b", "x", ""]), 2: run("x", 2, seed=7), 3: run("x", 3)}
+    assert figures.same_outputs(ours, other) == (2, 4)
+
+
+def test_where_two_answers_part() -> None:
+    assert figures.first_difference(["a", " b", " c"], ["a", " b", " c"]) is None
+    assert figures.first_difference(["a", " b", " c"], ["a", " b", " d"]) == 3
+    assert figures.first_difference(["a", " b"], ["x", " b"]) == 1
+    assert figures.first_difference(["a", " b"], ["a", " b", " c"]) == 3
+    # One of them keeps half a character back.
+    assert figures.first_difference(["a", "", "é", "b"], ["a", "é", "", "b"]) is None
+    assert figures.first_difference(["a", "", "é", "b"], ["a", "é", "", "c"]) == 4
+
+
+@pytest.mark.parametrize(("value", "is_lower", "is_reached"), [(1.1, True, True), (1.09, True, False),
+                                                               (1.1, False, True), (1.11, False, False)])  # fmt: skip
+def test_a_goal_is_a_bound(value: float, is_lower: bool, is_reached: bool) -> None:
+    goal = Goal(1.1, is_lower)
+    assert goal.is_reached_by(value) is is_reached
+    assert str(goal) == ("≥ 1.1" if is_lower else "≤ 1.1")
+
+
+def test_the_page_has_ratios_beside_goals() -> None:
+    page = generator().page(content(*PAIRS, goodput=(("tandem", 3.0), ("peer-colocated", 2.5))))
+    lines = page.splitlines()
+    assert "| date | 2026-01-01 to 2026-01-05 |" in lines
+    assert "| vLLM with | vllm 0.32.0 |" in lines
+    assert "## Load A: prompts of 512 tokens, 64 generated, 6 clients" in lines
+    assert "| | Tandem | vLLM, one engine |" in lines
+    assert "| output tokens/s | 110.0 (90.0 to 120.0) | 100.0 (60.0 to 110.0) |" in lines
+    assert "| load generator, % of a core | 2.1 (2.1 to 2.1) | 2.1 (2.1 to 2.1) |" in lines
+    assert "| output tokens/s | 1.20 (1.00 to 1.50) | ≥ 1.1: reached |" in lines
+    assert "| mean TTFT | 0.50 (0.50 to 0.50) | ≤ 1.3: reached |" in lines
+    assert "| p99 ITL | 0.50 (0.50 to 0.50) | ≤ 0.6: reached |" in lines
+    assert "- Tandem: share of prompt tokens handed off 0.60 (0.60 to 0.60); goal ≥ 0.5: reached" in lines
+    assert "- Tandem: p99 gap of tokens 1 to 2 over mean TPOT 3.00 (3.00 to 3.00)" in lines
+    assert "- greedy outputs of Tandem and vLLM, one engine: 9 of 12 the same text" in lines
+    assert "| Tandem | 3.00 | 1.20 | ≥ 1.5: **missed** |" in lines
+    assert "| vLLM, one engine | 2.50 |  |  |" in lines
+
+
+def test_what_was_not_measured_is_not_on_the_page() -> None:
+    page = generator().page(content(run("tandem", load="B", ms=30.0)))
+    assert "## Load B" in page
+    assert "| output tokens/s | 100.0 |" in page
+    assert "goal ≤ 2: **missed**" in page
+    for absent in ("## Load A", "## Load C", "Goodput", "ratio to", "split over NIXL", "greedy outputs"):
+        assert absent not in page
+    assert generator().page(None) == generator().page(content())
+    assert "Nothing was measured yet" in generator().page(None)
+
+
+def test_goals_are_set_against_one_engine_alone() -> None:
+    page = generator().page(content(run("tandem", rate=120.0), run("peer-split", rate=100.0)))
+    assert "| ratio to vLLM, split over NIXL | Tandem | goal |" in page
+    assert "| output tokens/s | 1.20 |  |" in page
+
+
+def test_failures_are_said() -> None:
+    failing = run("tandem")
+    failing["figures"]["num_failed"] = {"http_500": 2, "timeout": 1}
+    assert "- Tandem: 3 requests failed and are in no figure" in generator().page(content(failing))
+
+
+def test_the_page_does_not_depend_on_the_order_of_the_runs() -> None:
+    assert generator().page(content(*PAIRS)) == generator().page(content(*reversed(PAIRS)))
+
+
+def test_the_page_says_where_answers_part() -> None:
+    answers = {"tandem": [["a", "b"], ["c", "d"]], "peer-colocated": [["a", "b"], ["c", "x"]]}
+    page = generator().page(content(run("tandem"), answers=answers))
+    assert "| Tandem and vLLM, one engine | 1 of 2 | 2 |" in page
+    assert "The same tokens" not in generator().page(content(run("tandem"), answers={"tandem": [["a"]]}))
+
+
+def test_a_search_without_a_rate_is_no_division_by_zero() -> None:
+    page = generator().page(content(goodput=(("tandem", 3.0), ("peer-colocated", None))))
+    assert "| Tandem | 3.00 |  |  |" in page
+    assert "| vLLM, one engine | 0.00 |  |  |" in page

@@ -1,0 +1,210 @@
+"""Fused parts against the modules that they stand for; what is not known to be the same stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import engine_helpers as helpers
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from tandem.engine import attention_numba, fused_kernel, loader, packed_kernel
+from tandem.engine.arena import KVArena
+from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.attention_select import select_backend
+from tandem.engine.batch import SequenceInput
+from tandem.engine.fused import fuse, fuse_attention, fuse_gated_mlp, fuse_rms_norm
+from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
+from tandem.engine.layout import KVLayout
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.threads import Kernel
+
+CPU = torch.device("cpu")
+ROWS = (1, 2, 3, 8, 65)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=index) * 0.3)
+    return module.eval()
+
+
+def small_config(**options: object) -> LlamaConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(num_hidden_layers=2, vocab_size=70, **(sizes | options))
+    config._attn_implementation = ATTENTION_NAME
+    return config
+
+
+def assert_rows_stand_alone(module: nn.Module, x: torch.Tensor) -> None:
+    """A row's bits depend on no other row, and what is not finite stays in its row."""
+    together = module(x)
+    for index, row in enumerate(x):
+        assert torch.equal(module(row[None])[0], together[index]), f"row {index} of {len(x)}"
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoilt = x.clone()
+        spoilt[0, 3] = bad
+        found = module(spoilt)
+        assert not found[0].isfinite().all()
+        assert torch.equal(found[1:], together[1:])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("width", [8, 64, 200])
+@pytest.mark.parametrize("make", [LlamaRMSNorm, Qwen3RMSNorm, Gemma2RMSNorm])
+def test_norms_are_those_of_torch(make: type[nn.Module], width: int, num_threads: int) -> None:
+    norm = randomize(make(width, eps=1e-5))
+    fused = fuse_rms_norm(norm, num_threads)
+    assert type(fused) is FusedRMSNorm
+    with torch.inference_mode():
+        for rows in ROWS:
+            for scale in (1e-3, 1.0, 1e3):
+                x = draw(rows, width, seed=rows) * scale
+                torch.testing.assert_close(fused(x), norm(x), rtol=1e-5, atol=1e-6)
+        assert_rows_stand_alone(fused, draw(65, width))
+        x = draw(width, 2, 3).permute(1, 2, 0)  # neither flat nor contiguous
+        torch.testing.assert_close(fused(x), norm(x), rtol=1e-5, atol=1e-6)
+
+
+class _NormOfAnotherKind(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + 0.01
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LayerNorm(64),
+        nn.LayerNorm(64, bias=False),
+        nn.RMSNorm(64),  # its epsilon is not known
+        LlamaRMSNorm(12),
+        _NormOfAnotherKind(64),
+        nn.Linear(8, 8),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_other_norms_are_left_alone(module: nn.Module) -> None:
+    assert fuse_rms_norm(module, 1) is None
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("hidden", "inner", "bias"), [(64, 96, False), (40, 50, True), (32, 8, False)])
+def test_gated_mlps_are_those_of_torch(hidden: int, inner: int, bias: bool, num_threads: int) -> None:
+    mlp = randomize(LlamaMLP(small_config(hidden_size=hidden, intermediate_size=inner, mlp_bias=bias)))
+    fused = fuse_gated_mlp(mlp, num_threads)
+    assert type(fused) is FusedGatedMLP
+    with torch.inference_mode():
+        for rows in ROWS:
+            for scale in (0.01, 1.0, 100.0):  # to both ends of the activation
+                x = draw(1, rows, hidden, seed=rows) * scale
+                torch.testing.assert_close(fused(x), mlp(x), rtol=1e-4, atol=1e-5 * scale**2 + 1e-5)
+        assert_rows_stand_alone(fused, draw(65, hidden))
+
+
+class _AnotherMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def test_other_mlps_are_left_alone() -> None:
+    for activation in ("gelu", "gelu_pytorch_tanh", "relu"):
+        assert fuse_gated_mlp(randomize(LlamaMLP(small_config(hidden_act=activation))), 1) is None
+    assert fuse_gated_mlp(randomize(_AnotherMLP(small_config())), 1) is None
+    extended = randomize(LlamaMLP(small_config()))
+    extended.gate_norm = nn.Identity()
+    assert fuse_gated_mlp(extended, 1) is None
+
+
+class _NegatedKeys(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):  # type: ignore[no-untyped-def]
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (cos, -sin), attention_mask, **kwargs)
+
+
+class _AnotherOutput(LlamaAttention):
+    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        output, weights = super().forward(*args, **kwargs)
+        return output * 1.01, weights
+
+
+class _Raises(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+
+def test_other_attentions_are_left_alone() -> None:
+    config, layout = small_config(), KVLayout(2, 2, 16, 16, "float32")
+    assert type(fuse_attention(randomize(LlamaAttention(config, 1)), layout, 16, 1)) is FusedAttention
+    for make in (_NegatedKeys, _AnotherOutput, _Raises):
+        assert fuse_attention(randomize(make(config, 1)), layout, 16, 1) is None, make.__name__
+    assert fuse_attention(randomize(LlamaAttention(config, 1)), layout, None, 1) is None
+    narrow = LlamaAttention(small_config(hidden_size=32), 1)  # heads of 8: half of one is no whole vector
+    assert fuse_attention(randomize(narrow), KVLayout(2, 2, 8, 16, "float32"), 8, 1) is None
+    biased = randomize(LlamaAttention(config, 1))
+    biased.get_submodule("q_proj").bias = nn.Parameter(torch.zeros(64))
+    assert fuse_attention(biased, layout, 16, 1) is None
+
+
+#: What of each architecture is fused.
+FUSED = {
+    "llama": "3 attention, 3 mlp, 7 norm",
+    "qwen2": "3 attention, 3 mlp, 7 norm",
+    "qwen3": "3 attention, 3 mlp, 7 norm",
+    "mistral": "3 attention, 3 mlp, 7 norm",
+    "gemma2": "4 attention, 17 norm",
+    "gpt2": "none",
+    "phi": "none",
+}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("arch", FUSED)
+def test_fused_models_give_what_their_own_parts_give(arch: str, num_threads: int, tmp_path: Path) -> None:
+    model_dir = helpers.save_model(arch, tmp_path / arch)
+    config = loader.load_config(model_dir)
+    layout = loader.derive_layout(config, helpers.PAGE_SIZE, "float32")
+    own, fused = (loader.load_model(model_dir, config, "float32", CPU) for _ in range(2))
+    assert fuse(fused, layout, num_threads) == FUSED[arch]
+    expected, found = (_run(model, layout, num_threads) for model in (own, fused))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _run(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> torch.Tensor:
+    """Logits of a prompt in two chunks, the second beside another prompt, in pages out of order."""
+    arena = KVArena(layout, 10)
+    arena.tensor.fill_(float("nan"))
+    paged = PagedModel(model, arena, select_backend(layout, CPU, num_threads), 320, 512)
+    long, short = (helpers.make_prompt(length, 1) for length in (90, 20))
+    steps: Sequence[Sequence[SequenceInput]] = (
+        [SequenceInput(long[:70], 0, (7, 1, 4, 0, 9, 3), 70)],
+        [SequenceInput(long[70:], 70, (7, 1, 4, 0, 9, 3), 20), SequenceInput(short, 0, (8, 2), 20)],
+    )
+    return torch.cat([paged.forward(step) for step in steps])
+
+
+def test_other_types_keep_their_own_parts(tmp_path: Path) -> None:
+    model_dir = helpers.save_model("llama", tmp_path / "llama")
+    engine = helpers.load_engine(model_dir, dtype="bfloat16", num_pages=4)
+    assert engine.fused == "none"
+    assert helpers.load_engine(model_dir, num_pages=4).fused == FUSED["llama"]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [packed_kernel.multiply, packed_kernel.multiply_gated, fused_kernel.place_heads, attention_numba._attend_kernel],
+)
+def test_both_variants_of_a_kernel_have_their_own_file(kernel: Kernel) -> None:
+    """Numba names files by function and line: one variant would be loaded in place of the other."""
+    alone, together = kernel._alone, kernel._together
+    assert alone._cache._cache_file._index_name != together._cache._cache_file._index_name  # type: ignore[attr-defined]

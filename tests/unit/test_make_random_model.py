@@ -1,0 +1,23 @@
+"""`tools/make_random_model.py` writes what the engine loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tandem.engine import loader
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_random_model.py"
+
+
+def test_the_tool_writes_the_shape_that_it_is_asked_for(tmp_path: Path) -> None:
+    command = [sys.executable, TOOL, tmp_path / "model", "--hidden", "32", "--layers", "2", "--head-dim", "16", "--tie"]
+    said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    files = list((tmp_path / "model").iterdir())
+    assert said["bytes"] == sum(path.stat().st_size for path in files)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}
+    config = loader.load_config(tmp_path / "model")
+    layout = loader.derive_layout(config, 16, "float32")
+    assert (config.hidden_size, layout.num_layers, layout.head_dim, config.tie_word_embeddings) == (32, 2, 16, True)

@@ -1,0 +1,203 @@
+"""Measure Tandem and, where vLLM is installed, vLLM, in turn on the same loads.
+
+    python tools/bench_peers.py                                   Tandem alone, or with PEER_VENV both; 1.5 hours
+    python tools/bench_peers.py --peer-venv DIR --loads A B --repetitions 1 --requests 16 --json short.json
+    python tools/bench_peers.py --peer-venv DIR --loads --goodput AzureLLMInferenceTrace_conv.csv
+
+Started again, it measures what the file does not hold yet. docs/benchmarking.md says more; `make docs` writes
+docs/benchmarks.md from docs/figures/peers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from tandem.bench.machine import machine, versions
+from tandem.bench.side_by_side import LOADS, GoodputLoad, Measured, Plan, chosen_loads
+from tandem.bench.side_by_side_run import Comparison, compare
+from tandem.bench.side_by_side_servers import CONTESTANTS, Contestant, Place, chosen_contestants
+from tandem.bench.traces import load_trace, scaled
+from tandem.bench.workload import plain_vocabulary
+from tandem.core.errors import ConfigError, TandemError
+from tandem.core.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+#: The model of the comparison, unless another is named: a Llama of 82 million parameters.
+MODEL_OPTIONS = {
+    "arch": "llama", "hidden": 768, "layers": 12, "heads": 12, "kv-heads": 4, "intermediate": 2048, "vocab": 8192,
+    "max-positions": 4096,
+}  # fmt: skip
+#: What of a checkpoint's `config.json` says how much work it is.
+_SHAPE_KEYS = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+_INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, 1 where a request failed or a server did not start, 130 where it was interrupted."""
+    options = _parser().parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        comparison = _comparison(options, console)
+        num_failed = _in_loop(comparison)
+    except TandemError as error:
+        console.print(f"bench_peers: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("interrupted; started again it goes on from here", highlight=False)
+        return _INTERRUPTED
+    measured = comparison.measured
+    console.print(f"{measured.path} holds {len(measured.runs)} runs", highlight=False, soft_wrap=True)
+    if num_failed:
+        console.print(f"{num_failed} requests failed", style="red", highlight=False)
+    return int(bool(num_failed))
+
+
+def _parser() -> argparse.ArgumentParser:
+    plan = Plan((), ())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is measured")
+    servers, loads = [contestant.name for contestant in CONTESTANTS], [load.name for load in LOADS]
+    what.add_argument("--servers", nargs="+", default=servers, metavar="NAME",
+                      help=f"of {', '.join(servers)} (default: all)")  # fmt: skip
+    what.add_argument("--loads", nargs="*", default=loads, metavar="NAME",
+                      help=f"of {', '.join(loads)} (default: all)")  # fmt: skip
+    what.add_argument("--repetitions", type=int, default=plan.num_repetitions, metavar="N", help="(default: 3)")
+    what.add_argument("--requests", type=int, metavar="N", help="of each load (default: 64, of load D 16)")
+    what.add_argument("--warmup", type=int, default=plan.num_warm_up, metavar="N",
+                      help="requests before each load, not counted (default: 4)")  # fmt: skip
+    what.add_argument("--seed", type=int, default=plan.seed, help="of all prompts (default: 1)")
+    what.add_argument("--goodput", type=Path, metavar="TRACE",
+                      help="also search each server's goodput with this Azure trace, lengths over 8")  # fmt: skip
+    what.add_argument("--goodput-requests", type=int, default=GoodputLoad("").num_requests, metavar="N",
+                      help="of the trace (default: its first 300)")  # fmt: skip
+    where = parser.add_argument_group("with what and where")
+    peer_venv = os.environ.get("PEER_VENV")
+    where.add_argument("--peer-venv", type=Path, default=Path(peer_venv) if peer_venv else None, metavar="DIR",
+                       help="where vLLM is installed (default: PEER_VENV)")  # fmt: skip
+    where.add_argument("--model", type=Path, metavar="DIR",
+                       help="a checkpoint (default: a random one of 82 M parameters, made in the cache)")  # fmt: skip
+    where.add_argument("--port", type=int, default=8460, metavar="N",
+                       help="of the servers; the peer takes some of the next 12 too (default: 8460)")  # fmt: skip
+    where.add_argument("--logs", type=Path, default=CACHE / "bench", metavar="DIR",
+                       help="of the servers (default: ~/.cache/tandem/bench)")  # fmt: skip
+    where.add_argument("--json", type=Path, default=ROOT / "docs/figures/peers.json", metavar="FILE",
+                       help="the results (default: docs/figures/peers.json)")  # fmt: skip
+    where.add_argument("--fresh", action="store_true", help="measure all anew; what the file holds is lost")
+    return parser
+
+
+def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
+    contestants, messages = chosen_contestants(options.servers, options.peer_venv)
+    for name in ("repetitions", "requests", "goodput_requests"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is at least 1")
+    goodput = None
+    if options.goodput is not None:
+        goodput = GoodputLoad(options.goodput.name, num_requests=options.goodput_requests)
+    plan = Plan(
+        contestants=tuple(contestant.name for contestant in contestants),
+        loads=chosen_loads(options.loads, options.requests),
+        num_repetitions=options.repetitions,
+        seed=options.seed,
+        num_warm_up=options.warmup,
+        goodput=goodput,
+    )
+    entries = [] if goodput is None else load_trace(options.goodput, "azure", limit=goodput.num_requests)
+    trace = scaled(entries, lengths=goodput.scale_lengths) if goodput else []
+    model = _made_model(console) if options.model is None else options.model
+    tokenizer = Tokenizer.from_dir(model)
+    settings = _settings(plan, model, contestants, options.peer_venv)
+    measured = Measured.opened(options.json, settings, is_fresh=options.fresh)
+    for message in messages:
+        console.print(message, highlight=False, soft_wrap=True)
+    place = Place(
+        model=model.resolve(),
+        port=options.port,
+        cores=sorted(os.sched_getaffinity(0)),
+        directory=options.logs.resolve(),
+        peer_venv=options.peer_venv,
+        split_router=ROOT / "tools/peer_split_router.py",
+    )
+    return Comparison(plan, place, contestants, plain_vocabulary(tokenizer), trace, measured, console)
+
+
+def _made_model(console: Console) -> Path:
+    """The random model in the cache, made there by now."""
+    target = CACHE / "models" / "random-82m"
+    if target.is_dir():
+        return target
+    console.print(f"making the model {target}", highlight=False, soft_wrap=True)
+    # Under another name until it is whole.
+    new = target.with_name(f"{target.name}.new-{os.getpid()}")
+    new.parent.mkdir(parents=True, exist_ok=True)
+    given = [text for name, value in MODEL_OPTIONS.items() for text in (f"--{name}", str(value))]
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools/make_random_model.py"), str(new), *given],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    new.rename(target)
+    return target
+
+
+def _settings(plan: Plan, model: Path, contestants: list[Contestant], peer_venv: Path | None) -> dict[str, Any]:
+    """What must be equal for figures to compare, and where they were measured."""
+    config = json.loads((model / "config.json").read_text())
+    settings: dict[str, Any] = {
+        "machine": machine(),
+        "versions": versions(),
+        "model": {key: config[key] for key in _SHAPE_KEYS if key in config},
+        "dtype": "float32",
+        "seed": plan.seed,
+        "num_warm_up": plan.num_warm_up,
+        "loads": {load.name: load.settings() for load in plan.loads},
+    }
+    if peer_venv is not None and any(contestant.is_peer for contestant in contestants):
+        settings["peer_versions"] = _peer_versions(peer_venv)
+    if plan.goodput is not None:
+        settings["goodput"] = dataclasses.asdict(plan.goodput)
+    return settings
+
+
+def _peer_versions(venv: Path) -> dict[str, str]:
+    program = (
+        "import json; from importlib.metadata import distributions as all\n"
+        "found = {d.name: d.version for d in all() if d.name in ('vllm', 'torch', 'nixl-cu12')}\n"
+        "print(json.dumps(dict(sorted(found.items()))))"
+    )
+    answer = subprocess.run([venv / "bin/python", "-c", program], check=True, capture_output=True, text=True)
+    found: dict[str, str] = json.loads(answer.stdout)
+    return found
+
+
+def _in_loop(comparison: Comparison) -> int:
+    """SIGTERM cancels, as SIGINT does: the servers that were started are ended either way."""
+
+    async def cancellable() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await compare(comparison)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(cancellable())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

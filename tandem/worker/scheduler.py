@@ -30,8 +30,7 @@ from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, pages_for
 from tandem.worker.sequence import Sequence
 
-# A paced prompt's share of a chunk while nothing generates, and of `paced_tokens` in steps that are full without it.
-_PACED_CUT = 8
+# What the first paced prompt gets of `paced_tokens` in steps that are full without it: one part of so many.
 _LEAST_PACED_PART = 4
 
 
@@ -222,13 +221,11 @@ class BatchScheduler:
     # -- pages
 
     def _chunk(self, batch: Batch, sequence: Sequence, budget: int) -> int:
-        """Tokens of the next chunk: whole pages, unless it ends the sequence or fills a step beside others."""
+        """Tokens of the next chunk: whole pages, unless it ends the sequence or is paced."""
         left = sequence.num_to_compute
-        if sequence.paced and batch.items:
+        if sequence.paced:  # also alone: a handoff may be admitted meanwhile
             return min(left, budget, self._paced_room(batch))
-        # Alone, a paced prompt is computed in shorter chunks: a handoff may be admitted meanwhile.
-        longest = self.limits.chunk_size // _PACED_CUT if sequence.paced else self.limits.chunk_size
-        room = min(budget, max(longest, self.pool.page_size))
+        room = min(budget, self.limits.chunk_size)
         if left <= room:
             return left
         end = (sequence.num_computed + room) // self.pool.page_size * self.pool.page_size

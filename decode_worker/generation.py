@@ -47,7 +47,8 @@ class Generation:
         sequence = self._make_sequence(0, [], [*taken.cached, *taken.pages], num_cached * page_size, num_cached)
         sequence.keys = list(taken.reservation.keys)
         sequence.samples = bool(self.to_sample)
-        sequence.paced = True
+        # What a lost prefill worker left behind has waited long enough, and prefill has no time for it.
+        sequence.paced = self.key.attempt == 1
         sequence.owner = Prompt(self, SequenceState(self.prompt_ids))
         self.sequences.append(sequence)
         return sequence

@@ -378,7 +378,8 @@ class Generations:
     def snapshot(self) -> None:
         waiting, reservations = self._scheduler.waiting, self.reservations.waiting
         computing = (s for s in self._scheduler.running if not s.is_decode)
-        tokens = sum(s.num_to_compute for s in (*waiting, *computing)) + sum(r.num_tokens for r in reservations)
+        tokens = sum(s.num_to_compute for s in (*waiting, *computing))
+        tokens += sum(r.num_tokens for r in reservations if r.max_local_tokens)
         self._worker.take_snapshot(len(waiting) + len(reservations), tokens)
 
     def _draining(self, key: AttemptKey) -> DrainingError:

@@ -123,6 +123,8 @@ class Attempt:
             case Granted():
                 self._granted(event)
             case PrefillStarted():
+                if self._prefill is not None:
+                    self._prefill.note_begun(self._story.request.request_id)
                 self._story.note_prompt("prefill", event.num_cached_tokens)
                 self._story.reach(RequestState.PREFILLING)
             case LocalPrefillStarted():
@@ -130,7 +132,7 @@ class Attempt:
             case Admitted():
                 self._is_admitted = True
                 self._forget_loss()
-                self._note_computed()
+                self._decode.note_admitted(self._story.request.request_id)
                 self._generates()
             case HandoffDone() | PrefillEnded():
                 self._prefill_done(event)
@@ -158,11 +160,9 @@ class Attempt:
             if not story.journal.has_first_tokens:
                 story.reach(RequestState.PREFILLING)
             elif self._prefill is None:  # decode goes on by itself: there is no handoff
-                self._note_computed()
                 self._generates()
             else:
                 story.reach(RequestState.HANDOFF)
-                self._note_computed()
         if token.index == 0:
             self._ask_to_move()
 
@@ -184,7 +184,9 @@ class Attempt:
             raise self._over(Fault.UNSERVED, self._decode.key, error) from error
 
     def _computes_locally(self, event: LocalPrefillStarted) -> None:
-        self._decode.note_granted(self._story.request.request_id)
+        request_id = self._story.request.request_id
+        self._decode.note_granted(request_id)
+        self._decode.note_begun(request_id)
         self._is_admitted = True
         self._story.note_prompt("decode", event.num_cached_tokens)
         self._story.reach(RequestState.PREFILLING)
@@ -194,11 +196,6 @@ class Attempt:
         self._story.reach(RequestState.DECODING)
         self._story.house.moves.leave(self._story.inbox)  # if it came here by a move, that is done
         self._ask_to_move()
-
-    def _note_computed(self) -> None:
-        for worker in (self._prefill, self._decode):
-            if worker is not None:
-                worker.note_computed(self._story.request.request_id)
 
     def _prefill_done(self, event: HandoffDone | PrefillEnded) -> None:
         if isinstance(event, PrefillEnded) or not self._story.journal.has_first_tokens:

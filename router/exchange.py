@@ -6,6 +6,7 @@ Written against raw ASGI: a token passes through here for each frame, so nothing
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ log = get_logger(__name__)
 Parser = Callable[[dict[str, Any], LimitsConfig, PromptBounds], ParsedRequest]
 
 _MAX_HEADER_CHARS = 1000
+_MAX_NAMED_ROLES = 8
 _OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "no_worker"}
 
 
@@ -186,8 +188,11 @@ def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
 
 
 def _prompt_header(telling: Telling) -> dict[str, str]:
-    """The role that computes each prompt, as far as is known when the answer begins."""
-    return {"tandem-prompt-computed-by": ", ".join(role or "unknown" for role in telling.prompts_at)}
+    """The role that computes each prompt, as far as is known when the answer begins; of many prompts how often each."""
+    roles = [role or "unknown" for role in telling.prompts_at]
+    if len(roles) > _MAX_NAMED_ROLES:
+        roles = [f"{role} {count}" for role, count in sorted(Counter(roles).items())]
+    return {"tandem-prompt-computed-by": ", ".join(roles)}
 
 
 async def send_error(send: Send, error: TandemError, request_id: str) -> None:

@@ -25,6 +25,10 @@ class WorkerLoad:
     num_active: int  # requests that run or wait there
     num_queued_tokens: int  # prompt tokens not yet computed
     num_available_pages: int  # free or evictable, less what our unanswered reservations will take
+    # Of a decode worker: requests that take part in its steps now, and the tokens of a step up to which it computes
+    # prompts; 0: it should not.
+    num_stepping: int = 0
+    mixed_step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What an attempt after the first wants of its workers.
+    """What an attempt wants of its workers.
 
     Attributes:
         prefill: holds pages of the request; taken where it is ready and may pair.

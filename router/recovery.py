@@ -96,7 +96,7 @@ FIRST = Plan()
 @dataclass(frozen=True, slots=True)
 class RecoveryLimits:
     max_attempts: int  # planned ends do not count
-    local_prefill_tokens: int  # 0: decode never computes a prompt by itself
+    local_prefill_tokens: int  # 0: decode never computes what is missing by itself
     max_rest_s: float  # longest time that an overloaded worker is left in peace
 
 

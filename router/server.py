@@ -164,7 +164,7 @@ class RouterServer:
         cluster = Cluster(
             lease_s=config.transport.lease_s,
             metrics=metrics,
-            mixed_pool=MixedPool(scheduling.mixed_step_tokens if scheduling.mixed_pool else 0),
+            mixed_pool=MixedPool(scheduling.local_prefill_tokens if scheduling.mixed_pool else 0),
             on_writer_suspected=self._on_writer_suspected,
         )
 

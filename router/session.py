@@ -66,6 +66,7 @@ class Held:
     mailbox: Mailbox[Event]
     num_queued_tokens: int  # of its prompt, not yet computed
     num_pages: int  # that its reservation will take, until the worker's own figures show it
+    steps: bool  # it takes part in the worker's steps: computed or generated there
 
 
 class WorkerSession:
@@ -163,6 +164,8 @@ class WorkerSession:
             num_active=max(status.num_running + status.num_queued, len(held)),
             num_queued_tokens=max(status.num_queued_tokens, sum(h.num_queued_tokens for h in held)),
             num_available_pages=pages.free + pages.cached - sum(h.num_pages for h in held),
+            num_stepping=max(status.num_running, sum(h.steps for h in held)),
+            mixed_step_tokens=info.mixed_step_tokens,
         )
 
     # -- for the stories
@@ -175,12 +178,17 @@ class WorkerSession:
         """
         page_size = self.info.layout.page_size if self.info is not None else 0
         num_pages = pages_for(num_prompt_tokens, page_size) if page_size and not self.is_prefill else 0
-        self._held[request_id] = Held(mailbox, num_prompt_tokens if computes else 0, num_pages)
+        self._held[request_id] = Held(mailbox, num_prompt_tokens if computes else 0, num_pages, computes)
 
-    def note_computed(self, request_id: str) -> None:
-        """The request's prompt waits no more."""
+    def note_begun(self, request_id: str) -> None:
+        """The request's prompt is being computed: what is left of it is in the worker's own figures."""
         if (held := self._held.get(request_id)) is not None:
             held.num_queued_tokens = 0
+
+    def note_admitted(self, request_id: str) -> None:
+        """A decode worker generates for the request."""
+        if (held := self._held.get(request_id)) is not None:
+            held.steps = True
 
     def note_granted(self, request_id: str) -> None:
         """The request's pages are in the worker's own figures by now."""

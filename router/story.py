@@ -6,6 +6,8 @@
     DECODING    decode has verified the pages and sends all further tokens
     FINISHED    every choice has ended
 
+A prompt of the mixed pool is computed at decode: there is no handoff then, and PREFILLING goes over into DECODING.
+
 An attempt that a worker's loss or a refusal ends begins anew, with the journal: what the client has seen stands, and
 the new attempt goes on behind it. `router/recovery.py` says how; `docs/life-of-a-request.md` tells the same hop by hop.
 """
@@ -229,9 +231,10 @@ class Story:
             await self._change_of_workers(wake_s)
 
     def _place(self) -> Placement:
-        """For a new request, decode may be asked alone; later attempts go as their plan says."""
+        """A new request that is not urgent may go to decode alone; later attempts go as their plan says."""
         cluster, num_tokens = self.house.cluster, len(self.request.prompt_ids)
-        if self.plan is FIRST and (decode := cluster.computes_alone(num_tokens)) is not None:
+        may_be_slow = self.plan is FIRST and self.request.priority >= 0
+        if may_be_slow and (decode := cluster.computes_alone(num_tokens)) is not None:
             self.plan = Plan(Wishes(decode=decode, alone=True), max_local_tokens=num_tokens)
         return cluster.place(num_tokens, self.plan.wishes)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from tandem.bench.machine import machine, versions
 from tandem.bench.side_by_side import LOADS, GoodputLoad, Measured, Plan, chosen_loads
+from tandem.bench.side_by_side_code import Code
 from tandem.bench.side_by_side_run import Comparison, compare
 from tandem.bench.side_by_side_servers import CONTESTANTS, Contestant, Place, chosen_contestants
 from tandem.bench.traces import load_trace, scaled
@@ -123,7 +125,11 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
     model = _made_model(console) if options.model is None else options.model
     tokenizer = Tokenizer.from_dir(model)
     settings = _settings(plan, model, contestants, options.peer_venv)
-    measured = Measured.opened(options.json, settings, is_fresh=options.fresh)
+    code = Code.of()
+    ours = {contestant.name: code.digest for contestant in contestants if not contestant.is_peer}
+    measured = Measured.opened(options.json, settings, digests=ours, is_fresh=options.fresh)
+    if measured.num_outdated:
+        messages.append(f"{measured.num_outdated} runs were of other code of Tandem and are measured anew")
     for message in messages:
         console.print(message, highlight=False, soft_wrap=True)
     place = Place(
@@ -134,12 +140,13 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
         peer_venv=options.peer_venv,
         split_router=ROOT / "tools/peer_split_router.py",
     )
-    return Comparison(plan, place, contestants, plain_vocabulary(tokenizer), trace, measured, console)
+    return Comparison(plan, place, contestants, plain_vocabulary(tokenizer), trace, measured, console, code)
 
 
 def _made_model(console: Console) -> Path:
-    """The random model in the cache, made there by now."""
-    target = CACHE / "models" / "random-82m"
+    """The random model in the cache, made there by now; its name changes with what it is made of."""
+    options = hashlib.sha256(json.dumps(MODEL_OPTIONS, sort_keys=True).encode()).hexdigest()
+    target = CACHE / "models" / f"random-82m-{options[:12]}"
     if target.is_dir():
         return target
     console.print(f"making the model {target}", highlight=False, soft_wrap=True)

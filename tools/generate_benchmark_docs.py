@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ TARGET = Path("docs/benchmarks.md")
 BASELINE = "peer-colocated"
 _TITLES = {contestant.name: contestant.title for contestant in CONTESTANTS}
 _PEERS = {contestant.name for contestant in CONTESTANTS if contestant.is_peer}
+#: More cores than this, used by others just before a turn, are a disturbance.
+QUIET_CORES = 0.2
+#: Runs further apart are not compared: the machine may have become another.
+_TOGETHER = timedelta(hours=2)
 _SHOWN = (*figures.COMPARED, figures.SECOND_GAP, figures.GENERATOR)
 
 
@@ -36,6 +41,7 @@ def page(content: dict[str, Any] | None) -> str:
         lines.append("Nothing was measured yet: `make bench` does, and `make docs` then writes this page.")
         return "\n".join(lines) + "\n"
     lines += _introduction(content)
+    lines += _reservations((*content["runs"], *content["goodput"]))
     loads = content["settings"]["loads"]
     for name in sorted(loads):
         runs = [run for run in content["runs"] if run["load"] == name]
@@ -61,13 +67,61 @@ def _introduction(content: dict[str, Any]) -> Iterator[str]:
     yield f"| date | {when} |"
     hardware = f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB"
     yield f"| machine | {hardware}, {machine['system']} |"
+    for contestant, title in _TITLES.items():
+        if contestant not in _PEERS and (codes := _codes(contestant, (*content["runs"], *content["goodput"]))):
+            yield f"| {title} at | {', '.join(codes)} |"
     yield f"| Tandem with | {_versions(settings['versions'])} |"
     if "peer_versions" in settings:
         yield f"| vLLM with | {_versions(settings['peer_versions'])} |"
     yield f"| model | random weights, {settings['dtype']}: {_versions(model)} |"
     yield ""
     yield "Figures are medians over the repetitions, with the lowest and the highest in brackets. A ratio is taken of"
-    yield "each repetition, in which both servers had the same prompts, and then its median."
+    yield "each repetition, in which both servers had the same prompts, and then its median; runs that lie more than"
+    yield f"{_hours()} apart have no ratio."
+
+
+def _codes(contestant: str, items: Sequence[Run]) -> list[str]:
+    """Each code with which it was measured."""
+    codes = [item.get("code") for item in items if item["contestant"] == contestant]
+    return sorted({_code(code) for code in codes})
+
+
+def _code(code: dict[str, Any] | None) -> str:
+    if code is None:
+        return "code that was not recorded"
+    where = f"commit {code['commit'][:12]}" if code["commit"] else "no commit"
+    return f"{where}{' with changes' if code['is_dirty'] else ''} (sources {code['digest']})"
+
+
+def _reservations(items: Sequence[Run]) -> list[str]:
+    """What speaks against the figures: code that was not one, and a machine that was not quiet."""
+    ours = [item for item in items if item["contestant"] not in _PEERS]
+    lines = []
+    if len({(item.get("code") or {}).get("digest") for item in ours}) > 1:
+        lines.append("- **Warning**: not all figures of Tandem are of the same code.")
+    loud = {(item["contestant"], item.get("repetition", 0), item["other_cores"])
+            for item in items if item.get("other_cores", 0.0) > QUIET_CORES}  # fmt: skip
+    for contestant, repetition, cores in sorted(loud):
+        when = f"repetition {repetition}" if repetition else "goodput"
+        lines.append(f"- **Warning**: others used {cores:.2f} cores just before {_TITLES[contestant]}, {when}.")
+    if unknown := sum("other_cores" not in item for item in items):
+        lines.append(
+            f"- **Warning**: whether the machine was quiet was not measured for {unknown} of {len(items)} runs."
+        )
+    return ["", *lines] if lines else []
+
+
+def _hours() -> str:
+    return f"{_TOGETHER / timedelta(hours=1):g} hours"
+
+
+def _are_together(first: Run, second: Run) -> bool:
+    return abs(datetime.fromisoformat(first["date"]) - datetime.fromisoformat(second["date"])) <= _TOGETHER
+
+
+def _together(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[int, Run]:
+    """Those of `first` that have a run of the same repetition in `second`, not too long before or after."""
+    return {number: run for number, run in first.items() if number in second and _are_together(run, second[number])}
 
 
 def _versions(names: dict[str, Any]) -> str:
@@ -102,13 +156,19 @@ def _ratio_table(load: str, by_server: dict[str, dict[int, Run]], base: str) -> 
     yield ""
     yield _row(f"ratio to {_TITLES[base]}", [cell for contestant in ours for cell in (_TITLES[contestant], "goal")])
     yield f"|---|{'---|---|' * len(ours)}"
+    together = {contestant: _together(by_server[contestant], by_server[base]) for contestant in ours}
     for number, figure in enumerate(figures.COMPARED):
         cells = []
         for contestant in ours:
-            ratio = figures.ratios(by_server[contestant], by_server[base], figure)
+            ratio = figures.ratios(together[contestant], by_server[base], figure)
             goals = figures.RATIO_GOALS.get((contestant, load), ()) if base == BASELINE else ()
             cells += [_shown(ratio, digits=2), _judged(ratio, goals[number] if number < len(goals) else None)]
         yield _row(figure.title.removesuffix(", ms"), cells)
+    for contestant in ours:
+        num_apart = len(by_server[contestant].keys() & by_server[base].keys()) - len(together[contestant])
+        if num_apart:
+            yield ""
+            yield f"- {_TITLES[contestant]}: repetitions without a ratio, as more than {_hours()} apart: {num_apart}"
 
 
 def _notes(load: str, by_server: dict[str, dict[int, Run]]) -> Iterator[str]:
@@ -138,23 +198,48 @@ def _notes(load: str, by_server: dict[str, dict[int, Run]]) -> Iterator[str]:
 def _goodput_section(content: dict[str, Any]) -> Iterator[str]:
     load = content["settings"]["goodput"]
     found = {search["contestant"]: search for search in content["goodput"]}
-    base = (found[BASELINE]["goodput_per_s"] or 0.0) if BASELINE in found else 0.0
+    base = found.get(BASELINE)
     yield ""
     yield "## Goodput"
     yield ""
     yield f"The highest Poisson rate at which {load['share']:.0%} of all requests have a TTFT of at most"
     yield f"{load['slo_ttft_s']:g} s and a TPOT of at most {load['slo_tpot_s'] * 1e3:g} ms: the first"
-    yield f"{load['num_requests']} requests of `{load['trace']}`, lengths times {load['scale_lengths']:g}."
+    yield f"{load['num_requests']} requests of `{load['trace']}`, lengths times {load['scale_lengths']:g}. One search"
+    yield "of each server, so nothing is known of the spread; ≥ where no rate was found that is too high."
     yield ""
     yield f"| | requests/s | ratio to {_TITLES[BASELINE]} | goal |"
     yield "|---|---|---|---|"
     for contestant, title in _TITLES.items():
         if contestant not in found:
             continue
-        rate = found[contestant]["goodput_per_s"] or 0.0
-        ratio = figures.spread([rate / base]) if base and contestant != BASELINE else None
+        search = found[contestant]
+        rate = f"{_open_end(search)}{search['goodput_per_s'] or 0.0:.2f}"
         goal = figures.GOODPUT_GOAL if contestant == "tandem" else None
-        yield _row(title, [f"{rate:.2f}", _shown(ratio, digits=2), _judged(ratio, goal)])
+        is_ours = base is not None and contestant != BASELINE
+        yield _row(title, [rate, *(_goodput_ratio(search, base, goal) if base and is_ours else ("", ""))])
+
+
+def _goodput_ratio(search: Run, base: Run, goal: Goal | None) -> tuple[str, str]:
+    """The ratio, and how it stands to the goal; a bound of it decides only in its own direction."""
+    if not base["goodput_per_s"]:
+        return "", ""
+    if not _are_together(search, base):
+        return f"more than {_hours()} apart", ""
+    ratio = (search["goodput_per_s"] or 0.0) / base["goodput_per_s"]
+    signs = _open_end(search), _open_end(base)
+    if all(signs):
+        return "unknown", ""
+    text = f"≥ {ratio:.2f}" if signs[0] else f"≤ {ratio:.2f}" if signs[1] else f"{ratio:.2f}"
+    if goal is None:
+        return text, ""
+    if any(signs) and goal.is_reached_by(ratio) != bool(signs[0]):
+        return text, f"{goal}: undecided"
+    return text, _judged(figures.spread([ratio]), goal)
+
+
+def _open_end(search: Run) -> str:
+    """Of a search that met no rate at which the server failed."""
+    return "≥ " if search["failed_from_per_s"] is None else ""
 
 
 def _answers_section(answers: Sequence[dict[str, Any]]) -> Iterator[str]:

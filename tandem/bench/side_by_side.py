@@ -2,17 +2,18 @@
 but for that file.
 
     repetition 1:  server 1: loads A B C D   server 2: loads A B C D   …
-    repetition 2:  server 1: loads A B C D   …
+    repetition 2:  server 2: loads A B C D   …   server 1: loads A B C D
 
-Servers alternate, so that a machine that grows slower in the course of an hour does so for all of them. Every load of
-every repetition has prompts of its own, the same for all servers.
+Servers alternate, so that a machine that grows slower in the course of an hour does so for all of them; each repetition
+begins with another one, so that none is always the first. Every load of every repetition has prompts of its own, the
+same for all servers.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ RunKey = tuple[str, str, int]
 def turns(plan: Plan, done: Collection[RunKey] = (), done_goodput: Collection[str] = ()) -> Iterator[Turn]:
     """What is left to do, in order: all repetitions, then the searches for goodput, one for each contestant."""
     for repetition in range(1, plan.num_repetitions + 1):
-        for contestant in plan.contestants:
+        for contestant in rotated(plan.contestants, repetition - 1):
             left = tuple(load for load in plan.loads if (contestant, load.name, repetition) not in done)
             if left:
                 yield Turn(repetition, contestant, left)
@@ -101,6 +102,12 @@ def turns(plan: Plan, done: Collection[RunKey] = (), done_goodput: Collection[st
         for contestant in plan.contestants:
             if contestant not in done_goodput:
                 yield Turn(1, contestant, has_goodput=True)
+
+
+def rotated(names: Sequence[str], by: int) -> Sequence[str]:
+    """The same, from the `by`th on, counted from 0 and round and round."""
+    start = by % len(names) if names else 0
+    return (*names[start:], *names[:start])
 
 
 def seed_of(plan: Plan, load_name: str, repetition: int) -> int:
@@ -134,10 +141,21 @@ class Measured:
     runs: list[dict[str, Any]] = field(default_factory=list)
     goodput: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
+    num_outdated: int = 0  # runs and searches that `opened` left out
 
     @classmethod
-    def opened(cls, path: Path, settings: dict[str, Any], *, is_fresh: bool = False) -> Measured:
+    def opened(
+        cls,
+        path: Path,
+        settings: dict[str, Any],
+        *,
+        digests: Mapping[str, str] | None = None,
+        is_fresh: bool = False,
+    ) -> Measured:
         """What `path` holds already, unless all is to be measured anew.
+
+        `digests` are of the code that contestants have now: what one of these did with other code, or with code that
+        was not recorded, counts as not measured. It is gone from the file when something new is written.
 
         Raises:
             ConfigError: it is no such file, or was measured with other settings.
@@ -153,7 +171,10 @@ class Measured:
                 "all anew with --fresh",
                 key="--json",
             )
-        return cls(path, _merged(held, settings), content["runs"], content["goodput"], content["answers"])
+        lists = [content[name] for name in ("runs", "goodput", "answers")]
+        runs, goodput, answers = ([item for item in items if _is_current(item, digests or {})] for items in lists)
+        num_outdated = len(lists[0]) + len(lists[1]) - len(runs) - len(goodput)
+        return cls(path, _merged(held, settings), runs, goodput, answers, num_outdated)
 
     @property
     def done(self) -> set[RunKey]:
@@ -205,6 +226,11 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(f"{path} is no file of a comparison (its format is not {FORMAT!r})", key="--json")
     return content
+
+
+def _is_current(item: dict[str, Any], digests: Mapping[str, str]) -> bool:
+    contestant = item["contestant"]
+    return contestant not in digests or (item.get("code") or {}).get("digest") == digests[contestant]
 
 
 def _lines(items: Sequence[dict[str, Any]]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from tandem.bench.goodput import GoodputSearch, search_goodput
 from tandem.bench.http_client import LoadClient
 from tandem.bench.load import PATH, record_of
-from tandem.bench.machine import now
+from tandem.bench.machine import OtherLoad, now
 from tandem.bench.progress import shown
 from tandem.bench.rate_search import RateSearch
 from tandem.bench.records import Slo
@@ -22,6 +23,7 @@ from tandem.bench.results import Run
 from tandem.bench.server import connected
 from tandem.bench.session import Session, Shape, Target, Workload
 from tandem.bench.side_by_side import ANSWERS, GoodputLoad, Load, Measured, Plan, Turn, seed_of, turns
+from tandem.bench.side_by_side_code import PACKAGES, Code
 from tandem.bench.side_by_side_servers import Command, Contestant, Place, running
 from tandem.bench.traces import TraceEntry
 from tandem.bench.workload import body_of, fixed_lengths, make_jobs
@@ -35,6 +37,7 @@ _START_RATE = 2.0  # requests a second; where the search for goodput begins
 _BETWEEN_READINGS_S = 1.0
 _SETTLE_S = 30.0
 _ANSWER_S = 300.0
+_QUIET_S = 2.0  # for how long it is measured what others do before a turn
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,16 @@ class Comparison:
     trace: Sequence[TraceEntry]  # scaled; of the search for goodput
     measured: Measured
     console: Console
+    code: Code  # of Tandem, when the comparison began
+    packages: Path = PACKAGES  # where that code is
 
 
 async def compare(comparison: Comparison) -> int:
     """Do what is left to do; how many requests failed in that.
 
     Raises:
-        TandemError: a server did not start, or answered its warm-up wrongly; what was measured stays in the file.
+        TandemError: a server did not start, or answered its warm-up wrongly, or Tandem's sources changed meanwhile;
+            what was measured stays in the file.
         KeyboardInterrupt: SIGINT came.
     """
     measured, plan = comparison.measured, comparison.plan
@@ -63,27 +69,48 @@ async def compare(comparison: Comparison) -> int:
     num_failed = 0
     for number, turn in enumerate(left, 1):
         comparison.console.print(f"turn {number} of {len(left)}: {turn.contestant}", highlight=False)
-        num_failed += await _one_turn(comparison, turn, by_name[turn.contestant].commands)
+        num_failed += await _one_turn(comparison, turn, by_name[turn.contestant])
     return num_failed
 
 
-async def _one_turn(comparison: Comparison, turn: Turn, commands: Callable[[Place], list[Command]]) -> int:
+async def _one_turn(comparison: Comparison, turn: Turn, contestant: Contestant) -> int:
     measured, plan = comparison.measured, comparison.plan
     place = replace(comparison.place, directory=comparison.place.directory / turn.contestant)
     place.directory.mkdir(parents=True, exist_ok=True)
+    commands = contestant.commands(place)
+    about = await _about(comparison, contestant, commands, place)
     num_failed = 0
-    async with running(commands(place), place.directory):
+    async with running(commands, place.directory):
         if turn.contestant not in measured.done_answers:
-            measured.add_answers({"contestant": turn.contestant, "answers": await _answers(comparison)})
+            measured.add_answers({**about, "answers": await _answers(comparison)})
         for load in turn.loads:
             run = await _run_load(comparison, load, seed_of(plan, load.name, turn.repetition))
             num_failed += sum(run["figures"]["num_failed"].values())
-            key = {"contestant": turn.contestant, "load": load.name, "repetition": turn.repetition}
-            measured.add_run({**key, **run})
+            measured.add_run({**about, "load": load.name, "repetition": turn.repetition, **run})
         if turn.has_goodput and plan.goodput is not None:
             search = await _search(comparison, plan.goodput)
-            measured.add_goodput({"contestant": turn.contestant, **search})
+            measured.add_goodput({**about, **search})
     return num_failed
+
+
+async def _about(
+    comparison: Comparison, contestant: Contestant, commands: Sequence[Command], place: Place
+) -> dict[str, Any]:
+    """Who is measured in a turn, with which code and commands, and how many cores others used just before.
+
+    Raises:
+        TandemError: Tandem's sources are no longer those with which the comparison began.
+    """
+    if not contestant.is_peer and Code.of(comparison.packages).digest != comparison.code.digest:
+        raise TandemError("Tandem's sources changed since the comparison began: start it again to measure Tandem anew")
+    others = OtherLoad()
+    await asyncio.sleep(_QUIET_S)
+    return {
+        "contestant": contestant.name,
+        "code": None if contestant.is_peer else comparison.code.as_json(),
+        "commands": [command.line(place) for command in commands],
+        "other_cores": round(others.cores(), 3),
+    }
 
 
 async def _answers(comparison: Comparison) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -44,6 +45,19 @@ class Command:
     port: int
     env: Mapping[str, str] = field(default_factory=dict)  # over the environment of this process
 
+    def line(self, place: Place) -> str:
+        """As one would type it, with names for the directories of this machine."""
+        text = shlex.join([*(f"{name}={value}" for name, value in self.env.items()), *self.argv])
+        for path, name in (
+            (place.model, "MODEL"),
+            (place.directory, "LOGS"),
+            (place.peer_venv, "PEER_VENV"),
+            (place.split_router and place.split_router.parent, "TOOLS"),
+            (Path(sys.executable).parent, "BIN"),
+        ):
+            text = text if path is None else text.replace(str(path), name)
+        return text
+
 
 @dataclass(frozen=True)
 class Contestant:
@@ -75,10 +89,11 @@ def _colocated(place: Place) -> list[Command]:
 
 
 def _split(place: Place) -> list[Command]:
-    """One engine on each half of the cores; pages go from one to the other over NIXL."""
+    """One engine on each half of the cores, decode on the greater one; pages go from one to the other over NIXL."""
     half = max(1, len(place.cores) // 2)
+    decode_cores = place.cores[half:] or place.cores  # of one core both have it
     engines = []
-    for number, (name, cores) in enumerate((("prefill", place.cores[:half]), ("decode", place.cores[-half:])), 1):
+    for number, (name, cores) in enumerate((("prefill", place.cores[:half]), ("decode", decode_cores)), 1):
         connector = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
         side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.port + 10 + number)}
         options = ("--kv-transfer-config", connector)

@@ -300,12 +300,14 @@ class Cluster:
         return self._start_due(now)
 
     def _hurry(self, role: ev.Role, now: float) -> None:
-        """In a pool where everybody waits for a restart, the first of them does not wait for long."""
+        """In a pool where nobody serves or starts, the first of those that wait for a restart waits only briefly."""
         slots = self._of(role)
-        if slots and all(slot.phase is Phase.WAITING for slot in slots):
-            first = min(slots, key=lambda slot: (slot.retry_at, slot.index))
-            assert first.retry_at is not None  # since it waits
-            first.retry_at = min(first.retry_at, now + self.policy.max_lone_delay_s)
+        if any(slot.phase in (Phase.READY, Phase.STARTING) for slot in slots):
+            return
+        waiting = [(slot.retry_at, slot.index, slot) for slot in slots if slot.retry_at is not None]
+        if waiting:
+            retry_at, _, first = min(waiting)
+            first.retry_at = min(retry_at, now + self.policy.max_lone_delay_s)
 
     def _start_due(self, now: float) -> list[ev.Instruction]:
         return [self._start(slot) for slot in self.slots.values() if slot.is_due(now)]

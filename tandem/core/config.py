@@ -96,16 +96,16 @@ class SchedulingConfig:
         "a lone one always may", minimum=0.01
     )
     mixed_pool: bool = _key(
-        True, "a decode worker computes a new prompt by itself where that is sooner than waiting for a prefill worker; "
-        "false: every prompt is handed off"
+        True, "a decode worker computes a new prompt of up to `local_prefill_tokens` by itself where that is sooner "
+        "than waiting for a prefill worker; false: only what a lost prefill worker leaves behind"
     )
     mixed_step_tokens: int = _key(
-        12, "tokens of a decode worker's step up to which prompts are computed beside what it generates: as many as it "
-        "computes in about the time of reading the weights (some 12 on a CPU, hundreds on a GPU)", minimum=2
+        0, "tokens of a decode worker's step up to which new prompts are computed beside what it generates, about as "
+        "many as cost no more than reading the weights does; 0: 12 on a CPU, and none on a GPU", minimum=0
     )
     local_prefill_tokens: int = _key(
-        512, "after a prefill worker was lost, decode computes the rest of a prompt by itself if no more tokens than "
-        "this are missing; 0: never", minimum=0
+        512, "the most tokens of a prompt that decode computes by itself: of a new one, and of what is missing after a "
+        "prefill worker was lost; 0: never", minimum=0
     )
     max_step_s: float = _key(
         300.0, "seconds that one step of a model may take before its worker is taken for stuck and ends itself",

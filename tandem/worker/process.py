@@ -54,6 +54,9 @@ _T = TypeVar("_T")
 # the drain and to move their requests elsewhere.
 _LAST_WORK_LEASES = 3
 
+# Where products of packed linear layers take about twice as long as reading the weights alone.
+_CPU_MIXED_STEP_TOKENS = 12
+
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
@@ -227,7 +230,7 @@ class WorkerProcess(ABC):
             max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
             chunk_size=config.scheduling.chunk_size,
             queue_bound=config.scheduling.worker_queue_bound,
-            paced_tokens=config.scheduling.mixed_step_tokens,
+            paced_tokens=max(1, self.mixed_step_tokens),
         )
         salt = self.engine.weights_sha256.encode()
         self.scheduler = BatchScheduler(self.pool, limits, salt=salt, prefix_cache=config.cache.prefix_cache)
@@ -266,6 +269,7 @@ class WorkerProcess(ABC):
             eos_token_ids=self.engine.eos_token_ids,
             version=version(),
             host_id=host_id(),
+            mixed_step_tokens=self.mixed_step_tokens,
         )
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
@@ -341,6 +345,14 @@ class WorkerProcess(ABC):
         """Tell `drain` when nothing is held; on the runner thread, between any two steps."""
         if self.draining and self.num_held() == 0:
             self.loop.call_soon_threadsafe(self._drained.set)
+
+    @property
+    def mixed_step_tokens(self) -> int:
+        """Tokens of a step up to which new prompts are computed beside what it generates; 0: none."""
+        if self.role != "decode":
+            return 0
+        on_cpu = self.engine.arena.device.type == "cpu"
+        return self.config.scheduling.mixed_step_tokens or (_CPU_MIXED_STEP_TOKENS if on_cpu else 0)
 
     @property
     def quarantine_cap_pages(self) -> int:

@@ -41,7 +41,7 @@ class Sequence:
     num_published: int = 0  # leading pages offered to the prefix cache
     num_cached: int = 0  # tokens found in the prefix cache at the last admission
     num_preemptions: int = 0
-    # Others generate beside this prompt: it takes what room their steps have, see `SchedulerLimits.paced_tokens`.
+    # A prompt that takes only what room steps have, since others generate beside it: `SchedulerLimits.paced_tokens`.
     paced: bool = False
     # Memory elsewhere waits for what this one computes: it goes before all others. Set by `BatchScheduler.promote`.
     promoted: bool = False

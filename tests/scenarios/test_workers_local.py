@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -174,6 +175,18 @@ async def test_all_choices_may_end_with_their_first_token(pair: WorkerPair, orac
 
 
 # ---- what happens meanwhile
+
+
+@pytest.mark.parametrize(("attempt", "num_steps"), [(1, 5), (2, 2)], ids=["a new prompt", "after a loss"])
+async def test_a_new_prompt_takes_little_of_each_step_and_a_retrys_takes_what_it_needs(
+    pair: WorkerPair, oracle: Oracle, attempt: int, num_steps: int
+) -> None:
+    async with Router(pair) as router:
+        with Gate(pair.decode.engine, "forward", first=sys.maxsize) as steps:
+            ask = Ask(prompt_of(60, seed=40 + attempt), greedy(1), attempt=attempt, local=ALL)
+            (outcome,) = await router.ask(ask)
+            assert outcome.ids() == oracle.greedy(ask.prompt, 1)
+        assert steps.num_calls == num_steps
 
 
 @pytest.mark.parametrize("params", [greedy(60), SamplingParams(max_tokens=60, seed=3, ignore_eos=True)])

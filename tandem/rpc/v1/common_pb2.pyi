@@ -171,6 +171,7 @@ class WorkerInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    MIXED_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """stable name, e.g. "prefill-0" """
     incarnation: _builtins.str
@@ -193,6 +194,8 @@ class WorkerInfo(_message.Message):
     """of the Tandem package"""
     host_id: _builtins.str
     """equal for two processes that see each other's pids"""
+    mixed_step_tokens: _builtins.int
+    """Of a decode worker: tokens of a step up to which it computes prompts beside what it generates; 0: it should not."""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -215,10 +218,11 @@ class WorkerInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         version: _builtins.str = ...,
         host_id: _builtins.str = ...,
+        mixed_step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "mixed_step_tokens", b"mixed_step_tokens", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

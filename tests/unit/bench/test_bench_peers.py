@@ -1,11 +1,13 @@
-"""Servers side by side: the order, the file, and real processes that are started, measured and ended."""
+"""Servers side by side: real processes that are started, measured and ended."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import io
+import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,17 +25,13 @@ from rich.console import Console
 from tandem.bench import side_by_side_run
 from tandem.bench import side_by_side_servers as servers
 from tandem.bench.side_by_side import (
-    LOADS,
     GoodputLoad,
     Load,
     Measured,
     Plan,
-    Turn,
-    chosen_loads,
     read,
-    seed_of,
-    turns,
 )
+from tandem.bench.side_by_side_code import Code
 from tandem.bench.side_by_side_run import Comparison, compare, prompt_tokens
 from tandem.bench.side_by_side_servers import CONTESTANTS, Command, Contestant, Place, chosen_contestants, running
 from tandem.bench.traces import TraceEntry
@@ -41,8 +39,6 @@ from tandem.core.errors import ConfigError, TandemError
 
 REPOSITORY = Path(__file__).parents[3]
 PEER_PROCESS = Path(__file__).with_name("peer_process.py")
-A, B, C, D = LOADS
-SETTINGS: dict[str, Any] = {"machine": {"num_cores": 2}, "seed": 1, "loads": {"A": A.settings()}}
 
 
 @cache
@@ -55,88 +51,6 @@ def tool(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-# --- the order --------------------------------------------------------------------------------------------------------
-
-
-def test_servers_take_turns_and_do_all_loads_in_each() -> None:
-    plan = Plan(("tandem", "peer"), (A, B), num_repetitions=2, goodput=GoodputLoad("trace.csv"))
-    assert list(turns(plan)) == [
-        Turn(1, "tandem", (A, B)),
-        Turn(1, "peer", (A, B)),
-        Turn(2, "tandem", (A, B)),
-        Turn(2, "peer", (A, B)),
-        Turn(1, "tandem", has_goodput=True),
-        Turn(1, "peer", has_goodput=True),
-    ]
-
-
-def test_what_is_done_is_not_done_again() -> None:
-    plan = Plan(("tandem", "peer"), (A, B), num_repetitions=2, goodput=GoodputLoad("trace.csv"))
-    done = {("tandem", "A", 1), ("tandem", "B", 1), ("peer", "A", 1), ("peer", "A", 2), ("peer", "B", 2)}
-    assert list(turns(plan, done, {"tandem"})) == [
-        Turn(1, "peer", (B,)),
-        Turn(2, "tandem", (A, B)),
-        Turn(1, "peer", has_goodput=True),
-    ]
-
-
-def test_every_load_of_every_repetition_has_prompts_of_its_own() -> None:
-    plan = Plan(("tandem",), LOADS)
-    seeds = [seed_of(plan, load.name, repetition) for repetition in (1, 2, 3) for load in LOADS]
-    assert len(set(seeds)) == len(seeds)
-    assert seed_of(replace(plan, loads=(B,)), "B", 2) == seed_of(plan, "B", 2)
-
-
-def test_loads_are_chosen_by_name() -> None:
-    assert chosen_loads(["C", "A"]) == (A, C)
-    assert chosen_loads(["D"], 3) == (replace(D, num_requests=3),)
-    assert chosen_loads([]) == ()
-    with pytest.raises(ConfigError, match="no load is called E; there are A, B, C, D"):
-        chosen_loads(["A", "E"])
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_file_holds_each_run_as_soon_as_it_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "figures" / "peers.json"
-    measured = Measured.opened(path, SETTINGS)
-    assert not path.exists()
-    measured.add_run({"contestant": "tandem", "load": "A", "repetition": 1})
-    measured.add_goodput({"contestant": "peer"})
-    # Another load later, in the same file.
-    again = Measured.opened(path, {**SETTINGS, "loads": {"B": B.settings()}})
-    assert again.done == {("tandem", "A", 1)}
-    assert again.done_goodput == {"peer"}
-    again.add_run({"contestant": "tandem", "load": "B", "repetition": 1})
-    assert read(path)["settings"]["loads"] == {"A": A.settings(), "B": B.settings()}
-    assert [path.name for path in path.parent.iterdir()] == ["peers.json"]
-    assert sum('"repetition"' in line for line in path.read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"machine": {"num_cores": 4}}, "machine.num_cores is 2 there and 4 here"),
-        ({"loads": {"A": replace(A, num_requests=8).settings()}}, "loads.A.num_requests is 64 there and 8 here"),
-    ],
-)
-def test_runs_of_other_settings_do_not_join(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
-    path = tmp_path / "peers.json"
-    Measured.opened(path, SETTINGS).add_run({"contestant": "tandem", "load": "A", "repetition": 1})
-    with pytest.raises(ConfigError, match=f"{said}.*--fresh"):
-        Measured.opened(path, {**SETTINGS, **settings})
-    assert Measured.opened(path, {**SETTINGS, **settings}, is_fresh=True).runs == []
-
-
-def test_another_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "peers.json"
-    path.write_text('{"format": "tandem-bench/1"}')
-    with pytest.raises(ConfigError, match="no file of a comparison"):
-        Measured.opened(path, SETTINGS)
-    assert path.read_text() == '{"format": "tandem-bench/1"}'
 
 
 # --- the servers ------------------------------------------------------------------------------------------------------
@@ -187,6 +101,32 @@ def test_the_commands_share_the_cores_and_the_ports(tmp_path: Path) -> None:
     assert router.argv[-2:] == ("http://127.0.0.1:9001", "http://127.0.0.1:9002")
 
 
+@pytest.mark.parametrize(
+    ("cores", "prefill_on", "decode_on"), [((4,), "4", "4"), ((0, 1, 2), "0", "1,2"), ((0, 1, 2, 3), "0,1", "2,3")]
+)
+def test_two_engines_use_all_cores(cores: tuple[int, ...], prefill_on: str, decode_on: str, tmp_path: Path) -> None:
+    place = Place(tmp_path / "model", 9000, cores, tmp_path, tmp_path / "venv", tmp_path / "router.py")
+    (split,) = (contestant for contestant in CONTESTANTS if contestant.name == "peer-split")
+    prefill, decode, _ = split.commands(place)
+    assert prefill.env["VLLM_CPU_OMP_THREADS_BIND"] == prefill_on
+    assert decode.env["VLLM_CPU_OMP_THREADS_BIND"] == decode_on
+
+
+def test_a_command_line_names_no_directory_of_this_machine(tmp_path: Path) -> None:
+    place = Place(tmp_path / "m", 9000, (0, 1), tmp_path / "l", tmp_path / "v", tmp_path / "t" / "router.py")
+    place.directory.mkdir()
+    lines = {
+        contestant.name: [command.line(place) for command in contestant.commands(place)] for contestant in CONTESTANTS
+    }
+    (strict,) = lines["tandem-strict"]
+    assert strict == "BIN/tandem serve --model MODEL --dtype float32 --port 9000 --config LOGS/tandem.yaml"
+    prefill, _, router = lines["peer-split"]
+    assert prefill.startswith("VLLM_CPU_OMP_THREADS_BIND=0 VLLM_CPU_KVCACHE_SPACE=2 ")
+    assert " PEER_VENV/bin/vllm serve MODEL --host 127.0.0.1 --port 9001 " in prefill
+    assert router.startswith("PEER_VENV/bin/python TOOLS/router.py 9000 http")
+    assert not any(str(tmp_path) in line for own in lines.values() for line in own)
+
+
 def test_the_strict_configuration_is_one_that_tandem_knows(tmp_path: Path) -> None:
     from tandem.core.config import load
 
@@ -235,8 +175,13 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _looks_at_others_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side_run, "_QUIET_S", 0.05)
+
+
 def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: GoodputLoad | None = None) -> Comparison:
-    """Two toy servers; only the first counts its prompt tokens."""
+    """Two toy servers; only the first counts its prompt tokens, and its sources lie in `tmp_path`."""
     contestants = [
         Contestant("ours", "Ours", lambda place: [peer(place.port, "--has-metrics")]),
         Contestant("other", "Other", lambda place: [peer(place.port)], is_peer=True),
@@ -249,6 +194,8 @@ def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: G
         trace=[TraceEntry(8, 2)] * 4,
         measured=Measured.opened(tmp_path / "peers.json", {"loads": {load.name: load.settings() for load in loads}}),
         console=Console(file=io.StringIO()),
+        code=Code.of(tmp_path),
+        packages=tmp_path,
     )
 
 
@@ -266,6 +213,9 @@ async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkey
     assert ours["seed"] == other["seed"]
     assert ours["digests"] == other["digests"]
     assert (tmp_path / "ours" / "toy.log").is_file()
+    assert (ours["code"], other["code"]) == (Code.of(tmp_path).as_json(), None)
+    assert all(re.search(r"/peer_process\.py \d+( --has-metrics)?$", *run["commands"]) for run in (ours, other))
+    assert all(0 <= run["other_cores"] < 1000 for run in (ours, other))
     answers = read(tmp_path / "peers.json")["answers"]
     assert [item["contestant"] for item in answers] == ["ours", "other"]
     assert answers[0]["answers"] == answers[1]["answers"] == [[f"{n} " for n in range(64)]] * 8
@@ -282,6 +232,39 @@ async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkey
     stamp = (tmp_path / "peers.json").stat().st_mtime_ns
     assert await compare(resumed) == 0
     assert (tmp_path / "peers.json").stat().st_mtime_ns == stamp
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Another process that keeps one core busy."""
+    program = "print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+        process.kill()
+
+
+@pytest.mark.usefixtures("busy")
+async def test_work_of_others_before_a_turn_is_recorded(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side_run, "_QUIET_S", 0.5)
+    monkeypatch.setattr(side_by_side_run, "_BETWEEN_READINGS_S", 0.01)
+    await compare(comparison(tmp_path, port, loads=(Load("A", 8, 2, 1, num_requests=1),)))
+    assert all(run["other_cores"] > 0.2 for run in read(tmp_path / "peers.json")["runs"])
+
+
+async def test_sources_that_change_meanwhile_end_the_comparison(tmp_path: Path, port: int) -> None:
+    comparing = comparison(tmp_path, port, loads=(Load("A", 8, 2, 1, num_requests=1),))
+    (tmp_path / "tandem").mkdir()
+    (tmp_path / "tandem" / "new.py").touch()
+    with pytest.raises(TandemError, match="sources changed since the comparison began"):
+        await compare(comparing)
+    # The peer does not depend on them.
+    others = replace(comparing, plan=replace(comparing.plan, contestants=("other",)))
+    assert await compare(others) == 0
+    assert [run["contestant"] for run in read(tmp_path / "peers.json")["runs"]] == ["other"]
 
 
 async def test_counts_are_read_when_all_workers_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +298,22 @@ async def test_an_interrupt_keeps_what_is_there_and_ends_the_server(tmp_path: Pa
     with pytest.raises(asyncio.CancelledError):
         await interrupted
     assert [run["load"] for run in read(watched.path)["runs"]] == ["A"]
+
+
+def test_the_model_in_the_cache_is_that_of_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench_peers, console = tool("bench_peers"), Console(file=io.StringIO())
+    monkeypatch.setattr(bench_peers, "CACHE", tmp_path)
+    small = {"hidden": 16, "layers": 1, "heads": 2, "kv-heads": 1, "intermediate": 16, "vocab": 300}
+    monkeypatch.setattr(bench_peers, "MODEL_OPTIONS", small)
+    first = bench_peers._made_model(console)
+    assert (first / "config.json").is_file()
+    stamp = first.stat().st_mtime_ns
+    assert bench_peers._made_model(console) == first
+    assert first.stat().st_mtime_ns == stamp
+    monkeypatch.setattr(bench_peers, "MODEL_OPTIONS", {**small, "layers": 2})
+    second = bench_peers._made_model(console)
+    assert second != first
+    assert '"num_hidden_layers": 2' in (second / "config.json").read_text()
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

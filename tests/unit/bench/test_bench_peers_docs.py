@@ -16,6 +16,7 @@ from tandem.bench.side_by_side import LOADS
 from tandem.bench.side_by_side_figures import Goal, Spread
 
 REPOSITORY = Path(__file__).parents[3]
+CODE = {"digest": "0123456789abcdef", "commit": "c0ffee" * 6 + "c0ff", "is_dirty": False}
 
 
 @cache
@@ -42,6 +43,8 @@ def run(
         "repetition": repetition,
         "date": f"2026-01-0{repetition}T00:00:00+00:00",
         "seed": repetition,
+        "code": CODE if contestant.startswith("tandem") else None,
+        "other_cores": 0.01,
         "prompt_tokens_computed": {"prefill": 60, "decode": 40} if contestant == "tandem" else {},
         "figures": {
             "output_tokens_per_s": rate,
@@ -76,7 +79,9 @@ def content(
         },
         "runs": list(runs),
         "goodput": [
-            {"contestant": name, "goodput_per_s": rate, "date": "2026-01-05T00:00:00+00:00"} for name, rate in goodput
+            {"contestant": name, "goodput_per_s": rate, "failed_from_per_s": 9.0,
+             "date": "2026-01-05T00:00:00+00:00", "code": CODE, "other_cores": 0.0}
+            for name, rate in goodput
         ],
         "answers": [{"contestant": name, "answers": texts} for name, texts in (answers or {}).items()],
     }  # fmt: skip
@@ -178,6 +183,75 @@ def test_failures_are_said() -> None:
 
 def test_the_page_does_not_depend_on_the_order_of_the_runs() -> None:
     assert generator().page(content(*PAIRS)) == generator().page(content(*reversed(PAIRS)))
+
+
+def test_runs_hours_apart_have_no_ratio() -> None:
+    early = run("tandem", rate=120.0, date="2026-01-01T02:00:01+00:00")
+    late = run("peer-colocated", date="2026-01-01T04:00:01+00:00")
+    page = generator().page(content(early, late))
+    assert "| output tokens/s | 1.20 | ≥ 1.1: reached |" in page
+    assert "without a ratio" not in page
+    page = generator().page(content({**early, "date": "2026-01-01T02:00:00+00:00"}, late))
+    assert "| output tokens/s |  |  |" in page
+    assert "- Tandem: repetitions without a ratio, as more than 2 hours apart: 1" in page
+
+
+def test_the_page_names_the_code() -> None:
+    page = generator().page(content(run("tandem")))
+    assert "| Tandem at | commit c0ffeec0ffee (sources 0123456789abcdef) |" in page
+    assert "Warning" not in page
+    dirty = run("tandem-strict", code={**CODE, "is_dirty": True, "digest": "f"})
+    page = generator().page(content(run("tandem"), dirty))
+    assert "| Tandem, strict split at | commit c0ffeec0ffee with changes (sources f) |" in page
+    assert "- **Warning**: not all figures of Tandem are of the same code." in page
+    alone = run("tandem", code={"digest": "f", "commit": None, "is_dirty": None})
+    assert "| Tandem at | no commit (sources f) |" in generator().page(content(alone))
+
+
+def test_a_disturbed_machine_is_said() -> None:
+    loud = [run("tandem", 2, load=load, other_cores=0.26) for load in "AB"]
+    page = generator().page(content(run("tandem"), *loud, run("peer-split", other_cores=0.2)))
+    assert page.count("Warning") == 1
+    assert "- **Warning**: others used 0.26 cores just before Tandem, repetition 2." in page
+    found = content(goodput=(("tandem", 3.0),))
+    found["goodput"][0]["other_cores"] = 1.5
+    assert "others used 1.50 cores just before Tandem, goodput." in generator().page(found)
+
+
+def test_a_file_from_before_these_were_recorded_is_read() -> None:
+    old = run("tandem")
+    del old["code"], old["other_cores"]
+    page = generator().page(content(old))
+    assert "| Tandem at | code that was not recorded |" in page
+    assert "- **Warning**: whether the machine was quiet was not measured for 1 of 1 runs." in page
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "row"),
+    [
+        ((4.0, None), (2.0, 2.1), "| ≥ 4.00 | ≥ 2.00 | ≥ 1.5: reached |"),
+        ((2.0, None), (2.0, 2.1), "| ≥ 2.00 | ≥ 1.00 | ≥ 1.5: undecided |"),
+        ((4.0, 4.1), (2.0, None), "| 4.00 | ≤ 2.00 | ≥ 1.5: undecided |"),
+        ((2.0, 2.1), (2.0, None), "| 2.00 | ≤ 1.00 | ≥ 1.5: **missed** |"),
+        ((4.0, None), (2.0, None), "| ≥ 4.00 | unknown |  |"),
+        ((4.0, 4.1), (None, 0.1), "| 4.00 |  |  |"),
+    ],
+)
+def test_a_search_without_an_upper_end_gives_a_bound(
+    ours: tuple[float, float | None], other: tuple[float | None, float | None], row: str
+) -> None:
+    found = content(goodput=(("tandem", ours[0]), ("peer-colocated", other[0])))
+    for search, (_, failed_from) in zip(found["goodput"], (ours, other), strict=True):
+        search["failed_from_per_s"] = failed_from
+    page = generator().page(found)
+    assert f"| Tandem {row}" in page
+    assert "One search\nof each server" in page
+
+
+def test_searches_hours_apart_have_no_ratio() -> None:
+    found = content(goodput=(("tandem", 3.0), ("peer-colocated", 2.0)))
+    found["goodput"][0]["date"] = "2026-01-05T03:00:00+00:00"
+    assert "| Tandem | 3.00 | more than 2 hours apart |  |" in generator().page(found)
 
 
 def test_the_page_says_where_answers_part() -> None:

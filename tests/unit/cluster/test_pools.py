@@ -178,6 +178,13 @@ def test_a_worker_that_dies_is_started_again_at_once_under_a_new_incarnation() -
 )
 def test_back_off_doubles_up_to_its_limit_while_it_dies_at_once(num_decode: int, expected: list[float]) -> None:
     story = Story(1, num_decode)
+
+    def tick(after_s: float) -> list[Instruction]:
+        story.now += after_s
+        if num_decode > 1:
+            story.load("decode-1", 0)
+        return story.feed(Tick())
+
     waits = []
     for _ in range(10):
         story.exit("decode-0")
@@ -185,10 +192,8 @@ def test_back_off_doubles_up_to_its_limit_while_it_dies_at_once(num_decode: int,
         waits.append(0.0 if due is None else due - story.now)
         if due is not None:
             assert story.phases()["decode-0"] is Phase.WAITING
-            assert not of(StartWorker, story.feed(Tick(), after_s=(due - story.now) / 2))
-            assert of(StartWorker, story.feed(Tick(), after_s=due - story.now))
-        if num_decode > 1:
-            story.load("decode-1", 0)
+            assert not any(of(StartWorker, tick((due - story.now) / 4)) for _ in range(3))
+            assert of(StartWorker, tick(due - story.now))
     assert waits == expected
 
 
@@ -210,6 +215,16 @@ def test_a_pool_that_has_nobody_any_more_waits_for_the_first_of_its_workers_only
     assert story.phases()["decode-0"] is Phase.STARTING
     story.exit("decode-0", after_s=1)
     assert (wait_of(story, "decode-0"), wait_of(story, "decode-1")) == (30, 5)
+
+
+def test_one_that_leaves_serves_nobody_new() -> None:
+    story = Story(1, 2)
+    story.feed(WantedChanged(Role.DECODE, 1))
+    assert Phase.DRAINING in story.phases().values()
+    (stays,) = [w for w, phase in story.phases().items() if w.startswith("decode") and phase is Phase.READY]
+    story.cluster.slots[stays].failures = 9
+    story.exit(stays)
+    assert wait_of(story, stays) == 5
 
 
 def test_a_new_supervisor_of_a_pool_without_anybody_does_not_let_it_wait_anew() -> None:

@@ -67,6 +67,7 @@ class FakeWorker:
             num_pages=103,
             max_context=256,
             vocab_size=512,
+            mixed_step_tokens=12 if self.kind == "decode" else 0,
         )
 
     role: Any

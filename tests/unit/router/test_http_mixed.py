@@ -24,7 +24,7 @@ def with_a_busy_prefill_worker(site: Site) -> Any:
     """A long prompt is computed at prefill-0, and does not end."""
     site.prefill.auto = site.decode.auto = False
     under_way = in_background(site, prompt=LONG)
-    site.prefill.started(site.prefill.wait_for("start"))
+    site.prefill.wait_for("start")
     assert site.decode.wait_for("reserve").max_local_tokens == 0
     site.decode.auto = True
     site.decode.num_missing_tokens = 1  # it computes whatever it may
@@ -65,6 +65,14 @@ def test_without_a_queue_every_prompt_is_handed_off(mixed: Site) -> None:
     assert mixed.metrics().get('tandem_local_prefills_total{reason="mixed_pool"}', 0) == 0
 
 
+def test_what_is_left_of_a_prompt_that_has_begun_is_as_prefill_reports_it(mixed: Site) -> None:
+    with_a_busy_prefill_worker(mixed)
+    mixed.prefill.started(mixed.prefill.wait_for("start"))  # and its load says that no token waits any more
+    wait_until(lambda: mixed.metrics()["tandem_router_waiting_requests"] == 0)
+    in_background(mixed, prompt="x" * 8)
+    assert mixed.decode.wait_for("reserve", 2).max_local_tokens == 0
+
+
 def test_what_decode_was_asked_to_compute_counts_until_it_is_done(mixed: Site) -> None:
     """The second prompt of a burst goes to decode; with that before it, the third waits for prefill."""
     with_a_busy_prefill_worker(mixed)
@@ -88,4 +96,42 @@ def test_a_decode_worker_that_dies_over_a_prompt_is_replaced(mixed: Site) -> Non
     mixed.prefill.auto = True
     mixed.decode.kill()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
-    assert other.wait_for("reserve").request_id
+    assert other.wait_for("reserve").max_local_tokens == 0, "a retry is handed off"
+
+
+def test_an_urgent_request_is_not_given_to_the_slower_way(mixed: Site) -> None:
+    with_a_busy_prefill_worker(mixed)
+    in_background(mixed, prompt="x" * 8, priority=-1)
+    assert mixed.decode.wait_for("reserve", 2).max_local_tokens == 0
+
+
+def test_a_prompt_longer_than_the_bound_is_handed_off(make_site: MakeSite) -> None:
+    site = make_site({"scheduling.mixed_pool": True, "scheduling.local_prefill_tokens": 8})
+    with_a_busy_prefill_worker(site)
+    in_background(site, prompt="x" * 9)
+    assert site.decode.wait_for("reserve", 2).max_local_tokens == 0
+    in_background(site, prompt="x" * 8)
+    assert site.decode.wait_for("reserve", 3).max_local_tokens == 8
+
+
+def test_choices_of_a_prompt_that_decode_computes(mixed: Site) -> None:
+    with_a_busy_prefill_worker(mixed)
+    answer = mixed.post(prompt="x" * 8, max_tokens=3, n=2)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["abc", "bcd"]
+    assert answer.headers[HEADER] == "decode"
+
+
+def test_a_client_that_leaves_is_cancelled_at_decode(mixed: Site) -> None:
+    with_a_busy_prefill_worker(mixed)
+    mixed.decode.held_back.clear()
+    answer = mixed.post(prompt="x" * 8, timeout=0.3)
+    assert answer.status_code == 504
+    assert mixed.decode.wait_for("cancel").request_id == mixed.decode.wait_for("reserve", 2).request_id
+
+
+def test_many_prompts_are_counted_in_the_header(mixed: Site) -> None:
+    answer = mixed.post(prompt=["x"] * 9, max_tokens=1)
+    assert answer.status_code == 200
+    named = dict(part.split(" ") for part in answer.headers[HEADER].split(", "))
+    assert set(named) <= {"prefill", "decode"}
+    assert sum(map(int, named.values())) == 9

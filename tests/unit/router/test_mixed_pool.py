@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +12,14 @@ from router.mixed_pool import MixedPool
 from router.placement import Snapshot, WorkerLoad
 from router.worker_key import WorkerKey
 
-POOL = MixedPool(step_tokens=12)
+POOL = MixedPool(max_prompt_tokens=2000)
 
 
-def load(name: str, *, active: int = 0, queued: int = 0, pages: int = 1000) -> WorkerLoad:
-    return WorkerLoad(WorkerKey(name, "1"), (), 16, active, queued, pages)
+def load(
+    name: str, *, stepping: int = 0, active: int = 0, queued: int = 0, pages: int = 1000, layout: str = "a"
+) -> WorkerLoad:
+    kv_format = (("dtype", layout),)
+    return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, stepping, mixed_step_tokens=12)
 
 
 def chosen(snapshot: Snapshot, num_tokens: int, pool: MixedPool = POOL) -> str | None:
@@ -23,12 +28,12 @@ def chosen(snapshot: Snapshot, num_tokens: int, pool: MixedPool = POOL) -> str |
 
 
 def test_an_idle_prefill_worker_gets_every_prompt() -> None:
-    for num_tokens in (1, 16, 512, 4000):
+    for num_tokens in (1, 16, 512, 2000):
         assert chosen(Snapshot([load("p0")], [load("d0")]), num_tokens) is None
 
 
 @pytest.mark.parametrize(
-    ("active", "queued", "decides"),
+    ("stepping", "queued", "decides"),
     [
         (0, 255, None),  # 1.5 times the work of 512 tokens is 768: as late as behind 256 others
         (0, 257, "d0"),
@@ -37,8 +42,8 @@ def test_an_idle_prefill_worker_gets_every_prompt() -> None:
         (12, 10**6, None),  # its steps are full
     ],
 )
-def test_decode_is_asked_where_the_prompt_is_ready_sooner(active: int, queued: int, decides: str | None) -> None:
-    snapshot = Snapshot([load("p0", queued=queued)], [load("d0", active=active)])
+def test_decode_is_asked_where_the_prompt_is_ready_sooner(stepping: int, queued: int, decides: str | None) -> None:
+    snapshot = Snapshot([load("p0", queued=queued)], [load("d0", stepping=stepping)])
     assert chosen(snapshot, 512) == decides
 
 
@@ -50,45 +55,74 @@ def test_the_shortest_queue_of_prefill_counts() -> None:
 
 def test_what_decode_has_to_compute_already_counts() -> None:
     prefill = [load("p0", queued=512)]
-    assert chosen(Snapshot(prefill, [load("d0", queued=512, active=1)]), 512) is None
-    assert chosen(Snapshot(prefill, [load("d0", queued=512, active=1), load("d1", active=1)]), 512) == "d1"
+    assert chosen(Snapshot(prefill, [load("d0", queued=512, stepping=1)]), 512) is None
+    assert chosen(Snapshot(prefill, [load("d0", queued=512, stepping=1), load("d1", stepping=1)]), 512) == "d1"
 
 
 def test_a_prompt_that_does_not_fit_is_handed_off() -> None:
     prefill = [load("p0", queued=9000)]
     assert chosen(Snapshot(prefill, [load("d0", pages=31)]), 512) is None
-    assert chosen(Snapshot(prefill, [load("d0", pages=31), load("d1", pages=32, active=5)]), 512) == "d1"
+    assert chosen(Snapshot(prefill, [load("d0", pages=31), load("d1", pages=32, stepping=5)]), 512) == "d1"
 
 
 def test_it_can_be_switched_off_and_needs_both_pools() -> None:
     prefill = [load("p0", queued=9000)]
-    assert chosen(Snapshot(prefill, [load("d0")]), 512, MixedPool(step_tokens=0)) is None
+    assert chosen(Snapshot(prefill, [load("d0")]), 512, MixedPool(max_prompt_tokens=0)) is None
     assert chosen(Snapshot([], [load("d0")]), 512) is None
     assert chosen(Snapshot(prefill, []), 512) is None
 
 
+def test_handoffs_that_wait_at_prefill_take_nothing_from_decode_yet() -> None:
+    snapshot = Snapshot([load("p0", queued=20_000, active=39)], [load("d0", active=39, stepping=0)])
+    assert chosen(snapshot, 512) == "d0"
+
+
+def test_long_prompts_are_handed_off() -> None:
+    snapshot = Snapshot([load("p0", queued=100_000)], [load("d0")])
+    assert chosen(snapshot, 2000) == "d0"
+    assert chosen(snapshot, 2001) is None
+
+
+def test_a_worker_that_does_not_want_to_is_not_asked() -> None:
+    """As those on GPUs unless they are configured to."""
+    unwilling = replace(load("d0"), mixed_step_tokens=0)
+    assert chosen(Snapshot([load("p0", queued=9000)], [unwilling]), 512) is None
+
+
+def test_only_workers_that_pair_count() -> None:
+    """The others may serve other weights."""
+    old, new = load("p0", queued=3000), load("p1", layout="b")
+    assert chosen(Snapshot([old], [load("d0", stepping=1), load("d1", layout="b")]), 512) == "d0"
+    assert chosen(Snapshot([old], [load("d1", layout="b")]), 512) is None
+    assert chosen(Snapshot([old, new], [load("d0", stepping=1)]), 512) == "d0", "an idle one that pairs with nobody"
+    assert chosen(Snapshot([old, new], [load("d0", stepping=1), load("d1", layout="b")]), 512) is None
+
+
 loads = st.builds(
-    lambda name, active, queued, pages: load(f"w{name}", active=active, queued=queued, pages=pages),
+    lambda name, stepping, queued, pages, layout: load(
+        f"w{name}", stepping=stepping, queued=queued, pages=pages, layout=layout
+    ),
     st.integers(0, 9),
     st.integers(0, 20),
     st.integers(0, 5000),
     st.integers(-5, 500),
+    st.sampled_from(["a", "b"]),
 )
 pools = st.lists(loads, max_size=5, unique_by=lambda w: w.key)
 
 
-@given(pools, pools, st.integers(1, 4000), st.integers(2, 64), st.randoms())
+@given(pools, pools, st.integers(1, 4000), st.randoms())
 def test_only_workers_with_room_and_never_against_a_shorter_queue(
-    prefill: list[WorkerLoad], decode: list[WorkerLoad], num_tokens: int, step_tokens: int, random: object
+    prefill: list[WorkerLoad], decode: list[WorkerLoad], num_tokens: int, random: object
 ) -> None:
-    pool = MixedPool(step_tokens)
-    key = pool.computes_alone(Snapshot(prefill, decode), num_tokens)
+    key = POOL.computes_alone(Snapshot(prefill, decode), num_tokens)
     random.shuffle(prefill)  # type: ignore[attr-defined]
     random.shuffle(decode)  # type: ignore[attr-defined]
-    assert pool.computes_alone(Snapshot(prefill, decode), num_tokens) == key
+    assert POOL.computes_alone(Snapshot(prefill, decode), num_tokens) == key
     if key is None:
         return
     (worker,) = [w for w in decode if w.key == key]
-    assert worker.num_active < step_tokens
+    assert worker.num_stepping < worker.mixed_step_tokens
     assert worker.num_available_pages * worker.page_size >= num_tokens
-    assert min(w.num_queued_tokens for w in prefill) > worker.num_queued_tokens
+    assert num_tokens <= POOL.max_prompt_tokens
+    assert min(w.num_queued_tokens for w in prefill if w.kv_format == worker.kv_format) > worker.num_queued_tokens

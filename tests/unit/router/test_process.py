@@ -105,8 +105,9 @@ def test_a_fault_at_each_point_is_that_requests_alone(
     answer = client.post("/v1/completions", json=COMPLETION)
     assert (tmp_path / "points" / f"router.router.{point}.hit").exists()
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
-    if point != "placed":  # nothing is left at the workers
-        assert {worker.wait_for("cancel").attempt for worker in pool.workers} == {1}
+    if point != "placed":  # nothing is left at the workers; by its second token prefill may have ended the handoff
+        told = [worker for worker in pool.workers if point != "token" or worker.kind == "decode"]
+        assert {worker.wait_for("cancel").attempt for worker in told} == {1}
     assert client.post("/v1/completions", json=COMPLETION).json()["choices"][0]["text"] == "abc"
 
 

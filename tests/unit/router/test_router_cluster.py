@@ -26,7 +26,7 @@ from tandem.rpc.v1.common_pb2 import ROLE_PREFILL
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import WriterSuspected
 
-NOT_MIXED = MixedPool(step_tokens=0)
+NOT_MIXED = MixedPool(max_prompt_tokens=0)
 
 
 def membership(version: int, address: str, state: str = "ready") -> Membership:

@@ -172,7 +172,7 @@ def _linear_layers(shape: ModelShape, num_threads: int, sizes: Sizes) -> Iterato
 
 
 def _linear_layer(weight: torch.Tensor, num_threads: int) -> torch.nn.Module:
-    """What the engine puts in its place on this machine."""
+    """Packed where this CPU has the kernels for it, as in the engine, but never as one product with another layer."""
     if is_fast_here():
         return PackedLinear(weight, None, num_threads)
     outputs, inputs = weight.shape

@@ -21,7 +21,7 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention import AttentionBackend
 from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
-from tandem.engine.decode_step import DecodeStep
+from tandem.engine.decode_step import DecodeBackend, DecodeStep
 from tandem.engine.device import to_device
 from tandem.engine.layout import KVLayout
 
@@ -101,23 +101,56 @@ def activate_flash_attention_3() -> None:
 def refusal(backend: AttentionBackend, layout: KVLayout, device: torch.device) -> str | None:
     """Say why `backend` does not serve pages of `layout` on `device`: it raises, or is wrong; `None` if it serves.
 
-    A chunk over a prefix that ends inside a page, beside a single token.
+    A chunk over a prefix that ends inside a page, beside a single token; then a decode step, where it has such.
     """
+    try:
+        return _difference(backend, layout, device)
+    except Exception as error:  # noqa: BLE001 - an older signature, what a kernel has not: each library has its own class
+        _log.info("attention: %s raises in its trial", backend.name, exc_info=True)
+        first_line = next(iter(str(error).splitlines()), "")
+        return f"{type(error).__name__}: {first_line[:160]}"
+
+
+def _difference(backend: AttentionBackend, layout: KVLayout, device: torch.device) -> str | None:
     size = layout.page_size
+    start, num_rows = size + 3, 8
+    num_pages = layout.num_pages_for(start + num_rows)
+    pages, page = tuple(range(num_pages, 0, -1)), (0,)
+    chunk = [SequenceInput([0] * num_rows, start, pages), SequenceInput([0], size // 2, page)]
+    decode = [SequenceInput([0], start, pages), SequenceInput([0], size // 2, page)]
+
     small = KVLayout(1, layout.num_kv_heads, layout.head_dim, size, layout.dtype)
     generator = torch.Generator().manual_seed(0)
-    arena = KVArena(small, 5, device)
+    arena = KVArena(small, num_pages + 1, device)
     arena.tensor.copy_(torch.randn(arena.tensor.shape, generator=generator))
-    sequences = [SequenceInput([0] * 8, size + 3, (4, 1)), SequenceInput([0], size // 2, (2,))]
-    batch = build_batch(sequences, size, device)
-    query = torch.randn((9, 2 * layout.num_kv_heads, layout.head_dim), generator=generator)
+    query = torch.randn((num_rows + 1, 2 * layout.num_kv_heads, layout.head_dim), generator=generator)
     query = query.to(device, arena.tensor.dtype)
     params = AttentionParams(layout.head_dim**-0.5)
+
+    batch = build_batch(chunk, size, device)
+    reason = _compare(arena, batch, query, params, backend.attend(batch, arena, 0, query, params))
+    if reason is None and isinstance(backend, DecodeBackend):
+        batch, query = build_batch(decode, size, device), query[: len(decode)]
+        found = backend.attend_decode(_step_of(batch, size, device), arena, 0, query, params)
+        if (reason := _compare(arena, batch, query, params, found)) is not None:
+            return f"a decode step {reason}"
+    return reason
+
+
+def _step_of(batch: PagedBatch, page_size: int, device: torch.device) -> DecodeStep:
+    used = np.array([rows.end for rows in batch.sequences], dtype=np.int32)
+    return DecodeStep(
+        tables=to_device(batch.block_tables, device),
+        used=to_device(used, device),
+        offsets=torch.arange(len(used) + 1, dtype=torch.int32, device=device),
+        max_keys=batch.block_tables.shape[1] * page_size,
+    )
+
+
+def _compare(
+    arena: KVArena, batch: PagedBatch, query: torch.Tensor, params: AttentionParams, found: torch.Tensor
+) -> str | None:
     expected = ReferenceAttention().attend(batch, arena, 0, query, params)
-    try:
-        found = backend.attend(batch, arena, 0, query, params)
-    except (TypeError, ValueError, RuntimeError) as error:  # an older signature; a kernel that has not this
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     difference = float((found.float() - expected.float()).abs().max())
     return None if difference <= _PROBE_TOLERANCE else f"differs from the reference by {difference:.1e}"
 

@@ -32,7 +32,8 @@ _PROGRAMS_PER_PROCESSOR = 2
 _MAX_PARTS = 32
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Triton compiles a variant for integers that are 1 or multiples of 16: batches and tables change from step to step.
+@triton.jit(do_not_specialize=("table_stride", "num_rows_total"))  # type: ignore[untyped-decorator]
 def _attend_kernel(  # type: ignore[no-untyped-def]  # Triton would look the types up
     query, keys, values, output, tables, blocks, used,
     partial_sums, partial_stats, scale, softcap,
@@ -113,7 +114,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # Triton would look the typ
         tl.store(partial_stats + line * 2 + 1, weight_sum, mask=is_row)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("num_rows_total",))  # type: ignore[untyped-decorator]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     output, partial_sums, partial_stats, output_row_stride, output_head_stride,
     num_rows_total, num_heads,

@@ -18,6 +18,7 @@ from tandem.engine.batch import SequenceInput
 from tandem.engine.cuda_graphs import CudaCapture, DecodeGraphs
 from tandem.engine.decode_step import DecodeBackend
 from tandem.engine.fused import fuse
+from tandem.engine.fused_modules import ROWS_FOR_THREADS
 from tandem.engine.layout import KVLayout
 from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
@@ -76,7 +77,7 @@ class Engine:
         self.linear = pack(model, num_threads)
         self._model = model
         self._backend = backend
-        self._paged = PagedModel(model, arena, backend, self.vocab_size, max_context)
+        self._paged = PagedModel(model, arena, backend, self.vocab_size, max_context, num_pages=self.num_pages)
         self._decode: DecodeGraphs | None = None
 
     @classmethod
@@ -99,7 +100,8 @@ class Engine:
             model_dir: a directory in the Hugging Face layout.
             dtype: of weights, computation and KV; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
             page_size: token slots of a page.
-            num_pages, kv_bytes: size of the arena, one of them; by default from the memory that is free.
+            num_pages, kv_bytes: pages for sequences, or the greatest size of the arena; by default from the memory
+                that is free.
             num_threads: CPU threads of a forward; by default all that this process may use.
             device: "cpu", "cuda" or "cuda:N".
             max_context: a limit below the model's own, in tokens.
@@ -120,8 +122,8 @@ class Engine:
         if probe:
             probe_architecture(config, num_threads=threads)
         model = loader.load_model(model_dir, config, resolved, target)
-        total = _count_pages(layout, num_pages, kv_bytes, target) + _has_scratch_page(backend, target)
-        arena = KVArena(layout, total, target)
+        num_scratch = int(_has_scratch_page(backend, target))
+        arena = KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
         engine = cls(model, arena, backend, loader.eos_of(model_dir, config), context, threads)
         _log.info(
             "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, "
@@ -160,10 +162,12 @@ class Engine:
     def warmup(self, max_num_seqs: int = 64) -> None:
         """Compile the kernels and touch the weights, on pages of its own: the arena is left as it is.
 
-        On a GPU decode steps of up to `max_num_seqs` sequences are captured as graphs; larger ones run eagerly.
+        On a GPU decode steps of up to `max_num_seqs` sequences are captured as graphs; larger ones run eagerly. With 0
+        none are captured: for who computes prompts only.
         """
         page_size = self.layout.page_size
-        prompt = min(self.max_context - 1, 2 * page_size)
+        # So many rows that kernels for several threads are compiled too.
+        prompt = min(self.max_context - 1, max(2 * page_size, ROWS_FOR_THREADS))
         if prompt < 1:
             return
         scratch = KVArena(self.layout, 2 * self.layout.num_pages_for(prompt + 1), self.arena.device)
@@ -173,7 +177,7 @@ class Engine:
         chunk = SequenceInput([0] * prompt, 0, first)
         paged.forward([chunk, SequenceInput([0], 0, second)])
         paged.forward([SequenceInput([0], prompt, first), SequenceInput([0], 1, second)])
-        if self._has_scratch_page:
+        if self._has_scratch_page and max_num_seqs:
             self._decode = DecodeGraphs(
                 self._paged, max_num_seqs=max_num_seqs, scratch_page=self.num_pages, capture=CudaCapture()
             )
@@ -205,11 +209,14 @@ def _set_threads(num_threads: int | None) -> int:
     return threads
 
 
-def _count_pages(layout: KVLayout, num_pages: int | None, kv_bytes: int | None, device: torch.device) -> int:
+def _count_pages(
+    layout: KVLayout, num_pages: int | None, kv_bytes: int | None, device: torch.device, num_scratch: int
+) -> int:
+    """Pages of the arena, `num_scratch` of the engine's own included; these too are within `kv_bytes`."""
     if num_pages is not None and kv_bytes is not None:
         raise ConfigError("give num_pages or kv_bytes, not both", key="num_pages")
     if num_pages is not None:
-        return num_pages
+        return num_pages + num_scratch
     if kv_bytes is None:
         if device.type == "cpu":
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -217,6 +224,7 @@ def _count_pages(layout: KVLayout, num_pages: int | None, kv_bytes: int | None, 
         else:
             kv_bytes = int(torch.cuda.mem_get_info(device)[0] * _DEFAULT_DEVICE_KV_SHARE)
     pages = kv_bytes // layout.page_bytes
-    if pages < 1:
-        raise ConfigError(f"{kv_bytes} bytes do not hold one page of {layout.page_bytes}", key="kv_bytes")
+    if pages <= num_scratch:
+        own = f" and {num_scratch} of the engine's own" if num_scratch else ""
+        raise ConfigError(f"{kv_bytes} bytes do not hold one page of {layout.page_bytes}{own}", key="kv_bytes")
     return int(pages)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.layout import KVLayout
-from tandem.engine.packed_linear import can_pack
+from tandem.engine.packed_linear import can_pack, replace_modules
 from tandem.engine.vector_ir import LANES
 
 _Output = TypeVar("_Output")
@@ -35,8 +34,8 @@ _TOLERANCE = 1e-4
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-# Small rows show an epsilon, great ones an activation.
-_ROW_SCALES = (1e-3, 0.1, 1.0, 10.0)
+# Small rows show an epsilon, great ones an activation, the greatest a clamp.
+_ROW_SCALES = (1e-3, 0.1, 1.0, 10.0, 1e3)
 # Two requests in the midst of their contexts, their pages out of order.
 _SEQUENCES = (SequenceInput([0] * 5, 2, (3, 0)), SequenceInput([0], 6, (2, 1)))
 _PAGE_SIZE, _NUM_PAGES = 4, 4
@@ -44,7 +43,7 @@ _PAGE_SIZE, _NUM_PAGES = 4, 4
 
 def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
     """Replace what can be replaced; say how many parts of which kind that were, for people."""
-    if not can_pack(model):
+    if not can_pack(model) or layout.dtype != "float32":  # K and V are written by address
         return "none"
     rotary_dim = _rotary_dim(model)
     attempts: tuple[tuple[str, Callable[[nn.Module], nn.Module | None]], ...] = (
@@ -52,14 +51,27 @@ def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
         ("mlp", lambda module: fuse_gated_mlp(module, num_threads)),
         ("norm", lambda module: fuse_rms_norm(module, num_threads)),
     )
-    replaced: Counter[str] = Counter()
-    for kind, attempt in attempts:
-        for name, module in list(model.named_modules()):
-            fused = attempt(module)
-            if fused is not None:
-                model.set_submodule(name, fused)
-                replaced[kind] += 1
-    return ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none"
+    counts = {kind: replace_modules(model, _Attempt(attempt)) for kind, attempt in attempts}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
+
+
+class _Attempt:
+    """`attempt`, but not of modules like one that was refused: a trial packs their weights, and does so for nothing.
+
+    Where the first of them was fused, each is tried by itself: layers of one class may differ.
+    """
+
+    def __init__(self, attempt: Callable[[nn.Module], nn.Module | None]) -> None:
+        self._attempt = attempt
+        self._first_was_fused: dict[tuple[type, tuple[torch.Size, ...]], bool] = {}
+
+    def __call__(self, module: nn.Module) -> nn.Module | None:
+        kind = type(module), tuple(parameter.shape for parameter in module.parameters())
+        if not self._first_was_fused.get(kind, True):
+            return None
+        fused = self._attempt(module)
+        self._first_was_fused.setdefault(kind, fused is not None)
+        return fused
 
 
 def fuse_rms_norm(module: nn.Module, num_threads: int) -> FusedRMSNorm | None:
@@ -67,12 +79,12 @@ def fuse_rms_norm(module: nn.Module, num_threads: int) -> FusedRMSNorm | None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if list(module.state_dict()) != ["weight"] or not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
         return None
-    if weight.dim() != 1 or len(weight) % LANES or _required_arguments(module) != 1:
+    if weight.dim() != 1 or len(weight) % LANES or not _takes_rows_alone(module):
         return None
-    rows = _random(len(_ROW_SCALES), len(weight)).add(0.5) * torch.tensor(_ROW_SCALES)[:, None]
+    rows = _scale_rows(_random(len(_ROW_SCALES), len(weight)).add(0.5))
     for scale in (weight, 1.0 + weight):  # some classes store the difference to one
         fused = FusedRMSNorm(scale, eps, num_threads)
-        if _agree(module, lambda part: part(rows), fused):
+        if _agree(module, lambda part: [part(rows)], fused):
             return fused
     return None
 
@@ -80,18 +92,23 @@ def fuse_rms_norm(module: nn.Module, num_threads: int) -> FusedRMSNorm | None:
 def fuse_gated_mlp(module: nn.Module, num_threads: int) -> FusedGatedMLP | None:
     """The replacement of a gated MLP with SiLU; `None` for anything else."""
     parts = _linear_children(module, _MLP_PARTS)
-    if (
-        parts is None
-        or set(dict(module.named_children())) - {*_MLP_PARTS, "act_fn"}
-        or _required_arguments(module) != 1
-    ):
+    if parts is None or set(dict(module.named_children())) - {*_MLP_PARTS, "act_fn"} or not _takes_rows_alone(module):
         return None
     gate, up, down = parts
-    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None) or not _may_have_silu(module):
         return None
-    rows = _random(1, len(_ROW_SCALES), gate.in_features) * torch.tensor(_ROW_SCALES)[:, None]
+    rows = _scale_rows(_random(1, len(_ROW_SCALES), gate.in_features))
     fused = FusedGatedMLP(gate, up, down, num_threads)
-    return fused if _agree(module, lambda part: part(rows), fused) else None
+    return fused if _agree(module, lambda part: [part(rows)], fused) else None
+
+
+def _may_have_silu(module: nn.Module) -> bool:
+    """Whether the activation is SiLU, which is sooner tried than the whole; without an `act_fn` only that tells."""
+    activation = getattr(module, "act_fn", None)
+    if activation is None:
+        return True
+    rows = _scale_rows(_random(len(_ROW_SCALES), LANES))
+    return _output_of(module, lambda _: _same_rows(nn.functional.silu(rows), activation(rows))) is True
 
 
 def fuse_attention(
@@ -120,8 +137,8 @@ def fuse_attention(
     seen = _output_of(module, trial.run)
     if seen is None:
         return None
-    fused = FusedAttention(module, seen[1], head_dim, rotary_dim, norms, num_threads)
-    return fused if _agree(module, lambda part: trial.run(part)[0], fused) else None
+    fused = FusedAttention(module, seen.params, head_dim, rotary_dim, norms, num_threads)
+    return fused if _agree(module, lambda part: trial.run(part).parts, fused) else None
 
 
 def _head_norms(
@@ -138,6 +155,14 @@ def _head_norms(
 
 
 @dataclass(frozen=True)
+class _Seen:
+    """What an attention module did."""
+
+    parts: list[torch.Tensor]  # its layer's pages, the queries, the output; each of some rows
+    params: AttentionParams  # what it asked of the attention
+
+
+@dataclass(frozen=True)
 class _Trial:
     """One call of an attention module on random input, over an arena of its own."""
 
@@ -148,16 +173,17 @@ class _Trial:
 
     @classmethod
     def make(cls, layout: KVLayout, hidden_size: int, rotary_dim: int) -> _Trial:
-        small = KVLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, _PAGE_SIZE, "float32")
+        small = replace(layout, page_size=_PAGE_SIZE)
         batch = build_batch(_SEQUENCES, _PAGE_SIZE, torch.device("cpu"))
         # No angles: any pair of numbers must be used in the same way.
         cos, sin = _random(2, 1, batch.num_tokens, rotary_dim)
-        return cls(small, batch, _random(1, batch.num_tokens, hidden_size), (cos, sin))
+        return cls(small, batch, _scale_rows(_random(1, batch.num_tokens, hidden_size)), (cos, sin))
 
-    def run(self, module: nn.Module) -> tuple[torch.Tensor, AttentionParams]:
-        """All that `module` gives (keys, values, queries, output) as rows, and what it asks of the attention."""
+    def run(self, module: nn.Module) -> _Seen:
         arena = KVArena(self.layout, _NUM_PAGES)
-        arena.tensor.fill_(float("nan"))  # slots that nobody may write
+        # Only its own layer is touched: memory of the others is never taken.
+        pages = arena.layer(module.layer_idx)  # type: ignore[arg-type]
+        pages.fill_(float("nan"))  # slots that nobody may write
         recorder = _Recorder()
         token = current_forward.set(ForwardContext(self.batch, arena, recorder))
         try:
@@ -167,9 +193,7 @@ class _Trial:
         finally:
             current_forward.reset(token)
         query, params = recorder.calls[0]
-        rows = [arena.tensor.flatten(0, -2), query.flatten(0, 1), output[0]]
-        width = max(part.shape[-1] for part in rows)
-        return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1])) for part in rows]), params
+        return _Seen([pages, query, output], params)
 
 
 class _Recorder:
@@ -187,11 +211,15 @@ class _Recorder:
         return query.contiguous()
 
 
-def _agree(original: nn.Module, call: Callable[[nn.Module], torch.Tensor], fused: nn.Module) -> bool:
-    """Whether both give the same `[..., features]`, row by row."""
+def _agree(original: nn.Module, call: Callable[[nn.Module], list[torch.Tensor]], fused: nn.Module) -> bool:
+    """Whether both give the same tensors `[..., features]`, row by row."""
     expected, found = _output_of(original, call), _output_of(fused, call)
     if expected is None or found is None:
         return False
+    return all(_same_rows(*pair) for pair in zip(expected, found, strict=True))
+
+
+def _same_rows(expected: torch.Tensor, found: torch.Tensor) -> bool:
     if found.shape != expected.shape:
         return False
     scale = expected.nan_to_num(0.0).abs().amax(dim=-1, keepdim=True)
@@ -224,10 +252,17 @@ def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linea
     return found if all(type(child) is nn.Linear for child in found) else None  # type: ignore[return-value]
 
 
-def _required_arguments(module: nn.Module) -> int:
-    parameters = inspect.signature(module.forward).parameters.values()
-    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+def _takes_rows_alone(module: nn.Module) -> bool:
+    """Whether `forward` has one parameter: with another, optional, a model may ask for more than the trial does."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    return len(parameters) == 1 and parameters[0].kind not in (parameters[0].VAR_POSITIONAL, parameters[0].VAR_KEYWORD)
+
+
+def _scale_rows(rows: torch.Tensor) -> torch.Tensor:
+    """`[..., N, features]`, with the scales in turn."""
+    scales = [_ROW_SCALES[index % len(_ROW_SCALES)] for index in range(rows.shape[-2])]
+    return rows * torch.tensor(scales, dtype=torch.float32)[:, None]
 
 
 def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)

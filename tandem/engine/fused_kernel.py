@@ -14,6 +14,11 @@ from numba.core import cgutils
 from tandem.engine import vector_ir as vir
 from tandem.engine.threads import Kernel
 
+# Numba takes these for constants.
+_LANES = vir.LANES
+_FLOAT_BYTES = vir.FLOAT_BYTES
+_VECTOR_BYTES = vir.VECTOR_BYTES
+
 
 def _emit_normalize(builder: Any, x: Any, weight: Any, y: Any, vectors: Any, eps: Any) -> None:
     """`y = x / sqrt(mean(x ** 2) + eps) * weight`; `y` may be `x`."""
@@ -61,17 +66,17 @@ _copy = vir.kernel(3, 0, types.void, _emit_copy)
 def _normalize_rows(x, num_rows, width, weight, eps, y):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """RMSNorm of `x[num_rows, width]`, without gaps, to `y` of the same shape."""
     for row in numba.prange(num_rows):
-        place = row * width * 4
-        _normalize(x + place, weight, y + place, width // 8, eps)
+        place = row * width * _FLOAT_BYTES
+        _normalize(x + place, weight, y + place, width // _LANES, eps)
 
 
 @numba.njit(nogil=True, inline="always")
 def _place_head(source, target, head_bytes, norm, eps, cos, sin, rotary_bytes):  # type: ignore[no-untyped-def] # pragma: no cover
     """Normalises a head in place where there is a norm, turns its first `rotary_bytes`, copies the rest."""
     if norm:
-        _normalize(source, norm, source, head_bytes // 32, eps)
+        _normalize(source, norm, source, head_bytes // _VECTOR_BYTES, eps)
     _rotate(source, cos, sin, target, rotary_bytes // 2)
-    _copy(source + rotary_bytes, target + rotary_bytes, (head_bytes - rotary_bytes) // 32)
+    _copy(source + rotary_bytes, target + rotary_bytes, (head_bytes - rotary_bytes) // _VECTOR_BYTES)
 
 
 def _place_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -83,7 +88,7 @@ def _place_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     `heads` holds queries, keys and values of a row behind one another, rows `stride` bytes apart. `cos` and `sin` are
     `[num_rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64 arrays.
     """
-    head_bytes, rotary_bytes = head_dim * 4, rotary_dim * 4
+    head_bytes, rotary_bytes = head_dim * _FLOAT_BYTES, rotary_dim * _FLOAT_BYTES
     token_bytes = kv_heads * head_bytes
     for row in numba.prange(num_rows):
         source = heads + row * stride
@@ -97,7 +102,7 @@ def _place_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             target = key + head * head_bytes
             _place_head(source, target, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
             source += head_bytes
-        _copy(source, key + page_size * token_bytes, token_bytes // 32)
+        _copy(source, key + page_size * token_bytes, token_bytes // _VECTOR_BYTES)
 
 
 normalize_rows = Kernel(_normalize_rows)

@@ -17,8 +17,8 @@ from tandem.engine.fused_kernel import normalize_rows, place_heads
 from tandem.engine.packed_kernel import PANEL, multiply_gated
 from tandem.engine.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
 
-#: Below this many rows the threads' start costs more than they save.
-_ROWS_FOR_THREADS = 64
+#: Below this many rows norms and rotation go without threads: their start costs more than they save.
+ROWS_FOR_THREADS = 64
 
 
 class FusedRMSNorm(nn.Module):
@@ -60,8 +60,8 @@ class FusedGatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = as_rows(x)
         num_rows, width = rows.shape
-        both = torch.empty(num_rows, 2 * self._num_pairs * PANEL)
-        inner = torch.empty(num_rows, self._num_pairs * PANEL)
+        both = torch.empty(num_rows, 2 * self._num_pairs * PANEL, dtype=torch.float32)
+        inner = torch.empty(num_rows, self._num_pairs * PANEL, dtype=torch.float32)
         multiply_gated(
             self._num_threads, rows.data_ptr(), rows.stride(0) * 4, num_rows, width, self._weight_at, self._num_pairs,
             self._bias_at, both.data_ptr(), inner.data_ptr(),
@@ -128,7 +128,7 @@ class FusedAttention(nn.Module):
             )
         cos, sin = cos.contiguous(), sin.contiguous()
         heads = self._qkv.padded(hidden_states)
-        query = torch.empty(num_rows, self._num_heads, self._head_dim)
+        query = torch.empty(num_rows, self._num_heads, self._head_dim, dtype=torch.float32)
         place_heads(
             _threads_for(num_rows, self._num_threads), heads.data_ptr(), heads.shape[-1] * 4, num_rows,
             self._num_heads, self._kv_heads, self._head_dim, self._q_norm_at, self._k_norm_at, self._eps,
@@ -141,4 +141,4 @@ class FusedAttention(nn.Module):
 
 
 def _threads_for(num_rows: int, num_threads: int) -> int:
-    return num_threads if num_rows >= _ROWS_FOR_THREADS else 1
+    return num_threads if num_rows >= ROWS_FOR_THREADS else 1

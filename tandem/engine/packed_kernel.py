@@ -23,6 +23,8 @@ from tandem.engine.threads import Kernel
 #: Outputs of one panel.
 PANEL = 32
 _NUM_VECTORS = PANEL // vir.LANES
+# Of one row: Numba takes it for a constant.
+_PANEL_BYTES = PANEL * vir.FLOAT_BYTES
 
 
 def _make_tile(num_rows: int, *, ahead: bool = False) -> Callable[..., None]:
@@ -92,8 +94,8 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
     each pass fetches its share of the next panel, evenly, one line at a time (faster fetching stalls the pass).
     """
     num_passes = (num_rows + 2) // 3
-    step = 128 // num_passes
-    ahead = panel + k * 128
+    step = _PANEL_BYTES // num_passes
+    ahead = panel + k * _PANEL_BYTES
     row = 0
     while row < num_rows:
         left = num_rows - row
@@ -126,10 +128,11 @@ def _multiply(x, x_stride, num_rows, k, panels, num_panels, bias, y):  # type: i
 
     `bias` is 0 where there is none. `y` is without gaps.
     """
-    y_stride = num_panels * 128
+    y_stride = num_panels * _PANEL_BYTES
     for index in numba.prange(num_panels):
-        shift = bias + index * 128 if bias else 0
-        _multiply_panel(x, x_stride, num_rows, k, panels + index * k * 128, shift, y + index * 128, y_stride)
+        shift = bias + index * _PANEL_BYTES if bias else 0
+        panel = panels + index * k * _PANEL_BYTES
+        _multiply_panel(x, x_stride, num_rows, k, panel, shift, y + index * _PANEL_BYTES, y_stride)
 
 
 def _multiply_gated(x, x_stride, num_rows, k, panels, num_pairs, bias, both, y):  # type: ignore[no-untyped-def] # pragma: no cover
@@ -137,15 +140,15 @@ def _multiply_gated(x, x_stride, num_rows, k, panels, num_pairs, bias, both, y):
 
     `both[num_rows, 64 * num_pairs]` takes the products in between.
     """
-    both_stride, y_stride = num_pairs * 256, num_pairs * 128
+    both_stride, y_stride = 2 * num_pairs * _PANEL_BYTES, num_pairs * _PANEL_BYTES
     for index in numba.prange(num_pairs):
         for half in range(2):
             panel = 2 * index + half
-            shift = bias + panel * 128 if bias else 0
-            place = both + panel * 128
-            _multiply_panel(x, x_stride, num_rows, k, panels + panel * k * 128, shift, place, both_stride)
+            shift = bias + panel * _PANEL_BYTES if bias else 0
+            place = both + panel * _PANEL_BYTES
+            _multiply_panel(x, x_stride, num_rows, k, panels + panel * k * _PANEL_BYTES, shift, place, both_stride)
         for row in range(num_rows):
-            _gate(both + row * both_stride + index * 256, y + row * y_stride + index * 128)
+            _gate(both + row * both_stride + 2 * index * _PANEL_BYTES, y + row * y_stride + index * _PANEL_BYTES)
 
 
 multiply = Kernel(_multiply)

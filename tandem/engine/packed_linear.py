@@ -6,6 +6,9 @@ does all the time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,7 +47,7 @@ class PackedLinear(nn.Module):
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         """As `forward`, with all outputs of the last panel: `[..., 32 * panels]`, without gaps."""
         rows = as_rows(x)
-        output = torch.empty(*x.shape[:-1], self._num_panels * PANEL)
+        output = torch.empty(*x.shape[:-1], self._num_panels * PANEL, dtype=torch.float32)
         multiply(
             self._num_threads, rows.data_ptr(), rows.stride(0) * 4, rows.shape[0], self.in_features, self._weight_at,
             self._num_panels, self._bias_at, output.data_ptr(),
@@ -62,15 +65,32 @@ def pack(model: PreTrainedModel, num_threads: int) -> str:
     """
     if not can_pack(model):
         return "torch"
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            packed = PackedLinear(module.weight, module.bias, num_threads)
-        elif type(module) is Conv1D:  # as nn.Linear, transposed
-            packed = PackedLinear(module.weight.T, module.bias, num_threads)
-        else:
-            continue
-        model.set_submodule(name, packed)
+    replace_modules(model, lambda module: _pack_layer(module, num_threads))
     return "packed"
+
+
+def _pack_layer(module: Any, num_threads: int) -> PackedLinear | None:
+    if type(module) is nn.Linear:
+        return PackedLinear(module.weight, module.bias, num_threads)
+    if type(module) is Conv1D:  # as nn.Linear, transposed
+        return PackedLinear(module.weight.T, module.bias, num_threads)
+    return None
+
+
+def replace_modules(model: nn.Module, attempt: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Replace each part of `model` that `attempt` gives something for, parents before their parts; how many.
+
+    An original is dropped before the next is looked at, so no more than one of them is in memory twice.
+    """
+    done: list[str] = []
+    for name in [name for name, _ in model.named_modules() if name]:
+        if done and name.startswith(f"{done[-1]}."):
+            continue  # it went with its parent
+        replacement = attempt(model.get_submodule(name))
+        if replacement is not None:
+            model.set_submodule(name, replacement)
+            done.append(name)
+    return len(done)
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -110,6 +130,6 @@ def _aligned(*shape: int) -> torch.Tensor:
     """Uninitialised float32 that begins at a cache line."""
     count = int(torch.Size(shape).numel())
     spare = _ALIGNMENT // 4
-    flat = torch.empty(count + spare)
+    flat = torch.empty(count + spare, dtype=torch.float32)
     skip = (-flat.data_ptr() % _ALIGNMENT) // 4
     return flat[skip : skip + count].view(shape)

@@ -22,13 +22,22 @@ class PagedModel:
     """Runs batches of one model over one arena. Not for several threads at once."""
 
     def __init__(
-        self, model: PreTrainedModel, arena: KVArena, backend: AttentionBackend, vocab_size: int, max_context: int
+        self,
+        model: PreTrainedModel,
+        arena: KVArena,
+        backend: AttentionBackend,
+        vocab_size: int,
+        max_context: int,
+        *,
+        num_pages: int | None = None,
     ) -> None:
+        """Sequences may have the pages `[0, num_pages)`, by default all of the arena."""
         self.model = model
         self.arena = arena
         self.backend = backend
         self.vocab_size = vocab_size
         self.max_context = max_context
+        self.num_pages = arena.num_pages if num_pages is None else num_pages
         # Models differ in what they do after the last layer (head bias, soft capping, scaling): all of it is theirs,
         # on the rows that are asked for.
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -44,7 +53,7 @@ class PagedModel:
         if not sequences:
             raise ValueError("an empty batch")
         for sequence in sequences:
-            check_sequence(sequence, self.arena.layout, self.arena.num_pages, self.vocab_size, self.max_context)
+            check_sequence(sequence, self.arena.layout, self.num_pages, self.vocab_size, self.max_context)
 
     def compute(self, batch: PagedBatch, on_layer: LayerCallback | None = None) -> torch.Tensor:
         """Compute a batch that is checked and laid out; float32 `[logit_rows, vocab]`."""

@@ -93,7 +93,7 @@ def sample_rows(
     best, best_ids = logits.max(dim=-1)
     # One copy from the device, and so one wait for it: the ids, and whether their row holds NaN.
     chosen, is_nan = torch.stack([best_ids, torch.isnan(best).long()]).tolist()
-    failed = {index: InternalError("the model gave NaN logits") for index, failed in enumerate(is_nan) if failed}
+    failed = {index: InternalError("the model gave NaN logits") for index, bad in enumerate(is_nan) if bad}
     for index, row in enumerate(rows):
         if index not in failed and (not row.params.is_greedy or _changes_logits(row)):
             try:

@@ -24,10 +24,9 @@ _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def _digest_of_sources() -> str:
-    """Of all files that kernels are put together from."""
-    here = Path(__file__).parent
-    names = ("vector_ir", "packed_kernel", "fused_kernel", "attention_numba", "threads")
-    return hashlib.sha256(b"".join((here / f"{name}.py").read_bytes() for name in names)).hexdigest()
+    """Of all files that kernels may be put together from."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 _SOURCES = _digest_of_sources()

@@ -221,7 +221,7 @@ class WorkerProcess(ABC):
             device=self._device,
             max_context=config.cache.max_context or None,
         )
-        self.engine.warmup(config.scheduling.max_num_seqs)
+        self.engine.warmup(config.scheduling.max_num_seqs if self.role == "decode" else 0)
         arena = self.engine.arena
         self.pool = PagePool(self.engine.num_pages, config.cache.page_size)
         self._page_counts = self.pool.counts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import ForwardContext, current_forward, paged_attention
 from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine.attention_cuda import refusal
 from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
+from tandem.engine.decode_step import DecodeStep
 from tandem.engine.layout import KVLayout
 
 # heads, KV heads, head_dim, page size
@@ -142,3 +145,36 @@ def test_attention_needs_a_layer_index() -> None:
         _call(module)
     with pytest.raises(UnsupportedModelError, match="layer index"):
         _call(torch.nn.Module())
+
+
+class _Decoding(ReferenceAttention):
+    """Decode steps by the reference too, or whatever `spoil` makes of its result."""
+
+    def __init__(self, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._spoil = spoil
+
+    def attend_decode(
+        self, step: DecodeStep, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        inputs = [SequenceInput([0], int(end) - 1, table) for end, table in zip(step.used, step.tables, strict=True)]
+        batch = build_batch(inputs, arena.layout.page_size, query.device)
+        return self._spoil(super().attend(batch, arena, layer, query, params))
+
+
+class _KernelError(Exception):
+    """As Triton's: no `RuntimeError`, and maybe without a text."""
+
+
+def _raise(_: torch.Tensor) -> torch.Tensor:
+    raise _KernelError
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 256])
+def test_a_kernel_is_tried_before_it_serves(page_size: int) -> None:
+    layout, cpu = KVLayout(3, 2, 16, page_size, "float32"), torch.device("cpu")
+    assert refusal(ReferenceAttention(), layout, cpu) is None
+    assert refusal(_Decoding(lambda output: output), layout, cpu) is None
+    wrong = refusal(_Decoding(lambda output: output.flip(0)), layout, cpu)
+    assert wrong is not None
+    assert wrong.startswith("a decode step differs")
+    assert refusal(_Decoding(_raise), layout, cpu) == "_KernelError: "

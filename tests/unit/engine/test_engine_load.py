@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from tandem.engine.engine import Engine, SequenceInput
+from tandem.engine.engine import Engine, SequenceInput, _count_pages
+from tandem.engine.paged_model import PagedModel
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,14 @@ def test_kv_bytes_are_counted_in_pages(llama_dir: Path) -> None:
     assert engine.arena.num_pages == 5
     with pytest.raises(ConfigError, match="do not hold one page"):
         Engine.load(llama_dir, kv_bytes=1, num_threads=1, probe=False)
+
+
+def test_a_page_of_the_engines_own_is_within_the_bytes(engine: Engine) -> None:
+    cpu, page_bytes = torch.device("cpu"), engine.layout.page_bytes
+    assert _count_pages(engine.layout, None, 5 * page_bytes, cpu, 1) == 5
+    assert _count_pages(engine.layout, 5, None, cpu, 1) == 6
+    with pytest.raises(ConfigError, match="do not hold one page of"):
+        _count_pages(engine.layout, None, page_bytes, cpu, 1)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +192,13 @@ def test_forward_refuses_what_lies_outside_and_writes_nothing(
     assert torch.equal(engine.arena.tensor, before)
 
 
+def test_pages_of_the_engines_own_are_refused(engine: Engine) -> None:
+    paged = PagedModel(engine._model, engine.arena, engine._backend, engine.vocab_size, 512, num_pages=39)
+    paged.forward([SequenceInput([2], 0, [38])])
+    with pytest.raises(ValueError, match="outside of the arena"):
+        paged.forward([SequenceInput([2], 0, [39])])
+
+
 def test_forward_refuses_an_empty_batch(engine: Engine) -> None:
     with pytest.raises(ValueError, match="empty"):
         engine.forward([])
@@ -238,6 +257,42 @@ def test_warmup_leaves_the_arena_alone(llama_dir: Path) -> None:
     engine.warmup()
     assert not engine.arena.tensor.any()
     helpers.load_engine(llama_dir, num_pages=1, max_context=1).warmup()
+
+
+# Prints what is compiled after the warm-up, and after requests of all kinds.
+_COMPILED_BY = """
+import sys
+import engine_helpers as helpers
+from tandem.engine import attention_numba, fused_kernel, packed_kernel
+
+KERNELS = (packed_kernel.multiply, packed_kernel.multiply_gated, fused_kernel.normalize_rows,
+           fused_kernel.place_heads, attention_numba._attend_kernel)
+
+def compiled():
+    return [[len(variant.signatures) for variant in (kernel._alone, kernel._together)] for kernel in KERNELS]
+
+engine = helpers.load_engine(sys.argv[1], num_threads=2)
+engine.warmup()
+print(compiled())
+helpers.drive(engine, [helpers.make_prompt(100, 0), helpers.make_prompt(1, 0)], chunk=100, num_new=3)
+helpers.drive(engine, [helpers.make_prompt(9, 0)], chunk=1, num_new=3)
+print(compiled())
+"""
+
+
+def test_warmup_compiles_all_that_requests_need(llama_dir: Path) -> None:
+    """In a process of its own: here other tests have compiled kernels already."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _COMPILED_BY, str(llama_dir)],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": f"{helpers.REPOSITORY}{os.pathsep}{Path(__file__).parent}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    after_warmup, after_requests = ended.stdout.splitlines()
+    assert after_warmup == after_requests
+    assert "1" in after_warmup
 
 
 def test_two_engines_in_two_threads_do_not_meet(llama_dir: Path) -> None:

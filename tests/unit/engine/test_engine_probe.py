@@ -36,6 +36,8 @@ SERVED = {
             "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
         ),
     ),
+    "olmo": config_of("olmo", clip_qkv=8.0),
+    "olmo that clips what is common": config_of("olmo", clip_qkv=0.5),
     "llama with linear RoPE": config_of("llama", rope_parameters=rope("linear", factor=4.0)),
     "qwen2": config_of("qwen2"),
     "qwen2 with windows": config_of("qwen2", use_sliding_window=True, max_window_layers=20),

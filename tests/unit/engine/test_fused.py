@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import ref
 
 import engine_helpers as helpers
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tandem.engine import attention_numba, fused_kernel, loader, packed_kernel
+from tandem.engine import fused as fusing
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_select import select_backend
@@ -22,6 +26,7 @@ from tandem.engine.batch import SequenceInput
 from tandem.engine.fused import fuse, fuse_attention, fuse_gated_mlp, fuse_rms_norm
 from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.layout import KVLayout
+from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
 from tandem.engine.threads import Kernel
 
@@ -42,7 +47,7 @@ def randomize(module: nn.Module) -> nn.Module:
 
 def small_config(**options: object) -> LlamaConfig:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(num_hidden_layers=2, vocab_size=70, **(sizes | options))
+    config = LlamaConfig(**(sizes | {"num_hidden_layers": 2, "vocab_size": 70} | options))
     config._attn_implementation = ATTENTION_NAME
     return config
 
@@ -82,6 +87,11 @@ class _NormOfAnotherKind(LlamaRMSNorm):
         return super().forward(hidden_states) + 0.01
 
 
+class _NormThatMayBeGated(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -90,6 +100,7 @@ class _NormOfAnotherKind(LlamaRMSNorm):
         nn.RMSNorm(64),  # its epsilon is not known
         LlamaRMSNorm(12),
         _NormOfAnotherKind(64),
+        _NormThatMayBeGated(64),
         nn.Linear(8, 8),
     ],
     ids=lambda module: type(module).__name__,
@@ -117,10 +128,22 @@ class _AnotherMLP(LlamaMLP):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
+class _ClampedMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.act_fn(self.gate_proj(x)).clamp(max=200), self.up_proj(x).clamp(min=-200, max=200)
+        return self.down_proj(gate * up)
+
+
+class _MLPThatMayBeScaled(LlamaMLP):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
 def test_other_mlps_are_left_alone() -> None:
     for activation in ("gelu", "gelu_pytorch_tanh", "relu"):
         assert fuse_gated_mlp(randomize(LlamaMLP(small_config(hidden_act=activation))), 1) is None
-    assert fuse_gated_mlp(randomize(_AnotherMLP(small_config())), 1) is None
+    for make in (_AnotherMLP, _ClampedMLP, _MLPThatMayBeScaled):
+        assert fuse_gated_mlp(randomize(make(small_config())), 1) is None, make.__name__
     extended = randomize(LlamaMLP(small_config()))
     extended.gate_norm = nn.Identity()
     assert fuse_gated_mlp(extended, 1) is None
@@ -133,13 +156,13 @@ class _NegatedKeys(LlamaAttention):
 
 
 class _AnotherOutput(LlamaAttention):
-    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        output, weights = super().forward(*args, **kwargs)
+    def forward(self, hidden_states, position_embeddings, **kwargs):  # type: ignore[no-untyped-def]
+        output, weights = super().forward(hidden_states, position_embeddings, **kwargs)
         return output * 1.01, weights
 
 
 class _Raises(LlamaAttention):
-    def forward(self, hidden_states, position_embeddings):  # type: ignore[no-untyped-def]
+    def forward(self, hidden_states, position_embeddings, **kwargs):  # type: ignore[no-untyped-def]
         raise NotImplementedError
 
 
@@ -154,6 +177,103 @@ def test_other_attentions_are_left_alone() -> None:
     biased = randomize(LlamaAttention(config, 1))
     biased.get_submodule("q_proj").bias = nn.Parameter(torch.zeros(64))
     assert fuse_attention(biased, layout, 16, 1) is None
+
+
+def test_attentions_that_clip_are_left_alone() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    layout = KVLayout(2, 2, 16, 16, "float32")
+    for clip, fits in ((None, True), (64.0, False)):  # a few times what rows of a norm reach
+        config = OlmoConfig(clip_qkv=clip, **sizes)
+        config._attn_implementation = ATTENTION_NAME
+        attention = fuse_attention(randomize(OlmoAttention(config, 0)), layout, 16, 1)
+        assert (attention is not None) == fits, f"clip_qkv={clip}"
+        assert fuse_gated_mlp(randomize(OlmoMLP(config)), 1) is not None
+
+
+class _WrittenElements(TorchDispatchMode):
+    """How many numbers all operations write, but for views."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        alias = [returned.alias_info for returned in func._schema.returns]
+        if isinstance(result, torch.Tensor) and (alias[0] is None or alias[0].is_write):
+            self.total += result.numel()
+        return result
+
+
+def test_a_trial_costs_the_same_in_a_model_of_many_layers() -> None:
+    totals = []
+    for num_layers in (2, 200):
+        layout = KVLayout(num_layers, 2, 16, 16, "float32")
+        with _WrittenElements() as written:
+            assert fuse_attention(randomize(LlamaAttention(small_config(), 1)), layout, 16, 1) is not None
+        totals.append(written.total)
+    assert totals[0] == totals[1]
+
+
+def small_model(**options: object) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(small_config(num_hidden_layers=3, vocab_size=320, **options))
+    randomize(model)
+    return model
+
+
+LAYOUT = KVLayout(3, 2, 16, 16, "float32")
+
+
+def test_pages_of_another_type_keep_the_models_own_parts() -> None:
+    assert fuse(small_model(), KVLayout(3, 2, 16, 16, "bfloat16"), 1) == "none"
+    assert fuse(small_model(), LAYOUT, 1) == FUSED["llama"]
+
+
+def test_the_default_type_of_the_process_is_not_taken() -> None:
+    model = small_model()
+    expected = _run(small_model(), LAYOUT, 1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert fuse(model, LAYOUT, 1) == FUSED["llama"]
+        pack(model, 1)
+        found = _run(model, LAYOUT, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_originals_are_dropped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    originals = [ref(module) for module in model.modules() if type(module) is LlamaMLP]
+    alive: list[int] = []
+
+    class Counting(FusedGatedMLP):
+        def __init__(self, *args: object) -> None:
+            alive.append(sum(original() is not None for original in originals))
+            super().__init__(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fusing, "FusedGatedMLP", Counting)
+    assert fuse(model, LAYOUT, 1) == FUSED["llama"]
+    assert alive == [3, 2, 1]
+
+
+def test_what_cannot_be_fused_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial packs all weights of a part, so one of a class must do."""
+    attempts: list[str] = []
+
+    def counting(kind: type[nn.Module]) -> type[nn.Module]:
+        class Counting(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: object) -> None:
+                attempts.append(kind.__name__)
+                super().__init__(*args)
+
+        return Counting
+
+    for kind in (FusedAttention, FusedGatedMLP):
+        monkeypatch.setattr(fusing, kind.__name__, counting(kind))
+    model = small_model(hidden_act="gelu")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = _AnotherOutput
+    assert fuse(model, LAYOUT, 1) == "7 norm"
+    assert attempts == ["FusedAttention"]
 
 
 #: What of each architecture is fused.
@@ -202,7 +322,13 @@ def test_other_types_keep_their_own_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [packed_kernel.multiply, packed_kernel.multiply_gated, fused_kernel.place_heads, attention_numba._attend_kernel],
+    [
+        packed_kernel.multiply,
+        packed_kernel.multiply_gated,
+        fused_kernel.normalize_rows,
+        fused_kernel.place_heads,
+        attention_numba._attend_kernel,
+    ],
 )
 def test_both_variants_of_a_kernel_have_their_own_file(kernel: Kernel) -> None:
     """Numba names files by function and line: one variant would be loaded in place of the other."""

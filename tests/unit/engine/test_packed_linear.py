@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from tandem.engine import packed_linear
 from tandem.engine.packed_linear import PackedLinear, pack
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,6 +69,24 @@ def test_all_linear_layers_of_a_model_are_replaced_and_tied_embeddings_stay() ->
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     assert not [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
     assert model.get_input_embeddings().weight.shape == (70, 32)
+
+
+def test_originals_are_dropped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model is in memory twice while it is packed."""
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=70)
+    )
+    originals = [ref(module) for module in model.modules() if type(module) is torch.nn.Linear]
+    alive: list[int] = []
+
+    class Counting(PackedLinear):
+        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_threads: int) -> None:
+            alive.append(sum(original() is not None for original in originals))
+            super().__init__(weight, bias, num_threads)
+
+    monkeypatch.setattr(packed_linear, "PackedLinear", Counting)
+    assert pack(model, 1) == "packed"
+    assert alive == list(range(15, 0, -1))
 
 
 def test_gpt2_style_layers_are_replaced_too() -> None:

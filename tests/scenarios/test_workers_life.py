@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,9 +241,8 @@ async def test_stop_before_start(worker_model_dir: Path) -> None:
 @pytest.mark.parametrize("cls", ROLES)
 async def test_stop_while_it_loads(worker_model_dir: Path, cls: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     worker = a_worker(cls, worker_model_dir)
-    with Gate(Engine, "warmup") as gate:
-        Engine.warmup = lambda self: gate()  # type: ignore[method-assign]
-        gate._inner = lambda: None
+    with Gate(SimpleNamespace(warmup=lambda: None), "warmup") as gate:
+        monkeypatch.setattr(Engine, "warmup", lambda _engine, _max_num_seqs: gate())
         started = asyncio.get_running_loop().run_in_executor(None, worker.start)
         await gate.wait()
         stopped = asyncio.get_running_loop().run_in_executor(None, worker.stop)

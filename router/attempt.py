@@ -184,9 +184,7 @@ class Attempt:
             raise self._over(Fault.UNSERVED, self._decode.key, error) from error
 
     def _computes_locally(self, event: LocalPrefillStarted) -> None:
-        request_id = self._story.request.request_id
-        self._decode.note_granted(request_id)
-        self._decode.note_begun(request_id)
+        self._decode.note_admitted(self._story.request.request_id)
         self._is_admitted = True
         self._story.note_prompt("decode", event.num_cached_tokens)
         self._story.reach(RequestState.PREFILLING)

@@ -10,7 +10,6 @@ from typing import Any
 
 from router.events import Event, WorkersChanged
 from router.mailbox import Mailbox
-from router.mixed_pool import MixedPool
 from router.pairing import KvFormat, mismatches
 from router.placement import ANY, Placement, Snapshot, Wishes, place, place_prefill
 from router.session import SessionState, WorkerSession
@@ -43,12 +42,10 @@ class Cluster:
         *,
         lease_s: float,
         metrics: RouterMetrics,
-        mixed_pool: MixedPool,
         on_writer_suspected: Callable[[WorkerKey], None] | None = None,
     ) -> None:
         self._lease_s = lease_s
         self._metrics = metrics
-        self._mixed_pool = mixed_pool
         self._on_writer_suspected = on_writer_suspected
         self._version = -1
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
@@ -123,10 +120,6 @@ class Cluster:
     def place(self, num_prompt_tokens: int, wishes: Wishes = ANY) -> Placement:
         """A placement by the workers as they are now; raises as `placement.place` does."""
         return place(self.snapshot(), num_prompt_tokens, wishes)
-
-    def computes_alone(self, num_prompt_tokens: int) -> WorkerKey | None:
-        """The decode worker that computes a new prompt sooner than any prefill worker; see `MixedPool`."""
-        return self._mixed_pool.computes_alone(self.snapshot(), num_prompt_tokens)
 
     def pair(self, placement: Placement) -> Pair:
         """The sessions of a placement that was made from the current snapshot."""
@@ -230,6 +223,8 @@ class Cluster:
             metrics.exposed_s.observe(message.exposed_s)
             metrics.prefill_compute_s.observe(message.compute_s)
             self._recomputed(message)
+        elif kind == "admitted":
+            metrics.admission_s.observe(message.admission_s)
         elif kind == "ended":
             metrics.prefill_compute_s.observe(message.compute_s)
             self._recomputed(message)

@@ -164,7 +164,6 @@ class RouterServer:
         cluster = Cluster(
             lease_s=config.transport.lease_s,
             metrics=metrics,
-            mixed_pool=MixedPool(scheduling.local_prefill_tokens if scheduling.mixed_pool else 0),
             on_writer_suspected=self._on_writer_suspected,
         )
 
@@ -182,6 +181,7 @@ class RouterServer:
             config=config,
             clock=clock,
             cluster=cluster,
+            mixed_pool=MixedPool(scheduling.local_prefill_tokens if scheduling.mixed_pool else 0),
             admission=admission,
             metrics=metrics,
             tokenizer=tokenizer,

@@ -181,19 +181,21 @@ class WorkerSession:
         self._held[request_id] = Held(mailbox, num_prompt_tokens if computes else 0, num_pages, computes)
 
     def note_begun(self, request_id: str) -> None:
-        """The request's prompt is being computed: what is left of it is in the worker's own figures."""
+        """A prefill worker computes the request's prompt: what is left of it is in the worker's own figures."""
         if (held := self._held.get(request_id)) is not None:
             held.num_queued_tokens = 0
 
     def note_admitted(self, request_id: str) -> None:
-        """A decode worker generates for the request."""
+        """A decode worker generates for the request, or computes its prompt: the rest is in its own figures."""
         if (held := self._held.get(request_id)) is not None:
+            held.num_pages = held.num_queued_tokens = 0
             held.steps = True
 
     def note_granted(self, request_id: str) -> None:
-        """The request's pages are in the worker's own figures by now."""
+        """A decode worker has pages for the request, and computes nothing for it until it is admitted."""
         if (held := self._held.get(request_id)) is not None:
-            held.num_pages = 0
+            held.num_pages = held.num_queued_tokens = 0
+            held.steps = False
 
     def let_go(self, request_id: str) -> None:
         """The attempt is over here."""

@@ -28,8 +28,9 @@ from router.cluster import Cluster, Pair
 from router.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver, WorkerLost
 from router.journal import Journal
 from router.mailbox import Mailbox
+from router.mixed_pool import MixedPool
 from router.moves import Moves
-from router.placement import Placement, Wishes
+from router.placement import Placement, Wishes, place
 from router.recovery import FIRST, PLANNED, Fault, Plan, Recovery, RecoveryLimits
 from router.request import Delta, Request, TokenGiven, Usage
 from router.retry_budget import RetryBudget
@@ -72,6 +73,7 @@ class House:
     config: Config
     clock: Clock
     cluster: Cluster
+    mixed_pool: MixedPool
     admission: Admission
     metrics: RouterMetrics
     tokenizer: Tokenizer
@@ -232,11 +234,11 @@ class Story:
 
     def _place(self) -> Placement:
         """A new request that is not urgent may go to decode alone; later attempts go as their plan says."""
-        cluster, num_tokens = self.house.cluster, len(self.request.prompt_ids)
+        snapshot, num_tokens = self.house.cluster.snapshot(), len(self.request.prompt_ids)
         may_be_slow = self.plan is FIRST and self.request.priority >= 0
-        if may_be_slow and (decode := cluster.computes_alone(num_tokens)) is not None:
+        if may_be_slow and (decode := self.house.mixed_pool.computes_alone(snapshot, num_tokens)) is not None:
             self.plan = Plan(Wishes(decode=decode, alone=True), max_local_tokens=num_tokens)
-        return cluster.place(num_tokens, self.plan.wishes)
+        return place(snapshot, num_tokens, self.plan.wishes)
 
     async def _change_of_workers(self, until_s: float) -> None:
         """Wait until a worker comes or goes, for at most until then."""

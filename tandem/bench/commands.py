@@ -125,7 +125,7 @@ def overload(options: argparse.Namespace) -> int:
 def gpu(options: argparse.Namespace) -> int:
     """`tandem bench gpu`; 2 where there is no such GPU."""
     from tandem.bench import gpu as measuring  # imports torch
-    from tandem.engine.gpu_measure import find_device
+    from tandem.bench.gpu_measure import find_device
 
     try:
         find_device(options.device)

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from tandem.bench import gpu_measure
 from tandem.bench.kernels_cost import FLOAT_BYTES, ModelShape, Work, decode_step, prefill
 from tandem.bench.machine import machine, now, versions
-from tandem.engine import gpu_measure
 from tandem.engine.engine import Engine
 
 FORMAT = "tandem-gpu/1"

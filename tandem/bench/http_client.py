@@ -172,6 +172,15 @@ class LoadClient:
         self._open.discard(connection)
 
 
+async def get(url: str, path: str, *, timeout_s: float) -> Outcome:
+    """One `GET` of `path` at the origin `url`, on a connection of its own."""
+    client = LoadClient(url, max_sockets=1, timeout_s=timeout_s)
+    try:
+        return await client.ask("GET", path)
+    finally:
+        client.close()
+
+
 class _Connection(asyncio.Protocol):
     """One keep-alive connection, with at most one request under way."""
 

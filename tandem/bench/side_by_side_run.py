@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from tandem.bench.goodput import GoodputSearch, search_goodput
-from tandem.bench.http_client import LoadClient
+from tandem.bench.http_client import LoadClient, get
 from tandem.bench.load import PATH, record_of
 from tandem.bench.machine import OtherLoad, now
 from tandem.bench.progress import shown
@@ -201,11 +201,7 @@ async def prompt_tokens(url: str) -> dict[str, int]:
 
 
 async def _read_counter(url: str) -> dict[str, int]:
-    client = LoadClient(url, max_sockets=1, timeout_s=_SETTLE_S)
-    try:
-        answer = await client.request(client.message("GET", "/metrics"))
-    finally:
-        client.close()
+    answer = await get(url, "/metrics", timeout_s=_SETTLE_S)
     if answer.status != _OK:
         return {}
     return {role.decode(): int(float(value)) for role, value in _COUNTER.findall(answer.body)}

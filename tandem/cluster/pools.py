@@ -306,7 +306,7 @@ class Cluster:
             return
         waiting = [(slot.retry_at, slot.index, slot) for slot in slots if slot.retry_at is not None]
         if waiting:
-            retry_at, _, first = min(waiting)
+            retry_at, _, first = min(waiting, key=lambda timed: timed[:2])
             first.retry_at = min(retry_at, now + self.policy.max_lone_delay_s)
 
     def _start_due(self, now: float) -> list[ev.Instruction]:

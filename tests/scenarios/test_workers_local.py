@@ -234,6 +234,28 @@ async def test_a_tight_pool_changes_nothing(pair: WorkerPair, params: SamplingPa
     assert [o.ids(c) for o in tight for c in range(2)] == [o.ids(c) for o in roomy for c in range(2)]
 
 
+async def test_of_what_waits_for_pages_only_prompts_to_compute_here_are_work(pair: WorkerPair, oracle: Oracle) -> None:
+    """As routers hear it: the prompt of a handoff is prefill's work."""
+    handed_off, local = Ask(prompt_of(50)), Ask(prompt_of(40), local=ALL)
+    async with Router(pair) as router:
+
+        async def shown(num_queued: int, num_tokens: int) -> None:
+            def is_shown() -> bool:
+                status = router.statuses["decode"]
+                return (status.num_queued, status.num_queued_tokens) == (num_queued, num_tokens)
+
+            await router.until(is_shown, f"{num_queued} that wait, with {num_tokens} tokens to compute")
+
+        with pair.hogged(pair.decode, num_free=0):
+            await router.begin(handed_off)
+            await shown(1, 0)
+            await router.reserve(local)
+            await shown(2, 40)
+        for ask in (handed_off, local):
+            assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+        await shown(0, 0)
+
+
 async def test_what_can_never_fit_is_refused(pair: WorkerPair) -> None:
     async with Router(pair) as router:
         for ask in (Ask(prompt_of(20), n=2, local=ALL, journal=(pb.ChoiceJournal(choice=2, token_ids=[5]),)),

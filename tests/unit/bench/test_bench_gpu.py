@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tandem import cli
-from tandem.bench import gpu
+from tandem.bench import gpu, gpu_measure
 from tandem.bench.kernels_cost import Work, decode_step, prefill
+from tandem.engine.engine import SequenceInput
 
 
 @pytest.mark.parametrize(("name", "billions"), [("1b", 1.236), ("8b", 8.030)])
@@ -53,6 +56,30 @@ def test_the_table_says_what_is_met() -> None:
     assert columns[7] == ["204,800", "100"]
     assert gpu.heading(report) == "a GPU: 800 TFLOP/s in bfloat16, 4,000 GB/s, triton attention"
     assert [figure["is_met"] for figure in report.as_json()["figures"]] == [True, False]
+
+
+def test_what_is_measured_is_one_forward_pass_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with a model of two small layers: `forward` is asked for exactly the steps that the table speaks of."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    engine = gpu_measure.random_engine(
+        sizes, torch.device("cpu"), dtype="float32", page_size=16, num_pages=8, max_num_seqs=2
+    )
+    steps: list[list[tuple[int, int]]] = []  # of each pass: where each sequence's tokens begin, and how many they are
+    forward = engine.forward
+
+    def watched(batch: Sequence[SequenceInput]) -> torch.Tensor:
+        steps.append([(one.start, len(one.token_ids)) for one in batch])
+        return forward(batch)
+
+    monkeypatch.setattr(engine, "forward", watched)
+    assert gpu_measure.prefill_s(engine, 20, num_repeats=3) > 0
+    assert steps == [[(0, 20)]] * 4
+    steps.clear()
+    assert gpu_measure.decode_s(engine, 2, 20, num_steps=4) > 0
+    assert steps == [[(0, 18)], [(0, 18)], *([(at, 1), (at, 1)] for at in (18, 19, 20, 21))]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

@@ -156,19 +156,6 @@ async def test_a_supervisor_that_does_not_know_us_is_not_asked_again(dead_and_al
     assert face.num_watches == 1
 
 
-SPEC = ClusterSpec(
-    config=Config(),
-    model_dir="",
-    kv_bytes={},
-    num_threads={},
-    local=True,
-    control_port=1,
-    node_id="",
-    ray_address="",
-    log_directory="",
-)
-
-
 class Opened:
     """A supervisor that shows itself and of which nothing may be asked."""
 
@@ -181,9 +168,9 @@ class Opened:
 
 
 @pytest.mark.parametrize("grace_s", [float("nan"), float("inf"), -1.0])
-async def test_a_time_that_is_none_is_refused(grace_s: float) -> None:
+async def test_a_time_that_is_none_is_refused(grace_s: float, spec: ClusterSpec) -> None:
     server = make_server()
-    service = SupervisorService(cast(Supervisor, Opened()), SPEC)
+    service = SupervisorService(cast(Supervisor, Opened()), spec)
     supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(service, server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()

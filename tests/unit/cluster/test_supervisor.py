@@ -229,18 +229,37 @@ async def world() -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def supervising(world: World, prefill: int = 1, decode: int = 1) -> AsyncIterator[Supervisor]:
+async def running(
+    world: World, prefill: int = 1, decode: int = 1
+) -> AsyncIterator[tuple[Supervisor, asyncio.Task[None]]]:
+    """A supervisor, and its run, which is cancelled at the end of the block: what it has started lives on."""
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
     supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
-    task = asyncio.create_task(supervisor.run())
+    run = asyncio.create_task(supervisor.run())
     await supervisor.opened.wait()
     try:
+        yield supervisor, run
+    finally:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+@asynccontextmanager
+async def supervising(world: World, prefill: int = 1, decode: int = 1) -> AsyncIterator[Supervisor]:
+    """A supervisor that shuts down at the end of the block."""
+    async with running(world, prefill, decode) as (supervisor, run):
         yield supervisor
         await supervisor.shut_down(grace_s=0.2)
-        await asyncio.wait_for(task, 5)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait_for(run, 5)
+
+
+async def patient_shutdown(world: World, supervisor: Supervisor) -> asyncio.Task[None]:
+    """Shut settled pools down; that waits, as requests are under way at the router."""
+    world.requests_end.clear()
+    await until(supervisor, lambda: supervisor.cluster.settled)
+    asking = asyncio.create_task(supervisor.shut_down(grace_s=60))
+    await asyncio.wait_for(world.asked_to_drain.wait(), 5)
+    return asking
 
 
 async def until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
@@ -381,13 +400,8 @@ async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world:
 
 
 async def test_a_supervisor_that_is_cancelled_leaves_its_workers_alone(world: World) -> None:
-    wanted = {Role.PREFILL: 1, Role.DECODE: 1}
-    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
-    task = asyncio.create_task(supervisor.run())
-    await supervisor.opened.wait()
-    await until(supervisor, lambda: supervisor.cluster.settled)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with running(world) as (supervisor, _):
+        await until(supervisor, lambda: supervisor.cluster.settled)
     assert not any(worker.was_killed for worker in world.workers)
 
 
@@ -541,40 +555,26 @@ async def test_a_host_that_stood_still_kills_nobody_when_it_goes_on(world: World
 
 
 async def test_a_shutdown_goes_on_when_nobody_waits_for_it_any_more(world: World) -> None:
-    world.requests_end.clear()
-    wanted = {Role.PREFILL: 1, Role.DECODE: 1}
-    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
-    task = asyncio.create_task(supervisor.run())
-    await supervisor.opened.wait()
-    await until(supervisor, lambda: supervisor.cluster.settled)
-    asking = asyncio.create_task(supervisor.shut_down(grace_s=60))
-    await asyncio.wait_for(world.asked_to_drain.wait(), 5)
-    asking.cancel()  # Ctrl-C in `tandem stop`
-    await asyncio.gather(asking, return_exceptions=True)
-    assert not supervisor.cluster.stopping
-    world.requests_end.set()
-    await asyncio.wait_for(task, 5)
-    assert supervisor.cluster.closed
+    async with running(world) as (supervisor, run):
+        asking = await patient_shutdown(world, supervisor)
+        asking.cancel()  # Ctrl-C in `tandem stop`
+        await asyncio.gather(asking, return_exceptions=True)
+        assert not supervisor.cluster.stopping
+        world.requests_end.set()
+        await asyncio.wait_for(run, 5)
+        assert supervisor.cluster.closed
 
 
 async def test_a_second_call_shortens_the_grace(world: World) -> None:
-    world.requests_end.clear()
-    wanted = {Role.PREFILL: 1, Role.DECODE: 1}
-    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
-    task = asyncio.create_task(supervisor.run())
-    await supervisor.opened.wait()
-    await until(supervisor, lambda: supervisor.cluster.settled)
-    patient = asyncio.create_task(supervisor.shut_down(grace_s=60))
-    await asyncio.wait_for(world.asked_to_drain.wait(), 5)
-    await asyncio.wait_for(supervisor.shut_down(grace_s=0), 5)
-    await asyncio.wait_for(asyncio.gather(patient, task), 5)
+    async with running(world) as (supervisor, run):
+        patient = await patient_shutdown(world, supervisor)
+        await asyncio.wait_for(supervisor.shut_down(grace_s=0), 5)
+        await asyncio.wait_for(asyncio.gather(patient, run), 5)
 
 
 async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: World) -> None:
-    world.requests_end.clear()
-    async with _left_alone(world) as first:
-        asking = asyncio.create_task(first.shut_down(grace_s=60))
-        await asyncio.wait_for(world.asked_to_drain.wait(), 5)
+    async with running(world) as (first, _):
+        asking = await patient_shutdown(world, first)
         assert await asyncio.to_thread(world.closing_remembered.wait, 5)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -590,18 +590,3 @@ async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: Wo
     await asyncio.wait_for(task, 5)
     assert world.workers == old
     assert all(worker.ended.done() for worker in old)
-
-
-@asynccontextmanager
-async def _left_alone(world: World) -> AsyncIterator[Supervisor]:
-    """A supervisor that dies at the end of the block; what it has started lives on."""
-    wanted = {Role.PREFILL: 1, Role.DECODE: 1}
-    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
-    task = asyncio.create_task(supervisor.run())
-    await supervisor.opened.wait()
-    await until(supervisor, lambda: supervisor.cluster.settled)
-    try:
-        yield supervisor
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

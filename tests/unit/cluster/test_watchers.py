@@ -13,7 +13,6 @@ from tandem.cluster import watchers
 from tandem.cluster.node_watcher import ProcessId
 from tandem.cluster.spec import ClusterSpec
 from tandem.cluster.watchers import NodeWatchers
-from tandem.core.config import Config
 
 LINGER_S = 0.05
 PROCESS = ProcessId("decode-0.x", 1, 1)
@@ -91,19 +90,3 @@ async def test_a_watcher_that_is_used_again_in_time_stays(actors: list[FakeActor
     await proof
     await asyncio.wait_for(actor.gone.wait(), 20 * LINGER_S)
     assert len(actors) == 1
-
-
-@pytest.fixture
-def spec() -> ClusterSpec:
-    """Of a cluster of which nothing is started here."""
-    return ClusterSpec(
-        config=Config(),
-        model_dir="",
-        kv_bytes={},
-        num_threads={},
-        local=True,
-        control_port=1,
-        node_id="",
-        ray_address="",
-        log_directory="",
-    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_fakes import FakeDecode
+from router_fakes import FakeDecode, FakePrefill
 from router_site import Site, frames, in_background, wait_until
 
 MakeSite = Callable[..., Site]
@@ -135,3 +135,32 @@ def test_many_prompts_are_counted_in_the_header(mixed: Site) -> None:
     named = dict(part.split(" ") for part in answer.headers[HEADER].split(", "))
     assert set(named) <= {"prefill", "decode"}
     assert sum(map(int, named.values())) == 9
+
+
+def test_decode_that_generates_for_many_computes_nothing_beside(mixed: Site) -> None:
+    """Its steps are full: twelve tokens are what a worker of these tests wants."""
+    mixed.decode.held_back.clear()
+    for number in range(1, 13):  # each one handed off, and admitted before the next comes
+        in_background(mixed, prompt="y" * number, max_tokens=5)
+        mixed.decode.wait_for("attach", number)
+        wait_until(lambda n=number: mixed.metrics()["tandem_handoff_seconds_count"] == n)  # type: ignore[misc]
+    mixed.prefill.auto = False
+    in_background(mixed, prompt=LONG)
+    mixed.prefill.wait_for("start", 13)
+    in_background(mixed, prompt="x" * 8)
+    assert mixed.decode.wait_for("reserve", 14).max_local_tokens == 0
+
+
+def test_a_retry_that_is_handed_off_is_no_work_of_decodes(mixed: Site) -> None:
+    with_a_busy_prefill_worker(mixed)
+    mixed.decode.auto = False  # it grants by hand, and never admits: no later event corrects what the grant left
+    other = FakePrefill("prefill-1")
+    other.auto = False
+    mixed.add(other)
+    mixed.prefill.kill()
+    retry = mixed.decode.wait_for("reserve", 2)
+    assert retry.max_local_tokens >= len(LONG)
+    mixed.decode.grant(retry)
+    other.wait_for("start")
+    in_background(mixed, prompt="x" * 8)
+    assert mixed.decode.wait_for("reserve", 3).max_local_tokens == 8

@@ -17,7 +17,6 @@ from router.cluster import Cluster
 from router.events import Event, WorkerLost
 from router.gauges import DeniedCalls
 from router.mailbox import Mailbox
-from router.mixed_pool import MixedPool
 from router.worker_key import WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
@@ -25,8 +24,6 @@ from tandem.rpc.permissions import PeerRole
 from tandem.rpc.v1.common_pb2 import ROLE_PREFILL
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import WriterSuspected
-
-NOT_MIXED = MixedPool(max_prompt_tokens=0)
 
 
 def membership(version: int, address: str, state: str = "ready") -> Membership:
@@ -42,7 +39,7 @@ def test_a_suspicion_that_cannot_be_passed_on_breaks_no_workers_stream(capsys: p
         raise RuntimeError("nobody to tell")
 
     metrics = RouterMetrics()
-    cluster = Cluster(lease_s=1.0, metrics=metrics, mixed_pool=NOT_MIXED, on_writer_suspected=fail)
+    cluster = Cluster(lease_s=1.0, metrics=metrics, on_writer_suspected=fail)
     cluster.event_seen("writer_suspected", WriterSuspected(writer_worker_id="prefill-0", writer_incarnation="1"))
     assert told == [WorkerKey("prefill-0", "1")]
     assert b"tandem_writers_suspected_total 1.0" in metrics.exposition()
@@ -55,7 +52,7 @@ async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
     monkeypatch.setattr("router.session._MAX_BACKOFF_S", 0.05)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
-        cluster = Cluster(lease_s=5.0, metrics=RouterMetrics(), mixed_pool=NOT_MIXED)
+        cluster = Cluster(lease_s=5.0, metrics=RouterMetrics())
         cluster.apply(membership(1, f"127.0.0.1:{closed.getsockname()[1]}"))
         (session,) = cluster.sessions()
         await tries(session, 5)
@@ -93,7 +90,7 @@ async def test_a_lost_workers_call_is_gone_at_once_without_the_garbage_collector
 ) -> None:
     """gRPC keeps a connection open as long as its call lives."""
     worker = await asyncio.to_thread(FakePrefill, "prefill-0")
-    cluster = Cluster(lease_s=0.3, metrics=RouterMetrics(), mixed_pool=NOT_MIXED)
+    cluster = Cluster(lease_s=0.3, metrics=RouterMetrics())
     gc.collect()
     before = num_calls()
     gc.disable()
@@ -141,7 +138,7 @@ def test_a_router_shows_whom_it_refused(site: Site) -> None:
 
 
 def test_admission_hears_of_workers_that_come_and_go() -> None:
-    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics(), mixed_pool=NOT_MIXED)
+    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics())
     changes: list[int] = []
     cluster.on_change = lambda: changes.append(1)
     cluster.apply(membership(1, "", "starting"))

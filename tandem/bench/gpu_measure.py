@@ -1,4 +1,4 @@
-"""What a GPU can do, and engines with random weights made on it: the measuring half of `tandem bench gpu`."""
+"""What a GPU can do, and what an engine with random weights does on it: the measuring half of `tandem bench gpu`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tandem.bench.timing import timed
 from tandem.core.errors import ConfigError
 from tandem.engine import loader
 from tandem.engine.arena import TORCH_DTYPES, KVArena
@@ -105,11 +106,11 @@ def random_engine(
 
 
 def prefill_s(engine: Engine, num_tokens: int, *, num_repeats: int) -> float:
-    """Median seconds from a prompt on the host to its first token on the host."""
+    """Median seconds from a prompt on the host to its first token on the host. One more run comes first, uncounted."""
     prompt = _random_tokens(engine, num_tokens)
     pages = range(engine.layout.num_pages_for(num_tokens))
     step = SequenceInput(prompt, 0, pages)
-    return statistics.median(_timed(lambda: _greedy(engine, [step])) for _ in range(num_repeats + 1))
+    return timed(lambda: _greedy(engine, [step]), 0.0, min_runs=num_repeats).median_s
 
 
 def decode_s(engine: Engine, batch: int, context: int, *, num_steps: int) -> float:
@@ -135,12 +136,6 @@ def decode_s(engine: Engine, batch: int, context: int, *, num_steps: int) -> flo
 def _greedy(engine: Engine, steps: list[SequenceInput]) -> list[int]:
     chosen: list[int] = engine.forward(steps).argmax(dim=-1).tolist()  # waits for the device
     return chosen
-
-
-def _timed(work: Callable[[], object]) -> float:
-    begin_s = time.perf_counter()
-    work()
-    return time.perf_counter() - begin_s
 
 
 def _random_tokens(engine: Engine, num: int) -> list[int]:

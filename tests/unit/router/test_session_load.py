@@ -1,0 +1,98 @@
+"""What a session says of its worker's load, from a request's start there to its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.events import Event
+from router.mailbox import Mailbox
+from router.session import WorkerSession
+from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, Layout, PageCounts, WorkerInfo, WorkerStatus
+from tandem.rpc.v1.control_pb2 import Member
+
+PAGE_SIZE, FREE_PAGES = 16, 100
+PROMPT_TOKENS = 40  # three pages
+
+
+class Unheard:
+    """A `SessionObserver` of a session that is never started."""
+
+    def session_changed(self, session: WorkerSession) -> None: ...
+    def worker_died(self, session: WorkerSession) -> None: ...
+    def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
+    def event_seen(self, kind: str, message: Any) -> None: ...
+
+
+def session_of(role: Any) -> WorkerSession:
+    """A session without a stream, whose worker has said that it is idle."""
+    session = WorkerSession(Member(worker_id="w", incarnation="1", role=role), lease_s=1.0, observer=Unheard())
+    session.info = WorkerInfo(layout=Layout(page_size=PAGE_SIZE))
+    session.status = WorkerStatus(pages=PageCounts(free=FREE_PAGES))
+    return session
+
+
+def hold(session: WorkerSession, *, computes: bool) -> None:
+    mailbox: Mailbox[Event] = Mailbox()
+    session.hold("r", mailbox, PROMPT_TOKENS, computes=computes)
+
+
+def shown(session: WorkerSession) -> tuple[int, int, int, int]:
+    """Requests, prompt tokens that wait, requests in its steps, pages that are spoken for."""
+    load = session.load()
+    return load.num_active, load.num_queued_tokens, load.num_stepping, FREE_PAGES - load.num_available_pages
+
+
+def test_a_prompt_that_decode_may_compute_is_its_work_until_it_grants_pages_instead() -> None:
+    decode = session_of(ROLE_DECODE)
+    hold(decode, computes=True)
+    assert shown(decode) == (1, PROMPT_TOKENS, 1, 3)
+    decode.note_granted("r")
+    assert shown(decode) == (1, 0, 0, 0)
+    decode.note_admitted("r")
+    assert shown(decode) == (1, 0, 1, 0)
+    decode.let_go("r")
+    assert shown(decode) == (0, 0, 0, 0)
+
+
+def test_a_prompt_that_decode_computes_is_in_its_own_figures_once_it_is_admitted() -> None:
+    decode = session_of(ROLE_DECODE)
+    hold(decode, computes=True)
+    decode.note_admitted("r")
+    assert shown(decode) == (1, 0, 1, 0)
+
+
+def test_a_handoff_is_no_work_of_decodes_until_it_is_admitted() -> None:
+    decode = session_of(ROLE_DECODE)
+    hold(decode, computes=False)
+    assert shown(decode) == (1, 0, 0, 3)
+    decode.note_granted("r")
+    assert shown(decode) == (1, 0, 0, 0)
+    decode.note_admitted("r")
+    assert shown(decode) == (1, 0, 1, 0)
+
+
+def test_prefills_prompt_counts_until_it_has_begun() -> None:
+    prefill = session_of(ROLE_PREFILL)
+    hold(prefill, computes=True)
+    assert shown(prefill) == (1, PROMPT_TOKENS, 1, 0)
+    prefill.note_begun("r")
+    assert shown(prefill) == (1, 0, 1, 0)
+
+
+@pytest.mark.parametrize("note", ["note_begun", "note_granted", "note_admitted", "let_go"])
+def test_what_is_not_held_counts_for_nothing(note: str) -> None:
+    """A worker's late word on a request that was let go."""
+    decode = session_of(ROLE_DECODE)
+    getattr(decode, note)("gone")
+    assert shown(decode) == (0, 0, 0, 0)
+
+
+def test_the_workers_own_figures_count_where_they_are_larger() -> None:
+    decode = session_of(ROLE_DECODE)
+    hold(decode, computes=True)
+    decode.status = WorkerStatus(
+        pages=PageCounts(free=FREE_PAGES), num_running=5, num_queued=2, num_queued_tokens=PROMPT_TOKENS + 1
+    )
+    assert shown(decode) == (7, PROMPT_TOKENS + 1, 5, 3)

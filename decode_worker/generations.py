@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
@@ -180,8 +181,8 @@ class Generations:
         elif job is not None:
             self._emit({job.session: [decode_pb.DecodeEvent(granted=grant_to_proto(grant))]})
 
-    def admit(self, grant: Grant, commit: Commit) -> None:
-        """The handoff is verified: its choices are in the batch from the next step on."""
+    def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
+        """The handoff is verified, of a commit that came at `committed_s`: its choices are in the next step's batch."""
         granted = self.reservations.admit(grant.key)
         pages = [*granted.cached, *granted.pages]
         job = self.jobs.get(grant.key)
@@ -196,7 +197,8 @@ class Generations:
             return
         outputs = {first.choice: job.journal.get(first.choice, [first.token_id]) for first in commit.first_tokens}
         self._enter(job, outputs, pages, len(granted.cached))
-        admitted = decode_pb.Admitted(request_id=grant.key.request_id, attempt=grant.key.attempt)
+        key, admission_s = grant.key, time.monotonic() - committed_s
+        admitted = decode_pb.Admitted(request_id=key.request_id, attempt=key.attempt, admission_s=admission_s)
         self._emit({job.session: [decode_pb.DecodeEvent(admitted=admitted)]})
         points.reach("decode.admitted")
 

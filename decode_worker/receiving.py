@@ -44,7 +44,8 @@ class ReceivingOutlet(Protocol):
     def grant(self, grant: Grant) -> None:
         """Tell the router."""
 
-    def admit(self, grant: Grant, commit: Commit) -> None: ...
+    def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
+        """The pages hold what was sealed; the commit arrived at `committed_s`, on the monotonic clock."""
 
     def over(
         self,
@@ -110,6 +111,7 @@ class ReceivingDesk:
         self._outlet = outlet
         self._answer = Answer()
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
+        self._committed_s = 0.0  # when the commit under way arrived
         self._transport: Transport | None = None
         # When the exit of a writer becomes a fence, by incarnation.
         self._exited: dict[str, float] = {}
@@ -135,9 +137,10 @@ class ReceivingDesk:
         """A sender says that these pages are written."""
         return self._answer_sender(ev.PartReceived(part), f"{part.sender}, {part.grant_id}")
 
-    def commit(self, commit: Commit) -> Answer:
-        """A sender says that all is written."""
+    def commit(self, commit: Commit, arrived_s: float) -> Answer:
+        """A sender says that all is written; heard at `arrived_s`, on the monotonic clock."""
         points.reach("decode.commit")
+        self._committed_s = arrived_s
         answer = self._answer_sender(ev.CommitReceived(commit), f"{commit.sender}, {commit.grant_id}")
         if answer.refusal is None:
             points.reach("decode.verified")
@@ -258,7 +261,7 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.VerifyPart: ReceivingDesk._verify_part,
     ev.ConfirmPart: ReceivingDesk._agree,
     ev.VerifyDigests: ReceivingDesk._verify,
-    ev.AdmitRequest: lambda desk, i: desk._outlet.admit(i.grant, i.commit),
+    ev.AdmitRequest: lambda desk, i: desk._outlet.admit(i.grant, i.commit, desk._committed_s),
     ev.FreePages: ReceivingDesk._over,
     ev.QuarantinePages: ReceivingDesk._over,
     ev.LiftQuarantine: lambda desk, i: desk._outlet.lift(i.pages),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
@@ -196,8 +197,8 @@ class DecodeWorker(WorkerProcess):
     def grant(self, grant: Grant) -> None:
         self.runner.submit(lambda: self.generations.grant(grant))
 
-    def admit(self, grant: Grant, commit: Commit) -> None:
-        self.runner.submit(lambda: self.generations.admit(grant, commit))
+    def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
+        self.runner.submit(lambda: self.generations.admit(grant, commit, committed_s))
 
     def over(
         self,
@@ -313,8 +314,8 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb.CommitPartReply(ok=answer.refusal is None, error=_refusal(answer, request))
 
     async def Commit(self, request: decode_pb.CommitRequest, _: Any) -> decode_pb.CommitReply:
-        commit = commit_from_proto(request)
-        answer = await self._worker.ask_desk(lambda desk: desk.commit(commit))
+        arrived_s, commit = time.monotonic(), commit_from_proto(request)
+        answer = await self._worker.ask_desk(lambda desk: desk.commit(commit, arrived_s))
         return decode_pb.CommitReply(ok=answer.refusal is None, error=_refusal(answer, request))
 
     async def ConfirmIdle(self, request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:

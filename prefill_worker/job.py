@@ -31,7 +31,6 @@ class PromptJob:
     error: TandemError | None = None  # a token could not be sampled: the attempt ends when the step is booked
     started_s: float | None = None
     computed_s: float | None = None  # when it was computed, and its first tokens given out, for the first time
-    unattached_s: float = 0.0  # from then on until a grant was attached
     num_computed_tokens: int = 0  # all that was computed for it, again after a preemption too
     # Decode has pages for it: what is sealed goes to the desk, and nothing preempts it.
     attached: bool = False
@@ -65,7 +64,7 @@ class PromptJob:
             num_extents=stats.num_extents,
             num_descriptors=stats.num_descriptors,
             handoff_s=stats.handoff_s,
-            exposed_s=self.unattached_s + stats.exposed_s,  # the desk counts from when it hears that all is computed
+            exposed_s=stats.exposed_s,
             compute_s=self.compute_s,
             num_computed_tokens=self.num_computed_tokens,
             num_cached_tokens=self.sequence.num_cached,

@@ -41,7 +41,7 @@ class Desk(Protocol):
 
     def sealed(self, pages: list[SealedPages]) -> None: ...
 
-    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None: ...
+    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None: ...
 
     def cancel(self, key: AttemptKey) -> None:
         """Nothing more comes of this attempt, or nothing ever did."""
@@ -149,8 +149,7 @@ class Prompts:
         self._scheduler.promote(job.sequence)
         self._seal_computed(job)
         if job.computed and job.computed_s is not None:
-            job.unattached_s = time.monotonic() - job.computed_s
-            self._desk.computed(key, self._going_on(job))
+            self._desk.computed(key, self._going_on(job), job.computed_s)
 
     def cancel(self, key: AttemptKey) -> None:
         """Nobody wants this attempt any more. What it computed may serve the request's next one."""
@@ -276,14 +275,15 @@ class Prompts:
         self._scheduler.park(sequence)
         self.kept.keep(job.session, sequence, job.first_tokens)
         going_on = self._going_on(job)
+        now_s = time.monotonic()
         if job.computed_s is None:
-            job.computed_s = time.monotonic()
+            job.computed_s = now_s
             self._tell(job, ends=not going_on)
         if not going_on:
             self.cancel(job.key)
             self.kept.drop(job.key.request_id)
         elif job.attached:
-            self._desk.computed(job.key, going_on)
+            self._desk.computed(job.key, going_on, now_s)
 
     def _going_on(self, job: PromptJob) -> tuple[FirstToken, ...]:
         """What decode continues: choices that did not end with their first token."""

@@ -167,11 +167,11 @@ class SendingDesk:
             digests = digest_pages(self._read_extent, part.layer, part.local_pages)
             self._handle(part.key, ev.PagesSealed(part.layer, part.first_index, part.local_pages, digests))
 
-    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None:
-        """The prompt is computed and all its pages were sealed."""
+    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None:
+        """The prompt was computed at `computed_s`, on the monotonic clock, and all its pages were sealed."""
         entry = self._entries.get(key)
         if entry is not None:
-            entry.computed_s = time.monotonic()
+            entry.computed_s = computed_s
             self._handle(key, ev.AllComputed(first_tokens))
 
     def happened(self, key: AttemptKey, event: ev.SenderEvent) -> None:
@@ -206,7 +206,6 @@ class SendingDesk:
             return
         match event:
             case WritePosted():
-                entry.first_post_s = entry.first_post_s or time.monotonic()
                 self._handle(entry.handoff.key, ev.WritePosted(write_id))
                 points.reach("prefill.sending")
             case WriteCompleted():
@@ -298,7 +297,16 @@ class SendingDesk:
             return
         entry.num_descriptors += len(descriptors)
         entry.num_extents += len(post.writes)
-        self._write(name, descriptors, tag, may_post=lambda: entry.handoff.may_post(time.monotonic()))
+
+        def may_post() -> bool:
+            # Right before it: over shared memory the post itself copies.
+            now_s = time.monotonic()
+            if not entry.handoff.may_post(now_s):
+                return False
+            entry.first_post_s = entry.first_post_s or now_s
+            return True
+
+        self._write(name, descriptors, tag, may_post=may_post)
 
     def _stats(self, entry: _Entry) -> HandoffStats:
         now_s = time.monotonic()

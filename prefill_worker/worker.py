@@ -319,8 +319,8 @@ class _QueuedDesk:
     def sealed(self, pages: Sequence[SealedPages]) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.sealed(pages))
 
-    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...]) -> None:
-        self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens))
+    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None:
+        self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens, computed_s))
 
     def cancel(self, key: AttemptKey) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.happened(key, ev.CancelRequested()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 #: Adds a command by its name, help, example and handler, and gives its parser.
 AddCommand = Callable[..., argparse.ArgumentParser]
 
+#: What `parts` can measure.
+PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "idle", "startup")
+
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
 def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> None:
-    """`run`, `goodput`, `compare`, `plot`, `overload`, `kernels` and `gpu`, below `command`."""
+    """`run`, `goodput`, `compare`, `plot`, `overload`, `kernels`, `parts` and `gpu`, below `command`."""
     subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     _add_run(subcommands, add_command)
     _add_goodput(subcommands, add_command)
@@ -23,6 +27,7 @@ def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -
     _add_plot(subcommands, add_command)
     _add_overload(subcommands, add_command)
     _add_kernels(subcommands, add_command)
+    _add_parts(subcommands, add_command)
     _add_gpu(subcommands, add_command)
 
 
@@ -138,6 +143,35 @@ def _add_kernels(subcommands: Any, add_command: AddCommand) -> None:
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
+
+
+def _add_parts(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "parts",
+        "measure single parts of the system against their goals: transfer, admission, router, idle, start; 4 minutes",
+        "tandem bench parts --json parts.json\n"
+        "tandem bench parts --only ttft streaming\n"
+        "tandem bench parts --only exposed bandwidth --model ~/models/llama-1b --transport nccl",
+        _parts,
+    )
+    command.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        metavar="NAME",
+        help=f"measure these alone: {', '.join(PARTS)} (default: all)",
+    )
+    command.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint of exposed, bandwidth and admission (default: a random Llama of 82 M weights)",
+    )
+    command.add_argument(
+        "--transport", choices=("ucx", "nccl"), help="of the handoffs (default: ucx where it is installed)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
 def _add_gpu(subcommands: Any, add_command: AddCommand) -> None:
@@ -300,6 +334,15 @@ def _kernels(options: argparse.Namespace) -> int:
     from tandem.bench import kernels_command
 
     kernels_command.run(options.model, options.threads, options.json, progress=options.progress)
+    return 0
+
+
+def _parts(options: argparse.Namespace) -> int:
+    # Read when gRPC is imported. Its handlers at forks write to the terminal, and our children only ever exec.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from tandem.bench import parts_command
+
+    parts_command.run(options.model, options.transport, options.only, options.json)
     return 0
 
 

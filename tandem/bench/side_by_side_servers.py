@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
-import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.bench.http_client import LoadClient
+from tandem.bench.child_process import log_tail, start_child, stop_child
+from tandem.bench.http_client import get
 from tandem.core.errors import ConfigError, TandemError
 
 _START_S = 600.0  # an engine may compile its kernels first
-_STOP_S = 20.0
 _LOOK_S = 0.5  # between two questions whether a server is ready
 _ASK_S = 5.0
 _OK = 200
-_SHOWN_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -181,40 +178,12 @@ async def running(commands: Sequence[Command], directory: Path) -> AsyncIterator
     started: list[asyncio.subprocess.Process] = []
     try:
         for command in commands:
-            started.append(await _start(command, directory / f"{command.name}.log"))
+            started.append(await start_child(command.argv, directory / f"{command.name}.log", command.env))
         for command, process in zip(commands, started, strict=True):
             await _wait_ready(command, process, directory / f"{command.name}.log")
         yield
     finally:
-        await asyncio.gather(*map(_stop, started))
-
-
-async def _start(command: Command, log: Path) -> asyncio.subprocess.Process:
-    """In a session of its own: Ctrl-C at the terminal is ours alone, and what it leaves behind can be ended."""
-    with log.open("wb") as output:
-        return await asyncio.create_subprocess_exec(
-            *command.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **command.env},
-            start_new_session=True,
-        )
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """In order, by SIGTERM; by SIGKILL what is left of its group after that."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
-                await process.wait()
-    finally:
-        # Also where a second signal ends the wait.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+        await asyncio.gather(*map(stop_child, started))
 
 
 async def _wait_ready(command: Command, process: asyncio.subprocess.Process, log: Path) -> None:
@@ -224,27 +193,19 @@ async def _wait_ready(command: Command, process: asyncio.subprocess.Process, log
             while not await _is_healthy(command.port):
                 await asyncio.wait([exited], timeout=_LOOK_S)
                 if exited.done():
-                    raise TandemError(f"{command.name} ended with {exited.result()} before it was ready; {_tail(log)}")
+                    how = f"{command.name} ended with {exited.result()} before it was ready"
+                    raise TandemError(f"{how}; {log_tail(log)}")
     except TimeoutError:
-        raise TandemError(f"{command.name} was not ready after {_START_S:.0f} s; {_tail(log)}") from None
+        raise TandemError(f"{command.name} was not ready after {_START_S:.0f} s; {log_tail(log)}") from None
     finally:
         exited.cancel()
 
 
 async def _is_healthy(port: int) -> bool:
-    client = LoadClient(f"http://127.0.0.1:{port}", max_sockets=1, timeout_s=_ASK_S)
-    try:
-        return (await client.request(client.message("GET", "/health"))).status == _OK
-    finally:
-        client.close()
+    return (await get(f"http://127.0.0.1:{port}", "/health", timeout_s=_ASK_S)).status == _OK
 
 
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ConfigError(f"something listens on port {port} already: name another with --port", key="--port")
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
-    return f"the end of {log}:\n" + "\n".join(lines)

@@ -22,8 +22,7 @@ import pytest
 from bench_peers import request, serving
 from rich.console import Console
 
-from tandem.bench import side_by_side_run
-from tandem.bench import side_by_side_servers as servers
+from tandem.bench import child_process, side_by_side_run
 from tandem.bench.side_by_side import (
     GoodputLoad,
     Load,
@@ -153,7 +152,7 @@ async def test_one_that_ends_at_once_is_reported_with_its_log(port: int, tmp_pat
 async def test_what_does_not_end_is_killed_with_its_children(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "_STOP_S", 0.2)
     pid_file = tmp_path / "pid"
     async with running([peer(port, "--is-stubborn", pid_file)], tmp_path):
         child = psutil.Process(int(pid_file.read_text()))

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from tandem.bench import parts
 from tandem.bench import side_by_side_figures as figures
+from tandem.bench.parts import Figure
 from tandem.bench.side_by_side import LOADS
 from tandem.bench.side_by_side_figures import Goal, Spread
+from tandem.bench.summary import Distribution
 
 REPOSITORY = Path(__file__).parents[3]
 CODE = {"digest": "0123456789abcdef", "commit": "c0ffee" * 6 + "c0ff", "is_dirty": False}
@@ -166,7 +169,7 @@ def test_what_was_not_measured_is_not_on_the_page() -> None:
     for absent in ("## Load A", "## Load C", "Goodput", "ratio to", "split over NIXL", "greedy outputs"):
         assert absent not in page
     assert generator().page(None) == generator().page(content())
-    assert "Nothing was measured yet" in generator().page(None)
+    assert "No servers were compared yet" in generator().page(None)
 
 
 def test_goals_are_set_against_one_engine_alone() -> None:
@@ -265,3 +268,37 @@ def test_a_search_without_a_rate_is_no_division_by_zero() -> None:
     page = generator().page(content(goodput=(("tandem", 3.0), ("peer-colocated", None))))
     assert "| Tandem | 3.00 |  |  |" in page
     assert "| vLLM, one engine | 0.00 |  |  |" in page
+
+
+def of_parts(*found: Figure, other_cores: float = 0.0) -> dict[str, Any]:
+    return {
+        "format": parts.FORMAT,
+        "date": "2026-01-07T00:00:00+00:00",
+        "machine": {"cpu": "a CPU", "num_cores": 2, "memory_gib": 16.0, "system": "Linux"},
+        "versions": {"tandem": "0.1.0"},
+        "code": CODE,
+        "model": "random, 82 M weights",
+        "transport": "ucx",
+        "other_cores": other_cores,
+        "figures": [figure.as_json() for figure in found],
+    }
+
+
+SAMPLES = {"raw write": Distribution(num=1_200, mean=0.003, p50=0.003, p90=0.004, p99=0.0045, max=0.005)}
+FIGURES = (
+    Figure(parts.EXPOSED, 0.3, Goal(0.25, is_lower=False), "one at a time", SAMPLES, {"bytes": 50_331_648}),
+    Figure(parts.STREAMING, 12_000.0, Goal(10_000, is_lower=True), "all at once"),
+)
+
+
+def test_the_page_shows_parts_beside_their_goals() -> None:
+    page = generator().page(None, of_parts(*FIGURES))
+    assert "No servers were compared yet" in page
+    assert "| 30 % of a raw write of the same extents | ≤ 25 %: **missed** | one at a time |" in page
+    assert "| 12,000 tokens/s | ≥ 10,000 tokens/s: reached | all at once |" in page
+    assert "| exposed: raw write | 3.00 ms | 4.50 ms | 1,200 |" in page
+    assert "| exposed: bytes | 50,331,648 |  |  |" in page
+    assert "Warning" not in page
+    assert "others used 0.50 cores" in generator().page(None, of_parts(other_cores=0.5))
+    assert "## Parts" not in generator().page(content(run("tandem")))
+    assert "## Parts" in generator().page(content(run("tandem")), of_parts())

@@ -105,7 +105,9 @@ class Sending(End):
     def commit(self, commit: Commit) -> None:
         self.tell("commit", commit)
         if self.world.commits_arrive:
-            self.world.answer(commit.key, lambda desk: desk.commit(commit), sev.AckReceived(commit.grant_id))
+            self.world.answer(
+                commit.key, lambda desk: desk.commit(commit, time.monotonic()), sev.AckReceived(commit.grant_id)
+            )
 
     def confirm_idle(self, idle: sev.ConfirmIdle) -> None:
         self.tell("confirm_idle", idle.grant_id)
@@ -149,8 +151,8 @@ class Receiving(End):
     def grant(self, grant: Grant) -> None:
         self.tell("grant", grant.key, grant)
 
-    def admit(self, grant: Grant, commit: Commit) -> None:
-        self.tell("admit", grant, commit)
+    def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
+        self.tell("admit", grant, commit, committed_s)
 
     def over(
         self,
@@ -229,8 +231,8 @@ class World:
         parts = [SealedPages(KEY, layer, first, pages) for layer in layers]
         self.sending.run(lambda: self.sending.desk.sealed(parts))
 
-    def computed(self) -> None:
-        self.sending.run(lambda: self.sending.desk.computed(KEY, FIRST))
+    def computed(self, ago_s: float = 0.0) -> None:
+        self.sending.run(lambda: self.sending.desk.computed(KEY, FIRST, time.monotonic() - ago_s))
 
     def tick_until(self, end: End, kind: str) -> None:
         """Pass the time of an end until it has told its worker of `kind`."""

@@ -59,6 +59,29 @@ def test_pages_are_written_committed_admitted_and_released_once(world: World, gr
     assert world.receiving.desk.num_refused == 0
 
 
+def test_times_are_counted_from_the_computation_the_first_post_and_the_commit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post, post_s = world.sending.transport.post_write, 0.05
+
+    def post_slowly(*arguments: Any) -> Any:
+        time.sleep(post_s)  # as over shared memory, where the post itself copies
+        return post(*arguments)
+
+    monkeypatch.setattr(world.sending.transport, "post_write", post_slowly)
+    begun_s, ago_s = time.monotonic(), 60.0
+    world.open()
+    grant = world.grant()
+    world.seal()
+    world.attach(grant)
+    world.computed(ago_s)
+    stats: HandoffStats = world.sending.wait("succeeded", KEY)[2]
+    elapsed_s = time.monotonic() - begun_s
+    assert post_s <= stats.handoff_s <= elapsed_s
+    assert ago_s <= stats.exposed_s <= ago_s + elapsed_s
+    assert begun_s + post_s <= world.receiving.wait("admit", grant)[3] <= begun_s + elapsed_s
+
+
 def test_cached_pages_are_not_written_but_released(world: World) -> None:
     world.open()
     world.attach(world.grant((4,), first_page=2))

@@ -23,7 +23,8 @@ from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.v1.common_pb2 import ROLE_PREFILL
 from tandem.rpc.v1.control_pb2 import Member, Membership
-from tandem.rpc.v1.decode_pb2 import WriterSuspected
+from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
+from tandem.rpc.v1.prefill_pb2 import HandoffDone
 
 
 def membership(version: int, address: str, state: str = "ready") -> Membership:
@@ -44,6 +45,16 @@ def test_a_suspicion_that_cannot_be_passed_on_breaks_no_workers_stream(capsys: p
     assert told == [WorkerKey("prefill-0", "1")]
     assert b"tandem_writers_suspected_total 1.0" in metrics.exposition()
     assert "nobody to tell" in capsys.readouterr().out
+
+
+def test_what_a_handoff_took_is_measured() -> None:
+    metrics = RouterMetrics()
+    cluster = Cluster(lease_s=1.0, metrics=metrics)
+    cluster.event_seen("handoff_done", HandoffDone(handoff_s=0.5, exposed_s=0.25, compute_s=2.0))
+    cluster.event_seen("admitted", Admitted(admission_s=0.125))
+    sums = {"handoff": 0.5, "exposed_transfer": 0.25, "prefill_compute": 2.0, "admission": 0.125}
+    for name, seconds in sums.items():
+        assert f"tandem_{name}_seconds_sum {seconds}\n".encode() in metrics.exposition()
 
 
 async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(

@@ -1,0 +1,59 @@
+"""Processes that a measurement starts: each in a session of its own, with a log, and ended whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_STOP_S = 20.0
+_SHOWN_LINES = 15
+
+
+async def start_child(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """In a session of its own: Ctrl-C at the terminal is ours alone, and what it leaves behind can be ended.
+
+    Args:
+        env: over the environment of this process.
+    """
+    with log.open("wb") as output:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+
+
+async def stop_child(process: asyncio.subprocess.Process) -> None:
+    """In order, by SIGTERM; by SIGKILL what is left of its group after that."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
+    finally:
+        # Also where a second signal ends the wait.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def log_tail(log: Path) -> str:
+    """The last lines, and where there are more."""
+    lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+    return f"the end of {log}:\n" + "\n".join(lines)
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,272 @@
+"""`tandem bench parts`: its arithmetic by hand, its table, its refusals; and its cheap parts, measured for real."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from tandem import cli
+from tandem.bench import arguments, parts, parts_command
+from tandem.bench.parts import shown, shown_goal
+from tandem.bench.parts_handoff import Admissions, HandoffSizes, Transfers
+from tandem.bench.parts_router import RouterSizes, RouterTtft, Streamed, _Reader, _Tally
+from tandem.bench.parts_serve import Served, is_own, name_of
+from tandem.bench.side_by_side_figures import Goal
+from tandem.core.errors import TandemError
+from tandem.engine.random_model import ModelSpec, save
+
+TRANSFERS = Transfers(
+    exposed_s=[0.001, 0.002, 0.009],
+    handoff_s=[0.010, 0.008, 0.012],
+    compute_s=[1.0, 1.0, 1.0],
+    num_bytes=40_000_000,
+    num_descriptors=12,
+    raw_s=[0.004, 0.004, 0.009],
+    raw_descriptors=12,
+)
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_exposed_is_the_median_over_the_raw_writes_median() -> None:
+    figure = parts.exposed_figure(TRANSFERS, 2048)
+    assert figure.value == pytest.approx(0.5)
+    assert not figure.as_json()["is_reached"]
+    assert figure.samples["exposed"].p99 == pytest.approx(0.009, rel=0.02)
+
+
+def test_bandwidth_is_the_share_of_the_raw_writes() -> None:
+    figure = parts.bandwidth_figure(TRANSFERS, 2048)
+    assert figure.value == pytest.approx(0.4)
+    assert figure.facts["raw bytes/s"] == pytest.approx(1e10)
+    assert figure.facts["handoff bytes/s"] == pytest.approx(4e9)
+
+
+@pytest.mark.parametrize(("admission_s", "is_reached"), [(0.0249, True), (0.0251, False)])
+def test_an_admission_may_take_one_median_step_and_5_ms(admission_s: float, is_reached: bool) -> None:
+    figure = parts.admission_figure(Admissions([admission_s] * 10, [0.02, 0.02, 0.5]), 8)
+    assert figure.value == pytest.approx(admission_s)
+    assert figure.as_json()["is_reached"] is is_reached
+
+
+def test_the_routers_part_of_ttft_is_what_the_worker_did_not_take() -> None:
+    figure = parts.ttft_figure(RouterTtft(client_s=[0.005, 0.004, 0.009], workers_s=[0.001, 0.002, 0.002]), 512)
+    assert figure.value == pytest.approx(0.004)
+    assert not figure.as_json()["is_reached"]
+
+
+def test_streaming_is_the_median_round() -> None:
+    rounds = [Streamed(100_000, seconds, 0.9, 0.2) for seconds in (5.0, 8.0, 12.5)]
+    figure = parts.streaming_figure(rounds, 256, 400)
+    assert figure.value == 12_500
+    assert figure.as_json()["is_reached"]
+    assert figure.facts["router's CPU, cores"] == 0.9
+
+
+SERVED = Served(start_s=[9.0, 11.0], own_cpu=[("Worker", 0.01), ("Worker", 0.005), ("tandem serve", 0.02)],
+                ray_cpu=0.2, num_ray_processes=9)  # fmt: skip
+
+
+def test_idle_is_the_sum_over_tandems_own_processes() -> None:
+    figure = parts.idle_figure(SERVED, 30.0)
+    assert figure.value == pytest.approx(0.035)
+    assert not figure.as_json()["is_reached"]
+    assert figure.facts["Worker, cores"] == pytest.approx(0.015)
+    assert figure.facts["Ray's own 9 processes, cores"] == 0.2
+
+
+def test_startup_is_the_median_start() -> None:
+    assert parts.startup_figure(SERVED).value == 10.0
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.249, "share", "25 %"),
+        (0.0123, "cores", "1.23 % of a core"),
+        (0.0031, "s", "3.10 ms"),
+        (12.5, "s", "12.50 s"),
+        (12_345.6, "tokens/s", "12,346 tokens/s"),
+    ],
+)
+def test_figures_are_shown_in_their_units(value: float, unit: str, text: str) -> None:
+    assert shown(value, unit) == text
+    assert shown_goal(Goal(value, is_lower=True), unit) == f"≥ {text}"
+    assert shown_goal(Goal(value, is_lower=False), unit) == f"≤ {text}"
+
+
+def test_the_command_offers_what_there_is() -> None:
+    assert tuple(part.name for part in parts.PARTS) == arguments.PARTS
+    assert {name for names, _ in parts_command._GROUPS for name in names} == set(arguments.PARTS)
+
+
+def test_the_table_says_what_missed_its_goal() -> None:
+    out = io.StringIO()
+    figures = [parts.bandwidth_figure(TRANSFERS, 2048), parts.startup_figure(SERVED)]
+    Console(file=out, width=160).print(parts_command.figure_table(figures))
+    rows = {line.strip()[:20]: line for line in out.getvalue().splitlines()}
+    assert "40 %" in rows["handoff bandwidth, f"]
+    assert "≥ 85 % missed" in rows["handoff bandwidth, f"]
+    assert "missed" not in rows["`tandem serve` to it"]
+
+
+# --- processes of `tandem serve` --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "is_ours", "name"),
+    [
+        (["ray::RouterActor.wait_closed"], True, "RouterActor"),
+        (["ray::SupervisorActor"], True, "SupervisorActor"),
+        (["ray::DashboardAgent"], False, "DashboardAgent"),
+        (["ray::IDLE"], False, "IDLE"),
+        (["/x/bin/python", "-I", str(Path(cli.__file__).parent / "cluster/guard.py"), "1"], True, "guard"),
+        (["/x/tandem/bin/python", "/x/tandem/.venv/ray/dashboard.py"], False, "dashboard"),
+        (["/x/tandem/ray/raylet", "--store"], False, "tandem serve"),
+    ],
+)
+def test_rays_processes_are_told_from_ours(line: list[str], is_ours: bool, name: str) -> None:
+    assert is_own(line) is is_ours
+    assert name_of(line) == name
+
+
+# --- the raw reader ---------------------------------------------------------------------------------------------------
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+ANSWER = HEAD + b"".join(
+    b"%x\r\n%s\r\n" % (len(event), event)
+    for event in [*(b'data: {"text": "%d"}\n\n' % n for n in range(3)), b"data: [DONE]\n\n"]
+)
+
+
+async def read(answers: Sequence[bytes], piece: int) -> tuple[_Tally, list[_Reader]]:
+    """Answers that come in turn, in pieces of `piece` bytes, to readers of 3 tokens."""
+    tally = _Tally(len(answers))
+    readers = [_Reader(tally, num_tokens=3) for _ in answers]
+    for at in range(0, max(map(len, answers)), piece):
+        for reader, answer in zip(readers, answers, strict=True):
+            if answer[at : at + piece]:
+                reader.data_received(answer[at : at + piece])
+    return tally, readers
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
+async def test_events_are_counted_however_they_are_cut(piece: int) -> None:
+    tally, readers = await read([ANSWER, ANSWER], piece)
+    assert tally.over.done()
+    for reader in readers:
+        reader.check()
+
+
+async def test_only_events_of_the_time_in_which_all_streams_run_count() -> None:
+    tally, _ = await read([ANSWER, ANSWER], 1)
+    # Of both: two further tokens behind the first; the window begins with the last first event and ends with an end.
+    assert tally.num_in_window == 4
+
+
+@pytest.mark.parametrize("cut", [b"[DONE]\n\n", b'data: {"text": "1"}\n\n'])
+async def test_a_stream_with_another_number_of_events_is_an_error(cut: bytes) -> None:
+    _, (reader,) = await read([ANSWER.replace(cut, b"")], 1000)
+    reader.connection_lost(None)
+    with pytest.raises(TandemError, match=r"a stream of 3 tokens came as [12] events"):
+        reader.check()
+
+
+async def test_an_error_ends_a_stream() -> None:
+    tally, (reader,) = await read([b"HTTP/1.1 429 Too Many Requests\r\n\r\n"], 1000)
+    assert tally.over.done()
+    with pytest.raises(TandemError, match="429 Too Many"):
+        reader.check()
+
+
+# --- for real ---------------------------------------------------------------------------------------------------------
+
+SMALL = parts_command.PartSizes(
+    HandoffSizes(
+        num_prompts=2, prompt=96, num_raw=3, num_admissions=5, short_prompt=40, num_running=2, running_tokens=100,
+        kv_bytes=16 << 20,
+    ),
+    RouterSizes(num_ttft=5, num_warm_up=2, num_streams=8, num_tokens=20),
+    num_streaming_rounds=1,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_command, "_QUIET_S", 0.1)
+
+
+def measure(tmp_path: Path, only: Sequence[str], model: Path | None = None) -> dict[str, dict[str, Any]]:
+    file = tmp_path / "parts.json"
+    parts_command.run(model, None, only, file, sizes=SMALL)
+    content = json.loads(file.read_text())
+    assert content["format"] == "tandem-parts/1"
+    assert psutil.Process().children(recursive=True) == []
+    return {figure["name"]: figure for figure in content["figures"]}
+
+
+def test_the_router_is_measured_before_workers_that_answer_at_once(tmp_path: Path) -> None:
+    figures = measure(tmp_path, ["ttft", "streaming"])
+    assert figures.keys() == {"ttft", "streaming"}
+    ttft = figures["ttft"]["samples"]
+    assert ttft["added"]["num"] == 5
+    assert 0 < ttft["worker's part"]["p50"] < ttft["client's TTFT"]["p50"]
+    assert ttft["added"]["p50"] < ttft["client's TTFT"]["p50"]
+    assert figures["streaming"]["value"] > 100
+
+
+def test_handoffs_are_measured_between_real_workers(tmp_path: Path) -> None:
+    model = save(ModelSpec(layers=2, max_positions=256), tmp_path / "model")
+    figures = measure(tmp_path, ["exposed", "bandwidth", "admission"], model)
+    assert figures.keys() == {"exposed", "bandwidth", "admission"}
+    # 3 pages of 32 slots, of 2 layers with K and V of 2 heads of 16 float32: all, in each handoff
+    assert figures["bandwidth"]["facts"]["bytes"] == 3 * 32 * 2 * 2 * 2 * 16 * 4
+    assert figures["exposed"]["samples"]["exposed"]["num"] == 2
+    assert figures["exposed"]["samples"]["raw write"]["num"] == 3
+    admission = figures["admission"]["samples"]
+    assert admission["admission"]["num"] == 5
+    assert 0 < admission["admission"]["p50"] < 5
+    assert admission["step"]["num"] > 5
+
+
+def test_a_worker_that_does_not_start_is_an_error_that_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TandemError, match=r"prefill ended with 1(.|\n)*no-model"):
+        measure(tmp_path, ["exposed"], tmp_path / "no-model")
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
+    line = [sys.executable, "-m", "tandem.cli", "bench", "parts", "--only", "streaming"]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert process.stderr is not None
+    while "streams" not in process.stderr.readline():
+        assert process.poll() is None
+    deadline = time.monotonic() + 20
+    while not (family := psutil.Process(process.pid).children(recursive=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # what another process starts can only be looked at
+    process.send_signal(number)
+    assert process.wait(30) == 130
+    assert "interrupted" in process.stderr.read()
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_part_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "parts", "--only", "speed"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'speed'" in capsys.readouterr().err

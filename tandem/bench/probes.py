@@ -14,7 +14,8 @@ import torch
 from tandem.bench.kernels_cost import Limits, Probe
 from tandem.bench.numpy_probe import probe_numpy
 from tandem.bench.timing import timed
-from tandem.engine.threads import compile_kernel, launch
+from tandem.engine.shared_words import float32s, words
+from tandem.engine.threads import Kernel
 
 
 def measure_limits(num_threads: int, *, matrix_size: int, stream_bytes: int, budget_s: float) -> Limits:
@@ -47,25 +48,31 @@ def _probe_torch(size: int, budget_s: float) -> Iterator[Probe]:
 def _probe_reads(num_threads: int, num_bytes: int, budget_s: float) -> Iterator[Probe]:
     values = np.ones(num_bytes // 4, dtype=np.float32)  # written: untouched memory is one page of zeros
     sums = np.empty(num_threads, dtype=np.float32)
-    timing = timed(lambda: launch(num_threads, _sum_parts, values, sums), budget_s)
+    timing = timed(
+        lambda: _sum_kernel(num_threads, num_threads, values.ctypes.data, values.size, sums.ctypes.data, num_threads),
+        budget_s,
+    )
     yield Probe("sum by Numba", values.nbytes / timing.best_s)
     tensor = torch.from_numpy(values)
     yield Probe("sum by torch", values.nbytes / timed(tensor.sum, budget_s).best_s)
 
 
-@compile_kernel(parallel=False)
-def _sum(values):  # type: ignore[no-untyped-def] # pragma: no cover
+@numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
+def _sum(values):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     total = np.float32(0.0)
-    for index in range(
-        values.size
-    ):  # in this form LLVM sums vectors; over a part of an array, or its values, it does not
+    # In this form LLVM sums vectors; over a part of an array, or its values, it does not.
+    for index in range(values.size):
         total += values[index]
     return total
 
 
-@compile_kernel(parallel=True)
-def _sum_parts(values, sums):  # type: ignore[no-untyped-def] # pragma: no cover
+def _sum_parts(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """`sums[part]` is of the part's stretch of `values`: one stream for each thread."""
-    num_parts = sums.size
-    for part in numba.prange(num_parts):
-        sums[part] = _sum(values[part * values.size // num_parts : (part + 1) * values.size // num_parts])
+    values_at, size, sums, num_parts = _four_words(arguments)
+    for part in range(first, end):
+        begin, stop = part * size // num_parts, (part + 1) * size // num_parts
+        float32s(sums)[part] = _sum(numba.carray(float32s(values_at + 4 * begin), stop - begin))
+
+
+_four_words = words(4)
+_sum_kernel = Kernel(_sum_parts, "iiii", fast_math=True)

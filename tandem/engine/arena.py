@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ import torch
 
 from tandem.core.errors import ConfigError
 from tandem.engine.layout import KVLayout
+from tandem.engine.memory import map_memory
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -103,9 +102,4 @@ def _buffer(memory: torch.Tensor) -> Any:
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    # An anonymous map: zero on first touch, aligned to a page of memory, kept alive by the array that views it.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages; only speed is lost
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+    return map_memory(num_bytes)

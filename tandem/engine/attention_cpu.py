@@ -8,6 +8,7 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention_numba import attend_blocks, row_blocks
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch
+from tandem.engine.threads import threads_now
 
 
 class CPUAttention:
@@ -32,6 +33,6 @@ class CPUAttention:
             params.scaling,
             params.window,
             params.softcap,
-            self.num_threads,
+            threads_now(self.num_threads),
         )
         return torch.from_numpy(output)

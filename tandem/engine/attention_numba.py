@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 
 from tandem.engine import vector_ir as vir
+from tandem.engine.shared_words import float32s, int32s, int64s, real, words
 from tandem.engine.threads import Kernel
 
 #: Rows of a chunk that go over a page together.
@@ -183,24 +184,33 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
         done += 4 if four else 1
 
 
-def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    query, pages, tables, blocks, kv_heads, splits, page_size, scaling, window, softcap, output
-):
-    num_heads, head_dim = query.shape[1], query.shape[2]
+def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Items `[first, end)`: a block's rows with one of `splits` parts of the KV heads."""
+    (
+        query, num_heads, head_dim, pages, tables_at, num_tables, table_width, blocks_at, num_blocks, kv_heads,
+        splits, page_size, scaling_word, window, softcap_word, output_at,
+    ) = _sixteen_words(arguments)  # fmt: skip
+    scaling, softcap = real(scaling_word), real(softcap_word)
     group = num_heads // kv_heads
     own = kv_heads // splits
     num_own = own * group
     head_bytes = head_dim * 4
     token_bytes = kv_heads * head_bytes
     padded = (page_size + 7) // 8 * 8
-    for item in numba.prange(blocks.shape[0] * splits):
+    blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
+    tables = numba.carray(int32s(tables_at), (num_tables, table_width))
+    output = float32s(output_at)
+    scores = np.empty((3, padded), dtype=np.float32)
+    total = np.empty((_BLOCK_ROWS, num_own, head_dim), dtype=np.float32)
+    weight_sum = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
+    greatest = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
+    at = scores.ctypes.data
+    for item in range(first, end):
         table, first_row, num_rows, first_position = blocks[item // splits]
         first_head = (item % splits) * own
-        scores = np.empty((3, padded), dtype=np.float32)
-        total = np.zeros((num_rows, num_own, head_dim), dtype=np.float32)
-        weight_sum = np.zeros((num_rows, num_own), dtype=np.float32)
-        greatest = np.full((num_rows, num_own), -np.inf, dtype=np.float32)
-        at = scores.ctypes.data
+        total[:num_rows] = 0
+        weight_sum[:num_rows] = 0
+        greatest[:num_rows] = -np.inf
         first_seen = max(first_position - window + 1, 0) if window > 0 else 0
         for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
             page = pages + tables[table, index] * 2 * page_size * token_bytes
@@ -208,7 +218,7 @@ def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             # that comes next, in this block or the one behind it.
             if index < (first_position + num_rows - 1) // page_size:
                 ahead = pages + tables[table, index + 1] * 2 * page_size * token_bytes - page
-            elif item + 1 < blocks.shape[0] * splits:
+            elif item + 1 < num_blocks * splits:
                 ahead = pages + tables[blocks[(item + 1) // splits, 0], 0] * 2 * page_size * token_bytes - page
             else:
                 ahead = 0
@@ -220,7 +230,7 @@ def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                 if slots < 1:
                     continue
                 vectors = (slots + 7) // 8
-                queries = query.ctypes.data + ((first_row + row) * num_heads + first_head * group) * head_bytes
+                queries = query + ((first_row + row) * num_heads + first_head * group) * head_bytes
                 member = 0
                 while member < num_own:
                     kv_head = member // group
@@ -252,11 +262,14 @@ def _attend(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
         for row in range(num_rows):
             for head in range(num_own):
                 inverse = np.float32(1.0) / weight_sum[row, head]
+                place = ((first_row + row) * num_heads + first_head * group + head) * head_dim
                 for dim in range(head_dim):
-                    output[first_row + row, first_head * group + head, dim] = total[row, head, dim] * inverse
+                    output[place + dim] = total[row, head, dim] * inverse
 
 
-_attend_kernel = Kernel(_attend)
+_sixteen_words = words(16)
+#: Its items are blocks, times the parts of their KV heads.
+_attend_kernel = Kernel(_attend, "iii" + "iiii" + "iiiii" + "fif" + "i")
 
 
 def can_attend(head_dim: int) -> bool:
@@ -310,7 +323,8 @@ def attend_blocks(
     # With few blocks the KV heads are shared out too, so that every thread has work.
     splits = kv_heads if num_threads > 1 and blocks.shape[0] < 4 * num_threads else 1
     _attend_kernel(
-        num_threads, query, pages.ctypes.data, tables, blocks, kv_heads, splits, pages.shape[2],
-        np.float32(scaling), window, np.float32(softcap), output,
+        num_threads, len(blocks) * splits, query.ctypes.data, *query.shape[1:], pages.ctypes.data,
+        tables.ctypes.data, len(tables), tables.strides[0] // tables.itemsize, blocks.ctypes.data, len(blocks),
+        kv_heads, splits, pages.shape[2], scaling, window, softcap, output.ctypes.data,
     )  # fmt: skip
     return output

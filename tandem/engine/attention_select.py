@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine.attention_numba import can_attend
 from tandem.engine.attention_reference import ReferenceAttention
 from tandem.engine.layout import KVLayout
 
@@ -15,10 +17,6 @@ def select_backend(layout: KVLayout, device: torch.device, num_threads: int) -> 
         from tandem.engine.attention_cuda import select_cuda_backend  # imports a GPU library
 
         return select_cuda_backend(layout, device)
-    if layout.dtype == "float32":
-        from tandem.engine.attention_cpu import CPUAttention  # imports Numba, which takes a while
-        from tandem.engine.attention_numba import can_attend
-
-        if can_attend(layout.head_dim):
-            return CPUAttention(num_threads)
+    if layout.dtype == "float32" and can_attend(layout.head_dim):
+        return CPUAttention(num_threads)
     return ReferenceAttention()

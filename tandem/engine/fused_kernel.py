@@ -12,6 +12,7 @@ from numba import types
 from numba.core import cgutils
 
 from tandem.engine import vector_ir as vir
+from tandem.engine.shared_words import int64s, real, words
 from tandem.engine.threads import Kernel
 
 # Numba takes these for constants.
@@ -63,11 +64,12 @@ _rotate = vir.kernel(5, 0, types.void, _emit_rotate)
 _copy = vir.kernel(3, 0, types.void, _emit_copy)
 
 
-def _normalize_rows(x, num_rows, width, weight, eps, y):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """RMSNorm of `x[num_rows, width]`, without gaps, to `y` of the same shape."""
-    for row in numba.prange(num_rows):
+def _normalize_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """RMSNorm of rows `[first, end)` of `x[rows, width]`, without gaps, to `y` of the same shape."""
+    x, width, weight, eps, y = _five_words(arguments)
+    for row in range(first, end):
         place = row * width * _FLOAT_BYTES
-        _normalize(x + place, weight, y + place, width // _LANES, eps)
+        _normalize(x + place, weight, y + place, width // _LANES, real(eps))
 
 
 @numba.njit(nogil=True, inline="always")
@@ -79,25 +81,27 @@ def _place_head(source, target, head_bytes, norm, eps, cos, sin, rotary_bytes): 
     _copy(source + rotary_bytes, target + rotary_bytes, (head_bytes - rotary_bytes) // _VECTOR_BYTES)
 
 
-def _place_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    heads, stride, num_rows, num_heads, kv_heads, head_dim, q_norm, k_norm, eps, cos, sin, rotary_dim,
-    query, pages, page_size, write_pages, write_slots,
-):  # fmt: skip
-    """Queries, turned, to `query[num_rows, num_heads, head_dim]`; keys, turned, and values into their slots.
+def _place_heads(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Queries, turned, to `query[rows, num_heads, head_dim]`; keys, turned, and values into their slots.
 
     `heads` holds queries, keys and values of a row behind one another, rows `stride` bytes apart. `cos` and `sin` are
-    `[num_rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64 arrays.
+    `[rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64.
     """
+    (
+        heads, stride, num_heads, kv_heads, head_dim, q_norm, k_norm, eps_word, cos, sin, rotary_dim,
+        query, pages, page_size, write_pages, write_slots,
+    ) = _sixteen_words(arguments)  # fmt: skip
+    eps = real(eps_word)
     head_bytes, rotary_bytes = head_dim * _FLOAT_BYTES, rotary_dim * _FLOAT_BYTES
     token_bytes = kv_heads * head_bytes
-    for row in numba.prange(num_rows):
+    for row in range(first, end):
         source = heads + row * stride
         row_cos, row_sin = cos + row * rotary_bytes, sin + row * rotary_bytes
         for head in range(num_heads):
             target = query + (row * num_heads + head) * head_bytes
             _place_head(source, target, head_bytes, q_norm, eps, row_cos, row_sin, rotary_bytes)
             source += head_bytes
-        key = pages + (write_pages[row] * 2 * page_size + write_slots[row]) * token_bytes
+        key = pages + (int64s(write_pages)[row] * 2 * page_size + int64s(write_slots)[row]) * token_bytes
         for head in range(kv_heads):
             target = key + head * head_bytes
             _place_head(source, target, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
@@ -105,5 +109,7 @@ def _place_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
         _copy(source, key + page_size * token_bytes, token_bytes // _VECTOR_BYTES)
 
 
-normalize_rows = Kernel(_normalize_rows)
-place_heads = Kernel(_place_heads)
+_five_words, _sixteen_words = words(5), words(16)
+#: Their items are rows.
+normalize_rows = Kernel(_normalize_rows, "iiifi")
+place_heads = Kernel(_place_heads, "iiiiiii" + "f" + "iiiiiiii")

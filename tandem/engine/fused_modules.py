@@ -16,6 +16,7 @@ from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.fused_kernel import normalize_rows, place_heads
 from tandem.engine.packed_kernel import PANEL, multiply_gated
 from tandem.engine.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
+from tandem.engine.threads import threads_now
 
 #: Below this many rows norms and rotation go without threads: their start costs more than they save.
 ROWS_FOR_THREADS = 64
@@ -37,7 +38,7 @@ class FusedRMSNorm(nn.Module):
         output = torch.empty_like(x)
         num_rows = x.numel() // self._width
         normalize_rows(
-            _threads_for(num_rows, self._num_threads), x.data_ptr(), num_rows, self._width, self._weight_at, self.eps,
+            _threads_for(num_rows, self._num_threads), num_rows, x.data_ptr(), self._width, self._weight_at, self.eps,
             output.data_ptr(),
         )  # fmt: skip
         return output
@@ -63,8 +64,8 @@ class FusedGatedMLP(nn.Module):
         both = torch.empty(num_rows, 2 * self._num_pairs * PANEL, dtype=torch.float32)
         inner = torch.empty(num_rows, self._num_pairs * PANEL, dtype=torch.float32)
         multiply_gated(
-            self._num_threads, rows.data_ptr(), rows.stride(0) * 4, num_rows, width, self._weight_at, self._num_pairs,
-            self._bias_at, both.data_ptr(), inner.data_ptr(),
+            threads_now(self._num_threads), self._num_pairs, rows.data_ptr(), rows.stride(0) * 4, num_rows, width,
+            self._weight_at, self._num_pairs, self._bias_at, both.data_ptr(), inner.data_ptr(),
         )  # fmt: skip
         output: torch.Tensor = self.down(inner[:, : self._inner_features])
         return output.view(x.shape)
@@ -130,10 +131,10 @@ class FusedAttention(nn.Module):
         heads = self._qkv.padded(hidden_states)
         query = torch.empty(num_rows, self._num_heads, self._head_dim, dtype=torch.float32)
         place_heads(
-            _threads_for(num_rows, self._num_threads), heads.data_ptr(), heads.shape[-1] * 4, num_rows,
+            _threads_for(num_rows, self._num_threads), num_rows, heads.data_ptr(), heads.shape[-1] * 4,
             self._num_heads, self._kv_heads, self._head_dim, self._q_norm_at, self._k_norm_at, self._eps,
             cos.data_ptr(), sin.data_ptr(), self._rotary_dim, query.data_ptr(), context.arena.layer(layer).data_ptr(),
-            context.arena.layout.page_size, context.batch.write_pages.numpy(), context.batch.write_slots.numpy(),
+            context.arena.layout.page_size, context.batch.write_pages.data_ptr(), context.batch.write_slots.data_ptr(),
         )  # fmt: skip
         output = attend_written(context, layer, query, self._params)
         result: torch.Tensor = self.o_proj(output.view(1, num_rows, -1))
@@ -141,4 +142,4 @@ class FusedAttention(nn.Module):
 
 
 def _threads_for(num_rows: int, num_threads: int) -> int:
-    return num_threads if num_rows >= ROWS_FOR_THREADS else 1
+    return threads_now(num_threads) if num_rows >= ROWS_FOR_THREADS else 1

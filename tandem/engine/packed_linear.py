@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tandem.engine.memory import weight_memory
 from tandem.engine.packed_kernel import PANEL, multiply
+from tandem.engine.threads import threads_now
 from tandem.engine.vector_ir import is_fast_here
-
-_ALIGNMENT = 64
 
 
 class PackedLinear(nn.Module):
@@ -49,8 +49,8 @@ class PackedLinear(nn.Module):
         rows = as_rows(x)
         output = torch.empty(*x.shape[:-1], self._num_panels * PANEL, dtype=torch.float32)
         multiply(
-            self._num_threads, rows.data_ptr(), rows.stride(0) * 4, rows.shape[0], self.in_features, self._weight_at,
-            self._num_panels, self._bias_at, output.data_ptr(),
+            threads_now(self._num_threads), self._num_panels, rows.data_ptr(), rows.stride(0) * 4, rows.shape[0],
+            self.in_features, self._weight_at, self._num_panels, self._bias_at, output.data_ptr(),
         )  # fmt: skip
         return output
 
@@ -108,7 +108,7 @@ def pack_weights(*weights: torch.Tensor) -> torch.Tensor:
     """`[N, K]` each, to `[panels][K][32]`; of several of one shape, a panel of each in turn."""
     num_out, num_in = weights[0].shape
     num_panels = -(-num_out // PANEL)
-    panels = _aligned(num_panels, len(weights), num_in, PANEL)
+    panels = weight_memory.empty(num_panels, len(weights), num_in, PANEL)
     for index, weight in enumerate(weights):
         rows = nn.functional.pad(weight.detach(), (0, 0, 0, num_panels * PANEL - num_out))
         panels[:, index].copy_(rows.view(num_panels, PANEL, num_in).transpose(1, 2))
@@ -124,12 +124,3 @@ def pack_biases(*biases: torch.Tensor | None) -> torch.Tensor | None:
         return None
     padded = [nn.functional.pad(bias, (0, -len(bias) % PANEL)).view(-1, PANEL) for bias in present]
     return torch.stack(padded, dim=1).flatten()
-
-
-def _aligned(*shape: int) -> torch.Tensor:
-    """Uninitialised float32 that begins at a cache line."""
-    count = int(torch.Size(shape).numel())
-    spare = _ALIGNMENT // 4
-    flat = torch.empty(count + spare, dtype=torch.float32)
-    skip = (-flat.data_ptr() % _ALIGNMENT) // 4
-    return flat[skip : skip + count].view(shape)

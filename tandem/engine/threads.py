@@ -1,83 +1,63 @@
-"""Numba's thread pool: how kernels are compiled, and launched one at a time."""
+"""Kernels that several threads may share, and how many threads that are at this moment."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import threading
+import functools
+import struct
 from collections.abc import Callable
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
-import numba
+import numpy as np
 
-_log = logging.getLogger(__name__)
+from tandem.engine.compiling import compile_piece
+from tandem.engine.team import Team
 
-# Numba's own thread pool: present everywhere (OpenMP's library is not), and its idle threads sleep. It aborts the
-# process when two threads launch kernels at once, so every launch holds this lock.
-numba.config.THREADING_LAYER = "workqueue"
-_LAUNCH = threading.Lock()
-
-# Lets LLVM put a loop's sums on vector units; NaN and infinity keep their meaning.
-_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+# How an argument of each kind becomes a word: an integer or address; a float32, in the low half.
+_WORDS = {"i": "q", "f": "f4x"}
 
 
-def _digest_of_sources() -> str:
-    """Of all files that kernels may be put together from."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+@functools.cache
+def _team() -> Team:
+    return Team()
 
 
-_SOURCES = _digest_of_sources()
+_lender: Callable[[], int] | None = None
+
+
+def borrow_from(lender: Callable[[], int] | None) -> None:
+    """From now on kernels of this process may use `lender()` threads beyond their own; asked for each kernel."""
+    global _lender
+    _lender = lender
+
+
+def threads_now(own: int) -> int:
+    """How many threads a kernel may use that has `own`."""
+    return own if _lender is None else own + _lender()
 
 
 class Kernel:
-    """A function for Numba, whose outermost `prange` may go over several threads.
+    """Machine code for some items of a piece of work, compiled on first use.
 
-    Without fast math: a result must not depend on how LLVM arranged one of the two variants.
+    Whoever computes an item does it by the same code, so a result depends neither on the threads nor on how the work
+    was cut.
+
+    Args:
+        function: `function(first, end, arguments)` computes the items `[first, end)`; `shared_words.words(n)` takes the
+            arguments apart.
+        words: the kinds of its arguments, a letter each: `i` an integer or an address, `f` a float32.
+        fast_math: whether LLVM may reorder sums; NaN and infinity keep their meaning.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._alone = compile_kernel(parallel=False, fast_math=False)(function)
-        self._together = compile_kernel(parallel=True, fast_math=False)(function)
+    def __init__(self, function: Callable[[Any, Any, Any], None], words: str, *, fast_math: bool = False) -> None:
+        self._function = function
+        self._fast_math = fast_math
+        self._pack = struct.Struct("=" + "".join(_WORDS[kind] for kind in words)).pack
 
-    def __call__(self, num_threads: int, *arguments: Any) -> None:
-        """Run on `num_threads` threads, at most the machine's."""
-        if num_threads == 1:
-            self._alone(*arguments)
-        else:
-            launch(num_threads, self._together, *arguments)
+    def __call__(self, num_threads: int, num_items: int, *arguments: float) -> None:
+        """Compute the items `[0, num_items)` on up to `num_threads` threads, this one among them."""
+        words = np.frombuffer(self._pack(*arguments), dtype=np.int64)
+        _team().run(self._address, words, num_items, num_threads=num_threads)
 
-
-def compile_kernel(*, parallel: bool, fast_math: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: machine code on first use, kept on disk for the next process."""
-    options = {
-        "parallel": parallel,
-        "nogil": True,
-        "error_model": "numpy",
-        "fastmath": _FASTMATH if fast_math else False,
-    }
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        if parallel:  # under a name of its own: Numba's files do not tell the variants of a function apart
-            function = FunctionType(function.__code__, function.__globals__)
-            function.__qualname__ += "_parallel"
-        try:
-            compiled: Any = numba.njit(function, cache=True, **options)
-        except RuntimeError as error:  # no directory to write to: every process compiles anew
-            _log.warning("compiled kernels cannot be cached: %s", error)
-            return numba.njit(function, **options)  # type: ignore[no-any-return]
-        # Numba's stamp is of the function's own file only; most of a kernel's code comes from others.
-        index = compiled._cache._cache_file
-        index._source_stamp = (index._source_stamp, _SOURCES)
-        return compiled  # type: ignore[no-any-return]
-
-    return decorate
-
-
-def launch(num_threads: int, kernel: Callable[..., None], *arguments: Any) -> None:
-    """Run a parallel kernel on `num_threads` threads, at most the machine's."""
-    with _LAUNCH:
-        numba.set_num_threads(max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS)))
-        kernel(*arguments)
+    @functools.cached_property
+    def _address(self) -> int:
+        return compile_piece(self._function, fast_math=self._fast_math)

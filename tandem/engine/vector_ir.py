@@ -13,11 +13,14 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES = 8
 FLOAT_BYTES = 4
 VECTOR_BYTES = LANES * FLOAT_BYTES
+#: What memory is read by.
+LINE_BYTES = 64
 
 REAL = ir.FloatType()
 VECTOR = ir.VectorType(REAL, LANES)
@@ -31,6 +34,15 @@ def is_fast_here() -> bool:
         return True
     features = llvmlite.binding.get_host_cpu_features()
     return bool(features.get("fma") and features.get("avx2"))
+
+
+def num_registers() -> int:
+    """How many vectors of eight float32 the registers of the machine hold for which Numba compiles.
+
+    AVX has 16 registers, its successor 32; NEON's 32 hold half a vector each.
+    """
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return 32 if "+avx512vl" in features.split(",") else 16
 
 
 def kernel(num_addresses: int, num_floats: int, returns: Any, emit: Callable[..., Any]) -> Callable[..., Any]:

@@ -269,7 +269,7 @@ KERNELS = (packed_kernel.multiply, packed_kernel.multiply_gated, fused_kernel.no
            fused_kernel.place_heads, attention_numba._attend_kernel)
 
 def compiled():
-    return [[len(variant.signatures) for variant in (kernel._alone, kernel._together)] for kernel in KERNELS]
+    return ["_address" in vars(kernel) for kernel in KERNELS]
 
 engine = helpers.load_engine(sys.argv[1], num_threads=2)
 engine.warmup()
@@ -292,7 +292,7 @@ def test_warmup_compiles_all_that_requests_need(llama_dir: Path) -> None:
     )
     after_warmup, after_requests = ended.stdout.splitlines()
     assert after_warmup == after_requests
-    assert "1" in after_warmup
+    assert "True" in after_warmup
 
 
 def test_two_engines_in_two_threads_do_not_meet(llama_dir: Path) -> None:

@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from tandem.engine import attention_numba, fused_kernel, loader, packed_kernel
 from tandem.engine import fused as fusing
+from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_select import select_backend
@@ -28,7 +28,6 @@ from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSN
 from tandem.engine.layout import KVLayout
 from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.threads import Kernel
 
 CPU = torch.device("cpu")
 ROWS = (1, 2, 3, 8, 65)
@@ -318,19 +317,3 @@ def test_other_types_keep_their_own_parts(tmp_path: Path) -> None:
     engine = helpers.load_engine(model_dir, dtype="bfloat16", num_pages=4)
     assert engine.fused == "none"
     assert helpers.load_engine(model_dir, num_pages=4).fused == FUSED["llama"]
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        packed_kernel.multiply,
-        packed_kernel.multiply_gated,
-        fused_kernel.normalize_rows,
-        fused_kernel.place_heads,
-        attention_numba._attend_kernel,
-    ],
-)
-def test_both_variants_of_a_kernel_have_their_own_file(kernel: Kernel) -> None:
-    """Numba names files by function and line: one variant would be loaded in place of the other."""
-    alone, together = kernel._alone, kernel._together
-    assert alone._cache._cache_file._index_name != together._cache._cache_file._index_name  # type: ignore[attr-defined]

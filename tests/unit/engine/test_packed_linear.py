@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from weakref import ref
 
+import llvmlite.binding
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,9 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine import packed_linear
 from tandem.engine.packed_linear import PackedLinear, pack
+from tandem.engine.vector_ir import num_registers
 
 ROOT = Path(__file__).resolve().parents[3]
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 16, 32, 65)
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 32, 65)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -44,6 +46,29 @@ def test_a_row_does_not_depend_on_what_is_beside_it(num_threads: int) -> None:
     for rows in ROWS:
         assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
         assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+
+
+def products_of_all_row_counts() -> torch.Tensor:
+    packed, x = PackedLinear(draw(200, 300), draw(200, seed=1), 1), draw(65, 300, seed=3)
+    return torch.cat([packed(x[:rows]) for rows in ROWS])
+
+
+@pytest.mark.skipif(num_registers() < 32, reason="this CPU has 16 vector registers: all tests are of their code")
+def test_code_for_fewer_registers_gives_the_same_bits(tmp_path: Path) -> None:
+    features = llvmlite.binding.get_host_cpu_features()
+    fewer = {name: present and not name.startswith("avx512") for name, present in features.items()}
+    program = (
+        "import sys, torch; from tandem.engine.vector_ir import num_registers; import test_packed_linear as tests; "
+        "torch.save((num_registers(), tests.products_of_all_row_counts()), sys.argv[1])"
+    )
+    environment = os.environ | {
+        "NUMBA_CPU_FEATURES": ",".join(f"{'+' if present else '-'}{name}" for name, present in fewer.items()),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent))),
+    }
+    subprocess.run([sys.executable, "-c", program, tmp_path / "saved.pt"], env=environment, check=True)
+    registers, products = torch.load(tmp_path / "saved.pt")
+    assert registers == 16
+    assert torch.equal(products, products_of_all_row_counts())
 
 
 def test_leading_dimensions_and_strides_of_the_input_are_free() -> None:

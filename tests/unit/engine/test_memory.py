@@ -1,0 +1,33 @@
+"""Where weights and pages lie."""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import torch
+
+from tandem.engine.memory import WeightMemory
+
+
+def test_places_are_aligned_and_apart() -> None:
+    memory = WeightMemory()
+    shapes = [(3,), (1,), (5, 7), (1000, 3), (20_000_000,), (2, 2, 2)]
+    tensors = [memory.empty(*shape) for shape in shapes]
+    for number, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.is_contiguous()
+        tensor.fill_(number)
+    for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
+        assert tensor.shape == shape
+        assert torch.all(tensor == number)
+
+
+def test_memory_goes_with_its_last_tensor() -> None:
+    process = psutil.Process()
+    memory = WeightMemory()
+    before = process.memory_info().rss
+    for _ in range(5):
+        memory.empty(50_000_000).fill_(1.0)  # 200 MB
+        gc.collect()
+    assert process.memory_info().rss - before < 300_000_000

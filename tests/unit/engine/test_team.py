@@ -1,0 +1,131 @@
+"""Kernels that several threads compute together: each item once, by whoever comes, and nobody waits in vain."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.engine import team, threads
+from tandem.engine.shared_words import add, pause, read, words
+from tandem.engine.threads import Kernel
+
+_REPOSITORY = Path(__file__).parents[3]
+
+_two_words = words(2)
+
+
+def _count(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    counts, step = _two_words(arguments)
+    for item in range(first, end):
+        add(counts + 8 * item, step)
+
+
+def _meet(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Each item waits for all others to be begun: they end only on as many threads."""
+    begun, num_items = _two_words(arguments)
+    for _ in range(first, end):
+        add(begun, 1)
+        while read(begun) < num_items:
+            pause()
+
+
+count = Kernel(_count, "ii")
+meet = Kernel(_meet, "ii")
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_items", [0, 1, 2, 5, 64, 1000])
+def test_each_item_is_computed_once(num_threads: int, num_items: int) -> None:
+    counts = np.zeros(num_items + 1, dtype=np.int64)
+    count(num_threads, num_items, counts.ctypes.data, 1)
+    assert counts.tolist() == [1] * num_items + [0]
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_followers_come_awake_and_asleep(num_threads: int) -> None:
+    for _ in range(20):
+        for _ in range(3):  # the second and third find them awake
+            begun = np.zeros(1, dtype=np.int64)
+            meet(num_threads, num_threads, begun.ctypes.data, num_threads)
+            assert begun[0] == num_threads
+        time.sleep(0.005)  # long enough to fall asleep; how long is what is tried here
+
+
+def test_a_late_follower_never_touches_the_next_kernel() -> None:
+    """More threads than cores, so that they are late all the time, and arguments that change with each kernel."""
+    generator = random.Random(0)
+    counts = np.zeros(64, dtype=np.int64)
+    expected = np.zeros(64, dtype=np.int64)
+    for turn in range(20_000):
+        num_items, step = generator.randrange(1, 64), 1 + turn % 7
+        count(1 + turn % 6, num_items, counts.ctypes.data, step)
+        expected[:num_items] += step
+        assert np.array_equal(counts, expected), turn
+
+
+def test_a_kernel_that_is_over_has_no_seats() -> None:
+    """A follower that took one would compute with arguments that are gone; here none ever comes."""
+    board = team.Team()._board
+    counts = np.zeros(5, dtype=np.int64)
+    team._lead(board, count._address, np.array([counts.ctypes.data, 1]), 5, 1, 3)
+    assert counts.tolist() == [1] * 5
+    assert ctypes.c_int64.from_address(board + team._STATE).value & team._SEAT_BITS == 0
+
+
+def test_two_leaders_at_once_are_both_served() -> None:
+    """The second computes alone."""
+
+    def lead(counts: np.ndarray) -> None:
+        for _ in range(5_000):
+            count(2, 32, counts.ctypes.data, 1)
+
+    both = [np.zeros(32, dtype=np.int64) for _ in range(2)]
+    leaders = [threading.Thread(target=lead, args=(counts,)) for counts in both]
+    for leader in leaders:
+        leader.start()
+    for leader in leaders:
+        leader.join()
+    for counts in both:
+        assert counts.tolist() == [5_000] * 32
+
+
+def test_followers_sleep_when_nothing_is_to_be_done() -> None:
+    begun = np.zeros(1, dtype=np.int64)
+    meet(2, 2, begun.ctypes.data, 2)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.2])
+def test_a_process_ends_with_followers_awake_or_asleep(pause_s: float) -> None:
+    script = "import time, numpy; import test_team as t; n = numpy.zeros(1, dtype=numpy.int64)"
+    script += f"; t.meet(3, 3, n.ctypes.data, 3); time.sleep({pause_s}); print(n[0])"
+    ended = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", script],
+        env=os.environ | {"PYTHONPATH": f"{_REPOSITORY}{os.pathsep}{Path(__file__).parent}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "3\n"), ended.stderr
+
+
+def test_threads_are_lent_from_kernel_to_kernel() -> None:
+    lent = iter([0, 1, 3])
+    threads.borrow_from(lambda: next(lent))
+    try:
+        assert [threads.threads_now(2) for _ in range(3)] == [2, 3, 5]
+    finally:
+        threads.borrow_from(None)
+    assert threads.threads_now(2) == 2

@@ -23,6 +23,7 @@ import ray
 from tandem.cluster.events import Role
 from tandem.cluster.node_share import kv_bytes_here
 from tandem.cluster.node_watcher import NodeWatcher, ProcessId, started_at
+from tandem.cluster.ray_home import session_directory
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.suspicions import Suspicions
 from tandem.core import points
@@ -120,6 +121,7 @@ class WorkerActor:
             num_threads=self._num_threads,
             host=worker_host(spec),
             device="cuda" if pool.gpus else "cpu",
+            core_shares=session_directory() / "tandem-core-shares",
         )
 
 

@@ -125,6 +125,13 @@ def _wants_token(address: str) -> ConfigError:
     )
 
 
+def session_directory() -> Path:
+    """Ray's own directory for this cluster on this node."""
+    from ray._private.worker import global_worker
+
+    return Path(global_worker.node.get_session_dir_path())
+
+
 def leave_ray() -> None:
     """Disconnect; ends a local Ray."""
     import ray

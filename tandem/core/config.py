@@ -103,6 +103,9 @@ class SchedulingConfig:
         0, "tokens of a decode worker's step up to which new prompts are computed beside what it generates, about as "
         "many as cost no more than reading the weights does; 0: 12 on a CPU, and none on a GPU", minimum=0
     )
+    share_cores: bool = _key(
+        True, "a worker that has nothing to compute lends its CPU threads to the others of its node"
+    )
     local_prefill_tokens: int = _key(
         512, "the most tokens of a prompt that decode computes by itself: of a new one, and of what is missing after a "
         "prefill worker was lost; 0: never", minimum=0

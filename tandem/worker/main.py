@@ -46,6 +46,9 @@ def _parse(role: str, program: str) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to tell (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes a free one (default)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine (default: %(default)s)")
+    parser.add_argument(
+        "--core-shares", type=Path, help="a file in which the workers of this host share their CPU threads; default: no"
+    )
     parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of KV; default: cache.memory_bytes, or 256 MiB")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--ready-file", type=Path, help="written, as JSON, when the worker can be reached")
@@ -67,6 +70,7 @@ def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> in
         host=options.host,
         port=options.port,
         device=options.device,
+        core_shares=options.core_shares,
     )
 
     def drain_and_stop() -> None:

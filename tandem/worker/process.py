@@ -35,10 +35,12 @@ from tandem.core.errors import CancelledError, InternalError
 from tandem.core.pages import PageCounts, PagePool
 from tandem.core.version import version
 from tandem.engine.engine import Engine
+from tandem.engine.threads import borrow_from
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.convert import page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tandem.worker.core_shares import CoreShares
 from tandem.worker.exits import ExitWatch, host_id
 from tandem.worker.loop_thread import LoopThread
 from tandem.worker.runner import Role, Runner
@@ -70,6 +72,7 @@ class WorkerProcess(ABC):
         num_threads: CPU threads of the engine.
         host: address to listen on, and to tell to others.
         port: TCP port of the gRPC service; 0 takes a free one.
+        core_shares: a file in which the workers of this node share their CPU threads; none: each has its own only.
     """
 
     role: str
@@ -86,6 +89,7 @@ class WorkerProcess(ABC):
         host: str = "127.0.0.1",
         port: int = 0,
         device: str = "cpu",
+        core_shares: Path | None = None,
     ) -> None:
         self.config = config
         self.worker_id = worker_id
@@ -96,6 +100,7 @@ class WorkerProcess(ABC):
         self._host = host
         self._port = port
         self._device = device
+        self._core_shares = core_shares
         self.engine: Engine
         self.pool: PagePool
         self.scheduler: BatchScheduler
@@ -234,7 +239,13 @@ class WorkerProcess(ABC):
         )
         salt = self.engine.weights_sha256.encode()
         self.scheduler = BatchScheduler(self.pool, limits, salt=salt, prefix_cache=config.cache.prefix_cache)
-        self.runner = Runner(self.engine, self.scheduler, name=f"runner-{self.worker_id}", on_fatal=self.fail)
+        self.runner = Runner(
+            self.engine,
+            self.scheduler,
+            name=f"runner-{self.worker_id}",
+            on_fatal=self.fail,
+            on_rest=self._share_cores(),
+        )
         layout = arena.layout
         self.layout = LayoutId(
             weights_sha256=self.engine.weights_sha256,
@@ -247,6 +258,20 @@ class WorkerProcess(ABC):
         self.arena_shape = ArenaShape(layout.num_layers, arena.num_pages, layout.extent_bytes)
         transport = create_transport(config.transport.name, self.incarnation)
         self.transfer = TransferThread(transport, self.on_transfer_event, self.fail, name=f"kv-{self.worker_id}")
+
+    def _share_cores(self) -> Callable[[], None]:
+        """Borrow the CPU threads of workers that rest, until the worker ends; returns what says that this one rests."""
+        if self._core_shares is None or self._device != "cpu" or not self.config.scheduling.share_cores:
+            return lambda: None
+        shares = CoreShares(self._core_shares, self._num_threads)
+
+        def leave() -> None:
+            borrow_from(None)
+            shares.leave()
+
+        self._undo.callback(leave)
+        borrow_from(shares.lent)
+        return shares.rest
 
     def _register(self, transport: Transport) -> bytes:
         arena = self.engine.arena

@@ -52,14 +52,22 @@ class Runner:
 
     Args:
         on_fatal: called once, on the runner thread, with what ended it before `stop`.
+        on_rest: called, on the runner thread, when there is nothing to compute.
     """
 
     def __init__(
-        self, engine: Engine, scheduler: BatchScheduler, *, name: str, on_fatal: Callable[[BaseException], None]
+        self,
+        engine: Engine,
+        scheduler: BatchScheduler,
+        *,
+        name: str,
+        on_fatal: Callable[[BaseException], None],
+        on_rest: Callable[[], None],
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
         self._on_fatal = on_fatal
+        self._on_rest = on_rest
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._role: Role | None = None
         self._stopping = False
@@ -115,6 +123,7 @@ class Runner:
             self._step(role, batch)
             return
         role.going_idle()
+        self._on_rest()
         self.busy_since_s = None
         call = self._inbox.get()
         self.busy_since_s = time.monotonic()

@@ -104,6 +104,7 @@ class ProcessCluster:
         self.points = points
         self.url = f"http://127.0.0.1:{free_port()}"  # stays when the router is started again
         self.model_dir = resolve_model(model)
+        self.core_shares = directory / "core-shares"
         self.config_file = directory / "tandem.yaml"
         self.config_file.write_text(yaml.safe_dump(config or {}))
         self.workers: dict[str, Process] = {}
@@ -138,7 +139,8 @@ class ProcessCluster:
     def start_worker(self, role: str, number: int = 0, *arguments: str) -> Process:
         """Start a worker without waiting for it; a dead one of the same name is replaced."""
         name = f"{role}-{number}"
-        process = self._start(name, f"{role}_worker", "--worker-id", name, "--kv-bytes", str(48 << 20), *arguments)
+        shared = ("--kv-bytes", str(48 << 20), "--core-shares", str(self.core_shares))
+        process = self._start(name, f"{role}_worker", "--worker-id", name, *shared, *arguments)
         self.workers[name] = process
         return process
 

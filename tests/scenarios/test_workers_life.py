@@ -314,7 +314,7 @@ async def test_a_failed_runner_fails_the_worker(life: WorkerPair, side: str) -> 
 
 
 async def test_a_defect_of_the_receiving_desk_is_not_swallowed(life: WorkerPair) -> None:
-    def failing(_: Any) -> Any:
+    def failing(*_: Any) -> Any:
         raise KeyError("lost")
 
     life.decode.desk.commit = failing  # type: ignore[method-assign]

@@ -1,0 +1,128 @@
+"""The cores of a node, shared by its workers as their load goes.
+
+Each worker has CPU threads of its own. One that has nothing to compute lends them: the others compute their kernels on
+them too, in proportion to their own. It gets them back by computing: everyone looks anew at each kernel, and a kernel
+takes 0.05 to 10 ms.
+
+They meet in a small file that all map, with a slot for each worker. A slot belongs to the process that holds the lock
+on its bytes, so that the operating system frees it when a process dies; and a busy worker says only until when it is
+busy, so that one that is stopped or dead counts as idle after a second. Nothing here is needed to compute right:
+results are the same bits on any number of threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from tandem.core.errors import ConfigError
+
+# A slot is a cache line: how many threads its worker has (0: it is free), and until when it is busy, in ns of the
+# monotonic clock, which all processes of a host share. The first line holds how many slots were ever taken.
+_SLOT_WORDS = 8
+_SLOT_BYTES = 8 * _SLOT_WORDS
+_NUM_SLOTS = 255
+_FILE_BYTES = (_NUM_SLOTS + 1) * _SLOT_BYTES
+
+# Longer than any kernel; a worker that computes says so at each.
+_BUSY_NS = 1_000_000_000
+
+
+def lent_threads(own: int, others: Iterable[tuple[int, bool]]) -> int:
+    """How many threads a busy worker may use beyond its own: its share of those whose workers are idle.
+
+    Args:
+        others: for each other worker of the node its threads and whether it is busy.
+    """
+    idle, busy = 0, own
+    for num_threads, is_busy in others:
+        if is_busy:
+            busy += num_threads
+        else:
+            idle += num_threads
+    return idle * own // busy
+
+
+class CoreShares:
+    """This worker's place among those of its node.
+
+    Args:
+        path: the file; the same for all workers of a node, made by the first.
+        num_threads: the worker's own.
+
+    Raises:
+        ConfigError: the file cannot be used, or all its slots are taken.
+    """
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self._own = num_threads
+        self._most = max(0, len(os.sched_getaffinity(0)) - num_threads)
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.ftruncate(self._file, _FILE_BYTES)
+            self._map = mmap.mmap(self._file, _FILE_BYTES)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}, where the workers of this node share their cores: {error.strerror}; free some room or set "
+                "scheduling.share_cores: false",
+                key="scheduling.share_cores",
+            ) from error
+        self._words = memoryview(self._map).cast("q")
+        self._slot = self._claim(path)
+        self._words[self._slot + 1] = 0
+        self._words[self._slot] = num_threads
+
+    def lent(self) -> int:
+        """How many threads beyond its own the worker may use for a kernel now; says that it is busy."""
+        words, own = self._words, self._slot
+        now = time.monotonic_ns()
+        words[own + 1] = now + _BUSY_NS
+        slots = range(_SLOT_WORDS, (words[0] + 1) * _SLOT_WORDS, _SLOT_WORDS)
+        others = [(words[slot], words[slot + 1] > now) for slot in slots if slot != own]
+        return min(self._most, lent_threads(self._own, others))
+
+    def rest(self) -> None:
+        """Nothing to compute: the others may have this worker's threads."""
+        self._words[self._slot + 1] = 0
+
+    def leave(self) -> None:
+        """Give the slot back. Not to be used afterwards."""
+        self._words[self._slot] = 0
+        self._words.release()
+        self._map.close()
+        os.close(self._file)
+
+    def _claim(self, path: Path) -> int:
+        """The first slot that is free; clears those whose workers died."""
+        mine = 0
+        for index in range(1, _NUM_SLOTS + 1):
+            if mine and index > self._words[0]:
+                break
+            if self._lock(index, fcntl.F_WRLCK):
+                self._words[index * _SLOT_WORDS] = 0
+                if mine:
+                    self._lock(index, fcntl.F_UNLCK)
+                else:
+                    mine = index
+                    self._words[0] = max(self._words[0], index)
+        if not mine:
+            raise ConfigError(
+                f"{path} has no slot left: more than {_NUM_SLOTS} workers on this node share their cores; set "
+                "scheduling.share_cores: false",
+                key="scheduling.share_cores",
+            )
+        return mine * _SLOT_WORDS
+
+    def _lock(self, index: int, kind: int) -> bool:
+        """Whether the lock on a slot could be had or given back. It is of the open file, and ends with it."""
+        request = struct.pack("hhqqi", kind, os.SEEK_SET, index * _SLOT_BYTES, _SLOT_BYTES, 0)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, request)
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,162 @@
+"""Who may compute on whose threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tandem.core.errors import ConfigError
+from tandem.worker.core_shares import CoreShares, lent_threads
+
+_REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        (1, [], 0),
+        (1, [(1, True)], 0),
+        (1, [(1, False)], 1),
+        (1, [(1, True), (1, False)], 0),  # two want one thread: half a thread is none
+        (1, [(1, True), (2, False)], 1),
+        (4, [(12, False)], 12),
+        (4, [(4, True), (8, False)], 4),
+        (2, [(6, True), (8, False)], 2),  # in proportion to their own
+        (6, [(2, True), (8, False)], 6),
+    ],
+)
+def test_idle_threads_go_to_the_busy_in_proportion(own: int, others: list[tuple[int, bool]], expected: int) -> None:
+    assert lent_threads(own, others) == expected
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shares"
+
+
+def test_who_rests_lends_and_who_computes_has_its_own(path: Path) -> None:
+    with _joined(path, 1) as first, _joined(path, 2) as second:
+        assert first.lent() == 2
+        assert second.lent() == 0  # the first has just said that it is busy
+        assert first.lent() == 0
+        second.rest()
+        assert first.lent() == 2
+        first.rest()
+        assert second.lent() == 1
+
+
+def test_who_leaves_lends_no_more(path: Path) -> None:
+    with _joined(path, 1) as first:
+        with _joined(path, 2):
+            assert first.lent() == 2
+        assert first.lent() == 0
+
+
+def test_a_slot_is_used_again(path: Path) -> None:
+    with _joined(path, 1) as first:
+        for own in (2, 3, 4):
+            with _joined(path, own):
+                assert first.lent() == own
+
+
+def test_nobody_gets_more_threads_than_there_are_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    with _joined(path, 2) as first, _joined(path, 4):
+        assert first.lent() == 1
+
+
+def test_a_stopped_worker_counts_as_idle_after_a_while(path: Path) -> None:
+    with _joined(path, 1) as first, _other_process(path) as other:
+        assert first.lent() == 0
+        os.kill(other.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while first.lent() == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(other.pid, signal.SIGCONT)
+        while first.lent() != 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_the_next_worker_gets_the_slot_of_a_dead_one(path: Path) -> None:
+    """Else a worker that comes back would be two for the others."""
+    with _joined(path, 1) as first:
+        with _other_process(path) as other:
+            other.kill()
+            other.wait()
+        with _joined(path, 2):
+            assert first.lent() == 2
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere/shares.*No such file.*share_cores") as caught:
+        CoreShares(tmp_path / "nowhere" / "shares", 1)
+    assert caught.value.key == "scheduling.share_cores"
+
+
+def test_more_workers_than_slots_are_refused(path: Path) -> None:
+    joined = [CoreShares(path, 1) for _ in range(255)]
+    try:
+        with pytest.raises(ConfigError, match="255 workers"):
+            CoreShares(path, 1)
+    finally:
+        for shares in joined:
+            shares.leave()
+
+
+@contextmanager
+def _joined(path: Path, num_threads: int) -> Iterator[CoreShares]:
+    shares = CoreShares(path, num_threads)
+    try:
+        yield shares
+    finally:
+        shares.leave()
+
+
+# Computes all the time, until its input ends.
+_BUSY = """
+import os, select, sys
+from pathlib import Path
+from tandem.worker.core_shares import CoreShares
+
+os.sched_getaffinity = lambda _: set(range(64))
+shares = CoreShares(Path(sys.argv[1]), 3)
+shares.lent()
+print("busy", flush=True)
+while not select.select([sys.stdin], [], [], 0.01)[0]:
+    shares.lent()
+"""
+
+
+@contextmanager
+def _other_process(path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BUSY, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(_REPOSITORY)},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with closing(process.stdin), closing(process.stdout):
+        try:
+            assert process.stdout.readline() == "busy\n"
+            yield process
+        finally:
+            process.kill()
+            process.wait()

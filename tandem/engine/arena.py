@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from tandem.core.errors import ConfigError
@@ -42,8 +41,6 @@ class KVArena:
         self._layers = tuple(self.tensor.unbind(0))
         self._keys = tuple(layer[:, 0] for layer in self._layers)
         self._values = tuple(layer[:, 1] for layer in self._layers)
-        on_cpu_float32 = self.device.type == "cpu" and layout.dtype == "float32"
-        self._numpy_layers = tuple(layer.numpy() for layer in self._layers) if on_cpu_float32 else ()
         self._host_bytes = memoryview(_buffer(self._bytes)) if self.device.type == "cpu" else None
 
     @property
@@ -88,10 +85,6 @@ class KVArena:
     def values(self, layer: int) -> torch.Tensor:
         """Return the values of one layer, `[page][slot][kv_head][head_dim]`, without a copy."""
         return self._values[layer]
-
-    def numpy_layer(self, layer: int) -> np.ndarray:
-        """Return `layer(layer)` as an array that shares its memory; float32 on the CPU only."""
-        return self._numpy_layers[layer]
 
 
 def _buffer(memory: torch.Tensor) -> Any:

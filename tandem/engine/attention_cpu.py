@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_numba import attend_blocks, row_blocks
+from tandem.engine.attention_numba import Reads, attend_call
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch
-from tandem.engine.threads import threads_now
+from tandem.engine.threads import run, threads_now
 
 
 class CPUAttention:
@@ -23,16 +23,28 @@ class CPUAttention:
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return the attention of all rows, `[T, heads, head_dim]` float32; `query` has the same shape."""
-        if "blocks" not in batch.plan:
-            batch.plan["blocks"] = row_blocks((s.index, s.row, s.num_rows, s.start) for s in batch.sequences)
-        output = attend_blocks(
-            query.contiguous().numpy(),
-            arena.numpy_layer(layer),
-            batch.block_tables,
-            batch.plan["blocks"],
-            params.scaling,
-            params.window,
-            params.softcap,
-            threads_now(self.num_threads),
-        )
-        return torch.from_numpy(output)
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        threads = threads_now(self.num_threads)
+        places = query.data_ptr(), output.data_ptr()
+        run(threads, self.call(batch, arena, layer, params, query.shape[1], *places, threads))
+        return output
+
+    def call(
+        self,
+        batch: PagedBatch,
+        arena: KVArena,
+        layer: int,
+        params: AttentionParams,
+        num_heads: int,
+        query: int,
+        output: int,
+        num_threads: int,
+    ) -> bytes:
+        """`attend` by address, for `run` with `num_threads`."""
+        reads = batch.plan.get("reads")
+        if reads is None:
+            spans = ((s.index, s.row, s.num_rows, s.start) for s in batch.sequences)
+            reads = batch.plan["reads"] = Reads(batch.block_tables, spans)
+        pages = arena.layer(layer).data_ptr()
+        return attend_call(reads, arena.layout, pages, params, num_heads, query, output, num_threads)

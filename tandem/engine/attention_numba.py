@@ -17,6 +17,8 @@ from numba import types
 from numba.core import cgutils
 
 from tandem.engine import vector_ir as vir
+from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.layout import KVLayout
 from tandem.engine.shared_words import float32s, int32s, int64s, real, words
 from tandem.engine.threads import Kernel
 
@@ -294,37 +296,49 @@ def row_blocks(spans: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     return np.array(blocks, dtype=np.int64)
 
 
-def attend_blocks(
-    query: np.ndarray,
-    pages: np.ndarray,
-    tables: np.ndarray,
-    blocks: np.ndarray,
-    scaling: float,
-    window: int,
-    softcap: float,
-    num_threads: int,
-) -> np.ndarray:
-    """Attention of each query row over the pages of its sequence, tokens `[0, position]` or the last `window` of them.
+class Reads:
+    """What the rows of a batch read, made once for all its layers.
 
     Args:
-        query: `[rows, heads, head_dim]` float32, contiguous; `can_attend(head_dim)`.
-        pages: one layer of the arena, `[page][K|V][slot][kv_head][head_dim]` float32, contiguous.
         tables: block tables `[N, P]` int32.
-        blocks: from `row_blocks`; each query row in exactly one.
-        scaling, window, softcap: as in `AttentionParams`.
-        num_threads: threads to use, at most the machine's.
-
-    Returns:
-        `[rows, heads, head_dim]` float32. A row's result depends neither on the other rows nor on the threads: it is
-        the same bits whether its token is decoded alone or is one of a long chunk.
+        spans: as for `row_blocks`.
     """
-    output = np.empty_like(query)
-    kv_heads = pages.shape[3]
+
+    def __init__(self, tables: np.ndarray, spans: Iterable[tuple[int, int, int, int]]) -> None:
+        self._tables, self._blocks = tables, row_blocks(spans)  # kept for their memory
+        self.num_blocks = len(self._blocks)
+        # Made once: asking an array for its address costs as much as a small kernel.
+        self.words = (
+            self._tables.ctypes.data, len(tables), tables.strides[0] // tables.itemsize, self._blocks.ctypes.data,
+            self.num_blocks,
+        )  # fmt: skip
+
+
+def attend_call(
+    reads: Reads,
+    layout: KVLayout,
+    pages: int,
+    params: AttentionParams,
+    num_heads: int,
+    query: int,
+    output: int,
+    num_threads: int,
+) -> bytes:
+    """Attention of each query row over its sequence's tokens `[0, position]`, or the last of them; for `run`.
+
+    Args:
+        reads: each query row in exactly one of its spans.
+        layout: of the pages, float32; `can_attend(layout.head_dim)`.
+        pages: address of one layer of the arena, `[page][K|V][slot][kv_head][head_dim]` float32.
+        query: address of `[rows, num_heads, head_dim]` float32, without gaps.
+        output: address of memory like `query`. A row's result depends neither on the other rows nor on the threads: it
+            is the same bits whether its token is decoded alone or is one of a long chunk.
+        num_threads: how many threads the work is cut for.
+    """
+    kv_heads = layout.num_kv_heads
     # With few blocks the KV heads are shared out too, so that every thread has work.
-    splits = kv_heads if num_threads > 1 and blocks.shape[0] < 4 * num_threads else 1
-    _attend_kernel(
-        num_threads, len(blocks) * splits, query.ctypes.data, *query.shape[1:], pages.ctypes.data,
-        tables.ctypes.data, len(tables), tables.strides[0] // tables.itemsize, blocks.ctypes.data, len(blocks),
-        kv_heads, splits, pages.shape[2], scaling, window, softcap, output.ctypes.data,
+    splits = kv_heads if num_threads > 1 and reads.num_blocks < 4 * num_threads else 1
+    return _attend_kernel.call(
+        reads.num_blocks * splits, query, num_heads, layout.head_dim, pages, *reads.words, kv_heads, splits,
+        layout.page_size, params.scaling, params.window, params.softcap, output,
     )  # fmt: skip
-    return output

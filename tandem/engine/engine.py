@@ -17,8 +17,7 @@ from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
 from tandem.engine.cuda_graphs import CudaCapture, DecodeGraphs
 from tandem.engine.decode_step import DecodeBackend
-from tandem.engine.fused import fuse
-from tandem.engine.fused_modules import ROWS_FOR_THREADS
+from tandem.engine.fused import fuse, fuse_decoder
 from tandem.engine.layout import KVLayout
 from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
@@ -49,7 +48,7 @@ class Engine:
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
         model_dtype: "float32", "float16" or "bfloat16"; also of the KV.
         attention: name of the attention kernel in use.
-        fused: how many parts of which kind are replaced by fused ones, for people.
+        fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
         linear: whose products of linear layers are in use, "packed" or "torch".
     """
 
@@ -75,9 +74,20 @@ class Engine:
         self.attention = backend.name
         self.fused = fuse(model, arena.layout, num_threads)
         self.linear = pack(model, num_threads)
+        self._fused_decoder = fuse_decoder(model, arena.layout)
+        if self._fused_decoder is not None:
+            self.fused += ", decoder"
         self._model = model
         self._backend = backend
-        self._paged = PagedModel(model, arena, backend, self.vocab_size, max_context, num_pages=self.num_pages)
+        self._paged = PagedModel(
+            model,
+            arena,
+            backend,
+            self.vocab_size,
+            max_context,
+            num_pages=self.num_pages,
+            decoder=self._fused_decoder,
+        )
         self._decode: DecodeGraphs | None = None
 
     @classmethod
@@ -166,14 +176,15 @@ class Engine:
         none are captured: for who computes prompts only.
         """
         page_size = self.layout.page_size
-        # So many rows that kernels for several threads are compiled too.
-        prompt = min(self.max_context - 1, max(2 * page_size, ROWS_FOR_THREADS))
+        prompt = min(self.max_context - 1, 2 * page_size)
         if prompt < 1:
             return
         scratch = KVArena(self.layout, 2 * self.layout.num_pages_for(prompt + 1), self.arena.device)
         half = scratch.num_pages // 2
         first, second = range(half), range(half, 2 * half)
-        paged = PagedModel(self._model, scratch, self._backend, self.vocab_size, self.max_context)
+        paged = PagedModel(
+            self._model, scratch, self._backend, self.vocab_size, self.max_context, decoder=self._fused_decoder
+        )
         chunk = SequenceInput([0] * prompt, 0, first)
         paged.forward([chunk, SequenceInput([0], 0, second)])
         paged.forward([SequenceInput([0], prompt, first), SequenceInput([0], 1, second)])

@@ -1,4 +1,4 @@
-"""Where parts of a float32 model on the CPU are replaced by `fused_modules`.
+"""Where parts of a float32 model on the CPU are replaced by `fused_modules`, and whole layers by `fused_layer`.
 
 A part is found by its structure, and replaced only if its replacement gives on random input what it gives itself, up
 to rounding. All else stays as it is.
@@ -10,19 +10,23 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import ForwardContext, current_forward
+from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
+from tandem.engine.attention_cpu import CPUAttention
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
+from tandem.engine.fused_decoder import FusedDecoder
+from tandem.engine.fused_layer import FusedDecoderLayer, Workspace
 from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.layout import KVLayout
-from tandem.engine.packed_linear import can_pack, replace_modules
+from tandem.engine.packed_linear import PackedLinear, can_pack, replace_modules
+from tandem.engine.paged_model import PagedModel
 from tandem.engine.vector_ir import LANES
 
 _Output = TypeVar("_Output")
@@ -34,24 +38,35 @@ _TOLERANCE = 1e-4
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+_DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+# In the order in which they compute.
+_LAYER_PARTS: dict[str, type[nn.Module]] = {
+    "input_layernorm": FusedRMSNorm,
+    "self_attn": FusedAttention,
+    "post_attention_layernorm": FusedRMSNorm,
+    "mlp": FusedGatedMLP,
+}
 # Small rows show an epsilon, great ones an activation, the greatest a clamp.
 _ROW_SCALES = (1e-3, 0.1, 1.0, 10.0, 1e3)
 # Two requests in the midst of their contexts, their pages out of order.
 _SEQUENCES = (SequenceInput([0] * 5, 2, (3, 0)), SequenceInput([0], 6, (2, 1)))
 _PAGE_SIZE, _NUM_PAGES = 4, 4
+# Beyond the contexts of all models.
+_GREAT_POSITION = 1 << 24
 
 
 def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
     """Replace what can be replaced; say how many parts of which kind that were, for people."""
     if not can_pack(model) or layout.dtype != "float32":  # K and V are written by address
         return "none"
-    rotary_dim = _rotary_dim(model)
+    rotary_dim, workspace = _rotary_dim(model), Workspace()
     attempts: tuple[tuple[str, Callable[[nn.Module], nn.Module | None]], ...] = (
         ("attention", lambda module: fuse_attention(module, layout, rotary_dim, num_threads)),
         ("mlp", lambda module: fuse_gated_mlp(module, num_threads)),
         ("norm", lambda module: fuse_rms_norm(module, num_threads)),
     )
     counts = {kind: replace_modules(model, _Attempt(attempt)) for kind, attempt in attempts}
+    counts["layer"] = replace_modules(model, lambda module: fuse_decoder_layer(module, layout, workspace, num_threads))
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
 
 
@@ -141,6 +156,73 @@ def fuse_attention(
     return fused if _agree(module, lambda part: trial.run(part).parts, fused) else None
 
 
+def fuse_decoder_layer(
+    module: nn.Module, layout: KVLayout, workspace: Workspace, num_threads: int
+) -> FusedDecoderLayer | None:
+    """The replacement of a layer of fused parts: norm, attention, sum, norm, MLP, sum; `None` for anything else.
+
+    It takes the parts over: a layer that is not replaced still has them.
+    """
+    children = dict(module.named_children())
+    if {name: type(child) for name, child in children.items()} != _LAYER_PARTS:
+        return None
+    parts: Any = [children[name] for name in _LAYER_PARTS]
+    attention_norm, attention, mlp_norm, mlp = parts
+    widths = attention_norm.width, attention.qkv.in_features, attention.o_proj.out_features
+    if len({*widths, mlp_norm.width, mlp.in_features, mlp.down.out_features}) != 1:
+        return None
+    trial = _Trial.make(layout, attention_norm.width, attention.rotary_dim)
+    fused = FusedDecoderLayer(attention_norm, attention, mlp_norm, mlp, workspace, num_threads)
+    backend = CPUAttention(num_threads)
+    return fused if _agree(module, lambda part: trial.run_layer(part, attention.layer_idx, backend), fused) else None
+
+
+def fuse_decoder(model: PreTrainedModel, layout: KVLayout) -> FusedDecoder | None:
+    """The model's way from token ids to logits, if all of its parts are fused or packed; `None` for anything else.
+
+    It must give the same bits as the model's own way over the same parts.
+    """
+    base = model.base_model
+    children, outer = dict(base.named_children()), dict(model.named_children())
+    layers, head = children.get("layers"), outer.get("lm_head")
+    if set(children) != _DECODER_PARTS or set(outer) != {model.base_model_prefix, "lm_head"}:
+        return None
+    if not isinstance(layers, nn.ModuleList) or {type(layer) for layer in layers} != {FusedDecoderLayer}:
+        return None
+    embedding, norm, rotary = (children[name] for name in ("embed_tokens", "norm", "rotary_emb"))
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        return None
+    if type(norm) is not FusedRMSNorm or type(head) is not PackedLinear:
+        return None
+    if not _output_of(rotary, _takes_positions_alone):
+        return None
+    fused = FusedDecoder(embedding.weight, rotary, list(layers), norm, head)  # type: ignore[arg-type]
+    expected = _output_of(model, lambda _: _logits_of(model, layout, None))
+    found = _output_of(model, lambda _: _logits_of(model, layout, fused))
+    return fused if expected is not None and found is not None and torch.equal(expected, found) else None
+
+
+def _takes_positions_alone(rotary: nn.Module) -> bool:
+    """Whether a position's embedding is the same beside a great one: with some kinds of RoPE it is not."""
+    x, near = torch.empty(1, 1, 1, dtype=torch.float32), torch.arange(_PAGE_SIZE)[None]
+    positions = near, torch.cat([near, torch.tensor([[_GREAT_POSITION]])], dim=1), near
+    cosines = [rotary(x, those)[0][:, :_PAGE_SIZE] for those in positions]
+    return all(torch.equal(cosines[0], others) for others in cosines)
+
+
+def _logits_of(model: PreTrainedModel, layout: KVLayout, decoder: FusedDecoder | None) -> torch.Tensor:
+    """Of some rows of random tokens, by the model's own way or by `decoder`."""
+    arena = KVArena(replace(layout, page_size=_PAGE_SIZE), _NUM_PAGES)
+    arena.tensor.copy_(_random(*arena.tensor.shape))
+    vocab_size, context = model.get_input_embeddings().weight.shape[0], _PAGE_SIZE * _NUM_PAGES
+    tokens = torch.randint(vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+    step = [
+        replace(sequence, token_ids=tokens[sequence.start : sequence.end], num_logits=num_logits)
+        for sequence, num_logits in zip(_SEQUENCES, (3, 1), strict=True)
+    ]
+    return PagedModel(model, arena, CPUAttention(1), vocab_size, context, decoder=decoder).forward(step)
+
+
 def _head_norms(
     children: dict[str, nn.Module], head_dim: int, num_threads: int
 ) -> tuple[FusedRMSNorm, FusedRMSNorm] | tuple[()] | None:
@@ -164,7 +246,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One call of an attention module on random input, over an arena of its own."""
+    """One call of an attention module, or of a layer with one, on random input and over an arena of its own."""
 
     layout: KVLayout
     batch: PagedBatch
@@ -180,20 +262,35 @@ class _Trial:
         return cls(small, batch, _scale_rows(_random(1, batch.num_tokens, hidden_size)), (cos, sin))
 
     def run(self, module: nn.Module) -> _Seen:
+        # No slots but those that it writes may be read or changed.
+        recorder, untouched = _Recorder(), torch.tensor(float("nan"))
+        (output, _), pages = self._call(module, module.layer_idx, recorder, untouched)  # type: ignore[arg-type]
+        query, params = recorder.calls[0]
+        return _Seen([pages, query, output], params)
+
+    def run_layer(self, layer: nn.Module, index: int, backend: AttentionBackend) -> list[torch.Tensor]:
+        """The output of the decoder layer with this index, and its pages."""
+        shape = _NUM_PAGES, 2, _PAGE_SIZE, self.layout.num_kv_heads, self.layout.head_dim
+        output, pages = self._call(layer, index, backend, _random(*shape))
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"a layer that gives {type(output).__name__}")
+        return [output, pages]
+
+    def _call(
+        self, module: nn.Module, index: int, backend: AttentionBackend, content: torch.Tensor
+    ) -> tuple[Any, torch.Tensor]:
         arena = KVArena(self.layout, _NUM_PAGES)
         # Only its own layer is touched: memory of the others is never taken.
-        pages = arena.layer(module.layer_idx)  # type: ignore[arg-type]
-        pages.fill_(float("nan"))  # slots that nobody may write
-        recorder = _Recorder()
-        token = current_forward.set(ForwardContext(self.batch, arena, recorder))
+        pages = arena.layer(index)
+        pages.copy_(content)
+        token = current_forward.set(ForwardContext(self.batch, arena, backend))
         try:
-            output, _ = module(
+            output = module(
                 hidden_states=self.hidden, position_embeddings=self.rotary, attention_mask=None, past_key_values=None
             )
         finally:
             current_forward.reset(token)
-        query, params = recorder.calls[0]
-        return _Seen([pages, query, output], params)
+        return output, pages
 
 
 class _Recorder:

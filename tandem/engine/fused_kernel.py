@@ -1,4 +1,5 @@
-"""What a decoder does between its products, on vector registers: norms of rows, rotary embedding, writing of K and V.
+"""What a decoder does between its products, on vector registers: norms, sums and gathering of rows, rotary
+embedding, writing of K and V.
 
 All by address. Whatever else is in the batch, a row goes through the same steps.
 """
@@ -14,6 +15,9 @@ from numba.core import cgutils
 from tandem.engine import vector_ir as vir
 from tandem.engine.shared_words import int64s, real, words
 from tandem.engine.threads import Kernel
+
+#: Below this many rows norms, sums and rotation go without threads: their start costs more than they save.
+ROWS_FOR_THREADS = 64
 
 # Numba takes these for constants.
 _LANES = vir.LANES
@@ -59,9 +63,18 @@ def _emit_copy(builder: Any, x: Any, y: Any, vectors: Any) -> None:
         vir.store(builder, part, vir.advance(builder, y, stride, loop.index))
 
 
+def _emit_sum(builder: Any, x: Any, other: Any, y: Any, vectors: Any) -> None:
+    """`y = x + other`; `y` may be either."""
+    stride = vectors.type(vir.VECTOR_BYTES)
+    with cgutils.for_range(builder, vectors) as loop:
+        parts = [vir.load(builder, vir.advance(builder, start, stride, loop.index)) for start in (x, other)]
+        vir.store(builder, builder.fadd(*parts), vir.advance(builder, y, stride, loop.index))
+
+
 _normalize = vir.kernel(4, 1, types.void, _emit_normalize)
 _rotate = vir.kernel(5, 0, types.void, _emit_rotate)
 _copy = vir.kernel(3, 0, types.void, _emit_copy)
+_sum = vir.kernel(4, 0, types.void, _emit_sum)
 
 
 def _normalize_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -109,7 +122,25 @@ def _place_heads(first, end, arguments):  # type: ignore[no-untyped-def] # pragm
         _copy(source, key + page_size * token_bytes, token_bytes // _VECTOR_BYTES)
 
 
-_five_words, _sixteen_words = words(5), words(16)
+def _add_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Rows `[first, end)` of `y = x + other`, all `[rows, width]`, x and y without gaps; `stride` of other in bytes."""
+    x, other, stride, width, y = _five_words(arguments)
+    for row in range(first, end):
+        place = row * width * _FLOAT_BYTES
+        _sum(x + place, other + row * stride, y + place, width // _LANES)
+
+
+def _gather_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Rows `[first, end)` of `y[rows, width] = table[indices]`, both without gaps; indices int64."""
+    table, width, indices, y = _four_words(arguments)
+    row_bytes = width * _FLOAT_BYTES
+    for row in range(first, end):
+        _copy(table + int64s(indices)[row] * row_bytes, y + row * row_bytes, width // _LANES)
+
+
+_four_words, _five_words, _sixteen_words = words(4), words(5), words(16)
 #: Their items are rows.
-normalize_rows = Kernel(_normalize_rows, "iiifi")
-place_heads = Kernel(_place_heads, "iiiiiii" + "f" + "iiiiiiii")
+normalize_rows = Kernel(_normalize_rows, "iiifi", items_to_share=ROWS_FOR_THREADS)
+place_heads = Kernel(_place_heads, "iiiiiii" + "f" + "iiiiiiii", items_to_share=ROWS_FOR_THREADS)
+add_rows = Kernel(_add_rows, "iiiii", items_to_share=ROWS_FOR_THREADS)
+gather_rows = Kernel(_gather_rows, "iiii", items_to_share=ROWS_FOR_THREADS)

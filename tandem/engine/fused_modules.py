@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine.attention import attend_written, begin_layer, current_forward
+from tandem.engine.attention import ForwardContext, attend_written, begin_layer, current_forward
 from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import normalize_rows, place_heads
 from tandem.engine.packed_kernel import PANEL, multiply_gated
 from tandem.engine.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
-from tandem.engine.threads import threads_now
-
-#: Below this many rows norms and rotation go without threads: their start costs more than they save.
-ROWS_FOR_THREADS = 64
+from tandem.engine.threads import run, threads_now
+from tandem.engine.vector_ir import FLOAT_BYTES
 
 
 class FusedRMSNorm(nn.Module):
@@ -29,19 +28,20 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self.weight = weight.detach().clone()
         self.eps = eps
-        self._width = len(weight)
+        self.width = len(weight)
         self._weight_at = self.weight.data_ptr()
         self._num_threads = num_threads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         output = torch.empty_like(x)
-        num_rows = x.numel() // self._width
-        normalize_rows(
-            _threads_for(num_rows, self._num_threads), num_rows, x.data_ptr(), self._width, self._weight_at, self.eps,
-            output.data_ptr(),
-        )  # fmt: skip
+        call = self.call(x.data_ptr(), x.numel() // self.width, output.data_ptr())
+        run(threads_now(self._num_threads), call)
         return output
+
+    def call(self, x: int, num_rows: int, output: int) -> bytes:
+        """`forward` by address, of rows without gaps; for `run`."""
+        return normalize_rows.call(num_rows, x, self.width, self._weight_at, self.eps, output)
 
 
 class FusedGatedMLP(nn.Module):
@@ -53,22 +53,33 @@ class FusedGatedMLP(nn.Module):
         self._bias = pack_biases(gate.bias, up.bias)
         self._num_pairs = len(self._panels) // 2
         self._num_threads = num_threads
-        self._inner_features = gate.out_features
+        self.in_features = gate.in_features
+        #: Of one row, padded: what `call` needs for both products, and what it gives.
+        self.both_features, self.inner_features = 2 * self._num_pairs * PANEL, self._num_pairs * PANEL
         self.down = PackedLinear(down.weight, down.bias, num_threads)
         self._weight_at = self._panels.data_ptr()
         self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = as_rows(x)
-        num_rows, width = rows.shape
-        both = torch.empty(num_rows, 2 * self._num_pairs * PANEL, dtype=torch.float32)
-        inner = torch.empty(num_rows, self._num_pairs * PANEL, dtype=torch.float32)
-        multiply_gated(
-            threads_now(self._num_threads), self._num_pairs, rows.data_ptr(), rows.stride(0) * 4, num_rows, width,
-            self._weight_at, self._num_pairs, self._bias_at, both.data_ptr(), inner.data_ptr(),
-        )  # fmt: skip
-        output: torch.Tensor = self.down(inner[:, : self._inner_features])
+        num_rows = len(rows)
+        both = torch.empty(num_rows, self.both_features, dtype=torch.float32)
+        inner = torch.empty(num_rows, self.inner_features, dtype=torch.float32)
+        stride = rows.stride(0) * FLOAT_BYTES
+        call = self.call(rows.data_ptr(), stride, num_rows, both.data_ptr(), inner.data_ptr())
+        run(threads_now(self._num_threads), call)
+        output: torch.Tensor = self.down(inner[:, : self.down.in_features])
         return output.view(x.shape)
+
+    def call(self, x: int, x_stride: int, num_rows: int, both: int, inner: int) -> bytes:
+        """`silu(gate(x)) * up(x)` by address, for `run`; `x_stride` in bytes.
+
+        `both` is memory for `[num_rows, both_features]`, the output is `inner[num_rows, inner_features]`.
+        """
+        return multiply_gated.call(
+            self._num_pairs, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_pairs, self._bias_at,
+            both, inner,
+        )  # fmt: skip
 
 
 class FusedAttention(nn.Module):
@@ -96,7 +107,7 @@ class FusedAttention(nn.Module):
         biases = [projection.bias for projection in projections if projection.bias is not None]
         if biases and len(biases) < len(projections):
             raise ValueError("either all projections have a bias or none")
-        self._qkv = PackedLinear(
+        self.qkv = PackedLinear(
             torch.cat([projection.weight for projection in projections]),
             torch.cat(biases) if biases else None,
             num_threads,
@@ -104,9 +115,10 @@ class FusedAttention(nn.Module):
         self.o_proj = PackedLinear(original.o_proj.weight, original.o_proj.bias, num_threads)
         self.layer_idx = original.layer_idx
         self.is_causal = getattr(original, "is_causal", True)
-        self._params = params
-        self._head_dim, self._rotary_dim = head_dim, rotary_dim
-        self._num_heads, self._kv_heads = (p.out_features // head_dim for p in projections[:2])
+        self.params = params
+        self._head_dim, self.rotary_dim = head_dim, rotary_dim
+        self._heads_stride = self.qkv.padded_features * FLOAT_BYTES
+        self.num_heads, self._kv_heads = (p.out_features // head_dim for p in projections[:2])
         self._norms = nn.ModuleList(norms)
         self._q_norm_at, self._k_norm_at = (norm.weight.data_ptr() for norm in norms) if norms else (0, 0)
         self._eps = norms[0].eps if norms else 0.0
@@ -121,25 +133,34 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         context = current_forward.get()
         layer = begin_layer(context, self, attention_mask, 0.0, None, kwargs)
+        self.check_shapes(context.batch, hidden_states, position_embeddings)
         num_rows = context.batch.num_tokens
-        cos, sin = position_embeddings
-        if cos.shape != (1, num_rows, self._rotary_dim) or hidden_states.shape[:2] != (1, num_rows):
-            raise UnsupportedModelError(
-                f"rotary embedding of shape {tuple(cos.shape)} for {num_rows} tokens and {self._rotary_dim} dimensions"
-            )
-        cos, sin = cos.contiguous(), sin.contiguous()
-        heads = self._qkv.padded(hidden_states)
-        query = torch.empty(num_rows, self._num_heads, self._head_dim, dtype=torch.float32)
-        place_heads(
-            _threads_for(num_rows, self._num_threads), num_rows, heads.data_ptr(), heads.shape[-1] * 4,
-            self._num_heads, self._kv_heads, self._head_dim, self._q_norm_at, self._k_norm_at, self._eps,
-            cos.data_ptr(), sin.data_ptr(), self._rotary_dim, query.data_ptr(), context.arena.layer(layer).data_ptr(),
-            context.arena.layout.page_size, context.batch.write_pages.data_ptr(), context.batch.write_slots.data_ptr(),
-        )  # fmt: skip
-        output = attend_written(context, layer, query, self._params)
+        cos, sin = (part.contiguous() for part in position_embeddings)
+        heads = self.qkv.padded(hidden_states)
+        query = torch.empty(num_rows, self.num_heads, self._head_dim, dtype=torch.float32)
+        call = self.call(context, layer, heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), query.data_ptr())
+        run(threads_now(self._num_threads), call)
+        output = attend_written(context, layer, query, self.params)
         result: torch.Tensor = self.o_proj(output.view(1, num_rows, -1))
         return result, None
 
+    def check_shapes(
+        self, batch: PagedBatch, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Raise `UnsupportedModelError` if the tensors are not those of this batch."""
+        cos, sin = position_embeddings
+        num_rows = batch.num_tokens
+        if not cos.shape == sin.shape == (1, num_rows, self.rotary_dim) or hidden_states.shape[:2] != (1, num_rows):
+            raise UnsupportedModelError(
+                f"rotary embedding of shape {tuple(cos.shape)} for {num_rows} tokens and {self.rotary_dim} dimensions"
+            )
 
-def _threads_for(num_rows: int, num_threads: int) -> int:
-    return threads_now(num_threads) if num_rows >= ROWS_FOR_THREADS else 1
+    def call(self, context: ForwardContext, layer: int, heads: int, cos: int, sin: int, query: int) -> bytes:
+        """Write K and V of `heads`, what `qkv` gives, to the pages, and queries to `query`; by address, for `run`."""
+        batch, arena = context.batch, context.arena
+        return place_heads.call(
+            batch.num_tokens, heads, self._heads_stride, self.num_heads, self._kv_heads, self._head_dim,
+            self._q_norm_at, self._k_norm_at, self._eps, cos, sin, self.rotary_dim, query,
+            arena.layer(layer).data_ptr(), arena.layout.page_size, batch.write_pages.data_ptr(),
+            batch.write_slots.data_ptr(),
+        )  # fmt: skip

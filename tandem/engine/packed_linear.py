@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.memory import weight_memory
 from tandem.engine.packed_kernel import PANEL, multiply
-from tandem.engine.threads import threads_now
-from tandem.engine.vector_ir import is_fast_here
+from tandem.engine.threads import run, threads_now
+from tandem.engine.vector_ir import FLOAT_BYTES, is_fast_here
 
 
 class PackedLinear(nn.Module):
@@ -34,6 +34,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._panels = pack_weights(weight)
         self._num_panels = self._panels.shape[0]
+        self.padded_features = self._num_panels * PANEL
         self._bias = pack_biases(bias)
         self._num_threads = num_threads
         # Made once: asking a tensor for its address costs as much as a small product.
@@ -47,12 +48,17 @@ class PackedLinear(nn.Module):
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         """As `forward`, with all outputs of the last panel: `[..., 32 * panels]`, without gaps."""
         rows = as_rows(x)
-        output = torch.empty(*x.shape[:-1], self._num_panels * PANEL, dtype=torch.float32)
-        multiply(
-            threads_now(self._num_threads), self._num_panels, rows.data_ptr(), rows.stride(0) * 4, rows.shape[0],
-            self.in_features, self._weight_at, self._num_panels, self._bias_at, output.data_ptr(),
-        )  # fmt: skip
+        output = torch.empty(*x.shape[:-1], self.padded_features, dtype=torch.float32)
+        call = self.call(rows.data_ptr(), rows.stride(0) * FLOAT_BYTES, rows.shape[0], output.data_ptr())
+        run(threads_now(self._num_threads), call)
         return output
+
+    def call(self, x: int, x_stride: int, num_rows: int, output: int) -> bytes:
+        """`padded` by address, for `run`; `x_stride` in bytes."""
+        return multiply.call(
+            self._num_panels, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_panels,
+            self._bias_at, output,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"

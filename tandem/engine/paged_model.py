@@ -14,6 +14,7 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_sequence
 from tandem.engine.device import current
+from tandem.engine.fused_decoder import FusedDecoder
 
 LayerCallback = Callable[[int], None]
 
@@ -30,14 +31,19 @@ class PagedModel:
         max_context: int,
         *,
         num_pages: int | None = None,
+        decoder: FusedDecoder | None = None,
     ) -> None:
-        """Sequences may have the pages `[0, num_pages)`, by default all of the arena."""
+        """Sequences may have the pages `[0, num_pages)`, by default all of the arena.
+
+        `decoder` is to compute the logits in the model's place.
+        """
         self.model = model
         self.arena = arena
         self.backend = backend
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.num_pages = arena.num_pages if num_pages is None else num_pages
+        self._decoder = decoder
         # Models differ in what they do after the last layer (head bias, soft capping, scaling): all of it is theirs,
         # on the rows that are asked for.
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -62,7 +68,10 @@ class PagedModel:
         token = current_forward.set(context)
         try:
             with torch.inference_mode():
-                logits = self._logits(batch.token_ids, batch.positions, batch.logit_rows)
+                if self._decoder is None:
+                    logits = self._logits(batch.token_ids, batch.positions, batch.logit_rows)
+                else:
+                    logits = self._decoder.logits(batch)
         finally:
             current_forward.reset(token)
         if isinstance(notifier, _DeviceLayers):

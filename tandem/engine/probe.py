@@ -19,7 +19,7 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
-from tandem.engine.fused import fuse
+from tandem.engine.fused import fuse, fuse_decoder
 from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
 from tandem.engine.probe_config import shrink_config
@@ -106,7 +106,8 @@ def _paged_model(model: PreTrainedModel, config: PreTrainedConfig, num_threads: 
     backend = select_backend(layout, device, num_threads)
     fuse(model, layout, num_threads)
     pack(model, num_threads)
-    return PagedModel(model, arena, backend, loader.vocab_size_of(model), _LONG)
+    decoder = fuse_decoder(model, layout)
+    return PagedModel(model, arena, backend, loader.vocab_size_of(model), _LONG, decoder=decoder)
 
 
 def _run_paged(model: PagedModel, prompts: list[list[int]]) -> list[torch.Tensor]:

@@ -1,9 +1,10 @@
 """The threads that compute a kernel together: one leads, others follow where they come in time.
 
-A decode step is some sixty kernels of 50 to 500 µs with 20 to 40 µs of Python between them. Waking a thread of Numba's
-own pool for each costs 100 µs and eats what the second core gains; so followers here look out for the next kernel for a
-while (`_SPINS`) before they sleep, and a leader waits for nobody who has not begun: it takes pieces of the work, as the
-followers do, until none is left. A follower whose core is taken by another process then costs nothing.
+A decode step is some hundred kernels of 1 to 500 µs. Those of a layer come as one program, run without Python in
+between; from one program to the next it is some 20 µs. Waking a thread of Numba's own pool for each kernel costs 100 µs
+and eats what the second core gains; so followers here look out for the next kernel for a while (`_SPINS`) before they
+sleep, and a leader waits for nobody who has not begun: it takes pieces of the work, as the followers do, until none is
+left. A follower whose core is taken by another process then costs nothing.
 
 The board is a few words of shared memory:
 
@@ -27,7 +28,11 @@ import numpy as np
 from numba import types
 
 from tandem.engine.compiling import compile_function
-from tandem.engine.shared_words import add, call, mask, pause, read, swap, write
+from tandem.engine.shared_words import WORD_BYTES, add, call, mask, pause, read, swap, words, write
+
+#: Words of a call before its arguments; see `Team.run`.
+CALL_WORDS = 4
+_call_words = words(CALL_WORDS)
 
 # Byte offsets of the words; those that change at different times lie on cache lines of their own.
 _STATE, _NEXT, _SLEEPERS, _STOP, _SEMAPHORE, _WORK = 0, 128, 256, 384, 512, 640
@@ -40,7 +45,10 @@ _WITHIN_BITS, _SEAT_BITS = _SEAT - 1, _NUMBER - _SEAT
 _NOT_SEATS = ~_SEAT_BITS
 _LAST_NUMBER = (1 << 30) - 1
 
-# Pauses before a follower sleeps: 0.1 to 0.3 ms, a few times the Python between two kernels of a step.
+# Enough that nobody waits long for the last piece, and few enough that a piece is worth its taking.
+_PIECES_OF_A_THREAD = 4
+
+# Pauses before a follower sleeps: 0.1 to 0.3 ms, a few times the Python between two programs of a step.
 _SPINS = 5_000
 # Pauses of a leader before it lets others run: one of them may be the follower that it waits for.
 _SPINS_BEFORE_YIELD = 2_000
@@ -74,15 +82,13 @@ def _claim_sleeper(board):  # type: ignore[no-untyped-def] # pragma: no cover - 
             return True
 
 
-@compile_function
-def _lead(board, function, arguments, count, grain, seats):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Compute `[0, count)` by `function(first, end, arguments)`, `grain` at a time, with up to `seats` followers."""
-    arguments_at = arguments.ctypes.data
-    if seats == 0:
-        call(function, 0, count, arguments_at)
-        return
+@numba.njit(nogil=True)
+def _share(board, function, arguments, count, num_threads):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Compute `[0, count)` by `function(first, end, arguments)` with up to `num_threads - 1` followers."""
+    seats = num_threads - 1
+    grain = max(1, count // (num_threads * _PIECES_OF_A_THREAD))
     write(board + _FUNCTION, function)
-    write(board + _ARGUMENTS, arguments_at)
+    write(board + _ARGUMENTS, arguments)
     write(board + _COUNT, count)
     write(board + _GRAIN, grain)
     write(board + _NEXT, 0)
@@ -92,7 +98,7 @@ def _lead(board, function, arguments, count, grain, seats):  # type: ignore[no-u
         if not _claim_sleeper(board):
             break
         _sem_post(board + _SEMAPHORE)
-    _take_pieces(board, function, arguments_at, count, grain)
+    _take_pieces(board, function, arguments, count, grain)
     mask(board + _STATE, _NOT_SEATS)
     spins = 0
     while read(board + _STATE) & _WITHIN_BITS:
@@ -101,6 +107,20 @@ def _lead(board, function, arguments, count, grain, seats):  # type: ignore[no-u
             pause()
         else:
             _sched_yield()
+
+
+@compile_function
+def _lead(board, program, num_calls, num_threads):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Compute the calls of a program (`CALL_WORDS`), each on up to `num_threads` threads."""
+    at = program.ctypes.data
+    for _ in range(num_calls):
+        function, num_words, count, count_to_share = _call_words(at)
+        arguments = at + CALL_WORDS * WORD_BYTES
+        if num_threads > 1 and count >= count_to_share:
+            _share(board, function, arguments, count, min(num_threads, count))
+        else:
+            call(function, 0, count, arguments)
+        at += num_words * WORD_BYTES
 
 
 @compile_function
@@ -155,24 +175,24 @@ class Team:
         self._leading = threading.Lock()
         atexit.register(self._end)
 
-    def run(self, function: int, arguments: np.ndarray, count: int, *, num_threads: int) -> None:
-        """Call the C function `function(first, end, arguments)` until all of `[0, count)` is done.
+    def run(self, program: np.ndarray, num_calls: int, *, num_threads: int) -> None:
+        """Compute the calls of a program one after the other.
 
         Args:
-            function: its address; it needs no GIL.
-            arguments: int64 words; it is called with their address.
-            num_threads: how many may compute, the caller among them.
+            program: int64 words. A call is the address of a C function `function(first, end, arguments)` that needs no
+                GIL; how many words the call has, these among them; the count of items `[0, count)`; from which count on
+                several threads share them, at least 2; then the arguments, of which the function is given the address.
+            num_calls: how many calls the program has.
+            num_threads: how many threads may compute, the caller among them.
         """
-        if num_threads > 1 and count > 1 and self._leading.acquire(blocking=False):
+        if num_threads > 1 and self._leading.acquire(blocking=False):
             try:
-                seats = min(num_threads, count) - 1
-                self._hire(seats)
-                grain = max(1, count // (num_threads * _PIECES_OF_A_THREAD))
-                _lead(self._board, function, arguments, count, grain, seats)
+                self._hire(num_threads - 1)
+                _lead(self._board, program, num_calls, num_threads)
             finally:
                 self._leading.release()
         else:
-            _lead(self._board, function, arguments, count, count, 0)
+            _lead(self._board, program, num_calls, 1)
 
     def _hire(self, num_followers: int) -> None:
         while len(self._followers) < num_followers:

@@ -42,7 +42,7 @@ def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[K
         tokens = np.arange(end)
         place = (np.array(pages)[tokens // layout.page_size], slice(None), tokens % layout.page_size)
         shape = (end, 2, layout.num_kv_heads, layout.head_dim)
-        arena.numpy_layer(0)[place] = generator.standard_normal(shape, dtype=np.float32)
+        arena.layer(0).numpy()[place] = generator.standard_normal(shape, dtype=np.float32)
     return arena, build_batch(inputs, layout.page_size, torch.device("cpu"))
 
 

@@ -13,7 +13,7 @@ import torch
 from engine_helpers import Case
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine.attention import AttentionBackend
 from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch
 from tandem.engine.engine import Engine, SequenceInput
@@ -56,7 +56,7 @@ def test_logits_are_the_same_bits_however_the_work_is_cut(case: Case) -> None:
 
 @pytest.mark.parametrize("chunk", [helpers.PAGE_SIZE, 1000])
 def test_identity_is_red_when_attention_is_zeroed(case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _mutate(monkeypatch, lambda output, _: torch.zeros_like(output), None)
+    _mutate(monkeypatch, case, lambda output, _: torch.zeros_like(output), None)
     _assert_red(case, chunk)
 
 
@@ -73,7 +73,7 @@ def test_identity_is_red_when_the_window_is_off_by_one(case: Case, chunk: int, m
 
     for by in (-1, 1) if windowed else (-1,):  # what is full cannot be wider
         with monkeypatch.context() as patch:
-            _mutate(patch, None, functools.partial(shift, by=by))
+            _mutate(patch, case, None, functools.partial(shift, by=by))
             _assert_red(case, chunk)
 
 
@@ -134,26 +134,35 @@ def _eager_logits(case: Case, prompt: list[int]) -> torch.Tensor:
     return logits
 
 
+class _Mutated:
+    """The engine's attention, with other parameters or another output."""
+
+    name = "mutated"
+
+    def __init__(
+        self,
+        own: AttentionBackend,
+        change_output: Callable[[torch.Tensor, AttentionParams], torch.Tensor] | None,
+        change_params: Callable[[AttentionParams], AttentionParams] | None,
+    ) -> None:
+        self._own, self._change_output, self._change_params = own, change_output, change_params
+
+    def attend(
+        self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        params = self._change_params(params) if self._change_params else params
+        output = self._own.attend(batch, arena, layer, query, params)
+        return self._change_output(output, params) if self._change_output else output
+
+
 def _mutate(
     monkeypatch: pytest.MonkeyPatch,
+    case: Case,
     change_output: Callable[[torch.Tensor, AttentionParams], torch.Tensor] | None,
     change_params: Callable[[AttentionParams], AttentionParams] | None,
 ) -> None:
-    attend = CPUAttention.attend
-
-    def mutated(
-        self: CPUAttention,
-        batch: PagedBatch,
-        arena: KVArena,
-        layer: int,
-        query: torch.Tensor,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        params = change_params(params) if change_params else params
-        output = attend(self, batch, arena, layer, query, params)
-        return change_output(output, params) if change_output else output
-
-    monkeypatch.setattr(CPUAttention, "attend", mutated)
+    paged = case.engine._paged
+    monkeypatch.setattr(paged, "backend", _Mutated(paged.backend, change_output, change_params))
 
 
 def _assert_red(case: Case, chunk: int, before_step: helpers.Hook | None = None) -> None:

@@ -266,7 +266,8 @@ import engine_helpers as helpers
 from tandem.engine import attention_numba, fused_kernel, packed_kernel
 
 KERNELS = (packed_kernel.multiply, packed_kernel.multiply_gated, fused_kernel.normalize_rows,
-           fused_kernel.place_heads, attention_numba._attend_kernel)
+           fused_kernel.place_heads, fused_kernel.add_rows, fused_kernel.gather_rows,
+           attention_numba._attend_kernel)
 
 def compiled():
     return ["_address" in vars(kernel) for kernel in KERNELS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import engine_helpers as helpers
@@ -122,17 +123,18 @@ def test_load_probes_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("damage", ["zero", "window", "leak"])
 def test_probe_sees_damaged_attention(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = CPUAttention.attend
+    class Damaged:
+        name = "damaged"
 
-    def damaged(self, batch, arena, layer, query, params):  # type: ignore[no-untyped-def]
-        if damage == "window":
-            object.__setattr__(params, "window", params.window + 1)
-        if damage == "leak":
-            batch.block_tables[:] = batch.block_tables[0]
-        output = attend(self, batch, arena, layer, query, params)
-        return torch.zeros_like(output) if damage == "zero" else output
+        def attend(self, batch, arena, layer, query, params):  # type: ignore[no-untyped-def]
+            if damage == "window":
+                params = replace(params, window=params.window + 1)
+            if damage == "leak":
+                batch.block_tables[:] = batch.block_tables[0]
+            output = CPUAttention(1).attend(batch, arena, layer, query, params)
+            return torch.zeros_like(output) if damage == "zero" else output
 
-    monkeypatch.setattr(CPUAttention, "attend", damaged)
+    monkeypatch.setattr(probe, "select_backend", lambda *_: Damaged())
     with pytest.raises(UnsupportedModelError, match="mistral cannot be served: in a paged batch"):
         probe_architecture(SERVED["mistral"])
 
@@ -147,8 +149,8 @@ def test_probe_refuses_to_be_blind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_without_logits_to_keep_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     init = paged_model.PagedModel.__init__
 
-    def without(self, *args):  # type: ignore[no-untyped-def]
-        init(self, *args)
+    def without(self, *args, **_):  # type: ignore[no-untyped-def]
+        init(self, *args)  # by the model's own forward: a fused decoder selects rows itself
         self._selects_rows = False
 
     monkeypatch.setattr(paged_model.PagedModel, "__init__", without)

@@ -250,7 +250,7 @@ def test_originals_are_dropped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
             super().__init__(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fusing, "FusedGatedMLP", Counting)
-    assert fuse(model, LAYOUT, 1) == FUSED["llama"]
+    assert fuse(model, LAYOUT, 1) == "3 attention, 3 mlp, 7 norm"  # not layers: this MLP is no part of them
     assert alive == [3, 2, 1]
 
 
@@ -277,10 +277,10 @@ def test_what_cannot_be_fused_is_packed_once(monkeypatch: pytest.MonkeyPatch) ->
 
 #: What of each architecture is fused.
 FUSED = {
-    "llama": "3 attention, 3 mlp, 7 norm",
-    "qwen2": "3 attention, 3 mlp, 7 norm",
-    "qwen3": "3 attention, 3 mlp, 7 norm",
-    "mistral": "3 attention, 3 mlp, 7 norm",
+    "llama": "3 attention, 3 mlp, 7 norm, 3 layer",
+    "qwen2": "3 attention, 3 mlp, 7 norm, 3 layer",
+    "qwen3": "3 attention, 3 mlp, 7 norm, 3 layer",
+    "mistral": "3 attention, 3 mlp, 7 norm, 3 layer",
     "gemma2": "4 attention, 17 norm",
     "gpt2": "none",
     "phi": "none",
@@ -316,4 +316,4 @@ def test_other_types_keep_their_own_parts(tmp_path: Path) -> None:
     model_dir = helpers.save_model("llama", tmp_path / "llama")
     engine = helpers.load_engine(model_dir, dtype="bfloat16", num_pages=4)
     assert engine.fused == "none"
-    assert helpers.load_engine(model_dir, num_pages=4).fused == FUSED["llama"]
+    assert helpers.load_engine(model_dir, num_pages=4).fused == f"{FUSED['llama']}, decoder"

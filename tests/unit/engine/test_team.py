@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import subprocess
@@ -20,7 +21,7 @@ from tandem.engine.threads import Kernel
 
 _REPOSITORY = Path(__file__).parents[3]
 
-_two_words = words(2)
+_two_words, _three_words = words(2), words(3)
 
 
 def _count(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -38,8 +39,17 @@ def _meet(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no c
             pause()
 
 
+def _double(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Adds twice what the call before this must have written, of the items from the other end."""
+    source, target, num_items = _three_words(arguments)
+    for item in range(first, end):
+        add(target + 8 * item, 2 * read(source + 8 * (num_items - 1 - item)))
+
+
 count = Kernel(_count, "ii")
 meet = Kernel(_meet, "ii")
+double = Kernel(_double, "iii")
+count_alone = Kernel(_count, "ii", items_to_share=1_000)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
@@ -48,6 +58,41 @@ def test_each_item_is_computed_once(num_threads: int, num_items: int) -> None:
     counts = np.zeros(num_items + 1, dtype=np.int64)
     count(num_threads, num_items, counts.ctypes.data, 1)
     assert counts.tolist() == [1] * num_items + [0]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_calls_of_a_program_go_one_after_the_other(num_threads: int) -> None:
+    """Each reads what the one before it wrote, by whichever thread."""
+    num_items, num_calls = 40, 30
+    stages = np.zeros((num_calls + 1, num_items), dtype=np.int64)
+    places = [row.ctypes.data for row in stages]
+    calls = [count.call(num_items, places[0], 1)]
+    for source, target in itertools.pairwise(places):
+        calls.append(double.call(num_items, source, target, num_items))
+        calls.append(count_alone.call(1, target, 0))  # one that nobody shares, in between
+    for _ in range(50):
+        stages[:] = 0
+        threads.run(num_threads, *calls)
+        assert np.array_equal(stages, np.repeat(2 ** np.arange(num_calls + 1)[:, None], num_items, axis=1))
+
+
+def test_few_items_are_not_shared() -> None:
+    alone = Kernel(_meet, "ii", items_to_share=3)
+    begun = np.zeros(1, dtype=np.int64)
+    alone(2, 3, begun.ctypes.data, 2)  # three are: two threads meet
+    assert begun[0] == 3
+    begun[:] = 0
+    done = threading.Event()
+
+    def wait_in_vain() -> None:
+        alone(2, 2, begun.ctypes.data, 2)
+        done.set()
+
+    waiting = threading.Thread(target=wait_in_vain, daemon=True)
+    waiting.start()
+    assert not done.wait(0.2)
+    begun[0] = 2  # what the second item would have done
+    waiting.join()
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
@@ -76,7 +121,8 @@ def test_a_kernel_that_is_over_has_no_seats() -> None:
     """A follower that took one would compute with arguments that are gone; here none ever comes."""
     board = team.Team()._board
     counts = np.zeros(5, dtype=np.int64)
-    team._lead(board, count._address, np.array([counts.ctypes.data, 1]), 5, 1, 3)
+    program = np.frombuffer(count.call(5, counts.ctypes.data, 1), dtype=np.int64)
+    team._lead(board, program, 1, 4)
     assert counts.tolist() == [1] * 5
     assert ctypes.c_int64.from_address(board + team._STATE).value & team._SEAT_BITS == 0
 

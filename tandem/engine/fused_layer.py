@@ -1,0 +1,296 @@
+"""Decoder layers as programs of kernels.
+
+From Python each kernel is a call of 20 to 40 µs, before which the thread may have to wait for Python's lock. So all
+kernels of a decode step go as one program. It is cut only where somebody else comes in: whoever is told of a layer's K
+and V, an attention of another kind, the owner of borrowed threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.engine.attention import ForwardContext, begin_layer, current_forward
+from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine.fused_kernel import ROWS_FOR_THREADS, add_rows
+from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
+from tandem.engine.memory import map_memory
+from tandem.engine.threads import run, threads_now
+from tandem.engine.vector_ir import FLOAT_BYTES, LINE_BYTES
+
+# A core may do about this much: weights read from memory and multiply-adds with them, each second.
+_WEIGHTS_READ, _MULTIPLY_ADDS = 5e9, 40e9
+# How long threads may compute that belong to others, before it is asked anew whether they still may.
+_BORROWED_S = 0.004
+
+
+class Workspace:
+    """Memory for what lies between the kernels of a layer, as large as the largest batch needed.
+
+    The layers of one model share it: one begins with what the one before it left, and all else is its own.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.address = 0
+
+    def reserve(self, num_bytes: int) -> int:
+        """Its address, a cache line's, with at least `num_bytes`. Where it grows, it moves and forgets."""
+        if num_bytes > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old is freed before the new is made
+            self._memory = map_memory(num_bytes)
+            self.address = self._memory.data_ptr()
+        return self.address
+
+    def view(self, address: int, *shape: int) -> torch.Tensor:
+        """The float32 at an address of it, as a tensor."""
+        begin = address - self.address
+        num_bytes = math.prod(shape) * FLOAT_BYTES
+        return self._memory[begin : begin + num_bytes].view(torch.float32).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """For one number of rows: addresses of `[num_rows, features]` in the workspace, and the calls that need no others.
+
+    Each is without gaps; heads and added are as wide as padded products. No rows: nothing is planned.
+    """
+
+    num_rows: int = 0
+    sums: int = 0  # of input, attention and MLP; where the workspace begins
+    normed: int = 0
+    added: int = 0  # what is to be added to the sums
+    heads: int = 0  # queries, keys and values
+    query: int = 0
+    attended: int = 0
+    normalize_sums: bytes = b""
+    project_heads: bytes = b""
+    project_attended: bytes = b""
+    add_to_sums: bytes = b""
+    mlp: tuple[bytes, ...] = ()  # from sums to added
+
+
+class FusedDecoderLayer(nn.Module):
+    """`h = x + attention(attention_norm(x))`, then `h + mlp(mlp_norm(h))`; float32.
+
+    Args:
+        workspace: of all layers of one model.
+        num_threads: CPU threads of one layer.
+    """
+
+    def __init__(
+        self,
+        attention_norm: FusedRMSNorm,
+        attention: FusedAttention,
+        mlp_norm: FusedRMSNorm,
+        mlp: FusedGatedMLP,
+        workspace: Workspace,
+        num_threads: int,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.self_attn, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
+        # The same once more: `nn.Module` takes long to find its children.
+        self._parts = attention_norm, attention, mlp_norm, mlp
+        self.workspace = workspace
+        self.num_threads = num_threads
+        self._width = attention_norm.width
+        products = attention.qkv, attention.o_proj, mlp.down
+        self._num_weights = mlp.in_features * mlp.both_features
+        self._num_weights += sum(product.in_features * product.padded_features for product in products)
+        self._added_stride = attention.o_proj.padded_features * FLOAT_BYTES
+        self._plan = _Plan()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`[1, T, hidden_size]` to memory of its own, of the same shape."""
+        context = current_forward.get()
+        self._parts[1].check_shapes(context.batch, hidden_states, position_embeddings)
+        x, cos, sin = (part.contiguous() for part in (hidden_states, *position_embeddings))
+        output = torch.empty_like(x)
+        plan_layers([self], context.batch.num_tokens)
+        compute_layers(
+            [self], (cos.data_ptr(), sin.data_ptr()), x=x.data_ptr(), output=output.data_ptr(),
+            attention_mask=attention_mask, **kwargs,
+        )  # fmt: skip
+        return output
+
+    def begin(self, context: ForwardContext, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
+        """Its number. Raises `UnsupportedModelError` for what the attention does not do."""
+        return begin_layer(context, self._parts[1], attention_mask, 0.0, None, kwargs)
+
+    def is_planned(self, num_rows: int) -> bool:
+        return self._plan.num_rows == num_rows and self._plan.sums == self.workspace.address
+
+    def num_bytes(self, num_rows: int) -> int:
+        """What so many rows need of the workspace."""
+        return max(places[-1] for places in self._lay_out(0, num_rows))
+
+    def plan(self, num_rows: int) -> None:
+        """Prepare for so many rows, in a workspace that has room for them."""
+        self._plan = self._make_plan(self.workspace.address, num_rows)
+
+    def seconds(self) -> float:
+        """About how long a core computes the rows that are planned."""
+        return self._num_weights * max(1 / _WEIGHTS_READ, self._plan.num_rows / _MULTIPLY_ADDS)
+
+    def until_written(
+        self, context: ForwardContext, layer: int, x: int | None, rotary: tuple[int, int]
+    ) -> tuple[bytes, bytes, bytes]:
+        """Calls from the input `x`, or else from the sums, to K and V in the arena and queries; `rotary` by address."""
+        attention_norm, attention, _, _ = self._parts
+        plan = self._plan
+        norm = plan.normalize_sums if x is None else attention_norm.call(x, plan.num_rows, plan.normed)
+        return norm, plan.project_heads, attention.call(context, layer, plan.heads, *rotary, plan.query)
+
+    def attend(self, context: ForwardContext, backend: CPUAttention, layer: int, num_threads: int) -> bytes:
+        """The call from queries to what they attend to."""
+        attention, plan = self._parts[1], self._plan
+        return backend.call(
+            context.batch, context.arena, layer, attention.params, attention.num_heads, plan.query, plan.attended,
+            num_threads,
+        )  # fmt: skip
+
+    def attend_apart(self, context: ForwardContext, layer: int) -> None:
+        """As `attend`, at once and by a backend that takes tensors."""
+        attention, plan = self._parts[1], self._plan
+        shape = plan.num_rows, attention.num_heads, context.arena.layout.head_dim
+        query, attended = (self.workspace.view(place, *shape) for place in (plan.query, plan.attended))
+        attended.copy_(context.backend.attend(context.batch, context.arena, layer, query, attention.params))
+
+    def from_attended(self, x: int | None, output: int | None) -> Iterable[bytes]:
+        """Calls from there to the output, or else to the sums."""
+        plan = self._plan
+        yield plan.project_attended
+        yield plan.add_to_sums if x is None else self._add(plan, x, plan.sums)
+        yield from plan.mlp
+        yield plan.add_to_sums if output is None else self._add(plan, plan.sums, output)
+
+    def _add(self, plan: _Plan, x: int, output: int) -> bytes:
+        return add_rows.call(plan.num_rows, x, plan.added, self._added_stride, self._width, output)
+
+    def _lay_out(self, begin: int, num_rows: int) -> tuple[list[int], list[int], list[int]]:
+        """Places of sums, normed, added; of heads, query, attended; of the MLP's both and inner; each with its end."""
+        _, attention, _, mlp = self._parts
+        kept = _lay_out(begin, num_rows, self._width, self._width, attention.o_proj.padded_features)
+        query_features = attention.o_proj.in_features
+        of_attention = _lay_out(kept[-1], num_rows, attention.qkv.padded_features, query_features, query_features)
+        # The attention's are done with by then.
+        of_mlp = _lay_out(kept[-1], num_rows, mlp.both_features, mlp.inner_features)
+        return kept, of_attention, of_mlp
+
+    def _make_plan(self, begin: int, num_rows: int) -> _Plan:
+        attention_norm, attention, mlp_norm, mlp = self._parts
+        (sums, normed, added, _), (heads, query, attended, _), (both, inner, _) = self._lay_out(begin, num_rows)
+        row_bytes, query_bytes = self._width * FLOAT_BYTES, attention.o_proj.in_features * FLOAT_BYTES
+        return _Plan(
+            num_rows, sums, normed, added, heads, query, attended,
+            normalize_sums=attention_norm.call(sums, num_rows, normed),
+            project_heads=attention.qkv.call(normed, row_bytes, num_rows, heads),
+            project_attended=attention.o_proj.call(attended, query_bytes, num_rows, added),
+            add_to_sums=add_rows.call(num_rows, sums, added, self._added_stride, self._width, sums),
+            mlp=(
+                mlp_norm.call(sums, num_rows, normed),
+                mlp.call(normed, row_bytes, num_rows, both, inner),
+                mlp.down.call(inner, mlp.inner_features * FLOAT_BYTES, num_rows, added),
+            ),
+        )  # fmt: skip
+
+
+def _lay_out(begin: int, num_rows: int, *features: int) -> list[int]:
+    """Where arrays `[num_rows, features]` lie behind one another, each at a cache line; and the end of the last."""
+    sizes = (-(-num_rows * count * FLOAT_BYTES // LINE_BYTES) * LINE_BYTES for count in features)
+    return list(itertools.accumulate(sizes, initial=begin))
+
+
+def plan_layers(layers: Sequence[FusedDecoderLayer], num_rows: int) -> int:
+    """Prepare layers of one workspace for so many rows; address of the sums, `[num_rows, hidden_size]`."""
+    workspace = layers[0].workspace
+    if not all(layer.is_planned(num_rows) for layer in layers):
+        workspace.reserve(max(layer.num_bytes(num_rows) for layer in layers))
+        for layer in layers:
+            layer.plan(num_rows)
+    return workspace.address
+
+
+def compute_layers(
+    layers: Sequence[FusedDecoderLayer],
+    rotary: tuple[int, int],
+    *,
+    x: int | None = None,
+    output: int | None = None,
+    before: Iterable[bytes] = (),
+    behind: Iterable[bytes] = (),
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """Compute layers that are planned, one after the other, for the running forward.
+
+    Args:
+        rotary: addresses of cosines and sines, `[T, rotary_dim]`.
+        x, output: addresses of `[T, hidden_size]`; by default the sums.
+        before, behind: calls for before the first layer and after the last.
+        attention_mask, kwargs: what the model asks of the attention beside that; nothing of it may matter.
+    """
+    context = current_forward.get()
+    program = _Program(context.batch.num_tokens, layers[0].num_threads)
+    program.add(before)
+    last = len(layers) - 1
+    for index, layer in enumerate(layers):
+        number = layer.begin(context, attention_mask, kwargs)
+        begin, end = x if index == 0 else None, output if index == last else None
+        program.expect(layer.seconds())
+        program.add(layer.until_written(context, number, begin, rotary))
+        if context.layer_written is not None:
+            program.run()
+            context.layer_written(number)
+        if isinstance(context.backend, CPUAttention):
+            program.add([layer.attend(context, context.backend, number, program.num_threads)])
+        else:
+            program.run()
+            layer.attend_apart(context, number)
+        program.add(layer.from_attended(begin, end))
+    program.add(behind)
+    program.run()
+
+
+class _Program:
+    """Calls that wait to be run, on threads of which some may be others': these are asked for anew every few ms."""
+
+    def __init__(self, num_rows: int, own_threads: int) -> None:
+        self._calls: list[bytes] = []
+        self._has_many_rows = num_rows >= ROWS_FOR_THREADS
+        self._own_threads = own_threads
+        self._seconds = 0.0
+        self.num_threads = threads_now(own_threads)
+
+    def expect(self, seconds: float) -> None:
+        """The calls to come take a core about so long."""
+        self._seconds += seconds / self.num_threads
+        if self.num_threads > self._own_threads and self._seconds > _BORROWED_S:
+            self.run()
+            self.num_threads = threads_now(self._own_threads)
+            self._seconds = seconds / self.num_threads
+
+    def add(self, calls: Iterable[bytes]) -> None:
+        self._calls += calls
+
+    def run(self) -> None:
+        if self._has_many_rows:
+            # One product of a prompt takes as long as several layers of a few rows.
+            for call in self._calls:
+                run(threads_now(self._own_threads), call)
+        elif self._calls:
+            run(self.num_threads, *self._calls)
+        self._calls.clear()

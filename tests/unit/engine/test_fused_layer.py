@@ -1,0 +1,323 @@
+"""Whole layers and the whole decoder as programs of kernels, against the models that they stand for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import engine_helpers as helpers
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.engine import fused_decoder, fused_layer, loader, threads
+from tandem.engine.arena import KVArena
+from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.attention_reference import ReferenceAttention
+from tandem.engine.attention_select import select_backend
+from tandem.engine.batch import SequenceInput
+from tandem.engine.fused import fuse, fuse_decoder
+from tandem.engine.fused_layer import FusedDecoderLayer
+from tandem.engine.layout import KVLayout
+from tandem.engine.packed_linear import pack
+from tandem.engine.paged_model import PagedModel
+
+CPU = torch.device("cpu")
+NUM_LAYERS, VOCAB, NUM_PAGES = 3, 320, 24
+LAYOUT = KVLayout(NUM_LAYERS, 2, 16, helpers.PAGE_SIZE, "float32")
+FUSED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def small_model(**options: object) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**(sizes | {"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB} | options))
+    config._attn_implementation = ATTENTION_NAME
+    model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def paged(model: PreTrainedModel, layout: KVLayout = LAYOUT, num_threads: int = 1, **options: Any) -> PagedModel:
+    """Over an arena of its own, where a slot that nobody wrote shows."""
+    arena = KVArena(layout, NUM_PAGES)
+    arena.tensor.fill_(float("nan"))
+    backend = options.pop("backend", None) or select_backend(layout, CPU, num_threads)
+    return PagedModel(model, arena, backend, VOCAB, 512, **options)
+
+
+def fused(model: PreTrainedModel, layout: KVLayout = LAYOUT, num_threads: int = 1) -> PagedModel:
+    """As the engine does it."""
+    assert fuse(model, layout, num_threads).endswith(f"{NUM_LAYERS} layer")
+    pack(model, num_threads)
+    decoder = fuse_decoder(model, layout)
+    assert decoder is not None
+    return paged(model, layout, num_threads, decoder=decoder)
+
+
+def steps() -> list[list[SequenceInput]]:
+    """A prompt in chunks of many rows and few, beside other prompts and decode rows; pages out of order."""
+    long, middle, short = (helpers.make_prompt(length, 1) for length in (150, 40, 5))
+    pages = (7, 1, 4, 0, 9, 3, 20, 15, 11, 2), (8, 22, 5), (6,)
+    return [
+        [SequenceInput(long[:70], 0, pages[0], 0)],
+        [SequenceInput(long[70:140], 70, pages[0], 3), SequenceInput(middle[:30], 0, pages[1], 30)],
+        [SequenceInput(short[:4], 0, pages[2], 2), SequenceInput(long[140:149], 140, pages[0], 9)],
+        [
+            SequenceInput(long[149:], 149, pages[0], 1),
+            SequenceInput(middle[30:], 30, pages[1], 10),
+            SequenceInput(short[4:], 4, pages[2], 1),
+        ],
+    ]
+
+
+def run(model: PagedModel, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    return torch.cat([model.forward(step, on_layer) for step in steps()])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("arch", FUSED_ARCHITECTURES)
+def test_logits_are_those_of_the_models_own_parts(arch: str, num_threads: int, tmp_path: Path) -> None:
+    model_dir = helpers.save_model(arch, tmp_path / arch)
+    config = loader.load_config(model_dir)
+    layout = loader.derive_layout(config, helpers.PAGE_SIZE, "float32")
+    own, one_by_one, whole = (loader.load_model(model_dir, config, "float32", CPU) for _ in range(3))
+    fuse(one_by_one, layout, num_threads)
+    assert {type(layer) for layer in one_by_one.model.layers} == {FusedDecoderLayer}
+    expected = run(paged(own, layout, num_threads))
+    by_layers = run(paged(one_by_one, layout, num_threads))
+    torch.testing.assert_close(by_layers, expected, rtol=1e-4, atol=1e-4)
+    decoder = fused(whole, layout, num_threads)
+    found = run(decoder)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(run(decoder), found)
+    seen: list[int] = []
+    assert torch.equal(run(decoder, seen.append), found)
+    assert seen == [0, 1, 2] * len(steps())
+
+
+def test_each_row_has_the_bits_that_it_has_alone() -> None:
+    alone, together = fused(small_model()), fused(small_model(), num_threads=2)
+    found = iter(run(together))
+    for step in steps():
+        for sequence in step:
+            for position, token in enumerate(sequence.token_ids, sequence.start):
+                expected = alone.forward([SequenceInput([token], position, sequence.pages)])
+                if position >= sequence.end - sequence.num_logits:
+                    assert torch.equal(next(found), expected[0]), f"position {position}"
+    assert next(found, None) is None
+
+
+@pytest.mark.parametrize("num_rows", [5, 70])
+def test_a_layer_is_told_of_when_it_is_written_and_the_next_is_not(num_rows: int) -> None:
+    model = fused(small_model())
+    written: list[list[bool]] = []
+
+    def on_layer(_: int) -> None:
+        keys_and_values = model.arena.tensor[:, :8].transpose(2, 3).flatten(1, 2)[:, :num_rows]
+        written.append(keys_and_values.isfinite().all(dim=(1, 2, 3, 4)).tolist())
+
+    # Pages are in order here: [page, slot] flattened is the position.
+    model.forward([SequenceInput([1] * num_rows, 0, range(8))], on_layer)
+    assert written == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_the_workspace_grows_with_the_batch() -> None:
+    model, first = fused(small_model()), [SequenceInput([3, 4], 0, (0,), 2)]
+    before = model.forward(first)
+    model.forward([SequenceInput([5] * 200, 0, range(1, 14))])
+    assert torch.equal(model.forward(first), before)
+
+
+def test_layers_of_different_shapes_share_a_workspace() -> None:
+    """The last one needs the most: no address from before it grew may be used."""
+
+    def make() -> LlamaForCausalLM:
+        model, wide = small_model(), small_model(intermediate_size=1024)
+        model.model.layers[2].mlp = wide.model.layers[2].mlp
+        return model
+
+    expected, found = run(paged(make())), run(fused(make()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_rotary_table_grows_with_the_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(fused(small_model()))
+    monkeypatch.setattr(fused_decoder, "_LEAST_POSITIONS", 8)
+    assert torch.equal(run(fused(small_model())), expected)
+
+
+def test_another_attention_computes_between_the_kernels() -> None:
+    model = fused(small_model())
+    expected = run(model)
+    model.backend = ReferenceAttention()
+    torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(run(model), expected)
+
+
+def test_borrowed_threads_are_asked_for_again_after_some_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused(small_model())
+    expected = run(model)
+    threads_of_runs: list[int] = []
+
+    def counting(num_threads: int, *calls: bytes) -> None:
+        threads_of_runs.append(num_threads)
+        threads.run(num_threads, *calls)
+
+    monkeypatch.setattr(fused_layer, "run", counting)
+    decode = steps()[2]
+
+    def runs_with(lender: Callable[[], int] | None, step: list[SequenceInput] = decode) -> list[int]:
+        threads_of_runs.clear()
+        threads.borrow_from(lender)
+        try:
+            model.forward(step)
+        finally:
+            threads.borrow_from(None)
+        return list(threads_of_runs)
+
+    assert runs_with(None) == [1]
+    assert runs_with(lambda: 1) == [2]  # small layers: they take no time
+    monkeypatch.setattr(fused_layer, "_BORROWED_S", 0.0)
+    assert runs_with(None) == [1]
+    lent = iter([1, 1, 0, 5])
+    assert runs_with(lambda: next(lent)) == [2, 2, 1]  # its own are not asked for again
+    for_prompt = itertools.chain([1, 1, 1], itertools.repeat(0))
+    ran = runs_with(lambda: next(for_prompt), steps()[0])  # one kernel at a time
+    assert ran[:3] == [2, 2, 1]
+    assert len(ran) > 9 * NUM_LAYERS
+    threads.borrow_from(lambda: 1)
+    try:
+        assert torch.equal(run(model), expected)
+    finally:
+        threads.borrow_from(None)
+
+
+class _HalvedSum(LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
+        return 0.5 * super().forward(hidden_states, **kwargs)
+
+
+class _NormsTheOtherWayRound(LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
+        attended, _ = self.self_attn(hidden_states=self.post_attention_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.input_layernorm(hidden_states))
+
+
+class _ParallelParts(LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class _Tuple(LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
+        return (super().forward(hidden_states, **kwargs),)
+
+
+class _NoFirstSum(LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return attended + self.mlp(self.post_attention_layernorm(attended))
+
+
+@pytest.mark.parametrize("kind", [_HalvedSum, _NormsTheOtherWayRound, _ParallelParts, _NoFirstSum])
+def test_a_layer_that_differs_is_left_alone(kind: type[nn.Module]) -> None:
+    def make() -> LlamaForCausalLM:
+        model = small_model()
+        model.model.layers[1].__class__ = kind
+        return model
+
+    expected, model = run(paged(make())), make()
+    assert fuse(model, LAYOUT, 1).endswith("7 norm, 2 layer")
+    pack(model, 1)
+    assert type(model.model.layers[1]) is kind
+    assert fuse_decoder(model, LAYOUT) is None
+    torch.testing.assert_close(run(paged(model)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_with_more_parts_or_another_output_is_left_alone() -> None:
+    model = small_model()
+    model.model.layers[0].extra_norm = nn.Identity()
+    model.model.layers[2].__class__ = _Tuple
+    assert fuse(model, LAYOUT, 1).endswith("7 norm, 1 layer")
+    assert type(model.model.layers[1]) is FusedDecoderLayer
+
+
+def test_layers_refuse_what_their_attention_does_not_do() -> None:
+    model = small_model()
+    fuse(model, LAYOUT, 1)
+    forward = model.forward
+    model.forward = lambda **kwargs: forward(**kwargs, document_ids=torch.zeros(1))  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="document_ids"):
+        run(paged(model))
+
+
+class _ScaledLogits(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / 8
+        return output
+
+
+class _ScaledEmbedding(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 8
+
+
+def _scale_logits(model: LlamaForCausalLM) -> None:
+    model.__class__ = _ScaledLogits
+
+
+def _scale_embedding(model: LlamaForCausalLM) -> None:
+    model.model.embed_tokens.__class__ = _ScaledEmbedding
+
+
+def _bound_embedding(model: LlamaForCausalLM) -> None:
+    model.model.embed_tokens.max_norm = 1.0
+
+
+def _use_two_layers(model: LlamaForCausalLM) -> None:
+    model.config.num_hidden_layers = 2
+
+
+def _add_a_part(model: LlamaForCausalLM) -> None:
+    model.model.adapter = nn.Identity()
+
+
+def _add_between_layers(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].register_forward_hook(lambda _module, _inputs, output: output + 1.0)
+
+
+@pytest.mark.parametrize(
+    "change", [_scale_logits, _scale_embedding, _bound_embedding, _use_two_layers, _add_a_part, _add_between_layers]
+)
+def test_a_decoder_that_does_more_is_left_alone(change: Callable[[LlamaForCausalLM], None]) -> None:
+    model = small_model()
+    fuse(model, LAYOUT, 1)
+    pack(model, 1)
+    assert fuse_decoder(model, LAYOUT) is not None
+    change(model)
+    assert fuse_decoder(model, LAYOUT) is None
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_of_a_whole_batch_are_no_table(kind: str) -> None:
+    factors: Sequence[float] = [1.0 + index for index in range(8)]
+    options = {"dynamic": {"factor": 2.0}, "longrope": {"short_factor": [1.0] * 8, "long_factor": factors}}[kind]
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "original_max_position_embeddings": 4096, **options}
+    # So long that neither the trial nor the first table goes beyond what the kinds take for short.
+    model = small_model(rope_parameters=rope, max_position_embeddings=8192)
+    fuse(model, LAYOUT, 1)
+    pack(model, 1)
+    assert {type(layer) for layer in model.model.layers} == {FusedDecoderLayer}
+    assert fuse_decoder(model, LAYOUT) is None

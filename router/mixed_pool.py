@@ -16,7 +16,7 @@ from tandem.core.pages import pages_for
 
 # What a prompt token costs in a step that is not full, against one in a prefill worker's chunk. With less, prompts
 # would be kept from a prefill worker that is about to have time for them.
-_SMALL_STEP_COST = 1.5
+_SMALL_STEP_COST = 1.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class CPUAttention:
         output = torch.empty_like(query)
         threads = threads_now(self.num_threads)
         places = query.data_ptr(), output.data_ptr()
-        run(threads, self.call(batch, arena, layer, params, query.shape[1], *places, threads))
+        run(self.num_threads, self.call(batch, arena, layer, params, query.shape[1], *places, threads))
         return output
 
     def call(

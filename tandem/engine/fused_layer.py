@@ -24,11 +24,6 @@ from tandem.engine.memory import map_memory
 from tandem.engine.threads import run, threads_now
 from tandem.engine.vector_ir import FLOAT_BYTES, LINE_BYTES
 
-# A core may do about this much: weights read from memory and multiply-adds with them, each second.
-_WEIGHTS_READ, _MULTIPLY_ADDS = 5e9, 40e9
-# How long threads may compute that belong to others, before it is asked anew whether they still may.
-_BORROWED_S = 0.004
-
 
 class Workspace:
     """Memory for what lies between the kernels of a layer, as large as the largest batch needed.
@@ -100,9 +95,6 @@ class FusedDecoderLayer(nn.Module):
         self.workspace = workspace
         self.num_threads = num_threads
         self._width = attention_norm.width
-        products = attention.qkv, attention.o_proj, mlp.down
-        self._num_weights = mlp.in_features * mlp.both_features
-        self._num_weights += sum(product.in_features * product.padded_features for product in products)
         self._added_stride = attention.o_proj.padded_features * FLOAT_BYTES
         self._plan = _Plan()
 
@@ -140,10 +132,6 @@ class FusedDecoderLayer(nn.Module):
     def plan(self, num_rows: int) -> None:
         """Prepare for so many rows, in a workspace that has room for them."""
         self._plan = self._make_plan(self.workspace.address, num_rows)
-
-    def seconds(self) -> float:
-        """About how long a core computes the rows that are planned."""
-        return self._num_weights * max(1 / _WEIGHTS_READ, self._plan.num_rows / _MULTIPLY_ADDS)
 
     def until_written(
         self, context: ForwardContext, layer: int, x: int | None, rotary: tuple[int, int]
@@ -244,53 +232,40 @@ def compute_layers(
         attention_mask, kwargs: what the model asks of the attention beside that; nothing of it may matter.
     """
     context = current_forward.get()
-    program = _Program(context.batch.num_tokens, layers[0].num_threads)
+    program = _Program(layers[0].num_threads)
+    num_threads = threads_now(layers[0].num_threads)
     program.add(before)
     last = len(layers) - 1
     for index, layer in enumerate(layers):
         number = layer.begin(context, attention_mask, kwargs)
         begin, end = x if index == 0 else None, output if index == last else None
-        program.expect(layer.seconds())
         program.add(layer.until_written(context, number, begin, rotary))
         if context.layer_written is not None:
             program.run()
             context.layer_written(number)
         if isinstance(context.backend, CPUAttention):
-            program.add([layer.attend(context, context.backend, number, program.num_threads)])
+            program.add([layer.attend(context, context.backend, number, num_threads)])
         else:
             program.run()
             layer.attend_apart(context, number)
         program.add(layer.from_attended(begin, end))
+        if context.batch.num_tokens >= ROWS_FOR_THREADS:  # long enough that threads may be lent meanwhile
+            program.run()
     program.add(behind)
     program.run()
 
 
 class _Program:
-    """Calls that wait to be run, on threads of which some may be others': these are asked for anew every few ms."""
+    """Calls that wait to be run."""
 
-    def __init__(self, num_rows: int, own_threads: int) -> None:
+    def __init__(self, own_threads: int) -> None:
         self._calls: list[bytes] = []
-        self._has_many_rows = num_rows >= ROWS_FOR_THREADS
         self._own_threads = own_threads
-        self._seconds = 0.0
-        self.num_threads = threads_now(own_threads)
-
-    def expect(self, seconds: float) -> None:
-        """The calls to come take a core about so long."""
-        self._seconds += seconds / self.num_threads
-        if self.num_threads > self._own_threads and self._seconds > _BORROWED_S:
-            self.run()
-            self.num_threads = threads_now(self._own_threads)
-            self._seconds = seconds / self.num_threads
 
     def add(self, calls: Iterable[bytes]) -> None:
         self._calls += calls
 
     def run(self) -> None:
-        if self._has_many_rows:
-            # One product of a prompt takes as long as several layers of a few rows.
-            for call in self._calls:
-                run(threads_now(self._own_threads), call)
-        elif self._calls:
-            run(self.num_threads, *self._calls)
+        if self._calls:
+            run(self._own_threads, *self._calls)
         self._calls.clear()

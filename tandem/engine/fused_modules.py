@@ -17,7 +17,7 @@ from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import normalize_rows, place_heads
 from tandem.engine.packed_kernel import PANEL, multiply_gated
 from tandem.engine.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
-from tandem.engine.threads import run, threads_now
+from tandem.engine.threads import run
 from tandem.engine.vector_ir import FLOAT_BYTES
 
 
@@ -36,7 +36,7 @@ class FusedRMSNorm(nn.Module):
         x = x.contiguous()
         output = torch.empty_like(x)
         call = self.call(x.data_ptr(), x.numel() // self.width, output.data_ptr())
-        run(threads_now(self._num_threads), call)
+        run(self._num_threads, call)
         return output
 
     def call(self, x: int, num_rows: int, output: int) -> bytes:
@@ -67,7 +67,7 @@ class FusedGatedMLP(nn.Module):
         inner = torch.empty(num_rows, self.inner_features, dtype=torch.float32)
         stride = rows.stride(0) * FLOAT_BYTES
         call = self.call(rows.data_ptr(), stride, num_rows, both.data_ptr(), inner.data_ptr())
-        run(threads_now(self._num_threads), call)
+        run(self._num_threads, call)
         output: torch.Tensor = self.down(inner[:, : self.down.in_features])
         return output.view(x.shape)
 
@@ -139,7 +139,7 @@ class FusedAttention(nn.Module):
         heads = self.qkv.padded(hidden_states)
         query = torch.empty(num_rows, self.num_heads, self._head_dim, dtype=torch.float32)
         call = self.call(context, layer, heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), query.data_ptr())
-        run(threads_now(self._num_threads), call)
+        run(self._num_threads, call)
         output = attend_written(context, layer, query, self.params)
         result: torch.Tensor = self.o_proj(output.view(1, num_rows, -1))
         return result, None

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.memory import weight_memory
 from tandem.engine.packed_kernel import PANEL, multiply
-from tandem.engine.threads import run, threads_now
+from tandem.engine.threads import run
 from tandem.engine.vector_ir import FLOAT_BYTES, is_fast_here
 
 
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
         rows = as_rows(x)
         output = torch.empty(*x.shape[:-1], self.padded_features, dtype=torch.float32)
         call = self.call(rows.data_ptr(), rows.stride(0) * FLOAT_BYTES, rows.shape[0], output.data_ptr())
-        run(threads_now(self._num_threads), call)
+        run(self._num_threads, call)
         return output
 
     def call(self, x: int, x_stride: int, num_rows: int, output: int) -> bytes:

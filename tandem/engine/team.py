@@ -45,9 +45,6 @@ _WITHIN_BITS, _SEAT_BITS = _SEAT - 1, _NUMBER - _SEAT
 _NOT_SEATS = ~_SEAT_BITS
 _LAST_NUMBER = (1 << 30) - 1
 
-# Enough that nobody waits long for the last piece, and few enough that a piece is worth its taking.
-_PIECES_OF_A_THREAD = 4
-
 # Pauses before a follower sleeps: 0.1 to 0.3 ms, a few times the Python between two programs of a step.
 _SPINS = 5_000
 # Pauses of a leader before it lets others run: one of them may be the follower that it waits for.
@@ -110,10 +107,12 @@ def _share(board, function, arguments, count, num_threads):  # type: ignore[no-u
 
 
 @compile_function
-def _lead(board, program, num_calls, num_threads):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Compute the calls of a program (`CALL_WORDS`), each on up to `num_threads` threads."""
+def _lead(board, program, num_calls, num_threads, num_own, wanted_back):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Compute the calls of a program (`CALL_WORDS`), each on up to `num_threads` threads; see `Team.run`."""
     at = program.ctypes.data
     for _ in range(num_calls):
+        if num_threads > num_own and read(wanted_back):
+            num_threads = num_own
         function, num_words, count, count_to_share = _call_words(at)
         arguments = at + CALL_WORDS * WORD_BYTES
         if num_threads > 1 and count >= count_to_share:
@@ -175,7 +174,9 @@ class Team:
         self._leading = threading.Lock()
         atexit.register(self._end)
 
-    def run(self, program: np.ndarray, num_calls: int, *, num_threads: int) -> None:
+    def run(
+        self, program: np.ndarray, num_calls: int, *, num_threads: int, num_own: int = 0, wanted_back: int = 0
+    ) -> None:
         """Compute the calls of a program one after the other.
 
         Args:
@@ -184,15 +185,19 @@ class Team:
                 several threads share them, at least 2; then the arguments, of which the function is given the address.
             num_calls: how many calls the program has.
             num_threads: how many threads may compute, the caller among them.
+            num_own: how many of them are left to the calls after the word at the address `wanted_back` is no longer 0;
+                by default, or where they are as many as all, it is not looked at.
+            wanted_back: that address.
         """
+        own = num_own or num_threads
         if num_threads > 1 and self._leading.acquire(blocking=False):
             try:
                 self._hire(num_threads - 1)
-                _lead(self._board, program, num_calls, num_threads)
+                _lead(self._board, program, num_calls, num_threads, own, wanted_back)
             finally:
                 self._leading.release()
         else:
-            _lead(self._board, program, num_calls, 1)
+            _lead(self._board, program, num_calls, 1, 1, 0)
 
     def _hire(self, num_followers: int) -> None:
         while len(self._followers) < num_followers:

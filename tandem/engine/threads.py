@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,18 +21,31 @@ def _team() -> Team:
     return Team()
 
 
-_lender: Callable[[], int] | None = None
+class Lender(Protocol):
+    """Lends threads that others do not need now.
+
+    Attributes:
+        wanted_back: address of a word that is no longer 0 when what was lent last is wanted back.
+    """
+
+    wanted_back: int
+
+    def lent(self) -> int:
+        """How many threads may be used beyond one's own, until they are wanted back."""
 
 
-def borrow_from(lender: Callable[[], int] | None) -> None:
-    """From now on kernels of this process may use `lender()` threads beyond their own; asked for each kernel."""
+_lender: Lender | None = None
+
+
+def borrow_from(lender: Lender | None) -> None:
+    """From now on kernels of this process may use threads of `lender` beyond their own."""
     global _lender
     _lender = lender
 
 
 def threads_now(own: int) -> int:
-    """How many threads a kernel may use that has `own`."""
-    return own if _lender is None else own + _lender()
+    """How many threads may compute for one that has `own`."""
+    return own if _lender is None else own + _lender.lent()
 
 
 class Kernel:
@@ -67,15 +80,27 @@ class Kernel:
         """The computation of the items `[0, num_items)`, for `run`; memory that it names must outlive that."""
         return self._pack(self._address, self._num_words, num_items, self._items_to_share, *arguments)
 
-    def __call__(self, num_threads: int, num_items: int, *arguments: float) -> None:
-        """Compute the items `[0, num_items)` on up to `num_threads` threads, this one among them."""
-        run(num_threads, self.call(num_items, *arguments))
+    def __call__(self, own_threads: int, num_items: int, *arguments: float) -> None:
+        """Compute the items `[0, num_items)`; see `run`."""
+        run(own_threads, self.call(num_items, *arguments))
 
     @functools.cached_property
     def _address(self) -> int:
         return compile_piece(self._function, fast_math=self._fast_math)
 
 
-def run(num_threads: int, *calls: bytes) -> None:
-    """Compute calls of kernels, each when the one before it is done, without Python or its lock in between."""
-    _team().run(np.frombuffer(b"".join(calls), dtype=np.int64), len(calls), num_threads=num_threads)
+def run(own_threads: int, *calls: bytes) -> None:
+    """Compute calls of kernels, each when the one before it is done, without Python or its lock in between.
+
+    Args:
+        own_threads: how many threads compute, this one among them; with them go those that are lent, which are given
+            back between two kernels.
+    """
+    wanted_back = 0 if _lender is None else _lender.wanted_back
+    _team().run(
+        np.frombuffer(b"".join(calls), dtype=np.int64),
+        len(calls),
+        num_threads=threads_now(own_threads),
+        num_own=own_threads,
+        wanted_back=wanted_back,
+    )

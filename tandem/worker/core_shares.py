@@ -1,8 +1,8 @@
 """The cores of a node, shared by its workers as their load goes.
 
 Each worker has CPU threads of its own. One that has nothing to compute lends them: the others compute their kernels on
-them too, in proportion to their own. It gets them back by computing: everyone looks anew at each kernel, and a kernel
-takes 0.05 to 10 ms.
+them too, in proportion to their own. It gets them back by computing: it tells the others, who look between any two
+kernels, and a kernel takes 0.05 to 10 ms.
 
 They meet in a small file that all map, with a slot for each worker. A slot belongs to the process that holds the lock
 on its bytes, so that the operating system frees it when a process dies; and a busy worker says only until when it is
@@ -20,10 +20,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from tandem.core.errors import ConfigError
 
-# A slot is a cache line: how many threads its worker has (0: it is free), and until when it is busy, in ns of the
-# monotonic clock, which all processes of a host share. The first line holds how many slots were ever taken.
+# A slot is a cache line: how many threads its worker has (0: it is free); until when it is busy, in ns of the monotonic
+# clock, which all processes of a host share; whether somebody wants back what was lent to it. The first line holds how
+# many slots were ever taken.
+_THREADS, _BUSY_UNTIL, _WANTED_BACK = range(3)
 _SLOT_WORDS = 8
 _SLOT_BYTES = 8 * _SLOT_WORDS
 _NUM_SLOTS = 255
@@ -74,25 +78,37 @@ class CoreShares:
             ) from error
         self._words = memoryview(self._map).cast("q")
         self._slot = self._claim(path)
-        self._words[self._slot + 1] = 0
-        self._words[self._slot] = num_threads
+        self._rests = True
+        start = np.frombuffer(self._map, dtype=np.int64).ctypes.data
+        self.wanted_back: int = start + (self._slot + _WANTED_BACK) * 8
+        self._words[self._slot + _BUSY_UNTIL] = 0
+        self._words[self._slot + _THREADS] = num_threads
 
     def lent(self) -> int:
-        """How many threads beyond its own the worker may use for a kernel now; says that it is busy."""
+        """How many threads beyond its own the worker may use, until the word at `wanted_back` is set.
+
+        Says that it is busy, and wants its own back.
+        """
         words, own = self._words, self._slot
         now = time.monotonic_ns()
-        words[own + 1] = now + _BUSY_NS
-        slots = range(_SLOT_WORDS, (words[0] + 1) * _SLOT_WORDS, _SLOT_WORDS)
-        others = [(words[slot], words[slot + 1] > now) for slot in slots if slot != own]
+        words[own + _BUSY_UNTIL] = now + _BUSY_NS
+        words[own + _WANTED_BACK] = 0  # before the others are looked at: what comes later is not missed
+        slots = [slot for slot in range(_SLOT_WORDS, (words[0] + 1) * _SLOT_WORDS, _SLOT_WORDS) if slot != own]
+        if self._rests:
+            self._rests = False
+            for slot in slots:
+                words[slot + _WANTED_BACK] = 1
+        others = [(words[slot + _THREADS], words[slot + _BUSY_UNTIL] > now) for slot in slots]
         return min(self._most, lent_threads(self._own, others))
 
     def rest(self) -> None:
         """Nothing to compute: the others may have this worker's threads."""
-        self._words[self._slot + 1] = 0
+        self._words[self._slot + _BUSY_UNTIL] = 0
+        self._rests = True
 
     def leave(self) -> None:
         """Give the slot back. Not to be used afterwards."""
-        self._words[self._slot] = 0
+        self._words[self._slot + _THREADS] = 0
         self._words.release()
         self._map.close()
         os.close(self._file)
@@ -104,7 +120,7 @@ class CoreShares:
             if mine and index > self._words[0]:
                 break
             if self._lock(index, fcntl.F_WRLCK):
-                self._words[index * _SLOT_WORDS] = 0
+                self._words[index * _SLOT_WORDS + _THREADS] = 0
                 if mine:
                     self._lock(index, fcntl.F_UNLCK)
                 else:

@@ -270,7 +270,7 @@ class WorkerProcess(ABC):
             shares.leave()
 
         self._undo.callback(leave)
-        borrow_from(shares.lent)
+        borrow_from(shares)
         return shares.rest
 
     def _register(self, transport: Transport) -> bytes:

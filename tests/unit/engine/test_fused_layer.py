@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import engine_helpers as helpers
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine import fused_decoder, fused_layer, loader, threads
+from tandem.engine import fused_decoder, loader, threads
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_reference import ReferenceAttention
@@ -162,40 +162,29 @@ def test_another_attention_computes_between_the_kernels() -> None:
     assert not torch.equal(run(model), expected)
 
 
-def test_borrowed_threads_are_asked_for_again_after_some_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Lender:
+    def __init__(self) -> None:
+        self._word = np.zeros(1, dtype=np.int64)
+        self.wanted_back = self._word.ctypes.data
+        self.num_asked = 0
+
+    def lent(self) -> int:
+        self.num_asked += 1
+        return 1
+
+
+def test_threads_are_borrowed_for_each_step_and_for_each_layer_of_a_prompt() -> None:
     model = fused(small_model())
     expected = run(model)
-    threads_of_runs: list[int] = []
-
-    def counting(num_threads: int, *calls: bytes) -> None:
-        threads_of_runs.append(num_threads)
-        threads.run(num_threads, *calls)
-
-    monkeypatch.setattr(fused_layer, "run", counting)
-    decode = steps()[2]
-
-    def runs_with(lender: Callable[[], int] | None, step: list[SequenceInput] = decode) -> list[int]:
-        threads_of_runs.clear()
-        threads.borrow_from(lender)
-        try:
-            model.forward(step)
-        finally:
-            threads.borrow_from(None)
-        return list(threads_of_runs)
-
-    assert runs_with(None) == [1]
-    assert runs_with(lambda: 1) == [2]  # small layers: they take no time
-    monkeypatch.setattr(fused_layer, "_BORROWED_S", 0.0)
-    assert runs_with(None) == [1]
-    lent = iter([1, 1, 0, 5])
-    assert runs_with(lambda: next(lent)) == [2, 2, 1]  # its own are not asked for again
-    for_prompt = itertools.chain([1, 1, 1], itertools.repeat(0))
-    ran = runs_with(lambda: next(for_prompt), steps()[0])  # one kernel at a time
-    assert ran[:3] == [2, 2, 1]
-    assert len(ran) > 9 * NUM_LAYERS
-    threads.borrow_from(lambda: 1)
+    lender = _Lender()
+    threads.borrow_from(lender)
     try:
         assert torch.equal(run(model), expected)
+        lender.num_asked = 0
+        model.forward(steps()[2])
+        for_step, lender.num_asked = lender.num_asked, 0
+        model.forward(steps()[0])
+        assert (for_step, lender.num_asked) == (2, NUM_LAYERS + 2)
     finally:
         threads.borrow_from(None)
 

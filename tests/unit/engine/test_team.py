@@ -46,7 +46,14 @@ def _double(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
         add(target + 8 * item, 2 * read(source + 8 * (num_items - 1 - item)))
 
 
+def _cut(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """How many pieces the work was cut into."""
+    num_pieces, step = _two_words(arguments)
+    add(num_pieces, step)
+
+
 count = Kernel(_count, "ii")
+cut = Kernel(_cut, "ii")
 meet = Kernel(_meet, "ii")
 double = Kernel(_double, "iii")
 count_alone = Kernel(_count, "ii", items_to_share=1_000)
@@ -122,7 +129,7 @@ def test_a_kernel_that_is_over_has_no_seats() -> None:
     board = team.Team()._board
     counts = np.zeros(5, dtype=np.int64)
     program = np.frombuffer(count.call(5, counts.ctypes.data, 1), dtype=np.int64)
-    team._lead(board, program, 1, 4)
+    team._lead(board, program, 1, 4, 4, 0)
     assert counts.tolist() == [1] * 5
     assert ctypes.c_int64.from_address(board + team._STATE).value & team._SEAT_BITS == 0
 
@@ -167,11 +174,37 @@ def test_a_process_ends_with_followers_awake_or_asleep(pause_s: float) -> None:
     assert (ended.returncode, ended.stdout) == (0, "3\n"), ended.stderr
 
 
-def test_threads_are_lent_from_kernel_to_kernel() -> None:
-    lent = iter([0, 1, 3])
-    threads.borrow_from(lambda: next(lent))
+class _Lender:
+    def __init__(self, num_lent: int) -> None:
+        self.word = np.zeros(1, dtype=np.int64)
+        self.wanted_back = self.word.ctypes.data
+        self._num_lent = num_lent
+
+    def lent(self) -> int:
+        return self._num_lent
+
+
+def test_lent_threads_are_given_back_between_two_kernels() -> None:
+    lender = _Lender(1)
+    pieces = np.zeros(4, dtype=np.int64)
+    first, second, third = (pieces[index:].ctypes.data for index in range(3))
+    program = [cut.call(8, first, 1), cut.call(8, second, 1), cut.call(1, lender.wanted_back, 1), cut.call(8, third, 1)]
+    threads.borrow_from(lender)
     try:
-        assert [threads.threads_now(2) for _ in range(3)] == [2, 3, 5]
+        threads.run(1, *program)
+        assert pieces.tolist() == [4, 4, 1, 0]
+        threads.run(2, *program)  # wanted back before it begins: two of its own are left
+        assert pieces.tolist() == [4 + 4, 4 + 4, 1 + 4, 0]
+    finally:
+        threads.borrow_from(None)
+    threads.run(1, *program)
+    assert pieces.tolist() == [9, 9, 6, 0]
+
+
+def test_what_is_lent_adds_to_ones_own() -> None:
+    threads.borrow_from(_Lender(3))
+    try:
+        assert threads.threads_now(2) == 5
     finally:
         threads.borrow_from(None)
     assert threads.threads_now(2) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -56,6 +57,25 @@ def test_who_rests_lends_and_who_computes_has_its_own(path: Path) -> None:
         assert first.lent() == 2
         first.rest()
         assert second.lent() == 1
+
+
+def test_who_begins_to_compute_wants_its_threads_back(path: Path) -> None:
+    with _joined(path, 1) as first, _joined(path, 1) as second:
+
+        def is_wanted(shares: CoreShares) -> bool:
+            return bool(ctypes.c_int64.from_address(shares.wanted_back).value)
+
+        assert first.lent() == 1
+        assert not is_wanted(first)
+        second.lent()
+        assert is_wanted(first)
+        assert first.lent() == 0
+        second.lent()  # goes on: nothing is lent, so nothing is wanted
+        assert not is_wanted(first)
+        second.rest()
+        assert first.lent() == 1
+        second.lent()
+        assert is_wanted(first)
 
 
 def test_who_leaves_lends_no_more(path: Path) -> None:

@@ -98,6 +98,8 @@ class PagePool:
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._num = dict.fromkeys(PageState, 0)
         self._num[PageState.FREE] = num_pages
+        #: All pages from this one on have never been taken.
+        self.first_untouched = 0
 
     # -- taking pages
 
@@ -125,6 +127,7 @@ class PagePool:
         for page in taken:
             self._set(page, state)
             self._references[page] = 1
+        self.first_untouched = max(self.first_untouched, max(taken, default=-1) + 1)
         return taken
 
     def _evict_one(self) -> None:

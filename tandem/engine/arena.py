@@ -8,7 +8,7 @@ import torch
 
 from tandem.core.errors import ConfigError
 from tandem.engine.layout import KVLayout
-from tandem.engine.memory import map_memory
+from tandem.engine.memory import map_memory, populate
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -73,6 +73,11 @@ class KVArena:
         self.extent_offset(0, source)
         self.extent_offset(0, target)
         self.tensor[:, target].copy_(self.tensor[:, source])
+
+    def populate(self, first_page: int, end_page: int) -> None:
+        """Make the pages `[first_page, end_page)` of all layers resident, on the CPU; see `memory.populate`."""
+        for layer in self._layers:
+            populate(layer[first_page:end_page])
 
     def layer(self, layer: int) -> torch.Tensor:
         """Return the pages of one layer, `[page][K|V][slot][kv_head][head_dim]`, without a copy."""

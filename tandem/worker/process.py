@@ -43,6 +43,7 @@ from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tandem.worker.core_shares import CoreShares
 from tandem.worker.exits import ExitWatch, host_id
 from tandem.worker.loop_thread import LoopThread
+from tandem.worker.pages_ahead import PagesAhead
 from tandem.worker.runner import Role, Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sessions import SessionHub
@@ -103,6 +104,7 @@ class WorkerProcess(ABC):
         self._core_shares = core_shares
         self.engine: Engine
         self.pool: PagePool
+        self.pages_ahead: PagesAhead | None
         self.scheduler: BatchScheduler
         self.runner: Runner
         self.transfer: TransferThread
@@ -209,6 +211,9 @@ class WorkerProcess(ABC):
         undo.callback(lambda: self._run_in_loop(self._stop_serving()).result(30))
         self.info.address = self._run_in_loop(self._serve()).result()
         self._check_wanted()
+        if self.pages_ahead is not None:
+            undo.callback(self.pages_ahead.stop)
+            self.pages_ahead.start()
         self.runner.start(role)
 
     def _check_wanted(self) -> None:
@@ -230,6 +235,7 @@ class WorkerProcess(ABC):
         arena = self.engine.arena
         self.pool = PagePool(self.engine.num_pages, config.cache.page_size)
         self._page_counts = self.pool.counts()
+        self.pages_ahead = PagesAhead(arena, f"pages-{self.worker_id}") if arena.device.type == "cpu" else None
         limits = SchedulerLimits(
             max_num_seqs=config.scheduling.max_num_seqs,
             max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
@@ -436,6 +442,8 @@ class WorkerProcess(ABC):
 
     def take_snapshot(self, num_queued: int, num_queued_tokens: int) -> None:
         """Note the load between two steps; on the runner thread."""
+        if self.pages_ahead is not None:
+            self.pages_ahead.used(self.pool.first_untouched)
         before = (self._page_counts, self._num_running, self._num_queued, self._num_queued_tokens)
         now = (self.pool.counts(), len(self.scheduler.running), num_queued, num_queued_tokens)
         if now != before:

@@ -194,10 +194,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
         for page in range(self.pool.num_pages):
             assert self.pool.references(page) == self.references(page)
             expected = (
-                PageState.FREE if page in free
-                else PageState.CACHED if page in self.cached
-                else PageState.QUARANTINED if page in quarantined
-                else PageState.RESERVED if page in reserved
+                PageState.FREE
+                if page in free
+                else PageState.CACHED
+                if page in self.cached
+                else PageState.QUARANTINED
+                if page in quarantined
+                else PageState.RESERVED
+                if page in reserved
                 else PageState.USED
             )
             assert self.pool.state(page) is expected, page
@@ -420,3 +424,16 @@ def test_keys_are_the_same_in_every_process_and_version() -> None:
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_for(num_tokens: int, expected: int) -> None:
     assert pages_for(num_tokens, page_size=4) == expected
+
+
+def test_first_untouched_follows_the_highest_page_ever_taken() -> None:
+    pool = PagePool(6, 4)
+    assert pool.first_untouched == 0
+    pages = pool.allocate(3)
+    assert pages is not None
+    assert pool.first_untouched == 3
+    pool.release(pages)
+    assert pool.allocate(0) == []
+    assert pool.first_untouched == 3
+    pool.reserve(2)
+    assert pool.first_untouched == 5

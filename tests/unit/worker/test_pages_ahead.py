@@ -1,0 +1,92 @@
+"""KV pages are resident before they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tandem.engine.arena import KVArena
+from tandem.engine.layout import KVLayout
+from tandem.engine.memory import map_memory, populate
+from tandem.worker.pages_ahead import PagesAhead
+
+# 64 KiB a layer: 32 of them are a huge page.
+LAYOUT = KVLayout(2, 4, 64, 32, "float32")
+
+
+@contextlib.contextmanager
+def running(arena: KVArena) -> Iterator[PagesAhead]:
+    ahead = PagesAhead(arena, "ahead")
+    ahead.start()
+    try:
+        yield ahead
+    finally:
+        ahead.stop()
+
+
+def wait_for(ahead: PagesAhead, num_pages: int) -> None:
+    deadline = time.monotonic() + 10
+    while ahead.num_ready < num_pages:
+        assert time.monotonic() < deadline, ahead.num_ready
+        time.sleep(0.005)
+
+
+def num_resident(tensor: torch.Tensor) -> int:
+    """Its bytes, of the maps that hold it, that are resident."""
+    total, inside = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                begin, end = (int(number, 16) for number in head.split("-"))
+                inside = begin < tensor.data_ptr() + tensor.nbytes and end > tensor.data_ptr()
+            elif inside and head == "Rss:":
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_an_eighth_is_ready_beyond_what_was_used() -> None:
+    arena = KVArena(LAYOUT, 2048)  # 256 MiB
+    before = num_resident(arena.tensor)
+    with running(arena) as ahead:
+        wait_for(ahead, 256)
+        assert ahead.num_ready < 256 + 32
+        assert num_resident(arena.tensor) - before >= 256 * LAYOUT.page_bytes
+        ahead.used(1000)
+        wait_for(ahead, 1256)
+        assert ahead.num_ready < 1256 + 32
+        ahead.used(10)  # nothing to do
+        ahead.used(2048)
+        wait_for(ahead, 2048)
+        assert num_resident(arena.tensor) - before >= 2048 * LAYOUT.page_bytes
+
+
+def test_what_lies_there_stays() -> None:
+    memory = map_memory(8 << 20)
+    memory[5000:6000] = 7
+    populate(memory[4500:5500])
+    populate(memory)
+    assert memory.sum() == 7000
+
+
+def test_it_ends_in_the_middle() -> None:
+    arena = KVArena(LAYOUT, 4096)
+    with running(arena) as ahead:
+        ahead.used(4096)
+    assert not ahead._thread.is_alive()
+    assert ahead.num_ready < 4096
+
+
+def test_what_the_system_cannot_do_is_said_and_not_fatal(caplog: pytest.LogCaptureFixture) -> None:
+    class Arena(KVArena):
+        def populate(self, first_page: int, end_page: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    with running(Arena(LAYOUT, 64)) as ahead:
+        ahead._thread.join(10)
+        assert not ahead._thread.is_alive()
+    assert "not made resident ahead of use: [Errno 22] Invalid argument" in caplog.text

@@ -278,6 +278,7 @@ class Generations:
         # For the protocol the attempt has ended: a late repetition of its Reserve hears so.
         self._desk.denied(key, RefusalReason.ALREADY_ENDED)
         self._scheduler.enter(job.begin_prompt(taken, self._pool.page_size))
+        self.snapshot()  # goes with it: from now on the router counts the prompt by the worker's figures
         self._emit({job.session: [decode_pb.DecodeEvent(local=job.local)]})
         points.reach("decode.admitted")
 

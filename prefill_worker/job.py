@@ -31,6 +31,7 @@ class PromptJob:
     error: TandemError | None = None  # a token could not be sampled: the attempt ends when the step is booked
     started_s: float | None = None
     computed_s: float | None = None  # when it was computed, and its first tokens given out, for the first time
+    sealed_s: float | None = None  # when it was computed last: again after a preemption
     num_computed_tokens: int = 0  # all that was computed for it, again after a preemption too
     # Decode has pages for it: what is sealed goes to the desk, and nothing preempts it.
     attached: bool = False

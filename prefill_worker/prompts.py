@@ -148,8 +148,8 @@ class Prompts:
         job.attached = True
         self._scheduler.promote(job.sequence)
         self._seal_computed(job)
-        if job.computed and job.computed_s is not None:
-            self._desk.computed(key, self._going_on(job), job.computed_s)
+        if job.computed and job.sealed_s is not None:
+            self._desk.computed(key, self._going_on(job), job.sealed_s)
 
     def cancel(self, key: AttemptKey) -> None:
         """Nobody wants this attempt any more. What it computed may serve the request's next one."""
@@ -204,6 +204,7 @@ class Prompts:
             job.started_s = time.monotonic()
             request_id, attempt = job.key.request_id, job.key.attempt
             started = prefill_pb.PrefillStarted(request_id=request_id, attempt=attempt, num_cached_tokens=num_cached)
+            self.snapshot()  # goes with it: from now on the router counts the prompt by the worker's figures
             self._send(job.session, started=started)
 
     def _seal_computed(self, job: PromptJob) -> None:
@@ -276,6 +277,7 @@ class Prompts:
         self.kept.keep(job.session, sequence, job.first_tokens)
         going_on = self._going_on(job)
         now_s = time.monotonic()
+        job.sealed_s = now_s
         if job.computed_s is None:
             job.computed_s = now_s
             self._tell(job, ends=not going_on)

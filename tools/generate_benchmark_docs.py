@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem.bench import parts
 from tandem.bench import side_by_side_figures as figures
+from tandem.bench.machine import QUIET_CORES
 from tandem.bench.side_by_side import read
 from tandem.bench.side_by_side_figures import Goal, Run, Spread
 from tandem.bench.side_by_side_servers import CONTESTANTS
@@ -30,8 +31,6 @@ TARGET = Path("docs/benchmarks.md")
 BASELINE = "peer-colocated"
 _TITLES = {contestant.name: contestant.title for contestant in CONTESTANTS}
 _PEERS = {contestant.name for contestant in CONTESTANTS if contestant.is_peer}
-#: More cores than this, used by others just before a turn, are a disturbance.
-QUIET_CORES = 0.2
 #: Runs further apart are not compared: the machine may have become another.
 _TOGETHER = timedelta(hours=2)
 _SHOWN = (*figures.COMPARED, figures.SECOND_GAP, figures.GENERATOR)

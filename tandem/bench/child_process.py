@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _STOP_S = 20.0
+#: The keys of the user's own server: one that we start asks for none, as we send none.
+_NO_API_KEYS = {"TANDEM_API_KEYS": ""}
 _SHOWN_LINES = 15
 
 
@@ -18,7 +20,7 @@ async def start_child(argv: Sequence[str], log: Path, env: Mapping[str, str]) ->
     """In a session of its own: Ctrl-C at the terminal is ours alone, and what it leaves behind can be ended.
 
     Args:
-        env: over the environment of this process.
+        env: over the environment of this process, from which it has all but API keys.
     """
     with log.open("wb") as output:
         return await asyncio.create_subprocess_exec(
@@ -26,7 +28,7 @@ async def start_child(argv: Sequence[str], log: Path, env: Mapping[str, str]) ->
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **env},
+            env={**os.environ, **_NO_API_KEYS, **env},
             start_new_session=True,
         )
 

@@ -15,6 +15,8 @@ import psutil
 
 from tandem.core.version import version
 
+#: More cores than this, used by others just before a measurement, are a disturbance.
+QUIET_CORES = 0.2
 #: Fields of /proc/stat up to `steal`; those behind, of guests, are in the first two already.
 _NUM_TIMES = 8
 _PACKAGES = ("torch", "numpy", "numba", "transformers", "nixl-cu12", "ray", "grpcio", "uvloop", "vllm")

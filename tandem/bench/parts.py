@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.bench.parts_handoff import Admissions, Transfers
 from tandem.bench.parts_router import RouterTtft, Streamed
-from tandem.bench.parts_serve import Served
+from tandem.bench.parts_serve import Idle
 from tandem.bench.side_by_side_figures import Goal
 from tandem.bench.summary import Distribution, distribution
 
@@ -46,11 +46,11 @@ EXPOSED = Part(
 )
 BANDWIDTH = Part(
     "bandwidth",
-    "handoff bandwidth, first post to acknowledgement, digests on",
+    "handoff bandwidth, first post to acknowledgement; receiver's digests included, sender's taken before",
     SHARE,
     "of the bandwidth of a raw write of the same extents",
 )
-ADMISSION = Part("admission", "commit to admission at decode, p99", SECONDS, "")
+ADMISSION = Part("admission", "admission at decode, from when it takes up the commit, p99", SECONDS, "")
 ROUTER_TTFT = Part("ttft", "what the router adds to TTFT, 1 request in flight, p50", SECONDS, "")
 STREAMING = Part("streaming", "tokens that one router process streams, 1 event a token", TOKENS_PER_S, "")
 IDLE = Part("idle", "idle: CPU of all of Tandem's own processes", CORES, "")
@@ -168,7 +168,7 @@ def streaming_figure(rounds: Sequence[Streamed], num_streams: int, num_tokens: i
     )
 
 
-def idle_figure(measured: Served, idle_s: float) -> Figure:
+def idle_figure(measured: Idle, idle_s: float) -> Figure:
     """CPU seconds a second of all that is Tandem's own."""
     own: defaultdict[str, float] = defaultdict(float)
     for name, share in measured.own_cpu:
@@ -182,14 +182,14 @@ def idle_figure(measured: Served, idle_s: float) -> Figure:
     )
 
 
-def startup_figure(measured: Served) -> Figure:
+def startup_figure(start_s: Sequence[float]) -> Figure:
     """The median start."""
     return Figure(
         STARTUP,
-        statistics.median(measured.start_s),
+        statistics.median(start_s),
         Goal(15.0, is_lower=False),
         "the embedded model, after a start that does not count; from the process's start to a whole answer",
-        {"start": _of(measured.start_s)},
+        {"start": _of(start_s)},
     )
 
 

@@ -16,21 +16,20 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from tandem.bench import parts, results
-from tandem.bench.machine import OtherLoad, machine, now, versions
+from tandem.bench import parts
+from tandem.bench.machine import QUIET_CORES, OtherLoad, machine
 from tandem.bench.parts import Figure
+from tandem.bench.parts_file import PartsFile
 from tandem.bench.parts_handoff import HandoffSizes, measure_handoffs
 from tandem.bench.parts_router import RouterSizes, measure_streaming, measure_ttft
 from tandem.bench.parts_serve import ServeSizes, measure_serve
-from tandem.bench.side_by_side_code import Code
 from tandem.core.config import EMBEDDED_MODEL
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_path import resolve_model
 
 _FILE_WIDTH = 120  # of tables that go to no terminal
 _TRANSPORTS = {"ucx": "nixl_cu12", "nccl": "torch"}  # by the package that each needs; the first is the default
 _QUIET_S = 2.0  # in which others' use of the cores is measured
-_MOST_OTHER_LOAD = 0.1  # of a core
 _RANDOM_CONTEXT = 4096  # tokens of the model that is made where none is given
 
 
@@ -103,10 +102,21 @@ async def _streaming(setting: _Setting, _: frozenset[str]) -> list[Figure]:
     return [parts.streaming_figure(rounds, sizes.num_streams, sizes.num_tokens)]
 
 
-async def _serve(setting: _Setting, _: frozenset[str]) -> list[Figure]:
-    sizes = setting.sizes.serve
-    measured = await measure_serve(setting.directory, EMBEDDED_MODEL, sizes, setting.tell)
-    return [parts.idle_figure(measured, sizes.idle_s), parts.startup_figure(measured)]
+async def _serve(setting: _Setting, wanted: frozenset[str]) -> list[Figure]:
+    sizes, figures = setting.sizes.serve, []
+    start_s, idle = await measure_serve(
+        setting.directory,
+        EMBEDDED_MODEL,
+        sizes,
+        setting.tell,
+        with_starts="startup" in wanted,
+        with_idle="idle" in wanted,
+    )
+    if idle is not None:
+        figures.append(parts.idle_figure(idle, sizes.idle_s))
+    if start_s is not None:
+        figures.append(parts.startup_figure(start_s))
+    return figures
 
 
 #: What is measured together, in this order: figures, and how. The second argument names the wanted ones.
@@ -129,7 +139,7 @@ def run(
     *,
     sizes: PartSizes | None = None,
 ) -> None:
-    """Measure, print the table, and write it to `json`.
+    """Measure, print the table, and write it to `json`: also what was found before a failure or a Ctrl-C.
 
     Args:
         model: a checkpoint for the handoffs; without one a random Llama of 82 M weights is made.
@@ -137,21 +147,26 @@ def run(
         only: names of parts; without them, all.
 
     Raises:
-        ConfigError: the transport is not installed.
+        ConfigError: the transport is not installed, or the file holds other figures that would be lost.
         TandemError: a process ended, or said what went wrong.
     """
     wanted = frozenset(only or (part.name for part in parts.PARTS))
     chosen = transport or default_transport()
     if importlib.util.find_spec(_TRANSPORTS[chosen]) is None:
         raise ConfigError(f"the transport {chosen} needs {_TRANSPORTS[chosen]}, which is not installed here")
-    with tempfile.TemporaryDirectory(prefix="tandem-parts-") as directory:
-        figures, other_load = _in_loop(
-            _measure(_Setting(Path(directory), model, chosen, sizes or PartSizes(), _say_progress), wanted)
-        )
-    _say(figures, chosen, other_load)
-    if json is not None:
-        name = "random, 82 M weights" if model is None else model.resolve().name
-        results.write(json, document(figures, name, chosen, other_load))
+    name = "random, 82 M weights" if model is None else model.resolve().name
+    file = PartsFile.open(json, name, chosen, wanted) if json is not None else None
+    found = _Found()
+    try:
+        with tempfile.TemporaryDirectory(prefix="tandem-parts-") as directory:
+            setting = _Setting(Path(directory), model, chosen, sizes or PartSizes(), _say_progress)
+            _in_loop(_measure(setting, wanted, found))
+    finally:
+        figures = [found.figures[part.name] for part in parts.PARTS if part.name in found.figures]
+        if figures:
+            _say(figures, chosen, found.other_cores)
+            if file is not None:
+                file.write(figures, found.other_cores)
 
 
 def default_transport() -> str:
@@ -159,21 +174,36 @@ def default_transport() -> str:
     return next(name for name, package in _TRANSPORTS.items() if importlib.util.find_spec(package) is not None)
 
 
-async def _measure(setting: _Setting, wanted: frozenset[str]) -> tuple[list[Figure], float]:
-    """The wanted figures, in the order of `parts.PARTS`, and how many cores others used just before."""
-    # What ends us must end what we started: as Ctrl-C does.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+@dataclass
+class _Found:
+    """What was measured so far: figures by the names of their parts, and how many cores others used just before."""
+
+    figures: dict[str, Figure] = field(default_factory=dict)
+    other_cores: float = 0.0
+
+
+async def _measure(setting: _Setting, wanted: frozenset[str], found: _Found) -> None:
+    """Fill `found` with the wanted figures, as they come."""
+    _end_by_signals()
     load = OtherLoad()
     setting.tell("is the machine quiet?")
     await asyncio.sleep(_QUIET_S)
-    other_load = load.cores()
+    found.other_cores = load.cores()
     groups = [(names, measure) for names, measure in _GROUPS if names & wanted]
-    found: dict[str, Figure] = {}
     for number, (names, measure) in enumerate(groups, 1):
         title = f"{number}/{len(groups)} {', '.join(sorted(names & wanted))}"
-        for figure in await measure(dataclasses.replace(setting, tell=_prefixed(title, setting.tell)), wanted):
-            found[figure.part.name] = figure
-    return [found[part.name] for part in parts.PARTS if part.name in wanted], other_load
+        try:
+            figures = await measure(dataclasses.replace(setting, tell=_prefixed(title, setting.tell)), wanted)
+        except TandemError as error:
+            raise TandemError(f"{title}: {error.message}") from error
+        found.figures |= {figure.part.name: figure for figure in figures if figure.part.name in wanted}
+
+
+def _end_by_signals() -> None:
+    """What ends us must end what we started, as Ctrl-C does; but `nohup` keeps its meaning."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, signal.raise_signal, signal.SIGINT)
 
 
 def _prefixed(title: str, tell: Callable[[str], None]) -> Callable[[str], None]:
@@ -192,15 +222,15 @@ def _say_progress(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _say(figures: Sequence[Figure], transport: str, other_load: float) -> None:
+def _say(figures: Sequence[Figure], transport: str, other_cores: float) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
     console.print(f"{machine()['cpu']}; handoffs by {transport}", highlight=False, markup=False)
     console.print()
     console.print(figure_table(figures))
-    if other_load > _MOST_OTHER_LOAD:
-        console.print(f"note: others used {other_load:.1f} cores before: no figure is reliable", markup=False)
+    if other_cores > QUIET_CORES:
+        console.print(f"note: others used {other_cores:.2f} cores before: no figure is reliable", markup=False)
 
 
 def figure_table(figures: Sequence[Figure]) -> Table:
@@ -218,18 +248,3 @@ def figure_table(figures: Sequence[Figure]) -> Table:
         for name, fact in figure.facts.items():
             table.add_row(f"    {name}", parts.shown_fact(fact), "", "", "", "")
     return table
-
-
-def document(figures: Sequence[Figure], model: str, transport: str, other_load: float) -> dict[str, Any]:
-    """Everything as plain data: seconds, bytes, cores and shares."""
-    return {
-        "format": parts.FORMAT,
-        "date": now(),
-        "machine": machine(),
-        "versions": versions(),
-        "code": Code.of().as_json(),
-        "model": model,
-        "transport": transport,
-        "other_cores": other_load,
-        "figures": [figure.as_json() for figure in figures],
-    }

@@ -48,41 +48,43 @@ class ServeSizes:
 
 
 @dataclass(frozen=True)
-class Served:
-    """Of a whole `tandem serve`.
+class Idle:
+    """CPU of a `tandem serve` that nobody asks, in seconds for each second.
 
     Attributes:
-        start_s: from the start of the process to the first whole answer, each time.
-        own_cpu: of each of Tandem's own processes over the idle time: name, and seconds for each second.
-        ray_cpu: the same of Ray's processes, all together.
+        own_cpu: of each of Tandem's own processes, with its name.
+        ray_cpu: of Ray's processes that lived through all of it, all together.
     """
 
-    start_s: list[float]
     own_cpu: list[tuple[str, float]]
     ray_cpu: float
     num_ray_processes: int
 
 
-async def measure_serve(directory: Path, model: str, sizes: ServeSizes, tell: Tell) -> Served:
-    """Start it `num_starts` times, and leave the last one idle after some load.
+async def measure_serve(
+    directory: Path, model: str, sizes: ServeSizes, tell: Tell, *, with_starts: bool = True, with_idle: bool = True
+) -> tuple[list[float] | None, Idle | None]:
+    """Start it `num_starts` times, and leave the last one idle after some load; `None` for what is not wanted.
+
+    Returns:
+        Seconds from the start of the process to the first whole answer, each time but the first; and the idle time.
 
     Raises:
-        TandemError: it ended, or did not answer in time.
+        TandemError: it ended, or did not answer in time, or its processes changed in the idle time.
     """
     start_s: list[float] = []
-    for number in range(sizes.num_starts - 1):
-        tell(f"start {number + 1} of {sizes.num_starts}")
+    idle = None
+    num_starts = sizes.num_starts if with_starts else 1
+    for number in range(1, num_starts + 1):
+        tell(f"start {number} of {num_starts}")
         async with _serving(directory, model) as serve:
             start_s.append(await serve.first_answer_s())
-    tell(f"start {sizes.num_starts} of {sizes.num_starts}")
-    async with _serving(directory, model) as serve:
-        start_s.append(await serve.first_answer_s())
-        await serve.load(sizes.num_requests, sizes.num_tokens)
-        await asyncio.sleep(_SETTLE_S)
-        tell(f"idle for {sizes.idle_s:g} s")
-        own, ray = serve.family()
-        own_cpu, ray_cpu = await _cpu_shares(own, ray, sizes.idle_s)
-    return Served(start_s[1:], own_cpu, sum(share for _, share in ray_cpu), len(ray_cpu))
+            if with_idle and number == num_starts:
+                await serve.load(sizes.num_requests, sizes.num_tokens)
+                await asyncio.sleep(_SETTLE_S)
+                tell(f"idle for {sizes.idle_s:g} s")
+                idle = await measure_idle(serve.pid, sizes.idle_s)
+    return start_s[1:] if with_starts else None, idle
 
 
 class _Serve:
@@ -92,6 +94,10 @@ class _Serve:
         self._process, self._log = process, log
         self._started_s = time.monotonic()
         self._client = LoadClient(f"http://127.0.0.1:{port}", max_sockets=4, timeout_s=_ASK_S)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def close(self) -> None:
         self._client.close()
@@ -121,17 +127,65 @@ class _Serve:
                 if answer.status != _OK:
                     raise TandemError(f"tandem serve answers {answer.status}: {answer.why or answer.body.decode()}")
 
-        async with asyncio.TaskGroup() as clients:
-            for _ in range(4):
-                clients.create_task(client())
+        try:
+            async with asyncio.TaskGroup() as clients:
+                for _ in range(4):
+                    clients.create_task(client())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
 
-    def family(self) -> tuple[list[psutil.Process], list[psutil.Process]]:
-        """Tandem's own processes, itself and its actors among them, and Ray's."""
-        serve = psutil.Process(self._process.pid)
-        own, ray = [serve], list[psutil.Process]()
-        for process in serve.children(recursive=True):
-            (own if is_own(process.cmdline()) else ray).append(process)
-        return own, ray
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+_Names = dict[psutil.Process, str]
+
+
+async def measure_idle(pid: int, idle_s: float) -> Idle:
+    """What process `pid` and all below it use over `idle_s`. Of Ray's that end meanwhile nothing is known.
+
+    Raises:
+        TandemError: one of Tandem's own began or ended meanwhile.
+    """
+    own, ray = _family(pid)
+    before, begun_s = _cpu_s((*own, *ray)), time.monotonic()
+    await asyncio.sleep(idle_s)
+    after, span_s = _cpu_s((*own, *ray)), time.monotonic() - begun_s
+    _check_same(own, _family(pid)[0])
+    shares = {process: (after[process] - before[process]) / span_s for process in before.keys() & after.keys()}
+    if lost := [name for process, name in own.items() if process not in shares]:
+        raise TandemError(f"ended in the idle time: {', '.join(lost)}")
+    ray_cpu = [shares[process] for process in ray if process in shares]
+    return Idle([(name, shares[process]) for process, name in own.items()], sum(ray_cpu), len(ray_cpu))
+
+
+def _family(pid: int) -> tuple[_Names, _Names]:
+    """Tandem's own processes, `pid` and its actors among them, and Ray's; each with its name.
+
+    Raises:
+        TandemError: `pid` has ended.
+    """
+    try:
+        serve = psutil.Process(pid)
+        own: _Names = {serve: name_of(serve.cmdline())}
+        children = serve.children(recursive=True)
+    except psutil.NoSuchProcess:
+        raise TandemError(f"process {pid} has ended") from None
+    ray: _Names = {}
+    for process in children:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since: Ray's come and go, ours are checked
+            line = process.cmdline()
+            (own if is_own(line) else ray)[process] = name_of(line)
+    return own, ray
+
+
+def _check_same(before: _Names, after: _Names) -> None:
+    changes = {
+        "ended": [before[process] for process in before.keys() - after.keys()],
+        "began": [after[process] for process in after.keys() - before.keys()],
+    }
+    found = [f"{', '.join(sorted(names))} {what}" for what, names in changes.items() if names]
+    if found:
+        raise TandemError(f"Tandem's own processes changed in the idle time: {'; '.join(found)}")
 
 
 def is_own(line: list[str]) -> bool:
@@ -150,24 +204,17 @@ def name_of(line: list[str]) -> str:
     return next((Path(part).stem for part in line if part.endswith(".py")), "tandem serve")
 
 
-async def _cpu_shares(
-    own: Iterable[psutil.Process], ray: Iterable[psutil.Process], idle_s: float
-) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """CPU seconds of each process for each second, over `idle_s`; of those that ended meanwhile nothing is known."""
-    families = [[(process, name_of(process.cmdline()), _cpu_s(process)) for process in family] for family in (own, ray)]
-    begun_s = time.monotonic()
-    await asyncio.sleep(idle_s)
-    span_s = time.monotonic() - begun_s
-    shares = []
-    for family in families:
-        alive = [(process, name, before_s) for process, name, before_s in family if process.is_running()]
-        shares.append([(name, (_cpu_s(process) - before_s) / span_s) for process, name, before_s in alive])
-    return shares[0], shares[1]
+def _cpu_s(processes: Iterable[psutil.Process]) -> dict[psutil.Process, float]:
+    """CPU seconds of each that has not ended."""
+    found: dict[psutil.Process, float] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[process] = times.user + times.system
+    return found
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+# --- starting ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager

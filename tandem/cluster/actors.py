@@ -32,6 +32,7 @@ from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import configure
+from tandem.worker.exits import host_id
 
 if TYPE_CHECKING:
     from tandem.cluster.supervisor import Supervisor
@@ -121,7 +122,8 @@ class WorkerActor:
             num_threads=self._num_threads,
             host=worker_host(spec),
             device="cuda" if pool.gpus else "cpu",
-            core_shares=session_directory() / "tandem-core-shares",
+            # A session's directory may be shared by hosts, on a network drive.
+            core_shares=session_directory() / f"tandem-core-shares-{host_id().replace('/', '-')}",
         )
 
 

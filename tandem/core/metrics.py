@@ -53,7 +53,9 @@ class RouterMetrics:
             "tandem_exposed_transfer_seconds", "End of a prompt's computation to decode's acknowledgement", _FAST_S
         )
         self.admission_s = histogram(
-            "tandem_admission_seconds", "Arrival of a commit at decode to its request's place in the batch", _FAST_S
+            "tandem_admission_seconds",
+            "From when decode takes up a commit to its request's place in the batch",
+            _FAST_S,
         )
         self.prefill_compute_s = histogram(
             "tandem_prefill_compute_seconds", "First chunk of a prompt to its last logits", _SLOW_S

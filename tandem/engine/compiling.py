@@ -22,11 +22,11 @@ _PIECE_OF_WORK = ((types.intp, types.intp, types.intp), types.void)
 _held: list[CFunc] = []
 
 
-def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Python calls; it runs without the GIL. Compiled on first use."""
+def compile_function(function: Callable[..., Any]) -> Any:
+    """A function that Python calls, as Numba's dispatcher; it runs without the GIL. Compiled on first use."""
     compiled: Any = numba.njit(function, nogil=True, error_model="numpy")
     _keep(compiled)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def compile_piece(function: Callable[[Any, Any, Any], None], *, fast_math: bool) -> int:

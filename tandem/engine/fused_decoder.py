@@ -80,9 +80,10 @@ class _RotaryTable:
         """Make `addresses` those of `[num_positions or more, dim]` each."""
         if num_positions <= self._num_positions:
             return
-        self._num_positions = max(num_positions, 2 * self._num_positions)
-        positions = torch.arange(self._num_positions)[None]
+        num_positions = max(num_positions, 2 * self._num_positions)
+        positions = torch.arange(num_positions)[None]
         cos, sin = self._rotary(torch.empty(1, 1, 1, dtype=torch.float32), positions)
         self._tables = cos.contiguous(), sin.contiguous()
         self.dim: int = cos.shape[-1]
-        self.addresses = cos.data_ptr(), sin.data_ptr()
+        self.addresses = tuple(table.data_ptr() for table in self._tables)
+        self._num_positions = num_positions

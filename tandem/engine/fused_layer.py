@@ -38,7 +38,8 @@ class Workspace:
     def reserve(self, num_bytes: int) -> int:
         """Its address, a cache line's, with at least `num_bytes`. Where it grows, it moves and forgets."""
         if num_bytes > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old is freed before the new is made
+            # The old is freed before the new is made; should that fail, no plan is of this address any more.
+            self._memory, self.address = torch.empty(0, dtype=torch.uint8), 0
             self._memory = map_memory(num_bytes)
             self.address = self._memory.data_ptr()
         return self.address

@@ -20,6 +20,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
+import sys
 import threading
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from numba import types
 
 from tandem.engine.compiling import compile_function
 from tandem.engine.shared_words import WORD_BYTES, add, call, mask, pause, read, swap, words, write
+
+_log = logging.getLogger(__name__)
 
 #: Words of a call before its arguments; see `Team.run`.
 CALL_WORDS = 4
@@ -107,11 +111,11 @@ def _share(board, function, arguments, count, num_threads):  # type: ignore[no-u
 
 
 @compile_function
-def _lead(board, program, num_calls, num_threads, num_own, wanted_back):  # type: ignore[no-untyped-def] # pragma: no cover
+def _lead(board, program, num_calls, num_threads, num_own, wanted_at):  # type: ignore[no-untyped-def] # pragma: no cover
     """Compute the calls of a program (`CALL_WORDS`), each on up to `num_threads` threads; see `Team.run`."""
     at = program.ctypes.data
     for _ in range(num_calls):
-        if num_threads > num_own and read(wanted_back):
+        if num_threads > num_own and read(wanted_at):
             num_threads = num_own
         function, num_words, count, count_to_share = _call_words(at)
         arguments = at + CALL_WORDS * WORD_BYTES
@@ -170,13 +174,14 @@ class Team:
         if libc.sem_init(ctypes.c_void_p(self._board + _SEMAPHORE), 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init")
         self._followers: list[threading.Thread] = []
+        self._most_followers = sys.maxsize
+        # Now, and not when a request first needs them.
+        _follow.compile((types.intp,))
         # Held by the leader: a second one, of another engine in this process, computes alone.
         self._leading = threading.Lock()
         atexit.register(self._end)
 
-    def run(
-        self, program: np.ndarray, num_calls: int, *, num_threads: int, num_own: int = 0, wanted_back: int = 0
-    ) -> None:
+    def run(self, program: np.ndarray, num_calls: int, *, num_threads: int, num_own: int, wanted_back_at: int) -> None:
         """Compute the calls of a program one after the other.
 
         Args:
@@ -185,26 +190,29 @@ class Team:
                 several threads share them, at least 2; then the arguments, of which the function is given the address.
             num_calls: how many calls the program has.
             num_threads: how many threads may compute, the caller among them.
-            num_own: how many of them are left to the calls after the word at the address `wanted_back` is no longer 0;
-                by default, or where they are as many as all, it is not looked at.
-            wanted_back: that address.
+            num_own: how many of them are left to the calls after the word at the address `wanted_back_at` is no longer
+                0; where they are as many as all, it is not looked at.
         """
-        own = num_own or num_threads
         if num_threads > 1 and self._leading.acquire(blocking=False):
             try:
                 self._hire(num_threads - 1)
-                _lead(self._board, program, num_calls, num_threads, own, wanted_back)
+                _lead(self._board, program, num_calls, num_threads, num_own, wanted_back_at)
             finally:
                 self._leading.release()
         else:
             _lead(self._board, program, num_calls, 1, 1, 0)
 
     def _hire(self, num_followers: int) -> None:
-        while len(self._followers) < num_followers:
+        while len(self._followers) < min(num_followers, self._most_followers):
             name = f"kernel-{len(self._followers) + 1}"
             thread = threading.Thread(target=self._follow, args=(name,), name=name, daemon=True)
-            self._followers.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more threads
+                self._most_followers = len(self._followers)
+                _log.warning("kernels go on %d threads only: %s", self._most_followers + 1, error)
+            else:
+                self._followers.append(thread)
 
     def _follow(self, name: str) -> None:
         with contextlib.suppress(OSError):  # for `top -H`; nothing else needs it

@@ -25,13 +25,16 @@ class Lender(Protocol):
     """Lends threads that others do not need now.
 
     Attributes:
-        wanted_back: address of a word that is no longer 0 when what was lent last is wanted back.
+        wanted_back_at: address of a word that is no longer 0 when what was borrowed last is wanted back.
     """
 
-    wanted_back: int
+    wanted_back_at: int
 
-    def lent(self) -> int:
-        """How many threads may be used beyond one's own, until they are wanted back."""
+    def borrow(self) -> int:
+        """How many threads may be used beyond one's own, until they are wanted back.
+
+        Tells that one computes: one's own are no longer lent to others.
+        """
 
 
 _lender: Lender | None = None
@@ -45,7 +48,8 @@ def borrow_from(lender: Lender | None) -> None:
 
 def threads_now(own: int) -> int:
     """How many threads may compute for one that has `own`."""
-    return own if _lender is None else own + _lender.lent()
+    lender = _lender
+    return own if lender is None else own + lender.borrow()
 
 
 class Kernel:
@@ -96,11 +100,11 @@ def run(own_threads: int, *calls: bytes) -> None:
         own_threads: how many threads compute, this one among them; with them go those that are lent, which are given
             back between two kernels.
     """
-    wanted_back = 0 if _lender is None else _lender.wanted_back
+    lender = _lender
     _team().run(
         np.frombuffer(b"".join(calls), dtype=np.int64),
         len(calls),
-        num_threads=threads_now(own_threads),
+        num_threads=own_threads if lender is None else own_threads + lender.borrow(),
         num_own=own_threads,
-        wanted_back=wanted_back,
+        wanted_back_at=0 if lender is None else lender.wanted_back_at,
     )

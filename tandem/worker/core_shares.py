@@ -2,11 +2,12 @@
 
 Each worker has CPU threads of its own. One that has nothing to compute lends them: the others compute their kernels on
 them too, in proportion to their own. It gets them back by computing: it tells the others, who look between any two
-kernels, and a kernel takes 0.05 to 10 ms.
+kernels. A kernel of a decode step takes 0.05 to 0.5 ms, one of a prompt's chunk up to some 100 ms with a model of 1 B
+weights.
 
 They meet in a small file that all map, with a slot for each worker. A slot belongs to the process that holds the lock
 on its bytes, so that the operating system frees it when a process dies; and a busy worker says only until when it is
-busy, so that one that is stopped or dead counts as idle after a second. Nothing here is needed to compute right:
+busy, so that one that is stopped or dead counts as idle after ten seconds. Nothing here is needed to compute right:
 results are the same bits on any number of threads.
 """
 
@@ -33,8 +34,9 @@ _SLOT_BYTES = 8 * _SLOT_WORDS
 _NUM_SLOTS = 255
 _FILE_BYTES = (_NUM_SLOTS + 1) * _SLOT_BYTES
 
-# Longer than any kernel; a worker that computes says so at each.
-_BUSY_NS = 1_000_000_000
+# Longer than a layer of a large chunk, or a step of few tokens: a worker that computes says so at each. One that rests
+# says that too, so this is how long the threads of one that died are not used.
+_BUSY_NS = 10_000_000_000
 
 
 def lent_threads(own: int, others: Iterable[tuple[int, bool]]) -> int:
@@ -68,7 +70,7 @@ class CoreShares:
         self._most = max(0, len(os.sched_getaffinity(0)) - num_threads)
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._file, _FILE_BYTES)
+            os.posix_fallocate(self._file, 0, _FILE_BYTES)  # a hole in a full file system would be a fatal signal later
             self._map = mmap.mmap(self._file, _FILE_BYTES)
         except OSError as error:
             raise ConfigError(
@@ -77,25 +79,30 @@ class CoreShares:
                 key="scheduling.share_cores",
             ) from error
         self._words = memoryview(self._map).cast("q")
-        self._slot = self._claim(path)
+        try:
+            self._slot = self._claim(path)
+        except ConfigError:
+            os.close(self._file)
+            raise
         self._rests = True
         start = np.frombuffer(self._map, dtype=np.int64).ctypes.data
-        self.wanted_back: int = start + (self._slot + _WANTED_BACK) * 8
+        self.wanted_back_at: int = start + (self._slot + _WANTED_BACK) * 8
         self._words[self._slot + _BUSY_UNTIL] = 0
         self._words[self._slot + _THREADS] = num_threads
 
-    def lent(self) -> int:
-        """How many threads beyond its own the worker may use, until the word at `wanted_back` is set.
+    def borrow(self) -> int:
+        """How many threads beyond its own the worker may use, until the word at `wanted_back_at` is set.
 
         Says that it is busy, and wants its own back.
         """
         words, own = self._words, self._slot
         now = time.monotonic_ns()
+        were_lent = self._rests or words[own + _BUSY_UNTIL] <= now  # it may have been stopped for long
         words[own + _BUSY_UNTIL] = now + _BUSY_NS
         words[own + _WANTED_BACK] = 0  # before the others are looked at: what comes later is not missed
         slots = [slot for slot in range(_SLOT_WORDS, (words[0] + 1) * _SLOT_WORDS, _SLOT_WORDS) if slot != own]
-        if self._rests:
-            self._rests = False
+        self._rests = False
+        if were_lent:
             for slot in slots:
                 words[slot + _WANTED_BACK] = 1
         others = [(words[slot + _THREADS], words[slot + _BUSY_UNTIL] > now) for slot in slots]
@@ -107,14 +114,20 @@ class CoreShares:
         self._rests = True
 
     def leave(self) -> None:
-        """Give the slot back. Not to be used afterwards."""
+        """Give the slot back. The memory stays mapped: a kernel that runs on may still look at it."""
         self._words[self._slot + _THREADS] = 0
-        self._words.release()
-        self._map.close()
+        self._lock(self._slot // _SLOT_WORDS, fcntl.F_UNLCK)
         os.close(self._file)
 
     def _claim(self, path: Path) -> int:
-        """The first slot that is free; clears those whose workers died."""
+        """The first slot that is free; clears those whose workers died. One worker at a time."""
+        self._lock(0, fcntl.F_WRLCK, waits=True)
+        try:
+            return self._claim_alone(path)
+        finally:
+            self._lock(0, fcntl.F_UNLCK)
+
+    def _claim_alone(self, path: Path) -> int:
         mine = 0
         for index in range(1, _NUM_SLOTS + 1):
             if mine and index > self._words[0]:
@@ -134,11 +147,11 @@ class CoreShares:
             )
         return mine * _SLOT_WORDS
 
-    def _lock(self, index: int, kind: int) -> bool:
-        """Whether the lock on a slot could be had or given back. It is of the open file, and ends with it."""
+    def _lock(self, index: int, kind: int, *, waits: bool = False) -> bool:
+        """Whether the lock on a line could be had or given back. It is of the open file, and ends with it."""
         request = struct.pack("hhqqi", kind, os.SEEK_SET, index * _SLOT_BYTES, _SLOT_BYTES, 0)
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, request)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK, request)
         except OSError:
             return False
         return True

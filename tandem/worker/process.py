@@ -212,8 +212,8 @@ class WorkerProcess(ABC):
         self.info.address = self._run_in_loop(self._serve()).result()
         self._check_wanted()
         if self.pages_ahead is not None:
-            undo.callback(self.pages_ahead.stop)
             self.pages_ahead.start()
+            undo.callback(self.pages_ahead.stop)
         self.runner.start(role)
 
     def _check_wanted(self) -> None:

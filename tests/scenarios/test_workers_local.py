@@ -256,6 +256,16 @@ async def test_of_what_waits_for_pages_only_prompts_to_compute_here_are_work(pai
         await shown(0, 0)
 
 
+async def test_a_prompt_that_is_being_computed_is_in_the_figures_that_come_with_the_word(pair: WorkerPair) -> None:
+    """From then on the router goes by them alone."""
+    async with Router(pair) as router:
+        await router.finish(await router.begin(Ask(prompt_of(50))))
+        assert router.begun["prefill"].num_queued_tokens == 50
+        local = await router.reserve(Ask(prompt_of(40), local=ALL))
+        await router.finish(local)
+        assert router.begun["decode"].num_queued_tokens == 40
+
+
 async def test_what_can_never_fit_is_refused(pair: WorkerPair) -> None:
     async with Router(pair) as router:
         for ask in (Ask(prompt_of(20), n=2, local=ALL, journal=(pb.ChoiceJournal(choice=2, token_ids=[5]),)),

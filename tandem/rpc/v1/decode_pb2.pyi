@@ -234,7 +234,7 @@ class Admitted(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     admission_s: _builtins.float
-    """the commit's arrival to this"""
+    """from when decode took up the commit to this"""
     def __init__(
         self,
         *,

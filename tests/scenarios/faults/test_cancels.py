@@ -17,7 +17,7 @@ ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
 """Much longer than the bound allows."""
 BIG = {"n": 8, "max_tokens": 1400, "ignore_eos": True, "logprobs": 5}
 """More bytes than the sockets on the way take in."""
-LONG = {"max_tokens": 400, "ignore_eos": True}
+LONG = {"max_tokens": 1200, "ignore_eos": True}
 """Longer than the deadline, and not too long for the reference."""
 
 

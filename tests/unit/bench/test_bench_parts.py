@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import json
 import os
@@ -9,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ from rich.console import Console
 
 from tandem import cli
 from tandem.bench import arguments, parts, parts_command
-from tandem.bench.parts import shown, shown_goal
+from tandem.bench.parts import Figure, shown, shown_goal
+from tandem.bench.parts_file import PartsFile
 from tandem.bench.parts_handoff import Admissions, HandoffSizes, Transfers
 from tandem.bench.parts_router import RouterSizes, RouterTtft, Streamed, _Reader, _Tally
-from tandem.bench.parts_serve import Served, is_own, name_of
+from tandem.bench.parts_serve import Idle, is_own, measure_idle, name_of
 from tandem.bench.side_by_side_figures import Goal
-from tandem.core.errors import TandemError
+from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.random_model import ModelSpec, save
 
 TRANSFERS = Transfers(
@@ -75,12 +78,11 @@ def test_streaming_is_the_median_round() -> None:
     assert figure.facts["router's CPU, cores"] == 0.9
 
 
-SERVED = Served(start_s=[9.0, 11.0], own_cpu=[("Worker", 0.01), ("Worker", 0.005), ("tandem serve", 0.02)],
-                ray_cpu=0.2, num_ray_processes=9)  # fmt: skip
+IDLE = Idle(own_cpu=[("Worker", 0.01), ("Worker", 0.005), ("tandem serve", 0.02)], ray_cpu=0.2, num_ray_processes=9)
 
 
 def test_idle_is_the_sum_over_tandems_own_processes() -> None:
-    figure = parts.idle_figure(SERVED, 30.0)
+    figure = parts.idle_figure(IDLE, 30.0)
     assert figure.value == pytest.approx(0.035)
     assert not figure.as_json()["is_reached"]
     assert figure.facts["Worker, cores"] == pytest.approx(0.015)
@@ -88,7 +90,7 @@ def test_idle_is_the_sum_over_tandems_own_processes() -> None:
 
 
 def test_startup_is_the_median_start() -> None:
-    assert parts.startup_figure(SERVED).value == 10.0
+    assert parts.startup_figure([9.0, 11.0]).value == 10.0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_the_command_offers_what_there_is() -> None:
 
 def test_the_table_says_what_missed_its_goal() -> None:
     out = io.StringIO()
-    figures = [parts.bandwidth_figure(TRANSFERS, 2048), parts.startup_figure(SERVED)]
+    figures = [parts.bandwidth_figure(TRANSFERS, 2048), parts.startup_figure([9.0, 11.0])]
     Console(file=out, width=160).print(parts_command.figure_table(figures))
     rows = {line.strip()[:20]: line for line in out.getvalue().splitlines()}
     assert "40 %" in rows["handoff bandwidth, f"]
@@ -140,6 +142,111 @@ def test_the_table_says_what_missed_its_goal() -> None:
 def test_rays_processes_are_told_from_ours(line: list[str], is_ours: bool, name: str) -> None:
     assert is_own(line) is is_ours
     assert name_of(line) == name
+
+
+OWN = [sys.executable, "-c", "input()", str(Path(cli.__file__).parent / "cluster/guard.py")]
+OTHER = [sys.executable, "-c", "input()"]
+
+
+@contextlib.contextmanager
+def waiting(line: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that does nothing until the block ends."""
+    with subprocess.Popen(line, stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def become_zombie(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+async def idle_while_begun() -> asyncio.Task[Idle]:
+    """The idle time of this process and its children, begun."""
+    measuring = asyncio.create_task(measure_idle(os.getpid(), 0.2))
+    await asyncio.sleep(0)
+    return measuring
+
+
+async def test_each_own_process_is_in_the_idle_time() -> None:
+    with waiting(OWN), waiting(OTHER):
+        idle = await measure_idle(os.getpid(), 0.05)
+    assert [name for name, _ in idle.own_cpu[1:]] == ["guard"]
+    assert idle.num_ray_processes >= 1
+
+
+async def test_an_own_process_that_ends_in_the_idle_time_is_an_error() -> None:
+    with waiting(OWN) as process:
+        measuring = await idle_while_begun()
+        process.kill()
+        process.wait()
+        with pytest.raises(TandemError, match="changed in the idle time: guard ended"):
+            await measuring
+
+
+async def test_an_own_process_that_begins_in_the_idle_time_is_an_error() -> None:
+    measuring = await idle_while_begun()
+    with waiting(OWN), pytest.raises(TandemError, match="changed in the idle time: guard began"):
+        await measuring
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+async def test_rays_processes_may_end_at_any_time(is_reaped: bool) -> None:
+    num_before = (await measure_idle(os.getpid(), 0.0001)).num_ray_processes
+    with waiting(OTHER) as ends_before, waiting(OTHER) as ends_within:
+        become_zombie(ends_before)  # has no command line any more
+        measuring = await idle_while_begun()
+        become_zombie(ends_within)
+        if is_reaped:
+            ends_within.wait()
+        idle = await measuring
+    assert idle.num_ray_processes == num_before + (not is_reaped)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+STARTUP = parts.startup_figure([9.0, 11.0])
+
+
+def write(path: Path, figures: Sequence[Figure], other_cores: float = 0.0, model: str = "random") -> dict[str, Any]:
+    wanted = [figure.part.name for figure in figures]
+    PartsFile.open(path, model, "ucx", wanted).write(figures, other_cores)
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def test_a_file_keeps_the_figures_that_were_not_measured_anew(tmp_path: Path) -> None:
+    write(tmp_path / "parts.json", [parts.idle_figure(IDLE, 30.0), STARTUP], other_cores=0.3)
+    content = write(tmp_path / "parts.json", [parts.bandwidth_figure(TRANSFERS, 96), parts.startup_figure([2.0])], 0.1)
+    assert {figure["name"]: round(figure["value"], 3) for figure in content["figures"]} == {
+        "bandwidth": 0.4, "idle": 0.035, "startup": 2.0
+    }  # fmt: skip
+    assert [figure["name"] for figure in content["figures"]] == ["bandwidth", "idle", "startup"]
+    assert content["other_cores"] == 0.3
+
+
+@pytest.mark.parametrize("changed", ["machine", "versions", "model", "transport", "code"])
+def test_figures_of_other_settings_are_not_mixed_and_not_lost(tmp_path: Path, changed: str) -> None:
+    file = tmp_path / "parts.json"
+    content = write(file, [parts.idle_figure(IDLE, 30.0), STARTUP])
+    content[changed] = {"digest": "another"} if changed == "code" else "another"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"holds idle of another {changed}: measure all"):
+        write(file, [STARTUP])
+    again = write(file, [parts.idle_figure(IDLE, 30.0), parts.startup_figure([2.0])])
+    assert [figure["value"] for figure in again["figures"]] == [pytest.approx(0.035), 2.0]
+    assert again[changed] != content[changed]
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"format": "tandem-bench/1"}'])
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"other\.json"):
+        parts_command.run(None, None, ["ttft"], file, sizes=SMALL)
+    assert file.read_text() == text
 
 
 # --- the raw reader ---------------------------------------------------------------------------------------------------
@@ -208,16 +315,27 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_command, "_QUIET_S", 0.1)
 
 
+@contextlib.contextmanager
+def no_process_left() -> Iterator[None]:
+    """No child more than before: of other tests, `multiprocessing`'s own may live on in this process."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
 def measure(tmp_path: Path, only: Sequence[str], model: Path | None = None) -> dict[str, dict[str, Any]]:
     file = tmp_path / "parts.json"
-    parts_command.run(model, None, only, file, sizes=SMALL)
+    with no_process_left():
+        parts_command.run(model, None, only, file, sizes=SMALL)
     content = json.loads(file.read_text())
     assert content["format"] == "tandem-parts/1"
-    assert psutil.Process().children(recursive=True) == []
     return {figure["name"]: figure for figure in content["figures"]}
 
 
-def test_the_router_is_measured_before_workers_that_answer_at_once(tmp_path: Path) -> None:
+def test_the_router_is_measured_before_workers_that_answer_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEYS", "of-the-users-own-server")
     figures = measure(tmp_path, ["ttft", "streaming"])
     assert figures.keys() == {"ttft", "streaming"}
     ttft = figures["ttft"]["samples"]
@@ -242,12 +360,21 @@ def test_handoffs_are_measured_between_real_workers(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_does_not_start_is_an_error_that_says_why(tmp_path: Path) -> None:
-    with pytest.raises(TandemError, match=r"prefill ended with 1(.|\n)*no-model"):
+    with no_process_left(), pytest.raises(TandemError, match=r"exposed: prefill ended with 1(.|\n)*no-model"):
         measure(tmp_path, ["exposed"], tmp_path / "no-model")
-    assert psutil.Process().children(recursive=True) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_found_before_a_failure_is_shown_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TandemError, match="exposed: prefill ended with 1"):
+        measure(tmp_path, ["ttft", "exposed"], tmp_path / "no-model")
+    assert parts.ROUTER_TTFT.title[:20] in capsys.readouterr().out
+    content = json.loads((tmp_path / "parts.json").read_text())
+    assert [figure["name"] for figure in content["figures"]] == ["ttft"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
     line = [sys.executable, "-m", "tandem.cli", "bench", "parts", "--only", "streaming"]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine import fused_decoder, loader, threads
+from tandem.engine import fused_decoder, fused_layer, loader, threads
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_reference import ReferenceAttention
@@ -162,13 +162,29 @@ def test_another_attention_computes_between_the_kernels() -> None:
     assert not torch.equal(run(model), expected)
 
 
+def test_a_workspace_that_cannot_grow_leaves_no_stale_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused(small_model())
+    run(model)
+    expected = model.forward(steps()[2])
+
+    def refuse(_: int) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layer, "map_memory", refuse)
+        many = [SequenceInput([1] * 300, 0, range(300 // helpers.PAGE_SIZE + 1))]
+        with pytest.raises(OSError, match="Cannot allocate"):
+            model.forward(many)
+    assert torch.equal(model.forward(steps()[2]), expected)
+
+
 class _Lender:
     def __init__(self) -> None:
         self._word = np.zeros(1, dtype=np.int64)
-        self.wanted_back = self._word.ctypes.data
+        self.wanted_back_at = self._word.ctypes.data
         self.num_asked = 0
 
-    def lent(self) -> int:
+    def borrow(self) -> int:
         self.num_asked += 1
         return 1
 

@@ -177,10 +177,10 @@ def test_a_process_ends_with_followers_awake_or_asleep(pause_s: float) -> None:
 class _Lender:
     def __init__(self, num_lent: int) -> None:
         self.word = np.zeros(1, dtype=np.int64)
-        self.wanted_back = self.word.ctypes.data
+        self.wanted_back_at = self.word.ctypes.data
         self._num_lent = num_lent
 
-    def lent(self) -> int:
+    def borrow(self) -> int:
         return self._num_lent
 
 
@@ -188,7 +188,8 @@ def test_lent_threads_are_given_back_between_two_kernels() -> None:
     lender = _Lender(1)
     pieces = np.zeros(4, dtype=np.int64)
     first, second, third = (pieces[index:].ctypes.data for index in range(3))
-    program = [cut.call(8, first, 1), cut.call(8, second, 1), cut.call(1, lender.wanted_back, 1), cut.call(8, third, 1)]
+    is_wanted_back = cut.call(1, lender.wanted_back_at, 1)
+    program = [cut.call(8, first, 1), cut.call(8, second, 1), is_wanted_back, cut.call(8, third, 1)]
     threads.borrow_from(lender)
     try:
         threads.run(1, *program)
@@ -199,6 +200,24 @@ def test_lent_threads_are_given_back_between_two_kernels() -> None:
         threads.borrow_from(None)
     threads.run(1, *program)
     assert pieces.tolist() == [9, 9, 6, 0]
+
+
+def test_kernels_go_on_without_threads_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fresh = team.Team()
+    counts = np.zeros(9, dtype=np.int64)
+    program = np.frombuffer(count.call(9, counts.ctypes.data, 1), dtype=np.int64)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            fresh.run(program, 1, num_threads=3, num_own=3, wanted_back_at=0)
+    assert counts.tolist() == [2] * 9
+    assert [record.message for record in caplog.records] == ["kernels go on 1 threads only: can't start new thread"]
+    fresh._end()
 
 
 def test_what_is_lent_adds_to_ones_own() -> None:

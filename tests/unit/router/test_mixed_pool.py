@@ -35,10 +35,10 @@ def test_an_idle_prefill_worker_gets_every_prompt() -> None:
 @pytest.mark.parametrize(
     ("stepping", "queued", "decides"),
     [
-        (0, 255, None),  # 1.5 times the work of 512 tokens is 768: as late as behind 256 others
-        (0, 257, "d0"),
-        (6, 1024, None),  # half of each step is free: three times as slow
-        (6, 1025, "d0"),
+        (0, 102, None),  # 1.2 times the work of 512 tokens is 614: as late as behind 102 others
+        (0, 103, "d0"),
+        (6, 716, None),  # half of each step is free: 2.4 times as slow
+        (6, 717, "d0"),
         (12, 10**6, None),  # its steps are full
     ],
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tandem.core.errors import ConfigError
+from tandem.worker import core_shares
 from tandem.worker.core_shares import CoreShares, lent_threads
 
 _REPOSITORY = Path(__file__).parents[3]
@@ -50,66 +51,76 @@ def path(tmp_path: Path) -> Path:
 
 def test_who_rests_lends_and_who_computes_has_its_own(path: Path) -> None:
     with _joined(path, 1) as first, _joined(path, 2) as second:
-        assert first.lent() == 2
-        assert second.lent() == 0  # the first has just said that it is busy
-        assert first.lent() == 0
+        assert first.borrow() == 2
+        assert second.borrow() == 0  # the first has just said that it is busy
+        assert first.borrow() == 0
         second.rest()
-        assert first.lent() == 2
+        assert first.borrow() == 2
         first.rest()
-        assert second.lent() == 1
+        assert second.borrow() == 1
+
+
+def _is_wanted(shares: CoreShares) -> bool:
+    return bool(ctypes.c_int64.from_address(shares.wanted_back_at).value)
 
 
 def test_who_begins_to_compute_wants_its_threads_back(path: Path) -> None:
     with _joined(path, 1) as first, _joined(path, 1) as second:
-
-        def is_wanted(shares: CoreShares) -> bool:
-            return bool(ctypes.c_int64.from_address(shares.wanted_back).value)
-
-        assert first.lent() == 1
-        assert not is_wanted(first)
-        second.lent()
-        assert is_wanted(first)
-        assert first.lent() == 0
-        second.lent()  # goes on: nothing is lent, so nothing is wanted
-        assert not is_wanted(first)
+        assert first.borrow() == 1
+        assert not _is_wanted(first)
+        second.borrow()
+        assert _is_wanted(first)
+        assert first.borrow() == 0
+        second.borrow()  # goes on: nothing is lent, so nothing is wanted
+        assert not _is_wanted(first)
         second.rest()
-        assert first.lent() == 1
-        second.lent()
-        assert is_wanted(first)
+        assert first.borrow() == 1
+        second.borrow()
+        assert _is_wanted(first)
 
 
 def test_who_leaves_lends_no_more(path: Path) -> None:
     with _joined(path, 1) as first:
         with _joined(path, 2):
-            assert first.lent() == 2
-        assert first.lent() == 0
+            assert first.borrow() == 2
+        assert first.borrow() == 0
 
 
 def test_a_slot_is_used_again(path: Path) -> None:
     with _joined(path, 1) as first:
         for own in (2, 3, 4):
             with _joined(path, own):
-                assert first.lent() == own
+                assert first.borrow() == own
 
 
 def test_nobody_gets_more_threads_than_there_are_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     with _joined(path, 2) as first, _joined(path, 4):
-        assert first.lent() == 1
+        assert first.borrow() == 1
 
 
 def test_a_stopped_worker_counts_as_idle_after_a_while(path: Path) -> None:
     with _joined(path, 1) as first, _other_process(path) as other:
-        assert first.lent() == 0
-        os.kill(other.pid, signal.SIGSTOP)
+        assert first.borrow() == 0
+        os.kill(other.pid, signal.SIGSTOP)  # it says that it is busy for 0.3 s at a time
         deadline = time.monotonic() + 10
-        while first.lent() == 0:
+        while first.borrow() == 0:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(other.pid, signal.SIGCONT)
-        while first.lent() != 0:
+        while not _is_wanted(first):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        assert first.borrow() == 0
+
+
+def test_a_long_silence_is_no_rest(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_shares, "_BUSY_NS", 1)
+    with _joined(path, 1) as first, _joined(path, 1) as second:
+        second.borrow()
+        assert first.borrow() == 1  # as if the second were idle
+        second.borrow()  # and it is not
+        assert _is_wanted(first)
 
 
 def test_the_next_worker_gets_the_slot_of_a_dead_one(path: Path) -> None:
@@ -119,13 +130,30 @@ def test_the_next_worker_gets_the_slot_of_a_dead_one(path: Path) -> None:
             other.kill()
             other.wait()
         with _joined(path, 2):
-            assert first.lent() == 2
+            assert first.borrow() == 2
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere/shares.*No such file.*share_cores") as caught:
         CoreShares(tmp_path / "nowhere" / "shares", 1)
     assert caught.value.key == "scheduling.share_cores"
+
+
+def test_workers_that_join_at_once_all_count(path: Path) -> None:
+    script = "import sys; from pathlib import Path; from tandem.worker.core_shares import CoreShares; "
+    script += "shares = CoreShares(Path(sys.argv[1]), 1); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(path)]
+    environment = os.environ | {"PYTHONPATH": str(_REPOSITORY)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(6)]  # type: ignore[call-overload]
+    try:
+        for process in processes:
+            process.stdout.readline()
+        with _joined(path, 6) as own:
+            assert own.borrow() == 6
+    finally:
+        for process in processes:
+            process.communicate()
 
 
 def test_more_workers_than_slots_are_refused(path: Path) -> None:
@@ -151,14 +179,16 @@ def _joined(path: Path, num_threads: int) -> Iterator[CoreShares]:
 _BUSY = """
 import os, select, sys
 from pathlib import Path
+from tandem.worker import core_shares
 from tandem.worker.core_shares import CoreShares
 
+core_shares._BUSY_NS = 300_000_000
 os.sched_getaffinity = lambda _: set(range(64))
 shares = CoreShares(Path(sys.argv[1]), 3)
-shares.lent()
+shares.borrow()
 print("busy", flush=True)
 while not select.select([sys.stdin], [], [], 0.01)[0]:
-    shares.lent()
+    shares.borrow()
 """
 
 

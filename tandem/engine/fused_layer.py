@@ -1,8 +1,8 @@
 """Decoder layers as programs of kernels.
 
 From Python each kernel is a call of 20 to 40 µs, before which the thread may have to wait for Python's lock. So all
-kernels of a decode step go as one program. It is cut only where somebody else comes in: whoever is told of a layer's K
-and V, an attention of another kind, the owner of borrowed threads.
+kernels of a decode step go as one program. It is cut only where somebody else comes in, whoever is told of a layer's K
+and V or an attention of another kind, and behind each layer of a prompt: threads may be lent meanwhile.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 from decode_worker.generation import Prompt
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
+from tandem.worker.process import WorkerProcess
 from tests.scenarios.worker_pair import PAGE, SHARED_LOOP, Gate, Oracle, WorkerPair, counted, prompt_of, until
 from tests.scenarios.worker_router import Ask, Outcome, Router
 
@@ -256,14 +257,28 @@ async def test_of_what_waits_for_pages_only_prompts_to_compute_here_are_work(pai
         await shown(0, 0)
 
 
-async def test_a_prompt_that_is_being_computed_is_in_the_figures_that_come_with_the_word(pair: WorkerPair) -> None:
-    """From then on the router goes by them alone."""
+async def test_a_prompt_that_is_being_computed_is_in_the_figures_that_go_with_the_word(
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on the router goes by them alone. Looked at when the word is given: later figures may go with it."""
+    figures: dict[str, int] = {}
+
+    def watch(place: Any, worker: WorkerProcess) -> None:
+        emit = place._emit
+
+        def emit_and_look(*arguments: Any) -> None:
+            if any(kind in str(arguments) for kind in ("started {", "local {")):
+                figures[worker.role] = worker.read_status().num_queued_tokens
+            emit(*arguments)
+
+        monkeypatch.setattr(place, "_emit", emit_and_look)
+
+    watch(pair.prefill.prompts, pair.prefill)
+    watch(pair.decode.generations, pair.decode)
     async with Router(pair) as router:
         await router.finish(await router.begin(Ask(prompt_of(50))))
-        assert router.begun["prefill"].num_queued_tokens == 50
-        local = await router.reserve(Ask(prompt_of(40), local=ALL))
-        await router.finish(local)
-        assert router.begun["decode"].num_queued_tokens == 40
+        await router.finish(await router.reserve(Ask(prompt_of(40), local=ALL)))
+    assert figures == {"prefill": 50, "decode": 40}
 
 
 async def test_what_can_never_fit_is_refused(pair: WorkerPair) -> None:

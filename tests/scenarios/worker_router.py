@@ -75,7 +75,6 @@ class Router:
         self.suspected: list[decode_pb2.WriterSuspected] = []
         self.infos: dict[str, pb.WorkerInfo] = {}
         self.statuses: dict[str, pb.WorkerStatus] = {}
-        self.begun: dict[str, pb.WorkerStatus] = {}  # what came with the word that a prompt is being computed
         self.attaches = True  # hand each grant on at once
         self.ended: set[str] = set()  # sides whose stream is over
         self._asks: dict[AttemptKey, Ask] = {}
@@ -127,8 +126,6 @@ class Router:
             async for message in self._calls[side]:
                 self.statuses[side] = message.status
                 for event in message.events:
-                    if event.WhichOneof("event") in ("started", "local"):
-                        self.begun[side] = message.status
                     await self._hear(side, event)
                 self._heard.set()
                 await self._may_read[side].wait()

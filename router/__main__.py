@@ -6,7 +6,6 @@ SIGTERM and SIGINT drain: requests under way may end, then the process exits. A 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -14,11 +13,12 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from router.server import RouterInfo, RouterServer
+from router.server import RouterServer
 from tandem.core import config as configuration
 from tandem.core import points
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
+from tandem.core.ready_file import write_ready_file
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import configure
 
@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"router: {error.message}", file=sys.stderr)
         return 2
     if options.ready_file is not None:
-        _write_ready(options.ready_file, info)
+        facts = {"http": info.http_url, "control": info.control_address, "pid": os.getpid()}
+        write_ready_file(options.ready_file, facts)
     stop_asked.wait()
     server.stop(options.drain_s)
     return 0
@@ -62,14 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", type=Path, help="written when both ports listen: JSON with their addresses")
     parser.add_argument("--drain-s", type=float, default=60.0, help="seconds that requests under way may take to end")
     return parser
-
-
-def _write_ready(path: Path, info: RouterInfo) -> None:
-    """Atomically: a reader sees all of it or no file."""
-    facts = {"http": info.http_url, "control": info.control_address, "pid": os.getpid()}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(facts))
-    partial.replace(path)
 
 
 def _on_signals() -> threading.Event:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,9 @@ class PartsFile:
             "model": model,
             "transport": transport,
         }
-        earlier = _read(path) if path.exists() else None
+        earlier = None
+        if path.exists():
+            earlier = results.read_format(path, FORMAT, "`tandem bench parts`", key="--json")
         if earlier is None or not (differing := _differing(earlier, settings)):
             return cls(path, settings, earlier)
         if kept := [figure["name"] for figure in earlier["figures"] if figure["name"] not in wanted]:
@@ -62,16 +63,6 @@ class PartsFile:
             other_cores = max(other_cores, self.earlier["other_cores"])
         in_order = [found[part.name] for part in PARTS if part.name in found]
         results.write(self.path, {**self.settings, "date": now(), "other_cores": other_cores, "figures": in_order})
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}", key="--json") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no file of `tandem bench parts` (its format is not {FORMAT!r})", key="--json")
-    return content
 
 
 def _differing(earlier: dict[str, Any], settings: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ import psutil
 import tandem
 from tandem.bench.child_process import free_port, log_tail, start_child, stop_child
 from tandem.bench.http_client import LoadClient
+from tandem.bench.process_watch import cpu_s
 from tandem.core.errors import TandemError
 
 _PACKAGE = Path(tandem.__file__).parent
@@ -209,8 +210,7 @@ def _cpu_s(processes: Iterable[psutil.Process]) -> dict[psutil.Process, float]:
     found: dict[psutil.Process, float] = {}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            found[process] = times.user + times.system
+            found[process] = cpu_s(process)
     return found
 
 

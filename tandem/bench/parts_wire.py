@@ -23,6 +23,7 @@ from kvtransfer.extents import ArenaShape, PageWrite, merge_extents
 from kvtransfer.transports.base import PeerId, Transport, WriteCompleted, WriteFailed
 from kvtransfer.transports.registry import create_transport
 from tandem.core.errors import TransportError
+from tandem.core.ready_file import write_ready_file
 from tandem.engine.arena import KVArena
 from tandem.engine.layout import KVLayout
 
@@ -153,9 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     spec: dict[str, Any] = json.loads(options.spec)
     result = measure(**{**spec, "layout": KVLayout(**spec["layout"])})
-    partial = options.ready_file.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(result)))
-    partial.replace(options.ready_file)
+    write_ready_file(options.ready_file, asdict(result))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import operator
 import os
 import signal
@@ -29,6 +28,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from tandem.core.errors import ConfigError
+from tandem.core.ready_file import write_ready_file
 from tandem.core.tokenizer import Tokenizer
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2 as pb
@@ -241,7 +241,7 @@ async def _serve(model_dir: Path, ready_file: Path, num_together: int) -> None:
     infos = {"prefill": prefill.info, "decode": decode.info}
     stop_asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_asked.set)
-    _write(
+    write_ready_file(
         ready_file,
         {
             role: {"id": info.worker_id, "incarnation": info.incarnation, "address": info.address, "pid": info.pid}
@@ -249,7 +249,7 @@ async def _serve(model_dir: Path, ready_file: Path, num_together: int) -> None:
         },
     )
     await stop_asked.wait()
-    _write(ready_file.with_name(ANSWERS), prefill.answer_s)
+    write_ready_file(ready_file.with_name(ANSWERS), prefill.answer_s)
     await asyncio.gather(prefill_server.stop(grace=None), decode_server.stop(grace=None))
 
 
@@ -282,13 +282,6 @@ def _info(worker_id: str, role: pb.Role.ValueType, address: str, vocab_size: int
         max_context=_MAX_CONTEXT,
         vocab_size=vocab_size,
     )
-
-
-def _write(path: Path, content: object) -> None:
-    """Atomically: a reader sees all of it or no file."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
 
 
 def main() -> None:

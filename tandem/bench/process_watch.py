@@ -32,7 +32,7 @@ class Usage:
 async def watched(process: psutil.Process) -> AsyncIterator[Usage]:
     """Inside, `process` is looked at four times a second; the `Usage` is complete after the block."""
     loop = asyncio.get_running_loop()
-    began_s, cpu_s = loop.time(), _cpu_s(process)
+    began_s, begun_cpu_s = loop.time(), cpu_s(process)
     usage = Usage(rss_before_bytes=_rss(process), rss_max_bytes=_rss(process))
 
     async def look() -> None:
@@ -48,7 +48,7 @@ async def watched(process: psutil.Process) -> AsyncIterator[Usage]:
         await asyncio.wait([task])
         usage.rss_after_bytes = _rss(process)
         usage.rss_max_bytes = max(usage.rss_max_bytes, usage.rss_after_bytes)
-        usage.cpu_s, usage.wall_s = _cpu_s(process) - cpu_s, loop.time() - began_s
+        usage.cpu_s, usage.wall_s = cpu_s(process) - begun_cpu_s, loop.time() - began_s
 
 
 def listener_on(port: int) -> psutil.Process | None:
@@ -65,6 +65,7 @@ def _rss(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds that it has used."""
     times = process.cpu_times()
     return float(times.user + times.system)

@@ -74,12 +74,21 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Raises `ConfigError` where it is no file of ours."""
+    return read_format(path, FORMAT, "`tandem bench`")
+
+
+def read_format(path: Path, file_format: str, whose: str, *, key: str | None = None) -> dict[str, Any]:
+    """The content of a JSON file that says of itself to be of `file_format`.
+
+    Raises:
+        ConfigError: it is none; names `key`.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no file of `tandem bench` (its format is not {FORMAT!r})")
+        raise ConfigError(f"{path} cannot be read as JSON: {error}", key=key) from error
+    if not isinstance(content, dict) or content.get("format") != file_format:
+        raise ConfigError(f"{path} is no file of {whose} (its format is not {file_format!r})", key=key)
     return content
 
 

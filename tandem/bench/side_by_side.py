@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.bench import results
 from tandem.core.errors import ConfigError
 
 FORMAT = "tandem-side-by-side/1"
@@ -219,13 +220,7 @@ class Measured:
 
 def read(path: Path) -> dict[str, Any]:
     """Raises `ConfigError` where it is no file of a comparison."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}", key="--json") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no file of a comparison (its format is not {FORMAT!r})", key="--json")
-    return content
+    return results.read_format(path, FORMAT, "a comparison", key="--json")
 
 
 def _is_current(item: dict[str, Any], digests: Mapping[str, str]) -> bool:

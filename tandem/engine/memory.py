@@ -15,9 +15,10 @@ import threading
 import numpy as np
 import torch
 
+from tandem.engine.vector_ir import FLOAT_BYTES, LINE_BYTES
+
 # Many weights go into one map: a huge page is 2 MiB, and only whole ones within a map are huge.
 _CHUNK_BYTES = 64 << 20
-_CACHE_LINE_BYTES = 64
 
 _MADV_POPULATE_WRITE = 23
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -56,7 +57,7 @@ class WeightMemory:
     def empty(self, *shape: int) -> torch.Tensor:
         """Float32 that begins at a cache line; its content is unspecified."""
         count = int(torch.Size(shape).numel())
-        num_bytes = -(-count * 4 // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+        num_bytes = -(-count * FLOAT_BYTES // LINE_BYTES) * LINE_BYTES
         with self._lock:
             if len(self._rest) < num_bytes:
                 self._rest = map_memory(max(num_bytes, _CHUNK_BYTES))

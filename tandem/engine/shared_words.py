@@ -66,30 +66,39 @@ def _emit_call(builder: Any, function: Any, first: Any, end: Any, arguments: Any
 #: `read(address)`; `write(address, value)`.
 read = kernel(1, 0, types.intp, _emit_read)
 write = kernel(2, 0, types.void, _emit_write)
-#: `add(address, value)` and `mask(address, bits)` change the word, and give what it was.
+#: `add(address, value)` and `keep_bits(address, bits)` change the word, and give what it was.
 add = kernel(2, 0, types.intp, _emit_add)
-mask = kernel(2, 0, types.intp, _emit_and)
-#: `swap(address, expected, value)`: writes if the word is as expected; whether it was, as 1 or 0.
-swap = kernel(3, 0, types.intp, _emit_swap)
+keep_bits = kernel(2, 0, types.intp, _emit_and)
+#: `compare_and_swap(address, expected, value)`: writes if the word is as expected; whether it was, as 1 or 0.
+compare_and_swap = kernel(3, 0, types.intp, _emit_swap)
 pause = kernel(0, 0, types.void, _emit_pause)
 #: `call(function, first, end, arguments)`: a C function of three words.
 call = kernel(4, 0, types.void, _emit_call)
 
 
-def words(count: int) -> Callable[[Any], Any]:
-    """A function for Numba's code that gives the `count` words from an address on, as a tuple."""
-    signature = types.UniTuple(types.intp, count)(types.intp)
+def _of_address(returns: Any, emit: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any], Any]:
+    """A function for Numba's code of one address; `emit` gets Numba's context, the builder, the type, the address."""
+    signature = returns(types.intp)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        start = _place(builder, arguments[0])
-        places = [builder.gep(start, [ir.Constant(WORD, index)]) for index in range(count)]
-        return context.make_tuple(builder, signature.return_type, [builder.load(place) for place in places])
+        return emit(context, builder, signature.return_type, arguments[0])
 
     def typing(typing_context, address):  # type: ignore[no-untyped-def] # noqa: ARG001 - what Numba calls it with
         return signature, generate
 
     result: Callable[[Any], Any] = intrinsic(typing)
     return result
+
+
+def words(count: int) -> Callable[[Any], Any]:
+    """A function for Numba's code that gives the `count` words from an address on, as a tuple."""
+
+    def emit(context: Any, builder: Any, returns: Any, address: Any) -> Any:
+        start = _place(builder, address)
+        places = [builder.gep(start, [ir.Constant(WORD, index)]) for index in range(count)]
+        return context.make_tuple(builder, returns, [builder.load(place) for place in places])
+
+    return _of_address(types.UniTuple(types.intp, count), emit)
 
 
 def _emit_real(builder: Any, word: Any) -> Any:
@@ -100,18 +109,11 @@ def _emit_real(builder: Any, word: Any) -> Any:
 real = kernel(1, 0, types.float32, _emit_real)
 
 
-def _pointer(to: Any) -> Callable[[Any], Any]:
-    signature = types.CPointer(to)(types.intp)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    def typing(typing_context, address):  # type: ignore[no-untyped-def] # noqa: ARG001 - what Numba calls it with
-        return signature, generate
-
-    result: Callable[[Any], Any] = intrinsic(typing)
-    return result
+def _emit_pointer(context: Any, builder: Any, returns: Any, address: Any) -> Any:
+    return builder.inttoptr(address, context.get_value_type(returns))
 
 
 #: Pointers to what lies at an address, for `numba.carray`.
-float32s, int32s, int64s = _pointer(types.float32), _pointer(types.int32), _pointer(types.int64)
+float32s, int32s, int64s = (
+    _of_address(types.CPointer(kind), _emit_pointer) for kind in (types.float32, types.int32, types.int64)
+)

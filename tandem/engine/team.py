@@ -1,10 +1,10 @@
 """The threads that compute a kernel together: one leads, others follow where they come in time.
 
-A decode step is some hundred kernels of 1 to 500 µs. Those of a layer come as one program, run without Python in
-between; from one program to the next it is some 20 µs. Waking a thread of Numba's own pool for each kernel costs 100 µs
-and eats what the second core gains; so followers here look out for the next kernel for a while (`_SPINS`) before they
-sleep, and a leader waits for nobody who has not begun: it takes pieces of the work, as the followers do, until none is
-left. A follower whose core is taken by another process then costs nothing.
+A decode step is some hundred kernels of 1 to 500 µs. They come as programs, run without Python in between. Waking a
+thread of Numba's own pool for each kernel costs 100 µs and eats what the second core gains; so followers here look
+out for the next kernel for a while (`_SPINS`) before they sleep, and a leader waits for nobody who has not begun: it
+takes pieces of the work, as the followers do, until none is left. A follower whose core is taken by another process
+then costs nothing.
 
 The board is a few words of shared memory:
 
@@ -30,7 +30,7 @@ import numpy as np
 from numba import types
 
 from tandem.engine.compiling import compile_function
-from tandem.engine.shared_words import WORD_BYTES, add, call, mask, pause, read, swap, words, write
+from tandem.engine.shared_words import WORD_BYTES, add, call, compare_and_swap, keep_bits, pause, read, words, write
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def _claim_sleeper(board):  # type: ignore[no-untyped-def] # pragma: no cover - 
         sleepers = read(board + _SLEEPERS)
         if sleepers <= 0:
             return False
-        if swap(board + _SLEEPERS, sleepers, sleepers - 1):
+        if compare_and_swap(board + _SLEEPERS, sleepers, sleepers - 1):
             return True
 
 
@@ -100,7 +100,7 @@ def _share(board, function, arguments, count, num_threads):  # type: ignore[no-u
             break
         _sem_post(board + _SEMAPHORE)
     _take_pieces(board, function, arguments, count, grain)
-    mask(board + _STATE, _NOT_SEATS)
+    keep_bits(board + _STATE, _NOT_SEATS)
     spins = 0
     while read(board + _STATE) & _WITHIN_BITS:
         spins += 1
@@ -133,7 +133,7 @@ def _follow(board):  # type: ignore[no-untyped-def] # pragma: no cover - compile
         state = read(board + _STATE)
         number = state // _NUMBER
         if state & _SEAT_BITS and number != last:
-            if swap(board + _STATE, state, state - _SEAT + 1):
+            if compare_and_swap(board + _STATE, state, state - _SEAT + 1):
                 last, spins = number, 0
                 function, arguments = read(board + _FUNCTION), read(board + _ARGUMENTS)
                 _take_pieces(board, function, arguments, read(board + _COUNT), read(board + _GRAIN))

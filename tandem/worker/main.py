@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from tandem.core.config import load
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
+from tandem.core.ready_file import write_ready_file
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import configure
 from tandem.worker.process import WorkerProcess
@@ -88,10 +88,8 @@ def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> in
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if options.ready_file:
-        partial = options.ready_file.with_suffix(".partial")
         facts = {"id": info.worker_id, "incarnation": info.incarnation, "address": info.address, "pid": os.getpid()}
-        partial.write_text(json.dumps(facts))
-        partial.replace(options.ready_file)
+        write_ready_file(options.ready_file, facts)
     try:
         worker.wait_closed()
     finally:

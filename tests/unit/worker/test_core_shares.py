@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -137,6 +140,18 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere/shares.*No such file.*share_cores") as caught:
         CoreShares(tmp_path / "nowhere" / "shares", 1)
     assert caught.value.key == "scheduling.share_cores"
+
+
+def test_a_file_that_cannot_be_locked_is_no_lack_of_slots(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match=r"No locks available.*share_cores"):
+        CoreShares(path, 1)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_workers_that_join_at_once_all_count(path: Path) -> None:

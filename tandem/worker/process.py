@@ -60,6 +60,11 @@ _LAST_WORK_LEASES = 3
 # Where products of packed linear layers take about twice as long as reading the weights alone.
 _CPU_MIXED_STEP_TOKENS = 12
 
+# Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
+# GPUs, what DistServe measured (section 3.1).
+_CPU_SATURATING_TOKENS = 32
+_GPU_SATURATING_TOKENS = 512
+
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
@@ -242,6 +247,7 @@ class WorkerProcess(ABC):
             chunk_size=config.scheduling.chunk_size,
             queue_bound=config.scheduling.worker_queue_bound,
             paced_tokens=max(1, self.mixed_step_tokens),
+            saturating_tokens=self._saturating_tokens,
         )
         salt = self.engine.weights_sha256.encode()
         self.scheduler = BatchScheduler(self.pool, limits, salt=salt, prefix_cache=config.cache.prefix_cache)
@@ -382,8 +388,17 @@ class WorkerProcess(ABC):
         """Tokens of a step up to which new prompts are computed beside what it generates; 0: none."""
         if self.role != "decode":
             return 0
-        on_cpu = self.engine.arena.device.type == "cpu"
-        return self.config.scheduling.mixed_step_tokens or (_CPU_MIXED_STEP_TOKENS if on_cpu else 0)
+        return self.config.scheduling.mixed_step_tokens or (_CPU_MIXED_STEP_TOKENS if self._on_cpu else 0)
+
+    @property
+    def _saturating_tokens(self) -> int:
+        """Tokens of chunks in a step beyond which it is bound by compute."""
+        default = _CPU_SATURATING_TOKENS if self._on_cpu else _GPU_SATURATING_TOKENS
+        return self.config.scheduling.saturating_tokens or default
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.engine.arena.device.type == "cpu"
 
     @property
     def quarantine_cap_pages(self) -> int:

@@ -5,6 +5,9 @@
     3  running sequences that need more get chunks of what the budget leaves
     4  waiting sequences are admitted, in order, while budget, places and pages last
 
+Chunks of several sequences share a step only until they keep the processor busy: beyond, all would end when the last
+does, and none sooner.
+
 A prefill worker feeds it prompts only, so phase 2 is empty; a decode worker feeds it admitted handoffs, and chunks
 serve what must be computed there: replay after a preemption or of a journal, and *paced* prompts, whose chunks only
 fill steps that would be short of work, since the others' next tokens wait for each step. When pages run out, the
@@ -16,7 +19,8 @@ is a computed prompt that has left the batch while its pages still wait for deco
 places from those that are not, running or parked. That breaks the cycle between the two pools: see docs/design.md.
 
 Pure: owns the page accounting of its worker, imports no tensor library, reads no clock.
-Reference: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024.
+References: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024; Zhong et
+al., "DistServe", OSDI 2024 (section 3.1: prompts are batched up to where prefill is bound by compute).
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ class SchedulerLimits:
     unpromoted_share: float = 1.0
     # Tokens of a step up to which paced prompts are computed beside what generates.
     paced_tokens: int = 12
+    # Tokens of chunks that keep the processor busy: no further sequence gets a chunk in a step that has them.
+    saturating_tokens: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)
     # Running sequences that found no page and could preempt nobody; they go on when pages come back.
     stalled: list[Sequence] = field(default_factory=list)
+    num_chunk_tokens: int = 0  # of `num_tokens`; the others are decodes
 
     @property
     def num_tokens(self) -> int:
@@ -189,8 +196,7 @@ class BatchScheduler:
             if num_tokens < 1 or sequence not in self.running:
                 continue
             if self._grow_or_preempt(batch, sequence, num_tokens):
-                self._put(batch, sequence, num_tokens)
-                budget -= num_tokens
+                budget = self._put_chunk(batch, sequence, num_tokens, budget)
         return budget
 
     def _admit_waiting(self, batch: Batch, budget: int) -> None:
@@ -205,8 +211,7 @@ class BatchScheduler:
             batch.admitted.append(sequence)
             num_tokens = self._chunk(batch, sequence, budget)
             if num_tokens:
-                self._put(batch, sequence, num_tokens)
-                budget -= num_tokens
+                budget = self._put_chunk(batch, sequence, num_tokens, budget)
 
     def apply(self, batch: Batch, sampled: Seq[int]) -> None:
         """Book a computed step: `sampled` holds one token for each item that samples, in order."""
@@ -330,6 +335,12 @@ class BatchScheduler:
         batch.items.append(
             ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples=ends and sequence.samples)
         )
+
+    def _put_chunk(self, batch: Batch, sequence: Sequence, num_tokens: int, budget: int) -> int:
+        """Returns what the budget has left for chunks of other sequences."""
+        self._put(batch, sequence, num_tokens)
+        batch.num_chunk_tokens += num_tokens
+        return budget - num_tokens if batch.num_chunk_tokens < self.limits.saturating_tokens else 0
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer pages that have filled to the prefix cache."""

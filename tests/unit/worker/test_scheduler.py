@@ -79,6 +79,16 @@ def test_several_prompts_share_a_step_within_the_budget() -> None:
     ]  # fmt: skip
 
 
+def test_no_further_prompt_begins_in_a_step_that_is_full_of_work() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=8)
+    for name, num_tokens in {"long": 20, "a": 4, "b": 4, "c": 4}.items():
+        scheduler.add(prompt(name, num_tokens, arrival=len(scheduler.waiting)))
+    steps = [[(i.sequence.request_id, i.num_tokens) for i in step(scheduler).items if i.num_tokens > 1] for _ in "1234"]
+    # A prompt that has begun ends before the next one begins; small ones go together. Decodes are not counted.
+    assert steps == [[("long", 16)], [("long", 4), ("a", 4)], [("b", 4), ("c", 4)], []]
+
+
 def test_chunks_end_on_page_borders_unless_they_end_the_prompt() -> None:
     scheduler = make_scheduler(tokens=15, chunk=12)
     scheduler.add(prompt("a", 11, arrival=0))
@@ -336,6 +346,7 @@ def test_everybody_ends_whatever_the_memory(seed: int, num_pages: int, cache: bo
     """Random prompts and lengths on tight pools: all get their tokens, in bounded steps, and no page is lost."""
     rng = random.Random(seed)
     scheduler = make_scheduler(num_pages, seqs=4, tokens=16, chunk=8, cache=cache)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=rng.randint(1, 16))
     goal: dict[str, int] = {}
     coming = []
     for n in range(8):

@@ -19,6 +19,7 @@ from tandem.bench.kernels import DEFAULT_MODEL, count_steps, measure, shape_of, 
 from tandem.bench.kernels_cases import Sizes, describe
 from tandem.bench.kernels_cost import Figure, Limits, ModelShape, Probe, Report
 from tandem.bench.machine import machine, now, versions
+from tandem.bench.side_by_side_code import Code
 from tandem.engine.random_model import ModelSpec, save
 
 FORMAT = "tandem-kernels/1"
@@ -189,6 +190,7 @@ def document(model: str, shape: ModelShape, sizes: Sizes, reports: Sequence[Repo
         "date": now(),
         "machine": machine(),
         "versions": versions(),
+        "code": Code.of().as_json(),
         "model": {"name": model, **dataclasses.asdict(shape)},
         "sizes": dataclasses.asdict(sizes),
         "reports": [_plain_report(report) for report in reports],

@@ -19,8 +19,8 @@ is a computed prompt that has left the batch while its pages still wait for deco
 places from those that are not, running or parked. That breaks the cycle between the two pools: see docs/design.md.
 
 Pure: owns the page accounting of its worker, imports no tensor library, reads no clock.
-References: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024; Zhong et
-al., "DistServe", OSDI 2024 (section 3.1: prompts are batched up to where prefill is bound by compute).
+References: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024; Zhong
+et al., "DistServe", OSDI 2024 (section 3.1: prompts are batched up to where prefill is bound by compute).
 """
 
 from __future__ import annotations

@@ -302,3 +302,37 @@ def test_the_page_shows_parts_beside_their_goals() -> None:
     assert "others used 0.50 cores" in generator().page(None, of_parts(other_cores=0.5))
     assert "## Parts" not in generator().page(content(run("tandem")))
     assert "## Parts" in generator().page(content(run("tandem")), of_parts())
+
+
+def of_kernels(*shares: float, other_load: float = 0.0) -> dict[str, Any]:
+    """One kernel, measured on 1, 2, ... threads with these shares of their limits, and one without a goal."""
+    timing = {"median_s": 0.0125, "best_s": 0.012, "num_runs": 9}
+    return {
+        **{key: of_parts()[key] for key in ("date", "machine", "versions", "code")},
+        "model": {"name": "random"},
+        "reports": [
+            {
+                "num_threads": number,
+                "product_flop_per_s": number * 100e9,
+                "read_bytes_per_s": number * 30e9,
+                "other_load": other_load,
+                "kernels": [
+                    {"name": "decode, batch 8", "timing": timing, "goal": 0.6, "share": share},
+                    {"name": "sampling", "timing": timing, "goal": None, "share": 0.05},
+                ],
+            }
+            for number, share in enumerate(shares, start=1)
+        ],
+    }
+
+
+def test_the_page_shows_kernels_beside_the_limits_of_their_threads() -> None:
+    page = generator().page(None, None, of_kernels(0.9, 0.62))
+    assert "| limit | 1 thread | 2 threads |" in page
+    assert "| products | 100 GFLOP/s | 200 GFLOP/s |" in page
+    assert "| decode, batch 8 | 12.50 ms, 90% | 12.50 ms, 62% | ≥ 60%: reached |" in page
+    assert "| sampling | 12.50 ms, 5% | 12.50 ms, 5% |  |" in page
+    assert "Warning" not in page
+    page = generator().page(None, None, of_kernels(0.9, 0.59))
+    assert "| 12.50 ms, 90% | 12.50 ms, 59% | ≥ 60%: **missed** |" in page  # on any number of threads
+    assert "others used 0.40 cores" in generator().page(None, None, of_kernels(0.9, other_load=0.4))

@@ -165,7 +165,7 @@ class RouterActor:
 
 
 class WatcherActor:
-    """The watcher of the node it runs on; its calls are coroutines, so that any number may wait."""
+    """The watcher of a node other than the supervisor's; its calls are coroutines, so that any number may wait."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         _begin(spec, "watcher", None)

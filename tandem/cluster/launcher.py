@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar, cast
 
 import ray
@@ -59,7 +59,9 @@ class _RayHandle:
 
     async def _ask_state(self) -> ActorState:
         state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
-        self._place = state.node_id, ProcessId(self._name, state.pid, state.started)
+        process = ProcessId(self._name, state.pid, state.started)
+        await self._watchers.meet(state.node_id, process)
+        self._place = state.node_id, process
         return state
 
     async def _call(self, ref: Awaitable[_T]) -> _T:
@@ -96,7 +98,7 @@ class RayLauncher:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
-        self._watchers = NodeWatchers(spec)
+        self._watchers = NodeWatchers(spec, self._keep_processes)
         self._memory = threading.Lock()
         self._over = False  # guarded by `_memory`: nothing is remembered any more
 
@@ -137,7 +139,8 @@ class RayLauncher:
             else:
                 worker = RayWorker(actor, name, self._watchers)
                 workers.append(FoundWorker(Role(place.rpartition("-")[0]), place, incarnation, worker))
-        ended = [name.partition(".") for name in self._watchers.adopt(watchers)]
+        kept = [ProcessId(*process) for process in _recall().get("processes", ())]
+        ended = [name.partition(".") for name in self._watchers.adopt(watchers, kept)]
         return Found(workers, router, [incarnation for place, _, incarnation in ended if place != "router"])
 
     def begin_term(self) -> Memory:
@@ -147,9 +150,15 @@ class RayLauncher:
         return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
 
     def remember(self, intent: Intent) -> None:
+        self._keep_for_successors("intent", dataclasses.asdict(intent))
+
+    def _keep_processes(self, processes: Sequence[ProcessId]) -> None:
+        self._keep_for_successors("processes", [dataclasses.astuple(process) for process in processes])
+
+    def _keep_for_successors(self, key: str, value: Any) -> None:
         with self._memory:
             if not self._over:  # else the next cluster in this Ray would take it for its own
-                _remember({**_recall(), "intent": dataclasses.asdict(intent)})
+                _remember({**_recall(), key: value})
 
     def end_self(self) -> None:
         """End the watchers and the supervisor's own actor for good, and forget what was for its successors."""

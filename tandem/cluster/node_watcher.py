@@ -1,4 +1,4 @@
-"""One for each node with workers: it proves that processes of its node have ended, and kills them there.
+"""One for each node with processes of ours: it proves that processes of its node have ended, and kills them there.
 
 A broken connection, a missed heartbeat or Ray's word that an actor is dead prove nothing about a process. What proves
 its end is a pidfd that becomes readable, or that its number belongs to nobody, or to a process that started at another
@@ -8,6 +8,8 @@ time. All of that only the node itself can see.
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,21 @@ def started_at(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])  # field 22; the name, field 2, may hold anything
 
 
+def has_ended(process: ProcessId) -> bool:
+    """Whether it has provably ended by now; on its own node, from any thread."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:  # there is none, or no descriptor is to be had
+        return started_at(process.pid) != process.started
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        is_over = bool(poller.poll(0))  # nobody has reaped it yet, but it runs no more
+        return is_over or started_at(process.pid) != process.started
+    finally:
+        os.close(fd)
+
+
 class NodeWatcher:
     """Lives in the running event loop. Whatever is asked about a process makes it watched until its end."""
 
@@ -47,8 +64,8 @@ class NodeWatcher:
         self._exits = ExitWatch(asyncio.get_running_loop())
         self._watched: dict[str, asyncio.Event] = {}  # set: ended. Oldest first.
 
-    async def wait_ended(self, process: ProcessId, timeout_s: float) -> bool:
-        """Whether it has provably ended, after at most `timeout_s`."""
+    async def wait_ended(self, process: ProcessId, timeout_s: float | None) -> bool:
+        """Whether it has provably ended, after at most `timeout_s`; `None`: once it has."""
         ended = self._watch(process)
         try:
             async with asyncio.timeout(timeout_s):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import site
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,15 @@ _LOCAL_SETTINGS = {
 }
 """Ray's own settings by environment: unlike `_system_config` it reaches Ray's agents too."""
 
+_UNWATCHED_SETTINGS = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",  # 0: tasks are not recorded
+    "RAY_event_stats": "0",
+    "RAY_report_worker_backlog_interval_ms": "60000",  # of tasks that wait; ours are actors, and all of them run
+}
+"""What Ray would measure of itself in every process of ours. Nobody looks at it in a local Ray, which has no dashboard,
+and it wakes idle processes all the time. What the user has set himself stays."""
+
 
 @dataclass(frozen=True)
 class RayHome:
@@ -54,7 +64,7 @@ def start_local_ray() -> RayHome:
         InternalError: Ray did not start; names its logs.
     """
     _set_environment()
-    os.environ.update(_LOCAL_SETTINGS)
+    os.environ.update(local_environment(os.environ))
     import ray
 
     try:
@@ -71,6 +81,11 @@ def start_local_ray() -> RayHome:
     except (RuntimeError, OSError, ValueError) as error:
         raise InternalError(f"Ray did not start: {error}; its logs are under /tmp/ray/session_latest/logs") from error
     return _home(local=True)
+
+
+def local_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the processes of a Ray of our own get, made from what the user has set."""
+    return {**_UNWATCHED_SETTINGS, **environment, **_LOCAL_SETTINGS}
 
 
 def join_ray(address: str, *, remedy: str) -> RayHome:

@@ -1,8 +1,12 @@
-"""The supervisor's side of the node watchers: one actor on each node where a process of ours runs.
+"""The supervisor's side of the node watchers: one on each node where a process of ours runs.
 
-A watcher is made when the first process of its node is known and ends some time after the last one has: an actor,
-even one without CPUs, keeps the autoscaler from giving a node back. It outlives the supervisor, and the next one asks
-it what has ended meanwhile. Its state is not worth keeping: a process is named so that any later watcher can judge it.
+On its own node the supervisor watches by itself: a process less that has to run. What it has watched there it keeps
+for its successor, who judges by number and start whether a process has ended meanwhile.
+
+On any other node the watcher is an actor. It is made when the first process of its node is known and ends some time
+after the last one has: an actor, even one without CPUs, keeps the autoscaler from giving a node back. It outlives the
+supervisor, and the next one asks it what has ended meanwhile. Its state is not worth keeping: a process is named so
+that any later watcher can judge it.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -20,7 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.actors import WatcherActor, make_actor
-from tandem.cluster.node_watcher import ProcessId
+from tandem.cluster.node_watcher import NodeWatcher, ProcessId, has_ended
 from tandem.cluster.spec import ClusterSpec
 from tandem.core.errors import WorkerLostError
 
@@ -36,6 +41,7 @@ _RETRY_S = 0.2
 _LINGER_S = 60.0
 _ADOPT_S = 5.0
 _MAX_CALLS = 1000  # coroutines that wait, one for each process of a node
+_MAX_KEPT = 256  # of this node's processes; more only while more than these run
 
 
 @dataclass
@@ -48,14 +54,42 @@ class _Node:
 
 
 class NodeWatchers:
-    """Asks the watcher of a process's node, and has one made where there is none."""
+    """Asks the watcher of a process's node, and has one made where there is none.
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        self._spec = spec
+    Args:
+        keep: called in a thread with the processes of this node that a later supervisor must be able to judge.
+    """
+
+    def __init__(self, spec: ClusterSpec, keep: Callable[[Sequence[ProcessId]], None]) -> None:
+        self._spec, self._keep = spec, keep
         self._nodes: dict[str, _Node] = {}  # by Ray's node id
+        self._kept: dict[str, ProcessId] = {}  # by name, oldest first
+        self._keeping = asyncio.Lock()  # an older state must not be written over a newer one
+
+    @cached_property
+    def _here(self) -> NodeWatcher:
+        """Of this node; made in the event loop."""
+        return NodeWatcher()
+
+    async def meet(self, node_id: str, process: ProcessId) -> None:
+        """From now on its end is known also when it comes while there is no supervisor.
+
+        Watchers of other nodes live on meanwhile, and know what they were asked about.
+        """
+        if node_id != self._spec.node_id or process.name in self._kept:
+            return
+        self._kept[process.name] = process
+        ended = [name for name, kept in self._kept.items() if has_ended(kept)] if len(self._kept) > _MAX_KEPT else []
+        for name in ended[: len(self._kept) - _MAX_KEPT]:
+            del self._kept[name]
+        async with self._keeping:
+            await asyncio.to_thread(self._keep, list(self._kept.values()))
 
     async def wait_ended(self, node_id: str, process: ProcessId) -> None:
         """Until the process has provably ended. Raises `WorkerLostError` when its node is gone: nobody knows then."""
+        if node_id == self._spec.node_id:
+            await self._here.wait_ended(process, None)
+            return
         with self._used(node_id) as node:
             try:
                 while not await self._has_ended(node, process):
@@ -68,6 +102,9 @@ class NodeWatchers:
 
     async def kill(self, node_id: str, process: ProcessId) -> None:
         """SIGKILL on its own node. Ray's own kill, which takes longer, must do where that cannot be had."""
+        if node_id == self._spec.node_id:
+            self._here.kill(process)
+            return
         try:
             async with asyncio.timeout(_KILL_S):
                 with self._used(node_id) as node:
@@ -76,12 +113,16 @@ class NodeWatchers:
         except (RayError, TimeoutError) as error:
             log.warning("no watcher to kill %s on its node: %r", process.name, error)
 
-    def adopt(self, found: list[tuple[str, Any]]) -> list[str]:
+    def adopt(self, found: list[tuple[str, Any]], kept: Sequence[ProcessId]) -> list[str]:
         """Take over an earlier supervisor's watchers, (node id and number, actor); the names of what has ended. Blocks.
 
         One that watches nothing any more is ended.
+
+        Args:
+            kept: what the earlier supervisor had been told to keep.
         """
-        ended = []
+        self._kept = {process.name: process for process in kept}
+        ended = [process.name for process in kept if has_ended(process)]
         for name, actor in found:
             try:
                 watched: dict[str, bool] = ray.get(actor.watched.remote(), timeout=_ADOPT_S)

@@ -111,6 +111,31 @@ def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes
     assert parent_of(serve.members()["decode-1"]["pid"]) == raylet_of(added)
 
 
+@pytest.mark.faults
+def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve, nodes: dict[str, Any]) -> None:
+    """The actor that watches on a node other than the supervisor's."""
+    import psutil
+
+    def watchers() -> list[psutil.Process]:
+        raylet = psutil.Process(raylet_of(nodes["prefill"]))
+        return [child for child in raylet.children() if "ray::WatcherActor" in " ".join(child.cmdline())]
+
+    (watcher,) = watchers()
+    watcher.kill()
+    before = serve.members()["prefill-0"]
+    prefill = psutil.Process(before["pid"])
+    prefill.kill()
+    serve.until(lambda c: all(w["member"]["incarnation"] != before["incarnation"] for w in c["workers"]))
+    serve.until(lambda c: c.get("settled", False))
+    deadline = time.monotonic() + 30
+    proved = f"ProcessEnded(incarnation='{before['incarnation']}')"
+    while proved not in _supervisor_log(serve) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert proved in _supervisor_log(serve)
+    (after,) = watchers()
+    assert after.pid != watcher.pid
+
+
 def test_a_node_that_is_lost_takes_its_worker_and_the_cluster_goes_on(serve: Serve, nodes: dict[str, Any]) -> None:
     before = serve.members()
     os.kill(raylet_of(nodes["decode"]), 9)

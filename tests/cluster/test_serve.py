@@ -135,10 +135,10 @@ def test_a_size_that_cannot_be_is_refused(serve: Serve, size: int, says: str) ->
     assert says in run.stderr
 
 
-def test_idle_supervisor_router_and_watcher_cost_nearly_nothing(serve: Serve) -> None:
-    idle = ("Supervisor", "RouterActor", "WatcherActor")
+def test_idle_supervisor_and_router_cost_nearly_nothing(serve: Serve) -> None:
+    idle = ("Supervisor", "RouterActor")
     actors = [p for p in serve.processes() if any(name in " ".join(p.cmdline()) for name in idle)]
-    assert len(actors) == 3
+    assert len(actors) == 2
 
     def cpu_s() -> list[float]:
         return [p.cpu_times().user + p.cpu_times().system for p in actors]

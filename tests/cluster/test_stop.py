@@ -61,7 +61,7 @@ def test_a_kill_of_serve_takes_everything_with_it(serves: list[Serve], tmp_path:
     serve.wait_ready()
     family = serve.processes()
     ours = [p for p in family if "Actor" in " ".join(p.cmdline())]
-    assert len(ours) == 5  # supervisor, router, two workers and their node's watcher
+    assert len(ours) == 4  # supervisor, router and two workers
     serve.process.kill()
     _, alive = psutil.wait_procs(family, timeout=10)  # Ray's own agents too, which would try for long to report it
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tandem.cluster import node_watcher
-from tandem.cluster.node_watcher import NodeWatcher, ProcessId, started_at
+from tandem.cluster.node_watcher import NodeWatcher, ProcessId, has_ended, started_at
 from tandem.cluster.vigil import kill_exactly
 
 SLEEPER = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
@@ -76,11 +76,25 @@ async def test_a_number_that_belongs_to_another_process_by_now_proves_the_end_an
     assert child.poll() is None
 
 
+def test_an_end_can_be_judged_without_waiting(child: subprocess.Popen[str]) -> None:
+    process = name_of(child)
+    child.send_signal(signal.SIGSTOP)
+    assert not has_ended(process)
+    assert has_ended(ProcessId("prefill-0.old", process.pid, process.started - 1))
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert started_at(child.pid) == process.started  # a zombie, not reaped
+    assert has_ended(process)
+    child.wait()
+    assert has_ended(process)
+
+
 async def test_no_descriptor_stays_open(child: subprocess.Popen[str]) -> None:
     watcher, process = NodeWatcher(), name_of(child)
     num_before = psutil.Process().num_fds()
     await watcher.wait_ended(process, 0)
     await watcher.wait_ended(ProcessId("prefill-0.old", process.pid, process.started - 1), 0)
+    has_ended(process)
     assert psutil.Process().num_fds() == num_before + 1
     watcher.kill(process)
     assert await watcher.wait_ended(process, 5)

@@ -1,21 +1,31 @@
-"""When the supervisor keeps a node's watcher, and when it ends it."""
+"""When the supervisor keeps a node's watcher, when it ends it, and how it watches its own node."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from tandem.cluster import watchers
-from tandem.cluster.node_watcher import ProcessId
+from tandem.cluster.node_watcher import ProcessId, started_at
 from tandem.cluster.spec import ClusterSpec
 from tandem.cluster.watchers import NodeWatchers
 
 LINGER_S = 0.05
 PROCESS = ProcessId("decode-0.x", 1, 1)
+HERE = "head"
+
+
+def keep_nothing(_processes: Sequence[ProcessId]) -> None:
+    """What is watched by an actor needs no keeping."""
+    pytest.fail("nothing runs on the supervisor's node")
 
 
 @dataclass
@@ -65,7 +75,7 @@ async def test_a_watcher_ends_some_time_after_the_last_process_of_its_node(
     actors: list[FakeActor], crashed: bool, spec: ClusterSpec
 ) -> None:
     """A worker that has crashed is killed once more, to be sure: that use is the last."""
-    nodes = NodeWatchers(spec)
+    nodes = NodeWatchers(spec, keep_nothing)
     proof = asyncio.create_task(nodes.wait_ended("node", PROCESS))
     await asyncio.sleep(0)
     (actor,) = actors
@@ -79,7 +89,7 @@ async def test_a_watcher_ends_some_time_after_the_last_process_of_its_node(
 
 
 async def test_a_watcher_that_is_used_again_in_time_stays(actors: list[FakeActor], spec: ClusterSpec) -> None:
-    nodes = NodeWatchers(spec)
+    nodes = NodeWatchers(spec, keep_nothing)
     await nodes.kill("node", PROCESS)
     (actor,) = actors
     actor.ended.clear()
@@ -90,3 +100,95 @@ async def test_a_watcher_that_is_used_again_in_time_stays(actors: list[FakeActor
     await proof
     await asyncio.wait_for(actor.gone.wait(), 20 * LINGER_S)
     assert len(actors) == 1
+
+
+# --- the supervisor's own node ---------------------------------------------------------------------------------------
+
+
+class Keeper:
+    """What is there for a later supervisor."""
+
+    def __init__(self) -> None:
+        self.kept: list[ProcessId] = []
+        self.num_writes = 0
+
+    def keep(self, processes: Sequence[ProcessId]) -> None:
+        self.kept, self.num_writes = list(processes), self.num_writes + 1
+
+
+@pytest.fixture
+def at_head(spec: ClusterSpec) -> ClusterSpec:
+    return dataclasses.replace(spec, node_id=HERE)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def process_of(child: subprocess.Popen[str], name: str = "prefill-0.a") -> ProcessId:
+    started = started_at(child.pid)
+    assert started is not None
+    return ProcessId(name, child.pid, started)
+
+
+async def test_its_own_node_the_supervisor_watches_without_an_actor(
+    actors: list[FakeActor], at_head: ClusterSpec, child: subprocess.Popen[str]
+) -> None:
+    nodes, process = NodeWatchers(at_head, Keeper().keep), process_of(child)
+    proof = asyncio.create_task(nodes.wait_ended(HERE, process))
+    await asyncio.wait({proof}, timeout=0.05)
+    assert not proof.done()
+    await nodes.kill(HERE, process)
+    await asyncio.wait_for(proof, 5)
+    assert child.wait() == -9
+    assert actors == []
+
+
+async def test_what_ended_here_while_no_supervisor_ran_is_known_to_the_next(
+    at_head: ClusterSpec, child: subprocess.Popen[str]
+) -> None:
+    keeper, process = Keeper(), process_of(child)
+    gone = dataclasses.replace(process, name="decode-0.b", started=process.started - 1)
+    before = NodeWatchers(at_head, keeper.keep)
+    for known in (process, gone, process, gone):
+        await before.meet(HERE, known)
+    await before.meet("another", ProcessId("decode-1.c", 1, 1))
+    assert keeper.kept == [process, gone]
+    assert keeper.num_writes == 2  # one for each that is new
+    after = NodeWatchers(at_head, keeper.keep)
+    assert after.adopt([], keeper.kept) == [gone.name]
+    await after.meet(HERE, process)
+    assert keeper.num_writes == 2  # it had been kept already
+
+
+async def test_what_is_kept_last_is_the_newest(at_head: ClusterSpec, child: subprocess.Popen[str]) -> None:
+    """The first write takes longer than the second would."""
+    kept: list[int] = []
+
+    def keep(processes: Sequence[ProcessId]) -> None:
+        if not kept and len(processes) == 1:
+            time.sleep(0.1)
+        kept.append(len(processes))
+
+    nodes, process = NodeWatchers(at_head, keep), process_of(child)
+    await asyncio.gather(*(nodes.meet(HERE, dataclasses.replace(process, name=f"decode-{n}.a")) for n in range(2)))
+    assert kept[-1] == 2
+
+
+async def test_of_what_is_kept_the_oldest_that_have_ended_go_first(
+    at_head: ClusterSpec, child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "_MAX_KEPT", 3)
+    keeper, alive = Keeper(), process_of(child)
+    nodes = NodeWatchers(at_head, keeper.keep)
+    await nodes.meet(HERE, alive)
+    for n in range(10):
+        await nodes.meet(HERE, ProcessId(f"decode-0.{n}", alive.pid, alive.started - 1))
+    assert [process.name for process in keeper.kept] == [alive.name, "decode-0.8", "decode-0.9"]
+    for n in range(4):  # all of them run: none can be forgotten
+        await nodes.meet(HERE, dataclasses.replace(alive, name=f"prefill-1.{n}"))
+    assert {process.name for process in keeper.kept} == {alive.name, *(f"prefill-1.{n}" for n in range(4))}

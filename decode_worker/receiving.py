@@ -1,7 +1,8 @@
 """Drives the receiver's half of every handoff; all of it runs on the transfer thread.
 
-Parts and commits are verified right where they arrive, so their answer is known when the call returns; the runner
-hears of the admission before anybody else does.
+What a write brought is read when the transport says that it has arrived; parts and commits are compared with numbers
+then, right where they come in. So their answer is known when the call returns, and the runner hears of the admission
+before anybody else does.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvtransfer.digest import ReadExtent, find_mismatches
+from kvtransfer.digest import ReadExtent, digest_pages
 from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
+from kvtransfer.protocol.arrivals import ArrivedDigests, WriteTag
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 from kvtransfer.protocol.receiver import ReceiverHandoffs
-from kvtransfer.transports.base import PeerId, Transport
+from kvtransfer.transfer_thread import ThreadEvent
+from kvtransfer.transports.base import PeerId, Transport, WriteArrived
 from tandem.core import points
 from tandem.core.errors import TransportError
 
@@ -84,6 +87,15 @@ class Answer:
 
     refusal: RefusalReason | None = None
     detail: str = ""
+    verified_at_s: float = 0.0  # of a commit whose pages were verified just now, on the monotonic clock
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """What has arrived of one grant."""
+
+    sender: str
+    digests: ArrivedDigests
 
 
 class ReceivingDesk:
@@ -111,8 +123,12 @@ class ReceivingDesk:
         self._outlet = outlet
         self._answer = Answer()
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
-        self._committed_s = 0.0  # when the commit under way arrived
+        self._committed_s = self._verified_at_s = 0.0  # when the commit under way arrived, and was verified
         self._transport: Transport | None = None
+        # By grant. Invariant: all and only grants with a writer that are neither admitted nor over.
+        self._arriving: dict[str, _Arriving] = {}
+        # Writes that said that they had arrived, and are of no grant here that still counts.
+        self.num_arrivals_ignored = 0
         # When the exit of a writer becomes a fence, by incarnation.
         self._exited: dict[str, float] = {}
         # What senders were refused, by why; but for repetitions of what has ended well.
@@ -140,11 +156,11 @@ class ReceivingDesk:
     def commit(self, commit: Commit, arrived_s: float) -> Answer:
         """A sender says that all is written; heard at `arrived_s`, on the monotonic clock."""
         points.reach("decode.commit")
-        self._committed_s = arrived_s
+        self._committed_s, self._verified_at_s = arrived_s, 0.0
         answer = self._answer_sender(ev.CommitReceived(commit), f"{commit.sender}, {commit.grant_id}")
         if answer.refusal is None:
             points.reach("decode.verified")
-        return answer
+        return replace(answer, verified_at_s=self._verified_at_s)
 
     def confirm_idle(self, grant_id: str, sender: str, capability: bytes) -> Answer:
         """A sender says that nothing of the grant is outstanding and it will never be committed."""
@@ -156,6 +172,33 @@ class ReceivingDesk:
             self.refusals[answer.refusal] += 1
             _log.warning("%s of %s is refused: %s", type(event).__name__, what, answer.refusal.value)
         return answer
+
+    def on_transport(self, event: ThreadEvent) -> None:
+        """Of a write that has arrived, read at once what it says that it brought: others are on their way meanwhile.
+
+        What a writer says here is a hint. It is believed of the grant that this writer has, and of nothing else.
+        """
+        if not isinstance(event, WriteArrived):
+            return
+        try:
+            tag = WriteTag.unpack(event.tag)
+        except ValueError as error:
+            self._ignore_arrival(event.peer, str(error))
+            return
+        arriving = self._arriving.get(self._handoffs.grant_id(tag.epoch))
+        if arriving is None:  # it has ended meanwhile
+            self.num_arrivals_ignored += 1
+        elif arriving.sender != event.peer or not arriving.digests.covers(tag.runs):
+            self._ignore_arrival(event.peer, f"epoch {tag.epoch} gives it no {tag.runs[:4]}")
+        else:
+            arriving.digests.read(tag.runs, self._take_digests)
+
+    def _ignore_arrival(self, peer: str, why: str) -> None:
+        self.num_arrivals_ignored += 1
+        _log.warning("an arrived write of %s is ignored: %s", peer, why)
+
+    def _take_digests(self, layer: int, pages: Sequence[int]) -> tuple[int, ...]:
+        return digest_pages(self._read_extent, layer, pages)
 
     def happened(self, event: ev.ReceiverEvent) -> None:
         """Any event that nobody waits for an answer to."""
@@ -230,19 +273,29 @@ class ReceivingDesk:
         assert self._transport is not None
         ranges = page_ranges(i.pages, self._shape)
         self._transport.expect_incoming(i.grant_id, PeerId(i.sender), ranges)
+        self._arriving[i.grant_id] = _Arriving(i.sender, ArrivedDigests(i.pages, self._shape.num_layers))
 
     def _end_writes(self, i: ev.EndWrites) -> None:
         assert self._transport is not None
         self._transport.end_incoming(i.grant_id)
 
     def _verify_part(self, i: ev.VerifyPart) -> None:
-        mismatches = find_mismatches(self._read_extent, i.pages, i.part.digests)
+        digests = self._arriving[i.grant_id].digests
+        mismatches = digests.find_mismatches(i.part.first_index, i.part.digests, self._take_digests)
         self._run(ev.PartVerified(i.grant_id, i.part, mismatches))
 
     def _verify(self, i: ev.VerifyDigests) -> None:
-        self._run(ev.DigestsVerified(i.grant_id, find_mismatches(self._read_extent, i.pages, i.digests)))
+        digests = self._arriving[i.grant_id].digests
+        mismatches = digests.find_mismatches(0, i.digests, self._take_digests)
+        self._verified_at_s = time.monotonic()
+        self._run(ev.DigestsVerified(i.grant_id, mismatches))
+
+    def _admit(self, i: ev.AdmitRequest) -> None:
+        del self._arriving[i.grant.grant_id]
+        self._outlet.admit(i.grant, i.commit, self._committed_s)
 
     def _over(self, i: ev.FreePages | ev.QuarantinePages) -> None:
+        self._arriving.pop(i.grant_id or "", None)  # none where no writer ever knew of the grant
         record = self._handoffs.record(i.key)
         reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
         self._outlet.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))
@@ -261,7 +314,7 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.VerifyPart: ReceivingDesk._verify_part,
     ev.ConfirmPart: ReceivingDesk._agree,
     ev.VerifyDigests: ReceivingDesk._verify,
-    ev.AdmitRequest: lambda desk, i: desk._outlet.admit(i.grant, i.commit, desk._committed_s),
+    ev.AdmitRequest: ReceivingDesk._admit,
     ev.FreePages: ReceivingDesk._over,
     ev.QuarantinePages: ReceivingDesk._over,
     ev.LiftQuarantine: lambda desk, i: desk._outlet.lift(i.pages),

@@ -93,7 +93,8 @@ class DecodeWorker(WorkerProcess):
             await channel.close(grace=None)
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
-        """A decode worker posts nothing; that a write arrived is a hint only, the commit is the truth."""
+        """A decode worker posts nothing: that a write arrived is all that it hears of."""
+        self.desk.on_transport(event)
 
     def num_held(self) -> int:
         return len(self.generations.jobs) + len(self.generations.reservations.granted)
@@ -316,7 +317,9 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def Commit(self, request: decode_pb.CommitRequest, _: Any) -> decode_pb.CommitReply:
         arrived_s, commit = time.monotonic(), commit_from_proto(request)
         answer = await self._worker.ask_desk(lambda desk: desk.commit(commit, arrived_s))
-        return decode_pb.CommitReply(ok=answer.refusal is None, error=_refusal(answer, request))
+        return decode_pb.CommitReply(
+            ok=answer.refusal is None, error=_refusal(answer, request), verified_at_s=answer.verified_at_s
+        )
 
     async def ConfirmIdle(self, request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
         await self._worker.ask_desk(

@@ -74,16 +74,26 @@ def merge_extents(writes: Iterable[PageWrite], local: ArenaShape, remote: ArenaS
     if (local.num_layers, local.extent_bytes) != (remote.num_layers, remote.extent_bytes):
         raise ValueError(f"extents differ: local {local}, remote {remote}")
     size = local.extent_bytes
-    pairs = sorted((local.offset(w.layer, w.local_page), remote.offset(w.layer, w.remote_page)) for w in writes)
+    # Hundreds of extents stand before the first byte: numbers only, no call for each.
+    num_layers, num_here, num_there = local.num_layers, local.num_pages, remote.num_pages
+    pairs = []
+    for layer, here, there in writes:
+        if not (0 <= layer < num_layers and 0 <= here < num_here and 0 <= there < num_there):
+            raise ValueError(f"no extent (layer {layer}, page {here} to {there}) in {local} and {remote}")
+        pairs.append(((layer * num_here + here) * size, (layer * num_there + there) * size))
+    pairs.sort()
     if len({there for _, there in pairs}) != len(pairs):
         raise ValueError("two writes have the same target extent")
 
     merged: list[Descriptor] = []
+    first_here = first_there = num_bytes = 0  # the run under way
     for here, there in pairs:
-        if merged:
-            run = merged[-1]
-            if here == run.local_offset + run.num_bytes and there == run.remote_offset + run.num_bytes:
-                merged[-1] = run._replace(num_bytes=run.num_bytes + size)
-                continue
-        merged.append(Descriptor(here, there, size))
+        if num_bytes and here - first_here == there - first_there == num_bytes:
+            num_bytes += size
+            continue
+        if num_bytes:
+            merged.append(Descriptor(first_here, first_there, num_bytes))
+        first_here, first_there, num_bytes = here, there, size
+    if num_bytes:
+        merged.append(Descriptor(first_here, first_there, num_bytes))
     return merged

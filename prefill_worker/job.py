@@ -69,6 +69,7 @@ class PromptJob:
             compute_s=self.compute_s,
             num_computed_tokens=self.num_computed_tokens,
             num_cached_tokens=self.sequence.num_cached,
+            answer_s=stats.answer_s,
         )
 
     def describe_end(self) -> prefill_pb.PrefillEnded:

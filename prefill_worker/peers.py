@@ -181,6 +181,11 @@ class DecodePeers:
         request = commit_to_proto(commit, self._info.worker_id)
         return await self._call(peer, "commit", lambda: peer.stub.Commit(request, timeout=self._timeout_s))
 
+    def is_here(self, receiver: str) -> bool:
+        """Whether this decode worker is known to run on this host."""
+        peer = self.peers.get(receiver)
+        return peer is not None and peer.info.host_id == self._info.host_id
+
     def _of(self, receiver: str) -> Peer:
         peer = self.peers.get(receiver)
         if peer is None:

@@ -39,6 +39,8 @@ _NUM_REMEMBERED = 4096
 class Desk(Protocol):
     """The sending desk, called from the runner thread; each call is queued to the transfer thread, in order."""
 
+    def computed_layer(self, layer: int, pages: tuple[int, ...]) -> None: ...
+
     def sealed(self, pages: list[SealedPages]) -> None: ...
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None: ...
@@ -185,10 +187,12 @@ class Prompts:
         for sequence in batch.admitted:
             self._begin(sequence.owner)
         parts = [self._filled_by(item) for item in batch.items]
+        filled = tuple(page for part in parts for page in part.pages)
         points.reach("prefill.chunk")
 
         def on_layer(layer: int) -> None:
-            sealed = [pages for part in parts for pages in self._seal_part(part, layer)]
+            self._desk.computed_layer(layer, filled)
+            sealed = [pages for part in parts if (pages := self._seal_part(part, layer)) is not None]
             if sealed:
                 self._desk.sealed(sealed)
 
@@ -214,8 +218,7 @@ class Prompts:
         pages = tuple(job.sequence.pages[:num_pages])
         if pages:
             self._pool.share(pages)
-            layers = range(self._worker.layout.num_layers)
-            self._desk.sealed([SealedPages(job.key, layer, 0, pages) for layer in layers])
+            self._desk.sealed([SealedPages(job.key, range(self._worker.layout.num_layers), 0, pages)])
 
     def _filled_by(self, item: ScheduledSequence) -> StepPart:
         """Chunks end on page borders or with the prompt, so the first page was not begun by an earlier chunk."""
@@ -224,18 +227,17 @@ class Prompts:
         last = pages_for(end, self._page_size) if end == num_prompt else end // self._page_size
         return StepPart(item.sequence.owner, first, tuple(item.sequence.pages[first:last]))
 
-    def _seal_part(self, part: StepPart, layer: int) -> list[SealedPages]:
+    def _seal_part(self, part: StepPart, layer: int) -> SealedPages | None:
         """What the desk may hear of the step now that `layer` is computed: it may have been attached just now."""
         job = part.job
         if job.key in self._newly_attached:
             self._attach(job.key)
         if not job.attached or not part.pages:
-            return []
+            return None
         if part.next_layer == 0:  # the desk's hold begins as it hears of a page: a step that failed before leaves none
             self._pool.share(part.pages)
-        sealed = [SealedPages(job.key, n, part.first, part.pages) for n in range(part.next_layer, layer + 1)]
-        part.next_layer = layer + 1
-        return sealed
+        layers, part.next_layer = range(part.next_layer, layer + 1), layer + 1
+        return SealedPages(job.key, layers, part.first, part.pages)
 
     def sample(self, batch: Batch, logits: Logits) -> list[int]:
         jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]
@@ -348,6 +350,10 @@ class Prompts:
         job = self.jobs.get(key)
         if job is None or job.over:  # never taken, or ended from here: the router has heard why
             return
+        if isinstance(error, HandoffError) and error.reason == RefusalReason.DIGEST_MISMATCH.value:
+            # The bytes may have changed here since they were sealed: the next attempt computes them anew.
+            self._pool.discard(job.sequence.keys)
+            self.kept.drop(key.request_id)
         self._leave(job)
         self._send(job.session, failed=attempt_failed(key.request_id, key.attempt, error))
 

@@ -7,34 +7,33 @@ workers and events to routers leave through the event loop, pages go back throug
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.digest import ReadExtent, digest_pages
+from kvtransfer.digest import ReadExtent
 from kvtransfer.extents import ArenaShape, merge_extents
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
+from kvtransfer.protocol.arrivals import WriteTag
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transfer_thread import ThreadEvent, WritePosted
 from kvtransfer.transports.base import PeerId, WriteArrived, WriteCompleted, WriteFailed
+from prefill_worker.sealed_digests import SealedDigests
 from tandem.core import points
 
 _log = logging.getLogger(__name__)
 
-_TAG = struct.Struct("<QI")
-
 
 @dataclass(frozen=True, slots=True)
 class SealedPages:
-    """Pages of one prompt whose KV of one layer will not change any more."""
+    """Pages of one prompt whose KV of some layers will not change any more."""
 
     key: AttemptKey
-    layer: int
+    layers: range
     first_index: int  # place of the first among the prompt's pages
     local_pages: tuple[int, ...]
 
@@ -48,6 +47,7 @@ class HandoffStats:
     num_descriptors: int
     handoff_s: float  # first post to acknowledgement
     exposed_s: float  # end of the prompt's computation to acknowledgement
+    answer_s: float  # decode's verification to acknowledgement; 0: not known
 
 
 class SendingOutlet(Protocol):
@@ -91,6 +91,7 @@ class _Entry:
     has_committed: bool = False
     first_post_s: float | None = None
     computed_s: float = 0.0
+    verified_at_s: float | None = None
     num_descriptors: int = 0
     num_extents: int = 0
 
@@ -118,7 +119,8 @@ class SendingDesk:
         self._incarnation = incarnation
         self._layout = layout
         self._shape = shape
-        self._read_extent = read_extent
+        # Of all that this worker computed, whoever it was for: a page that is sent later, or again, is not read again.
+        self._digests = SealedDigests(read_extent, shape)
         self._limits = limits
         self._outlet = outlet
         self._write = write
@@ -154,18 +156,22 @@ class SendingDesk:
             return
         self._handle(key, ev.GrantAttached(grant, lease_ends_s))
 
+    def computed_layer(self, layer: int, pages: Sequence[int]) -> None:
+        """A step has filled these pages, of any prompts, in this layer; comes before `sealed` tells of them."""
+        self._digests.take(layer, pages)
+
     def sealed(self, pages: Sequence[SealedPages]) -> None:
-        """Take digests and send, as one batch for each prompt."""
+        """Send, as soon as there is a grant."""
         for part in pages:
             entry = self._entries.get(part.key)
             if entry is None or entry.released:
                 # Pages were shared with the desk once, with their first layer.
-                if part.layer == 0:
+                if part.layers[0] == 0:
                     self._outlet.release(part.local_pages)
                 continue
             entry.pages.update(part.local_pages)
-            digests = digest_pages(self._read_extent, part.layer, part.local_pages)
-            self._handle(part.key, ev.PagesSealed(part.layer, part.first_index, part.local_pages, digests))
+            digests = self._digests.of(part.layers, part.local_pages)
+            self._handle(part.key, ev.PagesSealed(part.layers[0], part.first_index, part.local_pages, digests))
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None:
         """The prompt was computed at `computed_s`, on the monotonic clock, and all its pages were sealed."""
@@ -173,6 +179,12 @@ class SendingDesk:
         if entry is not None:
             entry.computed_s = computed_s
             self._handle(key, ev.AllComputed(first_tokens))
+
+    def verified(self, key: AttemptKey, verified_at_s: float) -> None:
+        """Decode, on this host, has verified the pages at this time of the monotonic clock that both share."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.verified_at_s = verified_at_s
 
     def happened(self, key: AttemptKey, event: ev.SenderEvent) -> None:
         """Any other event: answers of decode, a cancel."""
@@ -200,10 +212,11 @@ class SendingDesk:
         """A write was posted, ended or failed."""
         if isinstance(event, WriteArrived):
             return
-        number, write_id = _TAG.unpack(event.handle.tag)
-        entry = self._by_number.get(number)
+        tag = WriteTag.unpack(event.handle.tag)
+        entry = self._by_number.get(tag.handoff)
         if entry is None:
             return
+        write_id = tag.write_id
         match event:
             case WritePosted():
                 self._handle(entry.handoff.key, ev.WritePosted(write_id))
@@ -284,7 +297,7 @@ class SendingDesk:
                 pass  # all at once when the handoff is done, see `_handle`
 
     def _post(self, entry: _Entry, post: ev.PostWrites) -> None:
-        tag = _TAG.pack(entry.number, post.write_id)
+        tag = WriteTag(entry.number, post.write_id, post.grant.epoch, post.runs).pack()
         peer = self._peer(post.grant.receiver)
         if peer is None:
             self._handle(entry.handoff.key, ev.WriteFailed(post.write_id, "the receiver is gone", settled=True))
@@ -316,6 +329,7 @@ class SendingDesk:
             num_descriptors=entry.num_descriptors,
             handoff_s=now_s - (entry.first_post_s or now_s),
             exposed_s=now_s - entry.computed_s,
+            answer_s=now_s - (entry.verified_at_s or now_s),
         )
 
 

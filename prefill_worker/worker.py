@@ -253,11 +253,15 @@ class PrefillWorker(WorkerProcess):
         event: ev.SenderEvent = (
             ev.AckReceived(commit.grant_id) if reply.ok else ev.RefusalReceived(*refusal_from_proto(reply.error))
         )
-        self.on_transfer(lambda _: self._answered(commit.key, event))
+        # Hosts do not agree in their monotonic clocks; processes of one host do.
+        is_here = self.peers.is_here(commit.receiver)
+        self.on_transfer(lambda _: self._answered(commit.key, event, reply.verified_at_s if is_here else 0.0))
 
-    def _answered(self, key: AttemptKey, event: ev.SenderEvent) -> None:
+    def _answered(self, key: AttemptKey, event: ev.SenderEvent, verified_at_s: float) -> None:
         """Decode's answer to a commit; on the transfer thread."""
         points.reach("prefill.committed")
+        if verified_at_s:
+            self.desk.verified(key, verified_at_s)
         self.desk.happened(key, event)
 
     def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> None:
@@ -315,6 +319,9 @@ class _QueuedDesk:
 
     def __init__(self, worker: PrefillWorker) -> None:
         self._worker = worker
+
+    def computed_layer(self, layer: int, pages: tuple[int, ...]) -> None:
+        self._worker.on_transfer(lambda _: self._worker.desk.computed_layer(layer, pages))
 
     def sealed(self, pages: Sequence[SealedPages]) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.sealed(pages))

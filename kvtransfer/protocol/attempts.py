@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
+
+from kvtransfer.protocol.arrivals import ExtentRun
 
 
 class SenderState(Enum):
@@ -27,6 +30,8 @@ class SenderLimits:
         answer_timeout_s: how long the first commit may go unanswered.
         grace_s: how long the writes of an attempt that failed may go on without being the worker's concern.
         quarantine_cap_pages: more pages than this under such writes for longer, and the worker must be replaced.
+        batch_bytes: one write carries at most this much, so that its receiver reads it while the next is under way.
+        last_batch_bytes: and at least this much, if there is so much.
     """
 
     lease_margin_s: float = 0.5
@@ -35,90 +40,133 @@ class SenderLimits:
     answer_timeout_s: float = 10.0
     grace_s: float = 15.0
     quarantine_cap_pages: int = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SealedExtent:
-    local_page: int
-    digest: int
+    batch_bytes: int = 8 << 20
+    last_batch_bytes: int = 1 << 20
 
 
 class SealedExtents:
-    """Extents whose bytes will not change any more, as (layer, index of the page in the prompt)."""
+    """Extents whose bytes will not change any more, by layer and index of the page in the prompt."""
 
     def __init__(self, num_layers: int, num_pages: int) -> None:
-        self._num_layers = num_layers
-        self._num_pages = num_pages
+        self._num_unsealed = num_layers * num_pages
         # Invariant: never changes an entry, so a digest is of the bytes that were posted.
-        self._extents: dict[tuple[int, int], SealedExtent] = {}
+        self._pages: list[int | None] = [None] * num_pages  # here, by index
+        self._digests: list[list[int | None]] = [[None] * num_pages for _ in range(num_layers)]
 
     @property
     def is_complete(self) -> bool:
         """Whether every extent of the prompt is sealed: nothing is left to compute but the first tokens."""
-        return len(self._extents) == self._num_layers * self._num_pages
+        return not self._num_unsealed
 
     def add(
-        self, layer: int, first_index: int, local_pages: Sequence[int], digests: Sequence[int]
-    ) -> list[tuple[int, int]]:
-        """Enter extents and return those that are new; a repeated one is fine as long as it says the same.
+        self, first_layer: int, first_index: int, local_pages: Sequence[int], digests: Sequence[Sequence[int]]
+    ) -> list[ExtentRun]:
+        """Enter extents, `digests[layer - first_layer][index - first_index]`, and return those that are new.
+
+        A repeated one is fine as long as it says the same.
 
         Raises:
             ValueError: an extent is not of this prompt, or was sealed before with other contents.
         """
-        fresh = []
-        for index, (page, digest) in enumerate(zip(local_pages, digests, strict=True), start=first_index):
-            extent, sealed = (layer, index), SealedExtent(page, digest)
-            if not (0 <= layer < self._num_layers and 0 <= index < self._num_pages):
-                raise ValueError(f"extent {extent} is not of this prompt")
-            if self._extents.setdefault(extent, sealed) is sealed:
-                fresh.append(extent)
-            elif self._extents[extent] != sealed:
-                raise ValueError(f"extent {extent} was sealed before with other contents")
+        last_layer, last = first_layer + len(digests), first_index + len(local_pages)
+        if not (0 <= first_layer <= last_layer <= len(self._digests) and 0 <= first_index <= last <= len(self._pages)):
+            raise ValueError(f"layers {first_layer} to {last_layer}, pages {first_index} to {last}: not of this prompt")
+        known = self._digests[first_layer:last_layer]
+        _check_same(self._pages[first_index:last], local_pages)
+        for row, found in zip(known, digests, strict=True):
+            _check_same(row[first_index:last], found)
+        unsealed = ((layer, row[first_index:last]) for layer, row in enumerate(known, first_layer))
+        fresh = [run for layer, row in unsealed for run in _runs_where(layer, first_index, row, is_none=True)]
+        self._pages[first_index:last] = local_pages
+        for row, found in zip(known, digests, strict=True):
+            row[first_index:last] = found
+        self._num_unsealed -= sum(run.num_pages for run in fresh)
         return fresh
 
-    def from_page(self, first_index: int) -> list[tuple[int, int]]:
-        """All of them in pages from `first_index` on, in the order in which they were sealed."""
-        return [extent for extent in self._extents if extent[1] >= first_index]
+    def from_page(self, first_index: int) -> list[ExtentRun]:
+        """All of them in pages from `first_index` on, layer by layer."""
+        rows = ((layer, row[first_index:]) for layer, row in enumerate(self._digests))
+        return [run for layer, row in rows for run in _runs_where(layer, first_index, row, is_none=False)]
 
-    def local_page(self, extent: tuple[int, int]) -> int:
-        return self._extents[extent].local_page
+    def local_pages(self, first_index: int, num_pages: int) -> list[int]:
+        """The pages here of sealed pages of the prompt."""
+        return self._pages[first_index : first_index + num_pages]  # type: ignore[return-value]
 
-    def digests(self, indices: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """Of these pages, as `[layer][index]`."""
-        wanted = tuple(indices)
-        return tuple(tuple(self._extents[layer, i].digest for i in wanted) for layer in range(self._num_layers))
+    def digests(self, first_index: int, last_index: int) -> tuple[tuple[int, ...], ...]:
+        """Of pages that are sealed in all layers, as `[layer][index - first_index]`."""
+        return tuple(tuple(row[first_index:last_index]) for row in self._digests)  # type: ignore[arg-type]
+
+
+def _check_same(known: Sequence[int | None], said: Sequence[int]) -> None:
+    """Raises `ValueError` where something else is known already."""
+    if len(known) != len(said) or any(a is not None and a != b for a, b in zip(known, said, strict=True)):
+        raise ValueError(f"sealed before with other contents: {known[:8]}…, now {said[:8]}…")
+
+
+def _runs_where(layer: int, first_index: int, row: Sequence[int | None], *, is_none: bool) -> Iterator[ExtentRun]:
+    """Where `row`, of pages from `first_index` on, has `None`, or has not."""
+    index = first_index
+    for found, values in groupby(row, lambda value: value is None):
+        num = len(list(values))
+        if found is is_none:
+            yield ExtentRun(layer, index, num)
+        index += num
+
+
+def cut_batches(runs: Iterable[ExtentRun], most: int, least: int) -> Iterator[tuple[ExtentRun, ...]]:
+    """Cut what is to be written into batches of half of what is left: at most `most` extents, and at least `least`.
+
+    So few batches carry nearly all, and little is left for the receiver to read when the last one has arrived.
+    """
+    todo = deque(runs)
+    left = sum(run.num_pages for run in todo)
+    while left:
+        room = min(left, most, max(least, left // 2))
+        if left - room < least:  # such a rest is not worth a batch
+            room = min(left, most)
+        left -= room
+        batch = []
+        while room:
+            run = todo.popleft()
+            num = min(run.num_pages, room)
+            batch.append(run._replace(num_pages=num))
+            if num < run.num_pages:
+                todo.appendleft(ExtentRun(run.layer, run.first_index + num, run.num_pages - num))
+            room -= num
+        yield tuple(batch)
 
 
 @dataclass(slots=True)
 class Batch:
     """One `PostWrites` that is not settled."""
 
-    extents: tuple[tuple[int, int], ...]  # (layer, index)
+    runs: tuple[ExtentRun, ...]  # by index in the prompt
     pages: frozenset[int]
     since_s: float  # issued, or posted when that is known
 
 
 class WrittenExtents:
-    """Extents whose bytes are in the receiver's memory, as (layer, index of the page in the prompt)."""
+    """Extents whose bytes are in the receiver's memory, by layer and index of the page in the prompt."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
-        self._extents: set[tuple[int, int]] = set()
-        # Invariant: by index, how many layers of the page are in _extents.
-        self._num_layers_of: Counter[int] = Counter()
+    def __init__(self, num_layers: int, num_pages: int) -> None:
+        self._rows = [bytearray(num_pages) for _ in range(num_layers)]  # 1: written
 
-    def add(self, extents: Iterable[tuple[int, int]]) -> None:
-        fresh = set(extents) - self._extents
-        self._extents |= fresh
-        self._num_layers_of.update(index for _, index in fresh)
+    def add(self, runs: Iterable[ExtentRun]) -> None:
+        for layer, first, num in runs:
+            self._rows[layer][first : first + num] = b"\1" * num
 
     def end_of_run(self, first: int, last: int) -> int:
         """Where the run of pages that are written in all layers ends, which begins at `first`; at most `last`."""
-        while first < last and self._num_layers_of[first] == self._num_layers:
+        while first < last and all(row[first] for row in self._rows):
             first += 1
         return first
 
-    def missing(self, indices: Iterable[int]) -> list[tuple[int, int]]:
-        """Extents of these pages that are not written."""
-        wanted = list(indices)
-        return [(la, i) for la in range(self._num_layers) for i in wanted if (la, i) not in self._extents]
+    def missing(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Extents of these pages that are not written, as (layer, index)."""
+        return [
+            (layer, index)
+            for layer, row in enumerate(self._rows)
+            if 0 in row[first:last]
+            for index in range(first, last)
+            if not row[index]
+        ]

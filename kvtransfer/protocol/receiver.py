@@ -47,6 +47,10 @@ class ReceiverHandoffs(GrantBook):
         self._secret = secret
         self._epoch = 0
 
+    def grant_id(self, epoch: int) -> str:
+        """Of this incarnation's grant with this epoch."""
+        return f"{self.incarnation}/{epoch}"
+
     # ---- the one entrance
 
     def handle(self, event: ev.ReceiverEvent, now_s: float) -> list[ev.ReceiverInstruction]:
@@ -126,7 +130,7 @@ class ReceiverHandoffs(GrantBook):
     def _grant(self, record: GrantRecord, event: ev.ReservationGranted, now_s: float, _: RefusalReason) -> None:
         self._epoch += 1
         grant = Grant(
-            grant_id=f"{self.incarnation}/{self._epoch}",
+            grant_id=self.grant_id(self._epoch),
             key=record.key,
             epoch=self._epoch,
             receiver=self.incarnation,
@@ -228,7 +232,7 @@ class ReceiverHandoffs(GrantBook):
         record.commit = commit
         self._move(record, GrantState.VERIFYING, now_s)
         self._out.append(ev.EndWrites(grant.grant_id))
-        # Those of parts too: what came in after they were read is seen before anybody computes with it.
+        # Those of parts too: where one extent differs, all are read again, and none of them is kept that has changed.
         self._out.append(ev.VerifyDigests(grant.grant_id, grant.pages, commit.digests))
 
     def _commit_refused(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:

@@ -183,7 +183,7 @@ class EndWrites:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPart:
-    """Read these pages, compare with the part's digests, answer with `PartVerified`.
+    """Compare these pages with the part's digests (see `ArrivedDigests`), answer with `PartVerified`.
 
     The grant may end meanwhile, and its pages go: then the answer changes nothing.
     """
@@ -202,9 +202,9 @@ class ConfirmPart:
 
 @dataclass(frozen=True, slots=True)
 class VerifyDigests:
-    """Read the pages, compare, answer with `DigestsVerified`. The pages stay until then.
+    """Compare the pages with these digests (see `ArrivedDigests`), answer with `DigestsVerified`.
 
-    Pages that a part has verified already are not among them. `digests` are `[layer][index into pages]`.
+    The pages stay until then. `digests` are `[layer][index into pages]`.
     """
 
     grant_id: str

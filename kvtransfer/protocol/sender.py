@@ -17,12 +17,14 @@ Pure: no I/O, no clock; `handle(event, now_s)` returns instructions. Not thread-
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 from kvtransfer.extents import PageWrite
 from kvtransfer.layout import LayoutId, differences
 from kvtransfer.protocol import sender_events as ev
-from kvtransfer.protocol.attempts import Batch, SealedExtents, SenderLimits, SenderState, WrittenExtents
+from kvtransfer.protocol.arrivals import ExtentRun
+from kvtransfer.protocol.attempts import Batch, SealedExtents, SenderLimits, SenderState, WrittenExtents, cut_batches
 from kvtransfer.protocol.capability import is_capability_of
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
 from tandem.core.errors import IllegalTransitionError
@@ -59,9 +61,9 @@ class SenderHandoff:
         self._sealed = SealedExtents(layout.num_layers, num_pages)
         # Invariant: sealed extents of the grant are in exactly one of _unposted, one batch of _outstanding, _written;
         # after a failed write, or an end, in any or none.
-        self._unposted: list[tuple[int, int]] = []
+        self._unposted: list[ExtentRun] = []
         self._outstanding: dict[int, Batch] = {}
-        self._written = WrittenExtents(layout.num_layers)
+        self._written = WrittenExtents(layout.num_layers, num_pages)
         self._parted = 0  # pages of the prompt before this one were told as parts, or are not of the grant
         self._next_write_id = 0
         # Invariant: all and only local pages that this handoff keeps from being evicted or overwritten.
@@ -146,12 +148,12 @@ class SenderHandoff:
     def _seal(self, event: ev.PagesSealed, now_s: float) -> None:
         fresh = self._take_sealed(event)
         if self.grant is not None:
-            self._unposted += [extent for extent in fresh if extent[1] >= self.grant.first_page]
+            self._unposted += _from_page(fresh, self.grant.first_page)
             self._post(now_s)
 
-    def _take_sealed(self, event: ev.PagesSealed) -> list[tuple[int, int]]:
+    def _take_sealed(self, event: ev.PagesSealed) -> list[ExtentRun]:
         try:
-            fresh = self._sealed.add(event.layer, event.first_index, event.local_pages, event.digests)
+            fresh = self._sealed.add(event.first_layer, event.first_index, event.local_pages, event.digests)
         except ValueError as error:
             raise self._illegal(str(error)) from error
         self._held.update(event.local_pages)
@@ -162,23 +164,31 @@ class SenderHandoff:
             raise self._illegal("pages were sealed after everything was written")
 
     def _post(self, now_s: float) -> None:
-        """Instruct to post all that is sealed and not posted, as one batch."""
+        """Instruct to post all that is sealed and not posted, in batches."""
         if not self.may_post(now_s):
             self._give_up(FailureReason.LEASE_LOST, "the lease ran out")
             return
         if not self._unposted or self.grant is None:
             return
-        extents, self._unposted = tuple(self._unposted), []
-        grant = self.grant
-        writes = tuple(
-            PageWrite(layer, self._sealed.local_page((layer, index)), grant.pages[index - grant.first_page])
-            for layer, index in extents
+        unposted, self._unposted = self._unposted, []
+        most, least = (
+            max(1, num_bytes // self.layout.extent_bytes)
+            for num_bytes in (self.limits.batch_bytes, self.limits.last_batch_bytes)
         )
+        for runs in cut_batches(unposted, most, least):
+            self._post_batch(self.grant, runs, now_s)
+
+    def _post_batch(self, grant: Grant, runs: tuple[ExtentRun, ...], now_s: float) -> None:
+        first_page, writes = grant.first_page, list[PageWrite]()
+        for layer, first, num in runs:
+            local = self._sealed.local_pages(first, num)
+            writes += map(PageWrite, repeat(layer), local, grant.pages[first - first_page :])
         write_id = self._next_write_id
         self._next_write_id += 1
-        self._outstanding[write_id] = Batch(extents, frozenset(w.local_page for w in writes), now_s)
+        self._outstanding[write_id] = Batch(runs, frozenset(w.local_page for w in writes), now_s)
         self.num_bytes_posted += len(writes) * self.layout.extent_bytes
-        self._out.append(ev.PostWrites(write_id, grant, writes))
+        in_grant = tuple(ExtentRun(layer, first - first_page, num) for layer, first, num in runs)
+        self._out.append(ev.PostWrites(write_id, grant, tuple(writes), in_grant))
 
     # ---- what became of a batch
 
@@ -191,7 +201,7 @@ class SenderHandoff:
         self._require_issued(event.write_id)
         batch = self._outstanding.pop(event.write_id, None)
         if batch is not None:
-            self._written.add(batch.extents)
+            self._written.add(batch.runs)
             self._commit_part()
             self._commit_when_written(now_s)
 
@@ -223,10 +233,12 @@ class SenderHandoff:
 
         Once the last page is sealed nothing is left to compute. That page is never in a part: it may not be full.
         """
+        if self._sealed.is_complete or self._all_computed is not None:
+            return
         grant = self.grant
         assert grant is not None
         end = self._written.end_of_run(self._parted, self.num_pages - 1)
-        if end == self._parted or self._sealed.is_complete or self._all_computed is not None:
+        if end == self._parted:
             return
         part = CommitPart(
             grant_id=grant.grant_id,
@@ -235,7 +247,7 @@ class SenderHandoff:
             receiver=grant.receiver,
             sender=self.sender,
             first_index=self._parted - grant.first_page,
-            digests=self._sealed.digests(range(self._parted, end)),
+            digests=self._sealed.digests(self._parted, end),
             capability=grant.capability,
         )
         self._parted = end
@@ -248,8 +260,7 @@ class SenderHandoff:
             return
         grant = self.grant
         assert grant is not None
-        wanted = range(grant.first_page, self.num_pages)
-        missing = self._written.missing(wanted)
+        missing = self._written.missing(grant.first_page, self.num_pages)
         if missing:
             self._give_up(FailureReason.INCOMPLETE, f"{len(missing)} extents were never sealed, first {missing[0]}")
             return
@@ -261,7 +272,7 @@ class SenderHandoff:
             sender=self.sender,
             layout=self.layout,
             pages=grant.pages,
-            digests=self._sealed.digests(wanted),
+            digests=self._sealed.digests(grant.first_page, self.num_pages),
             first_tokens=self._all_computed.first_tokens,
             capability=grant.capability,
         )
@@ -376,6 +387,12 @@ class SenderHandoff:
 
     def _ignore(self, event: Any, now_s: float) -> None:
         """A late or repeated message that changes nothing."""
+
+
+def _from_page(runs: list[ExtentRun], first_index: int) -> list[ExtentRun]:
+    """What of `runs` is in pages from `first_index` on."""
+    cut = [(layer, max(first, first_index), first + num) for layer, first, num in runs]
+    return [ExtentRun(layer, first, last - first) for layer, first, last in cut if first < last]
 
 
 _Handler = Callable[[SenderHandoff, Any, float], None]

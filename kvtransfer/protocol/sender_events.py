@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.extents import PageWrite
+from kvtransfer.protocol.arrivals import ExtentRun
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, FirstToken, Grant, RefusalReason
 
 # ---- events
@@ -34,14 +35,15 @@ class PagesSealed:
     """Nothing will change these extents any more; their digests were taken now, before any post.
 
     Attributes:
+        first_layer: of one or several layers.
         first_index: place of `local_pages[0]` among the prompt's pages; the others follow it.
-        digests: one for each of `local_pages`.
+        digests: `[layer - first_layer][index into local_pages]`.
     """
 
-    layer: int
+    first_layer: int
     first_index: int
     local_pages: tuple[int, ...]
-    digests: tuple[int, ...]
+    digests: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +143,15 @@ class PostWrites:
     """Post these extents as one batch, if `SenderHandoff.may_post` still says so at that moment.
 
     From this instruction on the batch counts as outstanding, until `WriteCompleted` or a settled `WriteFailed`.
+
+    Attributes:
+        runs: the same extents as the receiver names them, for the write's tag.
     """
 
     write_id: int
     grant: Grant
     writes: tuple[PageWrite, ...]
+    runs: tuple[ExtentRun, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,10 @@ class Transfers:
     """Of long prompts, one at a time.
 
     Attributes:
-        exposed_s: end of the prompt's computation to the acknowledgement, pages having been sent while it was computed.
-        handoff_s: first post to acknowledgement, when all pages were there before the first post.
+        exposed_s: end of the prompt's computation to verified pages at decode, pages having been sent while it was
+            computed.
+        handoff_s: first post to verified pages at decode, when all pages were there before the first post.
+        exposed_answer_s, handoff_answer_s: of the same handoffs, from there to the acknowledgement.
         compute_s: first chunk to last logits, of the first kind.
         num_bytes: of one prompt's pages.
         num_descriptors: of one handoff of the second kind.
@@ -57,6 +59,8 @@ class Transfers:
 
     exposed_s: list[float]
     handoff_s: list[float]
+    exposed_answer_s: list[float]
+    handoff_answer_s: list[float]
     compute_s: list[float]
     num_bytes: int
     num_descriptors: int
@@ -107,8 +111,10 @@ async def measure_handoffs(
         tell(f"{sizes.num_raw} raw writes")
         raw = await _write_raw(directory, transport, info, ready[-1], sizes.num_raw)
         transfers = Transfers(
-            exposed_s=[_done(handoff).exposed_s for handoff in overlapped],
-            handoff_s=[_done(handoff).handoff_s for handoff in ready],
+            exposed_s=[_done(handoff).exposed_s - _done(handoff).answer_s for handoff in overlapped],
+            handoff_s=[_done(handoff).handoff_s - _done(handoff).answer_s for handoff in ready],
+            exposed_answer_s=[_done(handoff).answer_s for handoff in overlapped],
+            handoff_answer_s=[_done(handoff).answer_s for handoff in ready],
             compute_s=[_done(handoff).compute_s for handoff in overlapped],
             num_bytes=_done(ready[-1]).num_bytes,
             num_descriptors=_done(ready[-1]).num_descriptors,

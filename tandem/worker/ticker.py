@@ -18,23 +18,36 @@ class Ticker:
         self._loop = loop
         self._fire = fire
         self._timer: asyncio.TimerHandle | None = None
-        # Read by the owner's thread without a lock: worst case is one tick that changes nothing.
+        # The deadline, and when the timer looks at it. Written before it is armed, read after it is disarmed: so one of
+        # the two threads sees what the other did.
         self._deadline_s: float | None = None
+        self._armed_s: float | None = None
 
     def set(self, deadline_s: float | None) -> None:
-        """The next tick is due at `deadline_s` of the monotonic clock, or never; thread-safe."""
-        if deadline_s != self._deadline_s:
-            self._deadline_s = deadline_s
+        """The next tick is due at `deadline_s` of the monotonic clock, or never; from one thread.
+
+        A timer that is set for an earlier time stays, and looks again then: deadlines that move away, as they do with
+        each event, wake nobody.
+        """
+        self._deadline_s = deadline_s
+        armed_s = self._armed_s
+        if deadline_s is not None and (armed_s is None or deadline_s < armed_s):
+            self._armed_s = deadline_s
             self._loop.call_soon_threadsafe(self._move, deadline_s)
 
-    def _move(self, deadline_s: float | None) -> None:
+    def _move(self, deadline_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if deadline_s is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._ring)
+        self._timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._ring)
 
     def _ring(self) -> None:
-        self._timer = None
-        self._deadline_s = None
-        self._fire()
+        self._timer = self._armed_s = None
+        deadline_s = self._deadline_s
+        if deadline_s is None:
+            return
+        if deadline_s > time.monotonic():
+            self._armed_s = deadline_s
+            self._move(deadline_s)
+        else:
+            self._deadline_s = None
+            self._fire()

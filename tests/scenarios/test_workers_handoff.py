@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import decode_worker.receiving
 import prefill_worker.sending
 from kvtransfer.extents import Descriptor
+from kvtransfer.protocol.arrivals import ArrivedDigests
 from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken
 from tandem.core.errors import TransportError
 from tandem.rpc.v1 import common_pb2 as pb
@@ -49,7 +49,7 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
     def watched(parts: Any) -> None:
         for part in parts:
             for n, page in enumerate(part.local_pages):
-                local[part.key, part.layer, part.first_index + n] = page
+                local.update({(part.key, layer, part.first_index + n): page for layer in part.layers})
         sealed(parts)
 
     pair.prefill.desk.sealed = watched  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests are not compared."""
-    monkeypatch.setattr(decode_worker.receiving, "find_mismatches", lambda *_: ())
+    monkeypatch.setattr(ArrivedDigests, "find_mismatches", lambda *_: ())
 
 
 @pytest.mark.usefixtures("swapped")
@@ -175,18 +175,17 @@ async def test_the_comparison_of_tokens_notices_lost_attention(pair: WorkerPair,
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_one_flipped_byte_ends_the_attempt_at_both(pair: WorkerPair, side: str, oracle: Oracle) -> None:
-    """Before it is sent, though sealed already; or when it has arrived."""
+    """Before it is sent, though sealed already; or when it has arrived, and before it is read."""
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
-        owner, name = (pair.prefill.desk, "_write") if side == "prefill" else (pair.prefill, "commit")
-        with Stash(owner, name) as stash:
+        before_send, before_read = Stash(pair.prefill.desk, "_write"), Gate(pair.decode.desk, "on_transport")
+        with before_send if side == "prefill" else before_read as held:
             await router.begin(ask)
-            await stash.wait()
+            await held.wait()
             grant = router.outcomes[ask.key].grant
             assert grant is not None
             mine = sorted(pair.prefill.desk._entries[ask.key].pages)
-            # At decode the last page: the others may have been verified as a part, and are not read again.
-            page = mine[0] if side == "prefill" else grant.pages[-1]
+            page = mine[0] if side == "prefill" else grant.pages[0]
             view = getattr(pair, side).engine.arena.extent_view(0, page)
             view[5] ^= 1
         await router.heard(ask, "prefill.failed", "decode.failed")
@@ -194,8 +193,7 @@ async def test_one_flipped_byte_ends_the_attempt_at_both(pair: WorkerPair, side:
         assert {(f.code, f.reason, f.retryable) for f in failures.values()} == {("handoff", "digest_mismatch", True)}
         assert "layer 0" in failures["prefill"].message
         await pair.settled()
-        # The page may be in prefill's own cache, flipped: its next digest would be of the flipped byte.
-        pair.drop_caches()
+        # What is flipped in prefill's memory is not found in its cache again: it is computed anew.
         retry = Ask(ask.prompt, request_id=ask.request_id, attempt=2)
         (outcome,) = await router.ask(retry)
         assert outcome.ids() == oracle.greedy(ask.prompt, 12)

@@ -261,7 +261,7 @@ async def test_one_request_whose_logits_are_not_numbers_fails_alone(pair: Worker
             worse = await router.begin(Ask(bad))
             await router.begin(good)
             await until(lambda: len(pair.prefill.scheduler.waiting) == 2, "both prompts")
-            pair.limit(pair.prefill, max_num_seqs=2, chunk_size=64)
+            pair.limit(pair.prefill, max_num_seqs=2, chunk_size=64, saturating_tokens=128)
             pair.on_runner(pair.prefill, lambda: None)
             await router.until(lambda: "prefill" in router.outcomes[worse.key].failures, "the bad one's failure")
             assert steps[0] == 2

@@ -545,7 +545,10 @@ class CommitReply(_message.Message):
 
     OK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    VERIFIED_AT_S_FIELD_NUMBER: _builtins.int
     ok: _builtins.bool
+    verified_at_s: _builtins.float
+    """when the pages were verified, by this host's monotonic clock; 0: long ago"""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
         """code "handoff" and the reason when refused"""
@@ -555,10 +558,11 @@ class CommitReply(_message.Message):
         *,
         ok: _builtins.bool = ...,
         error: _common_pb2.Error | None = ...,
+        verified_at_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "ok", b"ok"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "ok", b"ok", "verified_at_s", b"verified_at_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

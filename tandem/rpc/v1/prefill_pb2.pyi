@@ -266,6 +266,7 @@ class HandoffDone(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_bytes: _builtins.int
@@ -281,6 +282,8 @@ class HandoffDone(_message.Message):
     num_computed_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     """of the prompt, found in prefill's prefix cache"""
+    answer_s: _builtins.float
+    """decode's verification to acknowledgement; 0: on another host, not known"""
     def __init__(
         self,
         *,
@@ -294,10 +297,11 @@ class HandoffDone(_message.Message):
         compute_s: _builtins.float = ...,
         num_computed_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
+        answer_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compute_s", b"compute_s", "exposed_s", b"exposed_s", "handoff_s", b"handoff_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_descriptors", b"num_descriptors", "num_extents", b"num_extents", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_s", b"answer_s", "attempt", b"attempt", "compute_s", b"compute_s", "exposed_s", b"exposed_s", "handoff_s", b"handoff_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_descriptors", b"num_descriptors", "num_extents", b"num_extents", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,6 +33,8 @@ from tandem.engine.random_model import ModelSpec, save
 TRANSFERS = Transfers(
     exposed_s=[0.001, 0.002, 0.009],
     handoff_s=[0.010, 0.008, 0.012],
+    exposed_answer_s=[0.001, 0.001, 0.001],
+    handoff_answer_s=[0.002, 0.002, 0.002],
     compute_s=[1.0, 1.0, 1.0],
     num_bytes=40_000_000,
     num_descriptors=12,

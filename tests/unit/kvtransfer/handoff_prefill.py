@@ -14,6 +14,7 @@ from handoff_examples import LAYOUT
 from kvtransfer.extents import PageWrite
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
+from kvtransfer.protocol.arrivals import ExtentRun
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
@@ -44,6 +45,7 @@ class Write:
     key: AttemptKey
     write_id: int
     grant: Grant
+    runs: tuple[ExtentRun, ...]  # what its tag names
     todo: list[PageWrite]  # not landed yet
     local_pages: frozenset[int]
     landed: list[PageWrite] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Prefill:
             self.pool.share(pages)
             prompt.sealed.update(pages)
         digests = tuple(digest((key, layer, index)) for index in range(first, last))
-        self.happened(key, tx.PagesSealed(layer, first, pages, digests))
+        self.happened(key, tx.PagesSealed(layer, first, pages, (digests,)))
         if prompt.steps or prompt.is_over:
             return
         if not prompt.output:
@@ -142,9 +144,9 @@ class Prefill:
     def obey(self, key: AttemptKey, told: tx.SenderInstruction) -> None:
         world = self.world
         match told:
-            case tx.PostWrites(write_id, grant, writes):
+            case tx.PostWrites(write_id, grant, writes, runs):
                 local = frozenset(w.local_page for w in writes)
-                self.writes.append(Write(self, key, write_id, grant, list(writes), local))
+                self.writes.append(Write(self, key, write_id, grant, runs, list(writes), local))
             case tx.SendCommitPart(part):
                 world.tell_receiver("part", part.receiver, rx.PartReceived(part))
             case tx.SendCommit(commit):
@@ -231,3 +233,5 @@ class Prefill:
             index = write.grant.pages.index(moved.remote_page)
             contents: Bytes = (write.key, moved.layer, write.grant.first_page + index)
             decode.take_bytes(write, index, moved, "garbage" if garbage else contents)
+            if write.write_id % 3:  # of the others it never hears
+                decode.hear_arrival(write)

@@ -126,7 +126,7 @@ class SendingWorker:
 
     def seal(self, layer: int, first: int = 0, last: int = 3) -> list[tx.SenderInstruction]:
         digests = tuple(digest_of(layer, i) for i in range(first, last))
-        return self.feed(tx.PagesSealed(layer, first, LOCAL[first:last], digests))
+        return self.feed(tx.PagesSealed(layer, first, LOCAL[first:last], (digests,)))
 
     def attach(self) -> list[tx.SenderInstruction]:
         return self.feed(tx.GrantAttached(a_grant(), LEASE_ENDS_S))

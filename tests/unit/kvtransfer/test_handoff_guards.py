@@ -125,7 +125,7 @@ def commit_part_of_what_is_sealed(self: SenderHandoff, event: Any, now_s: float)
     """Parts are told as pages are sealed, while their writes are outstanding."""
     SenderHandoff._seal(self, event, now_s)
     if self.state is SenderState.SENDING:
-        self._written.add(extent for batch in self._outstanding.values() for extent in batch.extents)
+        self._written.add(run for batch in self._outstanding.values() for run in batch.runs)
         self._commit_part()
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
 
+import handoff_prefill
 import pytest
+from handoff_examples import LAYOUT
 from handoff_world import FAULTS, World
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -41,6 +45,16 @@ def test_no_schedule_breaks_an_invariant(number: int) -> None:
     rare = {what: count[what] for what, wanted in (AT_LEAST | LED_TO).items() if count[what] < wanted}
     assert not rare, f"the adversary hardly does this: {rare}"
     assert count["finished"] > count["schedules"], "the adversary lets too little through: the schedules prove little"
+
+
+def test_no_schedule_breaks_an_invariant_when_each_extent_is_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = LAYOUT.extent_bytes
+    limits = replace(handoff_prefill.SENDER_LIMITS, batch_bytes=size, last_batch_bytes=size)
+    monkeypatch.setattr(handoff_prefill, "SENDER_LIMITS", limits)
+    worlds = [World(random.Random(number).randbytes(360)).run() for number in range(500)]
+    assert sum(len(world.admitted) for world in worlds) > 250
+    assert sum(world.count["kept pages"] for world in worlds) > 2
+    assert sum(world.count["digest mismatch"] for world in worlds) > 5
 
 
 def test_without_faults_every_request_is_admitted_once_and_finished() -> None:

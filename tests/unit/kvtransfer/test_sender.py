@@ -11,6 +11,7 @@ from handoff_workers import SENDER_LIMITS as LIMITS
 
 from kvtransfer.extents import PageWrite
 from kvtransfer.protocol import sender_events as ev
+from kvtransfer.protocol.arrivals import ExtentRun
 from kvtransfer.protocol.attempts import SenderState
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, RefusalReason
 from kvtransfer.protocol.sender import TRANSITIONS, SenderHandoff
@@ -21,8 +22,8 @@ GIVEN_BACK = ev.ConfirmIdle(KEY, "decode-0#1/1", RECEIVER, b"given")
 EVENTS: dict[str, ev.SenderEvent] = {
     "attach": ev.GrantAttached(a_grant(), LEASE_ENDS_S),
     "extend": ev.LeaseExtended("decode-0#1/1", LEASE_ENDS_S + 10),
-    "seal": ev.PagesSealed(1, 0, LOCAL, tuple(digest_of(1, i) for i in range(3))),
-    "reseal": ev.PagesSealed(0, 0, LOCAL, tuple(digest_of(0, i) for i in range(3))),
+    "seal": ev.PagesSealed(1, 0, LOCAL, (tuple(digest_of(1, i) for i in range(3)),)),
+    "reseal": ev.PagesSealed(0, 0, LOCAL, (tuple(digest_of(0, i) for i in range(3)),)),
     "posted": ev.WritePosted(0),
     "written": ev.WriteCompleted(0),
     "failed": ev.WriteFailed(0, "broken", settled=True),
@@ -187,6 +188,7 @@ def test_pages_that_the_receiver_has_are_not_sent_but_held_and_released() -> Non
     (post,) = worker.feed(ev.GrantAttached(a_grant(pages=(7,), first_page=2), LEASE_ENDS_S))
     assert isinstance(post, ev.PostWrites)
     assert post.writes == (PageWrite(0, 30, 7), PageWrite(1, 30, 7))
+    assert post.runs == (ExtentRun(0, 0, 1), ExtentRun(1, 0, 1)), "as the receiver counts them"
     (send,) = worker.feed(ev.AllComputed(FIRST), ev.WriteCompleted(0))
     assert isinstance(send, ev.SendCommit)
     assert send.commit == commit_for(a_grant(pages=(7,), first_page=2))
@@ -251,9 +253,9 @@ def test_a_grant_that_does_not_fit_is_given_back(grant: object) -> None:
 def test_a_digest_never_changes_once_its_page_is_sealed() -> None:
     worker = SendingWorker().reach("sending")
     with pytest.raises(IllegalTransitionError, match="sealed before"):
-        worker.feed(ev.PagesSealed(0, 0, LOCAL[:1], (5,)))
+        worker.feed(ev.PagesSealed(0, 0, LOCAL[:1], ((5,),)))
     with pytest.raises(IllegalTransitionError, match="not of this prompt"):
-        worker.feed(ev.PagesSealed(0, 3, (40,), (5,)))
+        worker.feed(ev.PagesSealed(0, 3, (40,), ((5,),)))
     with pytest.raises(IllegalTransitionError, match="never asked for"):
         worker.feed(ev.WriteCompleted(9))
     with pytest.raises(IllegalTransitionError, match="is for"):

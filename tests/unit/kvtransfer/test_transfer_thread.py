@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transfer_thread import ThreadEvent, TransferThread, WritePosted
+from kvtransfer.transfer_thread import ThreadEvent, TransferThread, WritePosted, _pause_s
 from kvtransfer.transports.base import PeerId, Transport, WriteArrived, WriteFailed
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
@@ -75,6 +75,43 @@ def test_a_write_is_posted_and_ends_once_with_its_tag(pair: tuple[Worker, Worker
     wait_for(lambda: there.events == [WriteArrived(PeerId("here#1"), b"a")])
 
 
+def test_each_write_is_polled_for_before_the_next_one_is_posted(pair: tuple[Worker, Worker, PeerId]) -> None:
+    """Its receiver reads it meanwhile."""
+    here, _, peer = pair
+    entered, leave = threading.Event(), threading.Event()
+    here.thread.submit(lambda t: (entered.set(), leave.wait(5)))
+    assert entered.wait(5)
+    tags = [b"a", b"never completes", b"c", b"d"]
+    for tag in tags:
+        here.thread.write(peer, ONE, tag)
+    leave.set()
+    wait_for(lambda: len(here.kinds(b"d")) == 2)
+    ends = [(type(e).__name__, e.handle.tag) for e in here.events if not isinstance(e, WriteArrived)]
+    assert ends == [
+        ("WritePosted", b"a"),
+        ("WriteCompleted", b"a"),
+        ("WritePosted", b"never completes"),
+        ("WritePosted", b"c"),
+        ("WriteCompleted", b"c"),
+        ("WritePosted", b"d"),
+        ("WriteCompleted", b"d"),
+    ]
+
+
+def test_what_has_come_is_delivered_before_the_commands_behind_it() -> None:
+    """So a commit finds that its pages have arrived."""
+    network = LoopbackNetwork()
+    here = Worker(LoopbackTransport("here#1", network=network))
+    there = Worker(LoopbackTransport("there#1", network=network))
+    here.transport.post_write(here.transport.connect(there.transport.metadata()), ONE, b"a")
+    here.transport.poll()
+    seen = there.thread.submit(lambda _: list(there.events))
+    there.thread.start()
+    assert seen.result(5) == [WriteArrived(PeerId("here#1"), b"a")]
+    for worker in (here, there):
+        worker.thread.stop()
+
+
 def test_the_grant_is_checked_right_before_the_post(pair: tuple[Worker, Worker, PeerId]) -> None:
     here, there, peer = pair
     asked: list[str] = []
@@ -116,6 +153,19 @@ def test_idle_it_sleeps_and_outstanding_it_polls(pair: tuple[Worker, Worker, Pee
     here.thread.write(peer, ONE, b"lost")  # never completes
     time.sleep(0.3)
     assert 20 < here.thread.num_polls - polls < 3000
+
+
+def test_what_comes_soon_is_looked_for_often_and_what_takes_long_seldom(pair: tuple[Worker, Worker, PeerId]) -> None:
+    pauses = [_pause_s(quiet_s) for quiet_s in (0.0, 1e-4, 2e-3, 8e-3, 0.5, 1.5)]
+    assert pauses == [50e-6, 50e-6, 250e-6, 1e-3, 1e-3, 5e-3]
+    here, _, peer = pair
+    here.thread.write(peer, ONE, b"a")
+    here.thread.write(peer, ONE, b"never completes")
+    wait_for(lambda: here.kinds(b"never completes") == ["WritePosted"])
+    time.sleep(0.1)
+    polls = here.thread.num_polls
+    time.sleep(0.3)
+    assert 20 < here.thread.num_polls - polls < 400
 
 
 def test_a_failing_callback_is_reported_and_does_not_stop_the_others(pair: tuple[Worker, Worker, PeerId]) -> None:

@@ -47,6 +47,12 @@ class End:
         self.told: list[tuple[Any, ...]] = []
         self._changed = threading.Condition()
         self.due_s: float | None = None
+        self.reads: list[tuple[int, int]] = []  # (layer, page), for digests
+        self._read = read_from(memoryview(self.arena), shape)
+
+    def read_extent(self, layer: int, page: int) -> memoryview:
+        self.reads.append((layer, page))
+        return self._read(layer, page)
 
     def on_event(self, event: Any) -> None: ...
 
@@ -55,14 +61,18 @@ class End:
             self.told.append(what)
             self._changed.notify_all()
 
+    def wait_for(self, condition: Callable[[], Any]) -> None:
+        """Until what is told makes it true."""
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT_S), (self.told, self.errors)
+
     def wait(self, *what: Any) -> tuple[Any, ...]:
         """Until the worker was told something that begins so."""
 
         def find() -> tuple[Any, ...] | None:
             return next((t for t in self.told if t[: len(what)] == what), None)
 
-        with self._changed:
-            assert self._changed.wait_for(find, WAIT_S), (what, self.told, self.errors)
+        self.wait_for(find)
         found = find()
         assert found is not None
         return found
@@ -87,9 +97,7 @@ class Sending(End):
             quarantine_cap_pages=1,
         )
         self.knows_receiver = True
-        self.desk = SendingDesk(
-            SENDER, LAYOUT, MINE, read_from(memoryview(self.arena), MINE), limits, self, self.thread.write, self.peer
-        )
+        self.desk = SendingDesk(SENDER, LAYOUT, MINE, self.read_extent, limits, self, self.thread.write, self.peer)
 
     def peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
         return (PeerId(receiver), THEIRS) if self.knows_receiver else None
@@ -138,9 +146,16 @@ class Receiving(End):
         super().__init__(RECEIVER, THEIRS, world.network)
         self.world = world
         limits = ReceiverLimits(lease_s=LEASE_S, grace_s=GRACE_S, ask_again_s=0.05, quarantine_cap_pages=3)
-        read = read_from(memoryview(self.arena), THEIRS)
-        self.desk = ReceivingDesk(RECEIVER, LAYOUT, THEIRS, read, limits, self, SECRET)
+        self.desk = ReceivingDesk(RECEIVER, LAYOUT, THEIRS, self.read_extent, limits, self, SECRET)
         self.stops = True
+        self.hears_arrivals = True
+        self.num_arrived = 0
+
+    def on_event(self, event: Any) -> None:
+        if self.hears_arrivals:
+            self.desk.on_transport(event)
+            self.num_arrived += 1
+            self.tell("arrived")
 
     def queue(self, key: AttemptKey) -> None:
         self.tell("queue", key)
@@ -205,6 +220,8 @@ class World:
         def call(_: Any) -> None:
             found = ask(self.receiving.desk)
             event = yes if found.refusal is None else sev.RefusalReceived(found.refusal, found.detail)
+            if found.verified_at_s:
+                self.sending.thread.submit(lambda _: self.sending.desk.verified(key, found.verified_at_s))
             if event is not None:
                 self.sending.thread.submit(lambda _: self.sending.desk.happened(key, event))
 
@@ -228,7 +245,9 @@ class World:
         self.sending.run(lambda: self.sending.desk.open(KEY, num_pages, RECEIVER))
 
     def seal(self, pages: tuple[int, ...] = (1, 2, 5), first: int = 0, layers: tuple[int, ...] = (0, 1)) -> None:
-        parts = [SealedPages(KEY, layer, first, pages) for layer in layers]
+        parts = [SealedPages(KEY, range(layer, layer + 1), first, pages) for layer in layers]
+        for layer in layers:
+            self.sending.run(lambda layer=layer: self.sending.desk.computed_layer(layer, pages))
         self.sending.run(lambda: self.sending.desk.sealed(parts))
 
     def computed(self, ago_s: float = 0.0) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from desk_ends import FIRST, KEY, LAYOUT, LEASE_S, RECEIVER, SENDER, THEIRS, World
+from desk_ends import FIRST, KEY, LAYOUT, LEASE_S, MINE, RECEIVER, SENDER, THEIRS, World
 
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol import sender_events as sev
+from kvtransfer.protocol.arrivals import ExtentRun, WriteTag
 from kvtransfer.protocol.messages import CommitPart, FailureReason, RefusalReason
+from kvtransfer.transports.base import PeerId, WriteArrived
 from kvtransfer.transports.loopback import Fault, FaultPlan
 from prefill_worker.sending import HandoffStats
 
@@ -79,6 +81,7 @@ def test_times_are_counted_from_the_computation_the_first_post_and_the_commit(
     elapsed_s = time.monotonic() - begun_s
     assert post_s <= stats.handoff_s <= elapsed_s
     assert ago_s <= stats.exposed_s <= ago_s + elapsed_s
+    assert 0 < stats.answer_s < stats.handoff_s - post_s
     assert begun_s + post_s <= world.receiving.wait("admit", grant)[3] <= begun_s + elapsed_s
 
 
@@ -259,18 +262,163 @@ def test_lost_parts_cost_nothing(world: World) -> None:
     world.sending.wait("succeeded", KEY)
 
 
-def test_the_commit_reads_again_what_a_part_has_verified(world: World) -> None:
+LAST_WRITE_WRONG = pytest.param(FaultPlan({3: Fault(corrupt=True)}), id="last write")  # page 5 in the second layer
+
+
+@pytest.mark.parametrize("world", [LAST_WRITE_WRONG], indirect=True)
+def test_a_commit_with_a_wrong_page_reads_again_what_a_part_has_verified(world: World) -> None:
     world.open()
     world.attach(world.grant())
     world.seal((1, 2), 0)
     world.sending.wait("part")
     world.receiving.run(lambda: None)
-    world.receiving.arena[THEIRS.offset(0, 7)] ^= 1  # a write that was not to come any more
+    world.receiving.arena[THEIRS.offset(0, 7)] ^= 1  # a write that was not to come any more, and told nobody
     world.seal((5,), 2)
     world.computed()
     world.sending.wait("failed", FailureReason.REFUSED, RefusalReason.DIGEST_MISMATCH)
     world.receiving.wait("over", (7, 4), RefusalReason.DIGEST_MISMATCH, False)
     world.receiving.wait("verified", ((1, 3),))
+
+
+# ---- digests on arrival
+
+
+def arrived(world: World, num_writes: int) -> None:
+    """Until decode has read what this many writes brought."""
+    world.receiving.wait_for(lambda: world.receiving.num_arrived >= num_writes)
+
+
+def test_what_has_arrived_is_not_read_again_by_parts_and_the_commit(world: World) -> None:
+    world.open()
+    world.attach(world.grant())
+    world.seal((1, 2), 0)
+    world.seal((5,), 2)
+    arrived(world, 4)
+    assert sorted(world.receiving.reads) == [(layer, page) for layer in range(2) for page in (3, 4, 7)]
+    world.computed()
+    world.sending.wait("succeeded", KEY)
+    assert len(world.receiving.reads) == 6
+    assert world.receiving.desk.num_arrivals_ignored == 0
+
+
+def test_writes_that_nobody_hears_of_are_read_by_the_commit(world: World) -> None:
+    world.receiving.hears_arrivals = False
+    world.open()
+    world.attach(world.grant())
+    world.seal()
+    world.computed()
+    world.sending.wait("succeeded", KEY)
+    assert len(world.receiving.reads) == 6
+
+
+def tag(runs: tuple[ExtentRun, ...], epoch: int = 1) -> bytes:
+    return WriteTag(0, 0, epoch, runs).pack()
+
+
+def test_a_write_that_tells_too_early_costs_a_second_look(world: World) -> None:
+    world.open()
+    world.attach(world.grant())
+    early = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 3), ExtentRun(1, 0, 3))))
+    world.receiving.run(lambda: world.receiving.desk.on_transport(early))
+    assert len(world.receiving.reads) == 6
+    world.receiving.hears_arrivals = False
+    world.seal()
+    world.computed()
+    world.sending.wait("succeeded", KEY)
+    world.check_bytes((1, 2, 5), (7, 3, 4))
+
+
+def test_a_write_that_is_repeated_is_read_again(world: World) -> None:
+    world.open()
+    world.attach(world.grant())
+    world.seal()
+    arrived(world, 2)
+    world.receiving.arena[THEIRS.offset(1, 3)] ^= 1
+    again = WriteArrived(PeerId(SENDER), tag((ExtentRun(1, 1, 1),)))
+    world.receiving.run(lambda: world.receiving.desk.on_transport(again))
+    world.computed()
+    world.sending.wait("failed", FailureReason.REFUSED, RefusalReason.DIGEST_MISMATCH)
+
+
+@pytest.mark.parametrize(
+    ("peer", "runs", "epoch"),
+    [
+        ("prefill-9#1", (ExtentRun(0, 0, 1),), 1),
+        (SENDER, (ExtentRun(0, 2, 2),), 1),
+        (SENDER, (ExtentRun(2, 0, 1),), 1),
+        (SENDER, (ExtentRun(0, 0, 3),) * 3, 1),
+        (SENDER, (ExtentRun(0, 0, 1),), 2),
+        (SENDER, None, 1),
+    ],
+)
+def test_what_is_said_of_writes_that_are_not_the_grants_is_ignored_and_counted(
+    world: World, peer: str, runs: tuple[ExtentRun, ...] | None, epoch: int
+) -> None:
+    world.open()
+    world.attach(world.grant())
+    said = b"\xff garbage" if runs is None else tag(runs, epoch)
+    world.receiving.run(lambda: world.receiving.desk.on_transport(WriteArrived(PeerId(peer), said)))
+    assert world.receiving.desk.num_arrivals_ignored == 1
+    assert world.receiving.reads == []
+    world.seal()
+    world.computed()
+    world.sending.wait("succeeded", KEY)
+
+
+def test_a_commit_says_when_its_pages_were_verified_and_a_repeated_one_does_not(world: World) -> None:
+    desk, run = world.receiving.desk, world.receiving.run
+    world.commits_arrive = False
+    world.open()
+    world.attach(world.grant())
+    world.seal()
+    world.computed()
+    commit = world.sending.wait("commit")[1]
+    before_s = time.monotonic()
+    first = run(lambda: desk.commit(commit, before_s))
+    assert before_s <= first.verified_at_s <= time.monotonic()
+    assert run(lambda: desk.commit(commit, before_s)).verified_at_s == 0.0
+
+
+@pytest.mark.parametrize("end", ["admitted", "cancelled"])
+def test_what_is_said_of_a_grant_that_has_ended_is_ignored(world: World, end: str) -> None:
+    world.open()
+    world.attach(world.grant())
+    if end == "admitted":
+        world.seal()
+        world.computed()
+        world.sending.wait("closed", KEY)
+    else:
+        world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
+    late = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 1),)))
+    receiving = world.receiving
+
+    def count() -> tuple[int, int]:
+        return receiving.desk.num_arrivals_ignored, len(receiving.reads)
+
+    before, _, after = receiving.run(lambda: (count(), receiving.desk.on_transport(late), count()))
+    assert after == (before[0] + 1, before[1])
+
+
+# ---- digests of what was sealed
+
+
+def test_a_page_that_is_sent_later_is_not_read_again(world: World) -> None:
+    world.open()
+    world.seal()
+    assert len(world.sending.reads) == 6
+    world.attach(world.grant())
+    world.computed()
+    world.sending.wait("succeeded", KEY)
+    assert len(world.sending.reads) == 6
+
+
+def test_a_page_that_changed_here_after_it_was_sealed_is_refused_there(world: World) -> None:
+    world.open()
+    world.seal()
+    world.sending.arena[MINE.offset(1, 2)] ^= 1
+    world.attach(world.grant())
+    world.computed()
+    world.sending.wait("failed", FailureReason.REFUSED, RefusalReason.DIGEST_MISMATCH)
 
 
 @pytest.mark.parametrize("world", [faulty(corrupt=True)], indirect=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,27 @@ async def test_a_ticker_is_set_from_other_threads() -> None:
     thread.join()
     ticker.set(time.monotonic())  # after it rang, the same thread of time goes on
     await bell.wait()
+
+
+async def test_deadlines_that_move_away_wake_nobody_and_the_last_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    calls: list[object] = []
+    real = loop.call_soon_threadsafe
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    ticker = Ticker(loop, bell := Bell())
+    begun_s = time.monotonic()
+    for moved in range(20):
+        ticker.set(begun_s + 0.02 + moved / 200)
+        await asyncio.sleep(0)
+    assert len(calls) == 1
+    await bell.wait()
+    assert len(bell.times) == 1
+    assert bell.times[0] >= begun_s + 0.02 + 19 / 200 - 0.001
 
 
 def child() -> subprocess.Popen[bytes]:

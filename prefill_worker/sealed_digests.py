@@ -1,0 +1,41 @@
+"""What this worker knows of the pages that it computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtransfer.digest import ReadExtent, digest_pages
+from kvtransfer.extents import ArenaShape
+
+
+class SealedDigests:
+    """Digests of an arena's extents, taken once, when they were sealed.
+
+    Whoever has bytes changed takes their digest anew when they are sealed again; between the two nobody asks for it.
+
+    Args:
+        read: reads the arena.
+    """
+
+    def __init__(self, read: ReadExtent, shape: ArenaShape) -> None:
+        self._read = read
+        self._digests = np.zeros((shape.num_layers, shape.num_pages), np.uint64)
+        self._known = np.zeros((shape.num_layers, shape.num_pages), np.bool_)
+
+    def take(self, layer: int, pages: Sequence[int]) -> None:
+        """These pages of one layer are sealed now."""
+        self._digests[layer, pages] = np.array(digest_pages(self._read, layer, pages), np.uint64)
+        self._known[layer, pages] = True
+
+    def of(self, layers: range, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """`[layer][index into pages]`.
+
+        Raises:
+            ValueError: one of them was never sealed.
+        """
+        rows = slice(layers.start, layers.stop)
+        if not self._known[rows, pages].all():
+            raise ValueError(f"not all of pages {pages} are sealed in {layers}")
+        return tuple(tuple(row) for row in self._digests[rows, pages].tolist())

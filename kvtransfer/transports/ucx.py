@@ -12,6 +12,11 @@ outstanding or expected. Measured on one host over shared memory:
 - Nor is an error: over TCP, when the connection to a living peer broke, a whole MiB landed after NIXL had reported the
   write as failed. So an error is reported as not settled. NIXL never connects to that peer again: later writes to it
   are failed here, before anything is posted, so that one broken connection costs only the writes that were under way.
+- On one host too, TCP carries the set-up of a connection, the notifications and the news of a peer's death; the bytes
+  go by process_vm_writev.
+- A peer that connects to us and is killed before we connect to it: UCX 1.23 takes over its dead socket, is reset,
+  connects anew, is refused, and frees an endpoint that still has messages waiting: `stubs.c:107 Assertion '0' failed`
+  in the next poll. With `UCX_TCP_CONN_NB=y` the refusal comes later, as an error.
 """
 
 from __future__ import annotations
@@ -48,6 +53,8 @@ DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_HANDLE_ERRORS": "none",  # a crash belongs to Python's faulthandler
     "UCX_ERROR_SIGNALS": "",
+    # A blocking connect that is refused ends the process, where the refusing peer had connected to us before it died.
+    "UCX_TCP_CONN_NB": "y",
     "NIXL_LOG_LEVEL": "WARN",
 }
 

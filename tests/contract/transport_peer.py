@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import time
@@ -42,6 +43,17 @@ class Agent:
 
     def connect(self, metadata: bytes) -> PeerId:
         return self.transport.connect(metadata)
+
+    def connect_to_killed(self, metadata: bytes, pid: int) -> PeerId:
+        """Connect to an agent whose process has been killed since the last poll here."""
+        self.poll()
+        process = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            assert select.select([process], [], [], 10)[0], "it does not die"
+        finally:
+            os.close(process)
+        return self.connect(metadata)
 
     def expect(self, key: str, peer: str, ranges: Sequence[tuple[int, int]]) -> None:
         self.transport.expect_incoming(key, PeerId(peer), ranges)

@@ -221,11 +221,11 @@ class ReceivingDesk:
         now_s = time.monotonic()
         due = [sender for sender, due_s in self._exited.items() if now_s >= due_s]
         if due:
-            # This thread may have been stopped all the time: let what has come land before pages are freed. The events
-            # are hints only.
+            # This thread may have been stopped all the time: let what has come land before pages are freed.
             assert self._transport is not None
-            while self._transport.poll():
-                pass
+            while events := self._transport.poll():
+                for event in events:
+                    self.on_transport(event)
         for sender in due:
             del self._exited[sender]
             self.happened(ev.WriterExited(sender))
@@ -282,12 +282,14 @@ class ReceivingDesk:
     def _verify_part(self, i: ev.VerifyPart) -> None:
         digests = self._arriving[i.grant_id].digests
         mismatches = digests.find_mismatches(i.part.first_index, i.part.digests, self._take_digests)
+        _tell_changed(i.grant_id, digests)
         self._run(ev.PartVerified(i.grant_id, i.part, mismatches))
 
     def _verify(self, i: ev.VerifyDigests) -> None:
         digests = self._arriving[i.grant_id].digests
         mismatches = digests.find_mismatches(0, i.digests, self._take_digests)
         self._verified_at_s = time.monotonic()
+        _tell_changed(i.grant_id, digests)
         self._run(ev.DigestsVerified(i.grant_id, mismatches))
 
     def _admit(self, i: ev.AdmitRequest) -> None:
@@ -299,6 +301,12 @@ class ReceivingDesk:
         record = self._handoffs.record(i.key)
         reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
         self._outlet.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))
+
+
+def _tell_changed(grant_id: str, digests: ArrivedDigests) -> None:
+    """A transport that tells of arrivals too early makes commits slow, or somebody else writes here."""
+    if digests.num_changed:
+        _log.warning("%d extents of %s have changed since their writes arrived", digests.num_changed, grant_id)
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {

@@ -6,7 +6,7 @@ trusted code in one security domain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import xxhash
 
@@ -34,23 +34,3 @@ def read_from(arena: memoryview, shape: ArenaShape) -> ReadExtent:
 def digest_pages(read: ReadExtent, layer: int, pages: Iterable[int]) -> tuple[int, ...]:
     """Digests of `pages` of one layer, in the order given."""
     return tuple(digest_bytes(read(layer, page)) for page in pages)
-
-
-def find_mismatches(
-    read: ReadExtent, pages: Sequence[int], digests: Sequence[Sequence[int]]
-) -> tuple[tuple[int, int], ...]:
-    """Compare arrived pages with the digests of a commit.
-
-    Args:
-        pages: the receiver's pages, in the order of the grant.
-        digests: `[layer][index into pages]`.
-
-    Returns:
-        `(layer, page)` of every extent whose bytes are not what its sender sealed.
-    """
-    return tuple(
-        (layer, page)
-        for layer, wanted in enumerate(digests)
-        for page, expected, found in zip(pages, wanted, digest_pages(read, layer, pages), strict=True)
-        if expected != found
-    )

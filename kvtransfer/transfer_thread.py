@@ -76,6 +76,7 @@ class TransferThread:
         self._changed = threading.Condition()
         # Guarded by _changed. Invariant: empty for ever once _stopping and the thread has ended.
         self._commands: deque[_Command] = deque()
+        self._taken: deque[_Command] = deque()  # from there by the thread, and not run yet
         self._stopping = False
         # Daemon: a process that dies without `stop` must not hang on it. `stop` is the clean way.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -184,29 +185,29 @@ class TransferThread:
         last_event_s = time.monotonic()
         while True:
             self.busy_since_s = None
-            commands = self._next_commands(pause_s)
-            if commands is None:
+            if not self._take_commands(pause_s):
                 return
             self.busy_since_s = time.monotonic()
-            is_busy = self._turn(commands)
+            is_busy = self._turn()
             now_s = time.monotonic()
             if is_busy:
                 last_event_s = now_s
             pause_s = _pause_s(now_s - last_event_s)
 
-    def _turn(self, commands: Sequence[_Command]) -> bool:
-        """Run them and poll; whether there was anything to do."""
+    def _turn(self) -> bool:
+        """Run what was taken, and poll; whether there was anything to do."""
+        has_commands = bool(self._taken)
         # What has come before a command is delivered before it: a commit finds that its pages have arrived.
-        has_events = bool(commands) and self._poll()
-        for command in commands:
-            _run(command, self._transport)
+        has_events = has_commands and self._poll()
+        while self._taken:
+            _run(self._taken.popleft(), self._transport)
             if self._has_posted:
                 # A library sends the word that a write has arrived when it is polled. The receiver shall hear of it
                 # while the next one, which may take long to post, is under way.
                 self._has_posted = False
                 has_events |= self._poll()
         has_events |= self._poll()
-        return has_events or bool(commands)
+        return has_events or has_commands
 
     def _poll(self) -> bool:
         self.num_polls += 1
@@ -215,17 +216,17 @@ class TransferThread:
             self._deliver(event)
         return bool(events)
 
-    def _next_commands(self, pause_s: float) -> list[_Command] | None:
-        """Wait for a command or until the next poll is due; `None` when the thread is to end."""
+    def _take_commands(self, pause_s: float) -> bool:
+        """Wait for a command or until the next poll is due, and take what there is; `False`: the thread is to end."""
         timeout_s = pause_s if self._transport.wants_polling else self._idle_poll_s
         with self._changed:
             if not self._commands and not self._stopping:
                 self._changed.wait(timeout_s)
             if self._stopping:
-                return None
-            commands = list(self._commands)
+                return False
+            self._taken.extend(self._commands)
             self._commands.clear()
-            return commands
+            return True
 
     def _deliver(self, event: ThreadEvent) -> None:
         try:
@@ -238,7 +239,8 @@ class TransferThread:
         """Close the transport and fail what was queued."""
         with self._changed:
             self._stopping = True
-            commands = list(self._commands)
+            commands = [*self._taken, *self._commands]
+            self._taken.clear()
             self._commands.clear()
         for command in commands:
             command.future.set_exception(TransportError("the transfer thread has stopped"))

@@ -22,6 +22,7 @@ from tandem.bench.results import read_format
 from tandem.bench.side_by_side import read
 from tandem.bench.side_by_side_figures import Goal, Run, Spread
 from tandem.bench.side_by_side_servers import CONTESTANTS
+from tandem.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = Path("docs/figures/peers.json")
@@ -390,11 +391,14 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare only, exit 1 when stale")
     check = parser.parse_args().check
     source, target = ROOT / SOURCE, ROOT / TARGET
-    text = page(
-        read(source) if source.exists() else None,
-        _read(ROOT / PARTS_SOURCE, parts.FORMAT, "`tandem bench parts`"),
-        _read(ROOT / KERNELS_SOURCE, kernels_command.FORMAT, "`tandem bench kernels`"),
-    )
+    try:
+        text = page(
+            read(source) if source.exists() else None,
+            _read(ROOT / PARTS_SOURCE, parts.FORMAT, "`tandem bench parts`"),
+            _read(ROOT / KERNELS_SOURCE, kernels_command.FORMAT, "`tandem bench kernels`"),
+        )
+    except ConfigError as error:
+        sys.exit(error.message)
     if check:
         if not target.is_file() or target.read_text() != text:
             sys.exit(f"stale: {TARGET}; run: make docs")

@@ -70,6 +70,7 @@ class ArrivedDigests:
         self._pages = pages
         # By layer and index into `pages`; `None`: not read yet.
         self._rows: list[list[int | None]] = [[None] * len(pages) for _ in range(num_layers)]
+        self.num_changed = 0  # extents that held something else when they were read again
 
     def covers(self, runs: Sequence[ExtentRun]) -> bool:
         """Whether these are extents of the grant, no more of them than it has."""
@@ -100,9 +101,15 @@ class ArrivedDigests:
         if self._agree(first_index, last, digests):
             return ()
         # Something went wrong, or a number was taken too early: what was remembered proves nothing any more.
+        before = [row[first_index:last] for row in self._rows]
         for row in self._rows:
             row[first_index:last] = [None] * (last - first_index)
         self._read_missing(first_index, last, take)
+        self.num_changed += sum(
+            old != new
+            for old_row, row in zip(before, self._rows, strict=True)
+            for old, new in zip(old_row, row[first_index:last], strict=True)
+        )
         pages = self._pages[first_index:last]
         return tuple(
             (layer, page)

@@ -14,6 +14,7 @@ from typing import Any
 from tandem.bench.parts_pair import Handoff, PairSession
 from tandem.bench.parts_processes import Processes, WorkerOptions, start_workers, threads_of_each
 from tandem.bench.workload import DEFAULT_VOCABULARY
+from tandem.core.errors import TransportError
 from tandem.rpc.v1 import common_pb2 as pb
 
 Tell = Callable[[str], None]
@@ -110,6 +111,7 @@ async def measure_handoffs(
     if with_transfers:
         tell(f"{sizes.num_raw} raw writes")
         raw = await _write_raw(directory, transport, info, ready[-1], sizes.num_raw)
+        overlapped, ready = _of_known_end(overlapped), _of_known_end(ready)
         transfers = Transfers(
             exposed_s=[_done(handoff).exposed_s - _done(handoff).answer_s for handoff in overlapped],
             handoff_s=[_done(handoff).handoff_s - _done(handoff).answer_s for handoff in ready],
@@ -181,6 +183,18 @@ async def _write_raw(
     }
     async with Processes(directory) as processes:
         return (await (await processes.start("raw", "tandem.bench.parts_wire", json.dumps(spec))).ready()).facts
+
+
+def _of_known_end(handoffs: Sequence[Handoff]) -> list[Handoff]:
+    """Those of which decode said when it had verified them: a repeated commit is answered without.
+
+    Raises:
+        TransportError: it said so of none.
+    """
+    known = [handoff for handoff in handoffs if _done(handoff).answer_s > 0]
+    if not known:
+        raise TransportError("of no handoff it is known when its pages were verified")
+    return known
 
 
 def _done(handoff: Handoff) -> Any:

@@ -31,6 +31,18 @@ _MEMORY_KEY = b"supervisor"
 _WAIT_SLICE_S = 30.0
 
 
+def as_kept(node_id: str, processes: Sequence[ProcessId]) -> dict[str, Any]:
+    """Processes of a node, as plain data for later supervisors."""
+    return {"node_id": node_id, "processes": [dataclasses.astuple(process) for process in processes]}
+
+
+def kept_of(node_id: str, kept: dict[str, Any] | None) -> list[ProcessId]:
+    """Those of this node. Whether one of another node has ended, which may be cut off, cannot be judged here."""
+    if kept is None or kept["node_id"] != node_id:
+        return []
+    return [ProcessId(*process) for process in kept["processes"]]
+
+
 class _RayHandle:
     """An actor and, once it is placed, its process. `name`: place and incarnation."""
 
@@ -59,9 +71,8 @@ class _RayHandle:
 
     async def _ask_state(self) -> ActorState:
         state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
-        process = ProcessId(self._name, state.pid, state.started)
-        await self._watchers.meet(state.node_id, process)
-        self._place = state.node_id, process
+        self._place = state.node_id, ProcessId(self._name, state.pid, state.started)
+        await self._watchers.meet(*self._place)
         return state
 
     async def _call(self, ref: Awaitable[_T]) -> _T:
@@ -139,7 +150,7 @@ class RayLauncher:
             else:
                 worker = RayWorker(actor, name, self._watchers)
                 workers.append(FoundWorker(Role(place.rpartition("-")[0]), place, incarnation, worker))
-        kept = [ProcessId(*process) for process in _recall().get("processes", ())]
+        kept = kept_of(self._spec.node_id, _recall().get("processes"))
         ended = [name.partition(".") for name in self._watchers.adopt(watchers, kept)]
         return Found(workers, router, [incarnation for place, _, incarnation in ended if place != "router"])
 
@@ -153,7 +164,7 @@ class RayLauncher:
         self._keep_for_successors("intent", dataclasses.asdict(intent))
 
     def _keep_processes(self, processes: Sequence[ProcessId]) -> None:
-        self._keep_for_successors("processes", [dataclasses.astuple(process) for process in processes])
+        self._keep_for_successors("processes", as_kept(self._spec.node_id, processes))
 
     def _keep_for_successors(self, key: str, value: Any) -> None:
         with self._memory:

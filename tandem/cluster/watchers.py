@@ -41,6 +41,7 @@ _RETRY_S = 0.2
 _LINGER_S = 60.0
 _ADOPT_S = 5.0
 _MAX_CALLS = 1000  # coroutines that wait, one for each process of a node
+_KEEP_S = 5.0
 _MAX_KEPT = 256  # of this node's processes; more only while more than these run
 
 
@@ -64,6 +65,7 @@ class NodeWatchers:
         self._spec, self._keep = spec, keep
         self._nodes: dict[str, _Node] = {}  # by Ray's node id
         self._kept: dict[str, ProcessId] = {}  # by name, oldest first
+        self._is_kept = True  # `keep` has had all of them
         self._keeping = asyncio.Lock()  # an older state must not be written over a newer one
 
     @cached_property
@@ -74,16 +76,32 @@ class NodeWatchers:
     async def meet(self, node_id: str, process: ProcessId) -> None:
         """From now on its end is known also when it comes while there is no supervisor.
 
-        Watchers of other nodes live on meanwhile, and know what they were asked about.
+        Watchers of other nodes live on meanwhile, and know what they were asked about. What cannot be kept now is kept
+        with the next call.
         """
-        if node_id != self._spec.node_id or process.name in self._kept:
+        if node_id != self._spec.node_id:
             return
-        self._kept[process.name] = process
-        ended = [name for name, kept in self._kept.items() if has_ended(kept)] if len(self._kept) > _MAX_KEPT else []
-        for name in ended[: len(self._kept) - _MAX_KEPT]:
-            del self._kept[name]
+        if process.name not in self._kept:
+            self._kept[process.name], self._is_kept = process, False
+            self._forget_ended()
         async with self._keeping:
-            await asyncio.to_thread(self._keep, list(self._kept.values()))
+            if self._is_kept:
+                return
+            known = list(self._kept.values())
+            try:
+                async with asyncio.timeout(_KEEP_S):
+                    await asyncio.to_thread(self._keep, known)
+            except (RayError, TimeoutError) as error:
+                log.warning("the next supervisor will not know of %s: %r", process.name, error)
+            else:
+                self._is_kept = known == list(self._kept.values())
+
+    def _forget_ended(self) -> None:
+        """The oldest, as far as there are too many."""
+        num_over = len(self._kept) - _MAX_KEPT
+        ended = [name for name, kept in self._kept.items() if has_ended(kept)] if num_over > 0 else []
+        for name in ended[: max(0, num_over)]:
+            del self._kept[name]
 
     async def wait_ended(self, node_id: str, process: ProcessId) -> None:
         """Until the process has provably ended. Raises `WorkerLostError` when its node is gone: nobody knows then."""

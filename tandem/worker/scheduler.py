@@ -5,8 +5,8 @@
     3  running sequences that need more get chunks of what the budget leaves
     4  waiting sequences are admitted, in order, while budget, places and pages last
 
-Chunks of several sequences share a step only until they keep the processor busy: beyond, all would end when the last
-does, and none sooner.
+Chunks of several sequences share a step only until they keep the processor busy: beyond, all would end later, and none
+sooner. So a step ends about one prompt; beside a chunk of a long one that goes on, a short one need not wait for it.
 
 A prefill worker feeds it prompts only, so phase 2 is empty; a decode worker feeds it admitted handoffs, and chunks
 serve what must be computed there: replay after a preemption or of a journal, and *paced* prompts, whose chunks only
@@ -51,7 +51,7 @@ class SchedulerLimits:
     unpromoted_share: float = 1.0
     # Tokens of a step up to which paced prompts are computed beside what generates.
     paced_tokens: int = 12
-    # Tokens of chunks that keep the processor busy: no further sequence gets a chunk in a step that has them.
+    # Tokens of chunks that keep the processor busy; what may join a step that has them, `_may_join` says.
     saturating_tokens: int = 512
 
 
@@ -75,7 +75,9 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)
     # Running sequences that found no page and could preempt nobody; they go on when pages come back.
     stalled: list[Sequence] = field(default_factory=list)
-    num_chunk_tokens: int = 0  # of `num_tokens`; the others are decodes
+    # Tokens of chunks, paced ones apart, and of those of them that end what their sequence has to compute.
+    num_chunk_tokens: int = 0
+    num_ending_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -193,16 +195,17 @@ class BatchScheduler:
     def _schedule_chunks(self, batch: Batch, budget: int) -> int:
         for sequence in [s for s in self.running if not s.is_decode and s.num_to_compute]:
             num_tokens = self._chunk(batch, sequence, budget)
-            if num_tokens < 1 or sequence not in self.running:
+            if num_tokens < 1 or sequence not in self.running or not self._may_join(batch, sequence, num_tokens):
                 continue
             if self._grow_or_preempt(batch, sequence, num_tokens):
-                budget = self._put_chunk(batch, sequence, num_tokens, budget)
+                self._put_chunk(batch, sequence, num_tokens)
+                budget -= num_tokens
         return budget
 
     def _admit_waiting(self, batch: Batch, budget: int) -> None:
         while self.waiting and not batch.preempted and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            if sequence.promoted or budget < min(self.pool.page_size, sequence.num_to_compute):
+            if sequence.promoted or budget < min(self.pool.page_size, sequence.num_to_compute) or self._is_full(batch):
                 return  # the head is not overtaken
             if not self._give_pages(batch, sequence):
                 return
@@ -210,8 +213,11 @@ class BatchScheduler:
             self.enter(sequence)
             batch.admitted.append(sequence)
             num_tokens = self._chunk(batch, sequence, budget)
+            if not self._may_join(batch, sequence, num_tokens):
+                return
             if num_tokens:
-                budget = self._put_chunk(batch, sequence, num_tokens, budget)
+                self._put_chunk(batch, sequence, num_tokens)
+                budget -= num_tokens
 
     def apply(self, batch: Batch, sampled: Seq[int]) -> None:
         """Book a computed step: `sampled` holds one token for each item that samples, in order."""
@@ -336,11 +342,23 @@ class BatchScheduler:
             ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples=ends and sequence.samples)
         )
 
-    def _put_chunk(self, batch: Batch, sequence: Sequence, num_tokens: int, budget: int) -> int:
-        """Returns what the budget has left for chunks of other sequences."""
+    def _may_join(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a chunk may share the step. Beside chunks that keep the processor busy and go on, one that ends may:
+        it would wait for all of a long prompt else."""
+        if sequence.paced:  # it takes only what room there is
+            return True
+        is_busy = batch.num_chunk_tokens >= self.limits.saturating_tokens
+        return not self._is_full(batch) and (not is_busy or num_tokens == sequence.num_to_compute)
+
+    def _is_full(self, batch: Batch) -> bool:
+        """Whether what ends with the step keeps the processor busy: whatever joins delays that."""
+        return batch.num_ending_tokens >= self.limits.saturating_tokens
+
+    def _put_chunk(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         self._put(batch, sequence, num_tokens)
-        batch.num_chunk_tokens += num_tokens
-        return budget - num_tokens if batch.num_chunk_tokens < self.limits.saturating_tokens else 0
+        if not sequence.paced:
+            batch.num_chunk_tokens += num_tokens
+            batch.num_ending_tokens += num_tokens if num_tokens == sequence.num_to_compute else 0
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer pages that have filled to the prefix cache."""

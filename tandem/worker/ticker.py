@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,8 +19,8 @@ class Ticker:
         self._loop = loop
         self._fire = fire
         self._timer: asyncio.TimerHandle | None = None
-        # The deadline, and when the timer looks at it. Written before it is armed, read after it is disarmed: so one of
-        # the two threads sees what the other did.
+        self._lock = threading.Lock()
+        # Guarded by _lock: the deadline, and when the timer looks at it.
         self._deadline_s: float | None = None
         self._armed_s: float | None = None
 
@@ -29,25 +30,30 @@ class Ticker:
         A timer that is set for an earlier time stays, and looks again then: deadlines that move away, as they do with
         each event, wake nobody.
         """
-        self._deadline_s = deadline_s
-        armed_s = self._armed_s
-        if deadline_s is not None and (armed_s is None or deadline_s < armed_s):
-            self._armed_s = deadline_s
-            self._loop.call_soon_threadsafe(self._move, deadline_s)
+        with self._lock:
+            self._deadline_s = deadline_s
+            is_sooner = deadline_s is not None and (self._armed_s is None or deadline_s < self._armed_s)
+            if is_sooner:
+                self._armed_s = deadline_s
+        if is_sooner:
+            self._loop.call_soon_threadsafe(self._move)
 
-    def _move(self, deadline_s: float) -> None:
+    def _move(self) -> None:
+        """Set the timer for when it is to look."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._ring)
+            self._timer = None
+        with self._lock:
+            armed_s = self._armed_s
+        if armed_s is not None:  # it has rung meanwhile
+            self._timer = self._loop.call_later(max(0.0, armed_s - time.monotonic()), self._ring)
 
     def _ring(self) -> None:
-        self._timer = self._armed_s = None
-        deadline_s = self._deadline_s
-        if deadline_s is None:
-            return
-        if deadline_s > time.monotonic():
-            self._armed_s = deadline_s
-            self._move(deadline_s)
-        else:
-            self._deadline_s = None
+        with self._lock:
+            is_due = self._deadline_s is not None and self._deadline_s <= time.monotonic()
+            if is_due:
+                self._deadline_s = None
+            self._armed_s = self._deadline_s
+        self._move()
+        if is_due:
             self._fire()

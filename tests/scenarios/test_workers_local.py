@@ -203,9 +203,10 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
             pair.drop_caches()
             elder = await router.begin(Ask(prompt_of(20), greedy(80)))
             await router.until(lambda: len(router.outcomes[elder.key].tokens[0]) > 1, "tokens of the elder")
-            with Gate(decode.engine, "forward", first=2) as gate:
+            with Gate(decode.engine, "forward", first=sys.maxsize) as gate:
                 ask = await router.reserve(Ask(prompt, params, n=2, local=ALL))
                 await router.heard(ask, "decode.local")
+                gate.close()
                 await gate.wait()
                 # The runner stands in a step: nobody else looks at the pool.
                 hogged = decode.pool.allocate(decode.pool.num_available)

@@ -96,6 +96,10 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    def close(self) -> None:
+        """From the next call on."""
+        self._first = self.num_calls
+
     async def wait(self) -> None:
         await until(self.reached.is_set, f"a call of {self._name}")
 

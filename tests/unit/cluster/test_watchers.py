@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 
 from tandem.cluster import watchers
+from tandem.cluster.launcher import as_kept, kept_of
 from tandem.cluster.node_watcher import ProcessId, started_at
 from tandem.cluster.spec import ClusterSpec
 from tandem.cluster.watchers import NodeWatchers
@@ -163,6 +166,31 @@ async def test_what_ended_here_while_no_supervisor_ran_is_known_to_the_next(
     assert after.adopt([], keeper.kept) == [gone.name]
     await after.meet(HERE, process)
     assert keeper.num_writes == 2  # it had been kept already
+
+
+def test_what_is_kept_is_judged_on_its_own_node_only() -> None:
+    """A number that is nobody's here proves nothing of a process of another host."""
+    process = ProcessId("prefill-0.a", 7, 8)
+    kept = json.loads(json.dumps(as_kept("a node", [process])))
+    assert kept_of("a node", kept) == [process]
+    assert kept_of("another", kept) == kept_of("a node", None) == []
+
+
+async def test_what_could_not_be_kept_is_with_the_next_call(at_head: ClusterSpec, child: subprocess.Popen[str]) -> None:
+    keeper, process = Keeper(), process_of(child)
+    broken = [1]
+
+    def keep(processes: Sequence[ProcessId]) -> None:
+        if broken:
+            broken.pop()
+            raise RayError("the store is away")
+        keeper.keep(processes)
+
+    nodes = NodeWatchers(at_head, keep)
+    await nodes.meet(HERE, process)
+    assert keeper.kept == []
+    await nodes.meet(HERE, process)
+    assert keeper.kept == [process]
 
 
 async def test_what_is_kept_last_is_the_newest(at_head: ClusterSpec, child: subprocess.Popen[str]) -> None:

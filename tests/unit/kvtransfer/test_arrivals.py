@@ -85,6 +85,7 @@ def test_a_number_that_was_taken_too_early_counts_for_nothing() -> None:
     arrived.read(RUNS, memory.take)
     memory.digests[0, 3] = 3
     assert arrived.find_mismatches(0, memory.sealed, memory.take) == ()
+    assert arrived.num_changed == 1
 
 
 def test_a_write_that_comes_again_replaces_what_was_remembered() -> None:

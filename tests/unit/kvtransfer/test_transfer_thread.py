@@ -12,7 +12,7 @@ import pytest
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transfer_thread import ThreadEvent, TransferThread, WritePosted, _pause_s
-from kvtransfer.transports.base import PeerId, Transport, WriteArrived, WriteFailed
+from kvtransfer.transports.base import PeerId, Transport, TransportEvent, WriteArrived, WriteFailed
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
 
@@ -201,6 +201,32 @@ def test_a_transport_that_cannot_poll_ends_the_thread_loudly(pair: tuple[Worker,
     assert isinstance(here.errors[0], TransportError)
     with pytest.raises(TransportError, match="has stopped"):
         here.thread.submit(lambda t: None)
+
+
+def test_what_was_taken_ends_too_when_the_transport_cannot_poll(pair: tuple[Worker, Worker, PeerId]) -> None:
+    """Commands that were about to run when the poll before them failed: somebody waits for their futures."""
+    here, _, _ = pair
+    entered, leave = threading.Event(), threading.Event()
+
+    def break_second_poll(transport: Transport) -> None:
+        inner, left = transport.poll, [1]
+
+        def poll() -> list[TransportEvent]:
+            if not left:
+                raise TransportError("broken")
+            left.pop()
+            return inner()
+
+        transport.poll = poll  # type: ignore[method-assign]
+        entered.set()
+        leave.wait(5)
+
+    here.thread.submit(break_second_poll)
+    assert entered.wait(5)
+    queued = here.thread.submit(lambda t: None)
+    leave.set()
+    with pytest.raises(TransportError, match="has stopped"):
+        queued.result(5)
 
 
 def test_stopping_closes_the_transport_and_fails_what_is_queued(pair: tuple[Worker, Worker, PeerId]) -> None:

@@ -79,14 +79,42 @@ def test_several_prompts_share_a_step_within_the_budget() -> None:
     ]  # fmt: skip
 
 
-def test_no_further_prompt_begins_in_a_step_that_is_full_of_work() -> None:
+def chunks(batch: Batch) -> list[tuple[str, int]]:
+    return [(item.sequence.request_id, item.num_tokens) for item in batch.items if item.num_tokens > 1]
+
+
+def test_a_step_that_ends_enough_of_prompts_takes_no_more() -> None:
     scheduler = make_scheduler(tokens=64)
     scheduler.limits = replace(scheduler.limits, saturating_tokens=8)
-    for name, num_tokens in {"long": 20, "a": 4, "b": 4, "c": 4}.items():
-        scheduler.add(prompt(name, num_tokens, arrival=len(scheduler.waiting)))
-    steps = [[(i.sequence.request_id, i.num_tokens) for i in step(scheduler).items if i.num_tokens > 1] for _ in "1234"]
-    # A prompt that has begun ends before the next one begins; small ones go together. Decodes are not counted.
-    assert steps == [[("long", 16)], [("long", 4), ("a", 4)], [("b", 4), ("c", 4)], []]
+    for arrival, (name, num_tokens) in enumerate({"a": 12, "b": 4, "c": 4, "d": 4}.items()):
+        scheduler.add(prompt(name, num_tokens, arrival=arrival))
+    steps = [chunks(step(scheduler)) for _ in range(4)]
+    assert steps == [[("a", 12)], [("b", 4), ("c", 4)], [("d", 4)], []]  # small ones go together
+
+
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=8)
+    scheduler.add(prompt("long", 40, arrival=0))
+    scheduler.add(prompt("long too", 40, arrival=1))
+    for name in ("a", "b"):
+        sequence = prompt(name, 8, arrival=2)
+        scheduler.add(sequence)
+        scheduler.promote(sequence)  # so that it is in the batch, whoever waits
+    steps = [chunks(step(scheduler)) for _ in range(5)]
+    assert steps[:2] == [[("a", 8)], [("b", 8)]]
+    # Of two long ones the first is computed first.
+    assert steps[2:] == [[("long", 16)], [("long", 16)], [("long", 8)]]
+
+
+def test_beside_a_chunk_that_goes_on_one_that_ends_may_be_computed() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=8)
+    for arrival, (name, num_tokens) in enumerate({"long": 40, "a": 8, "b": 8, "long too": 40, "c": 8}.items()):
+        scheduler.add(prompt(name, num_tokens, arrival=arrival))
+    steps = [chunks(step(scheduler)) for _ in range(7)]
+    assert steps[:3] == [[("long", 16), ("a", 8)], [("long", 16), ("b", 8)], [("long", 8)]]
+    assert steps[3:] == [[("long too", 16), ("c", 8)], [("long too", 16)], [("long too", 8)], []]
 
 
 def test_chunks_end_on_page_borders_unless_they_end_the_prompt() -> None:

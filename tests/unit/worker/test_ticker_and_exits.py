@@ -55,6 +55,32 @@ async def test_an_earlier_deadline_moves_it_and_none_stops_it() -> None:
     assert not silent.times
 
 
+async def test_a_deadline_that_moves_while_it_rings_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rings early for a deadline that has moved away; just then another thread moves that away too, and back."""
+    ticker = Ticker(asyncio.get_running_loop(), bell := Bell())
+    clock, start_s = time.monotonic, time.monotonic()
+    ticker.set(start_s + 0.05)
+    await asyncio.sleep(0)
+    ticker.set(start_s + 0.2)
+    threads = [threading.Thread(target=ticker.set, args=(start_s + 60,))]
+    rings = asyncio.Event()
+
+    def monotonic() -> float:
+        if threads:  # called as it rings: the thread has its chance, and 20 ms
+            threads[0].start()
+            threads.pop().join(0.02)
+            rings.set()
+        return clock()
+
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    await asyncio.wait_for(rings.wait(), WAIT_S)
+    monkeypatch.undo()
+    await asyncio.sleep(0.05)  # what it had queued is done
+    ticker.set(start_s + 0.3)
+    await bell.wait()
+    assert bell.times[0] >= start_s + 0.299
+
+
 async def test_a_ticker_is_set_from_other_threads() -> None:
     ticker = Ticker(asyncio.get_running_loop(), bell := Bell())
     thread = threading.Thread(target=lambda: ticker.set(time.monotonic() - 1))

@@ -12,6 +12,7 @@ from desk_ends import GRACE_S, KEY, LAYOUT, SENDER, THEIRS, World
 from decode_worker.receiving import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol.messages import FailureReason, RefusalReason
+from kvtransfer.transports.base import PeerId, WriteArrived
 from kvtransfer.transports.loopback import Fault, FaultPlan
 
 EXTENT = LAYOUT.extent_bytes
@@ -142,3 +143,20 @@ def test_an_exit_frees_nothing_before_the_transport_was_polled(world: World) -> 
     world.receiving.run(tick_alone)
     assert polls == [False]
     world.receiving.wait("over", (7, 3), RefusalReason.WRITER_EXITED, False)
+
+
+@pytest.mark.parametrize("world", [plan("none")], indirect=True)
+def test_what_arrives_with_the_last_polls_for_a_departed_writer_is_heard(world: World) -> None:
+    """It may be of another writer, whose commit would have to read it all."""
+    receiving, desk = world.receiving, world.receiving.desk
+    arrived = [WriteArrived(PeerId("another"), b"no tag of ours")]
+
+    def tick() -> None:
+        inner = receiving.transport.poll
+        receiving.transport.poll = lambda: [arrived.pop()] if arrived else inner()  # type: ignore[method-assign]
+        desk.tick()
+        receiving.transport.poll = inner  # type: ignore[method-assign]
+
+    receiving.run(lambda: (desk.writer_exited("departed", is_here=True), time.sleep(IN_FLIGHT_S + 0.05), tick()))
+    assert not arrived
+    assert desk.num_arrivals_ignored == 1

@@ -87,8 +87,9 @@ class SchedulingConfig:
     max_num_batched_tokens: int = _key(2048, "tokens of one step, decodes and chunks together", minimum=1)
     chunk_size: int = _key(512, "most tokens of one prompt in one step; a multiple of the page size", minimum=1)
     saturating_tokens: int = _key(
-        0, "tokens of prompts in one step that keep a worker busy: in a step that has them no further prompt begins, "
-        "since all would end later and none sooner; 0: 32 on a CPU, 512 on a GPU", minimum=0
+        0, "tokens of prompts in one step that keep a worker busy: no further prompt joins a step that has them, since "
+        "all would end later and none sooner, but a short one beside one that goes on; 0: 32 on a CPU, 512 on a GPU",
+        minimum=0
     )
     max_queued_requests: int = _key(
         256, "the most requests that wait, in bursts; beyond that, or when they come faster than they are served: 429",

@@ -12,7 +12,7 @@ Role = Literal["prefill", "decode", "router", "supervisor"]
 Signal = Literal["kill", "stop"]
 
 #: Which time the process comes to the point, where the first is not the telling one: a later chunk, a later token.
-_NTH = {"prefill.chunk": 3, "prefill.sending": 2, "decode.step": 10, "router.token": 10}
+_NTH = {"prefill.chunk": 3, "decode.step": 10, "router.token": 10}
 
 POINTS: dict[Role, tuple[str, ...]] = {
     "prefill": ("queued", "chunk", "attached", "sending", "written", "committed", "acked"),

@@ -280,17 +280,25 @@ class ReceivingDesk:
         self._transport.end_incoming(i.grant_id)
 
     def _verify_part(self, i: ev.VerifyPart) -> None:
-        digests = self._arriving[i.grant_id].digests
-        mismatches = digests.find_mismatches(i.part.first_index, i.part.digests, self._take_digests)
-        _tell_changed(i.grant_id, digests)
+        mismatches = self._find_mismatches(i.grant_id, i.part.first_index, i.part.digests)
         self._run(ev.PartVerified(i.grant_id, i.part, mismatches))
 
     def _verify(self, i: ev.VerifyDigests) -> None:
-        digests = self._arriving[i.grant_id].digests
-        mismatches = digests.find_mismatches(0, i.digests, self._take_digests)
+        mismatches = self._find_mismatches(i.grant_id, 0, i.digests)
         self._verified_at_s = time.monotonic()
-        _tell_changed(i.grant_id, digests)
         self._run(ev.DigestsVerified(i.grant_id, mismatches))
+
+    def _find_mismatches(
+        self, grant_id: str, first_index: int, digests: Sequence[Sequence[int]]
+    ) -> tuple[tuple[int, int], ...]:
+        """As `ArrivedDigests.find_mismatches`; tells of what has changed since it arrived, but once."""
+        arrived = self._arriving[grant_id].digests
+        num_known = arrived.num_changed
+        mismatches = arrived.find_mismatches(first_index, digests, self._take_digests)
+        if num_new := arrived.num_changed - num_known:
+            # The transport tells of arrivals too early, which makes commits slow, or somebody else writes here.
+            _log.warning("%d extents of %s have changed since their writes arrived", num_new, grant_id)
+        return mismatches
 
     def _admit(self, i: ev.AdmitRequest) -> None:
         del self._arriving[i.grant.grant_id]
@@ -301,12 +309,6 @@ class ReceivingDesk:
         record = self._handoffs.record(i.key)
         reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
         self._outlet.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))
-
-
-def _tell_changed(grant_id: str, digests: ArrivedDigests) -> None:
-    """A transport that tells of arrivals too early makes commits slow, or somebody else writes here."""
-    if digests.num_changed:
-        _log.warning("%d extents of %s have changed since their writes arrived", digests.num_changed, grant_id)
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {

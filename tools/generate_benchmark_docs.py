@@ -339,7 +339,7 @@ def _kernels_section(measured: dict[str, Any]) -> Iterator[str]:
     if (most := max(report["other_load"] for report in reports)) > QUIET_CORES:
         yield f"- **Warning**: others used {most:.2f} cores meanwhile."
         yield ""
-    threads = [f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}" for report in reports]
+    threads = [kernels_command.threads_title(report["num_threads"]) for report in reports]
     yield _row("limit", threads)
     yield f"|---|{'---|' * len(reports)}"
     yield _row("products", [f"{report['product_flop_per_s'] / 1e9:,.0f} GFLOP/s" for report in reports])

@@ -8,6 +8,7 @@ number differs nothing counts but what lies in memory then.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -101,22 +102,13 @@ class ArrivedDigests:
         if self._agree(first_index, last, digests):
             return ()
         # Something went wrong, or a number was taken too early: what was remembered proves nothing any more.
-        before = [row[first_index:last] for row in self._rows]
-        for row in self._rows:
-            row[first_index:last] = [None] * (last - first_index)
-        self._read_missing(first_index, last, take)
-        self.num_changed += sum(
-            old != new
-            for old_row, row in zip(before, self._rows, strict=True)
-            for old, new in zip(old_row, row[first_index:last], strict=True)
-        )
-        pages = self._pages[first_index:last]
-        return tuple(
-            (layer, page)
-            for layer, (row, wanted) in enumerate(zip(self._rows, digests, strict=True))
-            for page, found, expected in zip(pages, row[first_index:last], wanted, strict=True)
-            if found != expected
-        )
+        pages, mismatches = self._pages[first_index:last], list[tuple[int, int]]()
+        for layer, (row, wanted) in enumerate(zip(self._rows, digests, strict=True)):
+            remembered, row[first_index:last] = row[first_index:last], take(layer, pages)
+            found = row[first_index:last]
+            self.num_changed += sum(map(operator.ne, remembered, found))
+            mismatches += [(layer, page) for page, a, b in zip(pages, found, wanted, strict=True) if a != b]
+        return tuple(mismatches)
 
     def _read_missing(self, first: int, last: int, take: TakeDigests) -> None:
         for layer, row in enumerate(self._rows):

@@ -61,7 +61,7 @@ def run(
         shape = shape_of(model_dir, sizes)
         reports = []
         for num_threads in counts:
-            tell_here = functools.partial(tell, _threads(num_threads))
+            tell_here = functools.partial(tell, threads_title(num_threads))
             reports.append(measure(model_dir, shape, num_threads, sizes, tell_here))
     name = "random" if model is None else model.resolve().name
     _say(name, shape, reports)
@@ -92,7 +92,7 @@ def remarks(reports: Sequence[Report]) -> Iterator[str]:
     """What a reader of the figures must know."""
     for report in reports:
         if report.other_load > _MOST_OTHER_LOAD:
-            threads = _threads(report.limits.num_threads)
+            threads = threads_title(report.limits.num_threads)
             yield f"{threads}: others used {report.other_load:.1f} cores meanwhile: no figure is reliable"
 
 
@@ -123,7 +123,7 @@ def _told(total: int, *, is_wanted: bool) -> Iterator[Callable[..., None]]:
 def limit_table(report: Report) -> Table:
     """The probes; those that set the limits are marked."""
     limits = report.limits
-    table = Table(f"{_threads(limits.num_threads)}: limits", "rate", "", box=None)
+    table = Table(f"{threads_title(limits.num_threads)}: limits", "rate", "", box=None)
     table.columns[1].justify = "right"
     for probes, best, unit in (
         (limits.products, limits.product_rate, "GFLOP/s"),
@@ -140,7 +140,7 @@ def kernel_table(report: Report) -> Table:
     """The kernels, in the order of measuring."""
     limits = report.limits
     table = Table(
-        f"{_threads(limits.num_threads)}: kernels",
+        f"{threads_title(limits.num_threads)}: kernels",
         "median ms",
         "best ms",
         "runs",
@@ -168,7 +168,8 @@ def kernel_table(report: Report) -> Table:
     return table
 
 
-def _threads(number: int) -> str:
+def threads_title(number: int) -> str:
+    """As a title."""
     return f"{number} thread{'s' if number > 1 else ''}"
 
 

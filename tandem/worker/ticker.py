@@ -45,7 +45,7 @@ class Ticker:
             self._timer = None
         with self._lock:
             armed_s = self._armed_s
-        if armed_s is not None:  # it has rung meanwhile
+        if armed_s is not None:  # else it has rung meanwhile
             self._timer = self._loop.call_later(max(0.0, armed_s - time.monotonic()), self._ring)
 
     def _ring(self) -> None:

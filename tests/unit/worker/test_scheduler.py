@@ -95,16 +95,14 @@ def test_a_step_that_ends_enough_of_prompts_takes_no_more() -> None:
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
     scheduler = make_scheduler(tokens=64)
     scheduler.limits = replace(scheduler.limits, saturating_tokens=8)
-    scheduler.add(prompt("long", 40, arrival=0))
-    scheduler.add(prompt("long too", 40, arrival=1))
-    for name in ("a", "b"):
-        sequence = prompt(name, 8, arrival=2)
+    for arrival, (name, num_tokens) in enumerate({"long": 40, "long too": 40, "a": 8, "b": 8}.items()):
+        sequence = prompt(name, num_tokens, arrival=arrival)
         scheduler.add(sequence)
-        scheduler.promote(sequence)  # so that it is in the batch, whoever waits
+        scheduler.promote(sequence)  # all are in the batch
     steps = [chunks(step(scheduler)) for _ in range(5)]
-    assert steps[:2] == [[("a", 8)], [("b", 8)]]
+    assert steps[:2] == [[("long", 16), ("a", 8)], [("long", 16), ("b", 8)]]
     # Of two long ones the first is computed first.
-    assert steps[2:] == [[("long", 16)], [("long", 16)], [("long", 8)]]
+    assert steps[2:] == [[("long", 8)], [("long too", 16)], [("long too", 16)]]
 
 
 def test_beside_a_chunk_that_goes_on_one_that_ends_may_be_computed() -> None:

@@ -1,12 +1,11 @@
 """Paged attention on the CPU, float32, without gathering: blocks of query rows walk the pages of their sequence.
 
-Query heads that share a KV head go together, up to three at a time: each vector of K or V that is loaded serves all of
-them. Softmax is online, page by page.
+Rows of a block, and query heads that share a KV head, go over a page together while it lies in the first cache; up to
+three heads share each vector of V that is loaded. Softmax is online, page by page.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,51 +21,80 @@ from tandem.engine.layout import KVLayout
 from tandem.engine.shared_words import float32s, int32s, int64s, real, words
 from tandem.engine.threads import Kernel
 
+_vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
+# Half a vector: what a head may have beyond whole ones.
+_half = vir.Vectors(8) if _vec.lanes > 8 else None
+#: What the length of a head must be a multiple of.
+_HEAD_UNIT = 8
+# Numba takes these for constants.
+_LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 #: Rows of a chunk that go over a page together.
 _BLOCK_ROWS = 8
-#: Vectors of a cache line.
-_LINE_VECTORS = 2
 
 
-def _score_tile(num_heads: int, num_slots: int) -> Callable[..., None]:
-    """Products of `num_heads` queries with the keys of `num_slots` slots.
+def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 1) -> Callable[..., None]:
+    """Products of `num_heads` queries with the keys of `num_slots` slots, `unrolled` vectors of them at a time.
 
-    Arguments, in addresses, bytes and counts: queries, their stride, keys, their stride, vectors of a head, scores,
-    their stride from head to head; how far ahead to prefetch; then the scale.
+    Arguments, in addresses, bytes and counts: queries, the bytes of one, keys, their stride, scores, their stride from
+    head to head; how far ahead to prefetch, where `ahead`; then the scale.
     """
 
     def emit(
-        builder: Any, query: Any, query_stride: Any, key: Any, key_stride: Any, vectors: Any, scores: Any, stride: Any,
-        ahead: Any, scale: Any,
+        builder: Any, query: Any, num_bytes: Any, key: Any, key_stride: Any, scores: Any, stride: Any, distance: Any,
+        scale: Any,
     ) -> None:  # fmt: skip
-        queries = [vir.advance(builder, query, query_stride, head) for head in range(num_heads)]
-        keys = [vir.advance(builder, key, key_stride, slot) for slot in range(num_slots)]
-        pairs = list(itertools.product(range(num_heads), range(num_slots)))
-        sums = {pair: cgutils.alloca_once_value(builder, vir.constant(0.0)) for pair in pairs}
-        vector_bytes = query.type(vir.VECTOR_BYTES)
-        with cgutils.for_range(builder, vectors) as loop:
-            at = builder.mul(loop.index, vector_bytes)
-            key_parts = [vir.load(builder, builder.add(start, at)) for start in keys]
-            query_parts = [vir.load(builder, builder.add(start, at)) for start in queries]
-            for start in keys:
-                vir.prefetch(builder, builder.add(builder.add(start, ahead), at))
-            for head, slot in pairs:
-                total = sums[head, slot]
-                product = vir.fma(builder, query_parts[head], key_parts[slot], builder.load(total))
-                builder.store(product, total)
-        for head, slot in pairs:
-            score = builder.fmul(vir.sum_of(builder, builder.load(sums[head, slot])), scale)
+        queries = [vir.advance(builder, query, num_bytes, head) for head in range(num_heads)]
+        sums = [
+            [cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_slots)] for _ in range(num_heads)
+        ]
+
+        def add(at: Any, load: Callable[[Any, Any], Any], num_vectors: int = 1) -> None:
+            places = [vir.offset(builder, at, n * _VECTOR_BYTES) for n in range(num_vectors)]
+            parts = [[load(builder, builder.add(start, place)) for place in places] for start in queries]
+            start = key
+            for slot in range(num_slots):
+                for n, place in enumerate(places):
+                    key_at = builder.add(start, place)
+                    key_part = load(builder, key_at)
+                    if ahead:
+                        vir.prefetch(builder, builder.add(key_at, distance))
+                    for head_parts, head_sums in zip(parts, sums, strict=True):
+                        total = _vec.fma(builder, head_parts[n], key_part, builder.load(head_sums[slot]))
+                        builder.store(total, head_sums[slot])
+                start = builder.add(start, key_stride)
+
+        vector_bytes, unroll = num_bytes.type(_VECTOR_BYTES), num_bytes.type(unrolled)
+        whole = builder.udiv(num_bytes, vector_bytes)
+        num_steps = builder.udiv(whole, unroll)
+        with cgutils.for_range(builder, num_steps) as loop:
+            add(builder.mul(loop.index, builder.mul(vector_bytes, unroll)), _vec.load, unrolled)
+        if unrolled > 1:
+            with cgutils.for_range_slice(builder, builder.mul(num_steps, unroll), whole, whole.type(1)) as (index, _):
+                add(builder.mul(index, vector_bytes), _vec.load)
+        if _half is not None:
+            rest = builder.mul(whole, vector_bytes)
+            with builder.if_then(builder.icmp_unsigned("<", rest, num_bytes), likely=False):
+                add(rest, lambda builder, place: _vec.widen(builder, _half.load(builder, place)))
+        for head, head_sums in enumerate(sums):
             row = vir.advance(builder, scores, stride, head)
-            vir.store_real(builder, score, vir.offset(builder, row, slot * vir.FLOAT_BYTES))
+            totals = [builder.load(total) for total in head_sums]
+            if num_slots == _LANES:
+                scaled = builder.fmul(_vec.sums_of(builder, totals), _vec.spread(builder, scale))
+                _vec.store(builder, scaled, row)
+                continue
+            for slot, total in enumerate(totals):
+                score = builder.fmul(_vec.sum_of(builder, total), scale)
+                vir.store_real(builder, score, vir.offset(builder, row, slot * vir.FLOAT_BYTES))
 
-    return vir.kernel(8, 1, types.void, emit)
+    name = f"scores_{num_heads}x{num_slots}{'_ahead' if ahead else ''}"
+    return vir.kernel(7, 1, types.void, vir.apart(name, emit))
 
 
-def _value_tile(num_heads: int, num_vectors: int) -> Callable[..., None]:
+def _value_tile(num_heads: int, num_vectors: int, *, ahead: bool, vec: vir.Vectors = _vec) -> Callable[..., None]:
     """Adds the weighted values of some slots to `num_vectors` vectors of `num_heads` sums.
 
     Arguments, in addresses, bytes and counts: weights, their stride from head to head, values, their stride, slots,
-    sums, their stride; how far ahead to prefetch.
+    sums, their stride; how far ahead to prefetch, where `ahead`.
     """
 
     def emit(
@@ -78,112 +106,165 @@ def _value_tile(num_heads: int, num_vectors: int) -> Callable[..., None]:
         slots: Any,
         total: Any,
         stride: Any,
-        ahead: Any,
+        distance: Any,
     ) -> None:
         rows = [vir.advance(builder, weights, weight_stride, head) for head in range(num_heads)]
         places = [
             [
-                vir.offset(builder, vir.advance(builder, total, stride, head), n * vir.VECTOR_BYTES)
+                vir.offset(builder, vir.advance(builder, total, stride, head), n * vec.num_bytes)
                 for n in range(num_vectors)
             ]
             for head in range(num_heads)
         ]
-        sums = [[cgutils.alloca_once_value(builder, vir.load(builder, place)) for place in row] for row in places]
+        sums = [[cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in row] for row in places]
         one = slots.type(vir.FLOAT_BYTES)
         with cgutils.for_range(builder, slots) as loop:
             start = vir.advance(builder, value, value_stride, loop.index)
-            parts = [vir.load(builder, vir.offset(builder, start, n * vir.VECTOR_BYTES)) for n in range(num_vectors)]
-            for n in range(0, num_vectors, _LINE_VECTORS):
-                vir.prefetch(builder, vir.offset(builder, builder.add(start, ahead), n * vir.VECTOR_BYTES))
+            parts = [vec.load(builder, vir.offset(builder, start, n * vec.num_bytes)) for n in range(num_vectors)]
+            if ahead:
+                for n in range(0, num_vectors * vec.num_bytes, vir.LINE_BYTES):
+                    vir.prefetch(builder, vir.offset(builder, builder.add(start, distance), n))
             for row, row_sums in zip(rows, sums, strict=True):
-                weight = vir.spread(builder, vir.load_real(builder, vir.advance(builder, row, one, loop.index)))
+                weight = vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, one, loop.index)))
                 for part, slot in zip(parts, row_sums, strict=True):
-                    builder.store(vir.fma(builder, weight, part, builder.load(slot)), slot)
+                    builder.store(vec.fma(builder, weight, part, builder.load(slot)), slot)
         for place_row, row_sums in zip(places, sums, strict=True):
             for place, slot in zip(place_row, row_sums, strict=True):
-                vir.store(builder, builder.load(slot), place)
+                vec.store(builder, builder.load(slot), place)
 
-    return vir.kernel(8, 0, types.void, emit)
+    name = f"values_{num_heads}x{num_vectors}_of_{vec.lanes}{'_ahead' if ahead else ''}"
+    return vir.kernel(8, 0, types.void, vir.apart(name, emit))
 
 
 def _emit_greatest(builder: Any, scores: Any, vectors: Any, start: Any) -> Any:
-    found = cgutils.alloca_once_value(builder, vir.spread(builder, start))
-    stride = vectors.type(vir.VECTOR_BYTES)
+    found = cgutils.alloca_once_value(builder, _vec.spread(builder, start))
+    stride = vectors.type(_vec.num_bytes)
     with cgutils.for_range(builder, vectors) as loop:
-        part = vir.load(builder, vir.advance(builder, scores, stride, loop.index))
-        builder.store(vir.greater(builder, part, builder.load(found)), found)
-    return vir.greatest_of(builder, builder.load(found))
+        part = _vec.load(builder, vir.advance(builder, scores, stride, loop.index))
+        builder.store(_vec.greater(builder, part, builder.load(found)), found)
+    return _vec.greatest_of(builder, builder.load(found))
 
 
 def _emit_exponentials(builder: Any, scores: Any, vectors: Any, greatest: Any) -> Any:
     """In place: `exp(score - greatest)`; returns their sum."""
-    total = cgutils.alloca_once_value(builder, vir.constant(0.0))
-    subtrahend = vir.spread(builder, greatest)
-    stride = vectors.type(vir.VECTOR_BYTES)
+    total = cgutils.alloca_once_value(builder, _vec.constant(0.0))
+    subtrahend = _vec.spread(builder, greatest)
+    stride = vectors.type(_vec.num_bytes)
     with cgutils.for_range(builder, vectors) as loop:
         place = vir.advance(builder, scores, stride, loop.index)
-        weight = vir.exponential(builder, builder.fsub(vir.load(builder, place), subtrahend))
-        vir.store(builder, weight, place)
+        weight = _vec.exponential(builder, builder.fsub(_vec.load(builder, place), subtrahend))
+        _vec.store(builder, weight, place)
         builder.store(builder.fadd(builder.load(total), weight), total)
-    return vir.sum_of(builder, builder.load(total))
+    return _vec.sum_of(builder, builder.load(total))
 
 
 _greatest = vir.kernel(2, 1, types.float32, _emit_greatest)
 _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
-_scores_1x4, _scores_2x4, _scores_3x4 = (_score_tile(heads, 4) for heads in (1, 2, 3))
-_scores_1x1, _scores_2x1, _scores_3x1 = (_score_tile(heads, 1) for heads in (1, 2, 3))
-_values_1x4, _values_2x4, _values_3x4 = (_value_tile(heads, 4) for heads in (1, 2, 3))
-_values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1) for heads in (1, 2, 3))
+# A row alone waits for memory: each key serves several heads, and what comes next is fetched evenly. Many rows find the
+# page in the cache, where sums of whole vectors of slots cost the least. The scores are the same bits.
+_scores_1x4, _scores_2x4, _scores_3x4 = (_score_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
+_scores_1x1, _scores_2x1, _scores_3x1 = (_score_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
+_scores_many = _score_tile(1, _LANES, ahead=False, unrolled=4)
+_scores_many_ahead = _score_tile(1, _LANES, ahead=True, unrolled=4)
+_values_1x4, _values_2x4, _values_3x4 = (_value_tile(heads, 4, ahead=False) for heads in (1, 2, 3))
+_values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1, ahead=False) for heads in (1, 2, 3))
+_values_half = _value_tile(1, 1, ahead=False, vec=_half or _vec)
+# Of the first rows, whose tokens have the pages that come next fetched.
+_values_1x4_ahead, _values_2x4_ahead, _values_3x4_ahead = (_value_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
 
 
 @numba.njit(nogil=True, inline="always")
 def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
     """Scores of `heads` queries (1 to 3) with `slots` keys."""
-    vectors = head_bytes // 32
     slot = 0
     while slot < slots:
         four = slots - slot >= 4
         k, s = key + slot * token_bytes, scores + slot * 4
         if heads == 3:
             if four:
-                _scores_3x4(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
+                _scores_3x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
             else:
-                _scores_3x1(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
+                _scores_3x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         elif heads == 2:
             if four:
-                _scores_2x4(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
+                _scores_2x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
             else:
-                _scores_2x1(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
+                _scores_2x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         elif four:
-            _scores_1x4(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
+            _scores_1x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         else:
-            _scores_1x1(query, head_bytes, k, token_bytes, vectors, s, stride, ahead, scale)
+            _scores_1x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         slot += 4 if four else 1
+
+
+@numba.njit(nogil=True, inline="always")
+def _score_many(query, head_bytes, key, token_bytes, slots, room, scores, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Scores of a query with `slots` keys, and with some more that are worth nothing: there are `room` of them."""
+    slot = 0
+    while slot + _LANES <= room and slot < slots:
+        if ahead:
+            _scores_many_ahead(
+                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * 4, 0, ahead, scale
+            )
+        else:
+            _scores_many(query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * 4, 0, 0, scale)
+        slot += _LANES
+    if slot < slots:
+        _score(
+            1,
+            query,
+            head_bytes,
+            key + slot * token_bytes,
+            token_bytes,
+            slots - slot,
+            scores + slot * 4,
+            0,
+            ahead,
+            scale,
+        )
 
 
 @numba.njit(nogil=True, inline="always")
 def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
     """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3)."""
-    vectors = head_bytes // 32
+    vectors = head_bytes // _VECTOR_BYTES
     done = 0
     while done < vectors:
         four = vectors - done >= 4
-        v, t = value + done * 32, total + done * 32
+        v, t = value + done * _VECTOR_BYTES, total + done * _VECTOR_BYTES
         if heads == 3:
-            if four:
+            if four and ahead:
+                _values_3x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            elif four:
                 _values_3x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             else:
                 _values_3x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         elif heads == 2:
-            if four:
+            if four and ahead:
+                _values_2x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            elif four:
                 _values_2x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             else:
                 _values_2x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+        elif four and ahead:
+            _values_1x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         elif four:
             _values_1x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         else:
             _values_1x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         done += 4 if four else 1
+    rest = vectors * _VECTOR_BYTES
+    if rest < head_bytes:
+        for head in range(heads):
+            t = total + head * head_bytes + rest
+            _values_half(weights + head * stride, stride, value + rest, token_bytes, slots, t, head_bytes, ahead)
+
+
+@numba.njit(nogil=True, inline="always")
+def _seen(position, page_size, window):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """What a row sees of a page that begins `position` tokens before its own: the first slot, and how many."""
+    low = max(position - window + 1, 0) if window > 0 else 0
+    return low, min(position + 1, page_size) - low
 
 
 def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -198,11 +279,11 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     num_own = own * group
     head_bytes = head_dim * 4
     token_bytes = kv_heads * head_bytes
-    padded = (page_size + 7) // 8 * 8
+    padded = (page_size + _LANES - 1) // _LANES * _LANES
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
     tables = numba.carray(int32s(tables_at), (num_tables, table_width))
     output = float32s(output_at)
-    scores = np.empty((3, padded), dtype=np.float32)
+    scores = np.empty((_BLOCK_ROWS * group, padded), dtype=np.float32)
     total = np.empty((_BLOCK_ROWS, num_own, head_dim), dtype=np.float32)
     weight_sum = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
     greatest = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
@@ -224,31 +305,48 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                 ahead = pages + tables[blocks[(item + 1) // splits, 0], 0] * 2 * page_size * token_bytes - page
             else:
                 ahead = 0
-            # All rows and heads of a page before the next page: its memory comes in one stream, and once.
-            for row in range(num_rows):
-                position = first_position + row
-                low = max(position - window + 1 - index * page_size, 0) if window > 0 else 0
-                slots = min(position + 1 - index * page_size, page_size) - low
-                if slots < 1:
-                    continue
-                vectors = (slots + 7) // 8
-                queries = query + ((first_row + row) * num_heads + first_head * group) * head_bytes
-                member = 0
-                while member < num_own:
-                    kv_head = member // group
-                    heads = min(3, (kv_head + 1) * group - member)
-                    key = page + low * token_bytes + (first_head + kv_head) * head_bytes
-                    value = key + page_size * token_bytes
-                    query_at = queries + member * head_bytes
-                    _score(heads, query_at, head_bytes, key, token_bytes, slots, at, padded * 4, ahead, scaling)
-                    for offset in range(heads):
-                        head = member + offset
+            # All heads and rows of a page before the next page: its memory comes in one stream, and once.
+            for kv_head in range(own):
+                fetch = ahead
+                keys = page + (first_head + kv_head) * head_bytes
+                # Each of the three parts for all rows, as what one of them waits for is no more than another's.
+                for row in range(num_rows):
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    if slots < 1:
+                        continue
+                    head = (first_row + row) * num_heads + (first_head + kv_head) * group
+                    queries, key, place = (
+                        query + head * head_bytes,
+                        keys + low * token_bytes,
+                        at + row * group * padded * 4,
+                    )
+                    if num_rows == 1:
+                        for member in range(0, group, 3):
+                            _score(
+                                min(3, group - member), queries + member * head_bytes, head_bytes, key, token_bytes,
+                                slots, place + member * padded * 4, padded * 4, fetch, scaling,
+                            )  # fmt: skip
+                            fetch = 0
+                    else:
+                        for member in range(group):
+                            _score_many(
+                                queries + member * head_bytes, head_bytes, key, token_bytes, slots, page_size - low,
+                                place + member * padded * 4, fetch, scaling,
+                            )  # fmt: skip
+                            fetch = 0
+                for row in range(num_rows):
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    if slots < 1:
+                        continue
+                    vectors = (slots + _LANES - 1) // _LANES
+                    for member in range(group):
+                        head, place = kv_head * group + member, row * group + member
                         if softcap > 0:
                             for slot in range(slots):
-                                scores[offset, slot] = softcap * math.tanh(scores[offset, slot] / softcap)
-                        for slot in range(slots, vectors * 8):
-                            scores[offset, slot] = -np.inf
-                        page_greatest = _greatest(at + offset * padded * 4, vectors, greatest[row, head])
+                                scores[place, slot] = softcap * math.tanh(scores[place, slot] / softcap)
+                        for slot in range(slots, vectors * _LANES):
+                            scores[place, slot] = -np.inf
+                        page_greatest = _greatest(at + place * padded * 4, vectors, greatest[row, head])
                         # Online softmax: what was summed so far is rescaled when a greater score appears.
                         if page_greatest > greatest[row, head]:
                             rescale = np.float32(math.exp(greatest[row, head] - page_greatest))
@@ -256,11 +354,19 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                             weight_sum[row, head] *= rescale
                             for dim in range(head_dim):
                                 total[row, head, dim] *= rescale
-                        weight_sum[row, head] += _exponentials(at + offset * padded * 4, vectors, greatest[row, head])
-                    sums = total.ctypes.data + (row * num_own + member) * head_bytes
-                    _add_values(heads, at, padded * 4, value, token_bytes, slots, sums, head_bytes, ahead)
-                    member += heads
-                ahead = 0
+                        weight_sum[row, head] += _exponentials(at + place * padded * 4, vectors, page_greatest)
+                fetch = ahead
+                for row in range(num_rows):
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    if slots < 1:
+                        continue
+                    value = keys + (page_size + low) * token_bytes
+                    for member in range(0, group, 3):
+                        heads = min(3, group - member)
+                        weights = at + (row * group + member) * padded * 4
+                        sums = total.ctypes.data + (row * num_own + kv_head * group + member) * head_bytes
+                        _add_values(heads, weights, padded * 4, value, token_bytes, slots, sums, head_bytes, fetch)
+                        fetch = 0
         for row in range(num_rows):
             for head in range(num_own):
                 inverse = np.float32(1.0) / weight_sum[row, head]
@@ -276,7 +382,7 @@ _attend_kernel = Kernel(_attend, "iii" + "iiii" + "iiiii" + "fif" + "i")
 
 def can_attend(head_dim: int) -> bool:
     """Whether heads of this size fill whole vectors, and this CPU has them."""
-    return head_dim % vir.LANES == 0 and vir.is_fast_here()
+    return head_dim % _HEAD_UNIT == 0 and vir.is_fast_here()
 
 
 def row_blocks(spans: Iterable[tuple[int, int, int, int]]) -> np.ndarray:

@@ -22,12 +22,12 @@ from tandem.engine.attention_cpu import CPUAttention
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.fused_decoder import FusedDecoder
+from tandem.engine.fused_kernel import LANES
 from tandem.engine.fused_layer import FusedDecoderLayer, Workspace
 from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.layout import KVLayout
 from tandem.engine.packed_linear import PackedLinear, can_pack, replace_modules
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.vector_ir import LANES
 
 _Output = TypeVar("_Output")
 

@@ -11,6 +11,7 @@ from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import gather_rows
 from tandem.engine.fused_layer import FusedDecoderLayer, compute_layers, plan_layers
 from tandem.engine.fused_modules import FusedRMSNorm
+from tandem.engine.packed_kernel import num_arranged
 from tandem.engine.packed_linear import PackedLinear
 from tandem.engine.vector_ir import FLOAT_BYTES
 
@@ -48,6 +49,7 @@ class FusedDecoder:
         cos, sin = rotary.data_ptr(), rotary.data_ptr() + rotary.nbytes // 2
         last = torch.empty(num_logits, self._width, dtype=torch.float32)
         logits = torch.empty(num_logits, self._head.padded_features, dtype=torch.float32)
+        arranged = torch.empty(num_arranged(num_logits, self._width), dtype=torch.float32)
         positions, last_at = batch.positions.data_ptr(), last.data_ptr()
         compute_layers(
             self._layers,
@@ -62,7 +64,9 @@ class FusedDecoder:
             behind=(
                 gather_rows.call(num_logits, sums, self._width, batch.logit_rows.data_ptr(), last_at),
                 self._norm.call(last_at, num_logits, last_at),
-                self._head.call(last_at, self._width * FLOAT_BYTES, num_logits, logits.data_ptr()),
+                *self._head.calls(
+                    last_at, self._width * FLOAT_BYTES, num_logits, logits.data_ptr(), arranged.data_ptr()
+                ),
             ),
         )
         return logits if self._head.out_features == logits.shape[1] else logits[:, : self._head.out_features]

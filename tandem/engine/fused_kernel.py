@@ -16,59 +16,62 @@ from tandem.engine import vector_ir as vir
 from tandem.engine.shared_words import int64s, real, words
 from tandem.engine.threads import Kernel
 
+#: What widths are multiples of.
+LANES = 8
+_vec = vir.Vectors(LANES)
+
 #: Below this many rows norms, sums and rotation go without threads: their start costs more than they save.
 ROWS_FOR_THREADS = 64
 
 # Numba takes these for constants.
-_LANES = vir.LANES
 _FLOAT_BYTES = vir.FLOAT_BYTES
-_VECTOR_BYTES = vir.VECTOR_BYTES
+_VECTOR_BYTES = _vec.num_bytes
 
 
 def _emit_normalize(builder: Any, x: Any, weight: Any, y: Any, vectors: Any, eps: Any) -> None:
     """`y = x / sqrt(mean(x ** 2) + eps) * weight`; `y` may be `x`."""
-    stride = vectors.type(vir.VECTOR_BYTES)
-    total = cgutils.alloca_once_value(builder, vir.constant(0.0))
+    stride = vectors.type(_vec.num_bytes)
+    total = cgutils.alloca_once_value(builder, _vec.constant(0.0))
     with cgutils.for_range(builder, vectors) as loop:
-        part = vir.load(builder, vir.advance(builder, x, stride, loop.index))
-        builder.store(vir.fma(builder, part, part, builder.load(total)), total)
-    count = builder.sitofp(builder.mul(vectors, vectors.type(vir.LANES)), vir.REAL)
-    mean = builder.fdiv(vir.sum_of(builder, builder.load(total)), count)
-    factor = vir.spread(builder, builder.fdiv(vir.REAL(1.0), vir.square_root(builder, builder.fadd(mean, eps))))
+        part = _vec.load(builder, vir.advance(builder, x, stride, loop.index))
+        builder.store(_vec.fma(builder, part, part, builder.load(total)), total)
+    count = builder.sitofp(builder.mul(vectors, vectors.type(_vec.lanes)), vir.REAL)
+    mean = builder.fdiv(_vec.sum_of(builder, builder.load(total)), count)
+    factor = _vec.spread(builder, builder.fdiv(vir.REAL(1.0), vir.square_root(builder, builder.fadd(mean, eps))))
     with cgutils.for_range(builder, vectors) as loop:
-        part, scale = (vir.load(builder, vir.advance(builder, start, stride, loop.index)) for start in (x, weight))
+        part, scale = (_vec.load(builder, vir.advance(builder, start, stride, loop.index)) for start in (x, weight))
         scaled = builder.fmul(builder.fmul(part, factor), scale)
-        vir.store(builder, scaled, vir.advance(builder, y, stride, loop.index))
+        _vec.store(builder, scaled, vir.advance(builder, y, stride, loop.index))
 
 
 def _emit_rotate(builder: Any, x: Any, cos: Any, sin: Any, y: Any, half: Any) -> None:
     """Turns pairs `(x[i], x[i + half])` of a head; `half` in bytes. `y` may be `x`."""
-    width = half.type(vir.VECTOR_BYTES)
+    width = half.type(_vec.num_bytes)
     with cgutils.for_range(builder, builder.udiv(half, width)) as loop:
         low = builder.mul(loop.index, width)
         high = builder.add(low, half)
-        first, second = (vir.load(builder, builder.add(x, place)) for place in (low, high))
+        first, second = (_vec.load(builder, builder.add(x, place)) for place in (low, high))
         for place, own, other, is_low in ((low, first, second, True), (high, second, first, False)):
-            cosine, sine = (vir.load(builder, builder.add(table, place)) for table in (cos, sin))
+            cosine, sine = (_vec.load(builder, builder.add(table, place)) for table in (cos, sin))
             turned = builder.fmul(other, sine)
             if is_low:
-                turned = vir.negative(builder, turned)
-            vir.store(builder, vir.fma(builder, own, cosine, turned), builder.add(y, place))
+                turned = _vec.negative(builder, turned)
+            _vec.store(builder, _vec.fma(builder, own, cosine, turned), builder.add(y, place))
 
 
 def _emit_copy(builder: Any, x: Any, y: Any, vectors: Any) -> None:
-    stride = vectors.type(vir.VECTOR_BYTES)
+    stride = vectors.type(_vec.num_bytes)
     with cgutils.for_range(builder, vectors) as loop:
-        part = vir.load(builder, vir.advance(builder, x, stride, loop.index))
-        vir.store(builder, part, vir.advance(builder, y, stride, loop.index))
+        part = _vec.load(builder, vir.advance(builder, x, stride, loop.index))
+        _vec.store(builder, part, vir.advance(builder, y, stride, loop.index))
 
 
 def _emit_sum(builder: Any, x: Any, other: Any, y: Any, vectors: Any) -> None:
     """`y = x + other`; `y` may be either."""
-    stride = vectors.type(vir.VECTOR_BYTES)
+    stride = vectors.type(_vec.num_bytes)
     with cgutils.for_range(builder, vectors) as loop:
-        parts = [vir.load(builder, vir.advance(builder, start, stride, loop.index)) for start in (x, other)]
-        vir.store(builder, builder.fadd(*parts), vir.advance(builder, y, stride, loop.index))
+        parts = [_vec.load(builder, vir.advance(builder, start, stride, loop.index)) for start in (x, other)]
+        _vec.store(builder, builder.fadd(*parts), vir.advance(builder, y, stride, loop.index))
 
 
 _normalize = vir.kernel(4, 1, types.void, _emit_normalize)
@@ -82,7 +85,7 @@ def _normalize_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pr
     x, width, weight, eps, y = _five_words(arguments)
     for row in range(first, end):
         place = row * width * _FLOAT_BYTES
-        _normalize(x + place, weight, y + place, width // _LANES, real(eps))
+        _normalize(x + place, weight, y + place, width // LANES, real(eps))
 
 
 @numba.njit(nogil=True, inline="always")
@@ -127,7 +130,7 @@ def _add_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: 
     x, other, stride, width, y = _five_words(arguments)
     for row in range(first, end):
         place = row * width * _FLOAT_BYTES
-        _sum(x + place, other + row * stride, y + place, width // _LANES)
+        _sum(x + place, other + row * stride, y + place, width // LANES)
 
 
 def _gather_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -135,7 +138,7 @@ def _gather_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragm
     table, width, indices, y = _four_words(arguments)
     row_bytes = width * _FLOAT_BYTES
     for row in range(first, end):
-        _copy(table + int64s(indices)[row] * row_bytes, y + row * row_bytes, width // _LANES)
+        _copy(table + int64s(indices)[row] * row_bytes, y + row * row_bytes, width // LANES)
 
 
 _four_words, _five_words, _sixteen_words = words(4), words(5), words(16)

@@ -21,6 +21,7 @@ from tandem.engine.attention_cpu import CPUAttention
 from tandem.engine.fused_kernel import ROWS_FOR_THREADS, add_rows
 from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.memory import map_memory
+from tandem.engine.packed_kernel import MAX_ROWS
 from tandem.engine.threads import run, threads_now
 from tandem.engine.vector_ir import FLOAT_BYTES, LINE_BYTES
 
@@ -66,8 +67,8 @@ class _Plan:
     query: int = 0
     attended: int = 0
     normalize_sums: bytes = b""
-    project_heads: bytes = b""
-    project_attended: bytes = b""
+    project_heads: tuple[bytes, ...] = ()
+    project_attended: tuple[bytes, ...] = ()
     add_to_sums: bytes = b""
     mlp: tuple[bytes, ...] = ()  # from sums to added
 
@@ -136,12 +137,12 @@ class FusedDecoderLayer(nn.Module):
 
     def until_written(
         self, context: ForwardContext, layer: int, x: int | None, rotary: tuple[int, int]
-    ) -> tuple[bytes, bytes, bytes]:
+    ) -> tuple[bytes, ...]:
         """Calls from the input `x`, or else from the sums, to K and V in the arena and queries; `rotary` by address."""
         attention_norm, attention, _, _ = self._parts
         plan = self._plan
         norm = plan.normalize_sums if x is None else attention_norm.call(x, plan.num_rows, plan.normed)
-        return norm, plan.project_heads, attention.call(context, layer, plan.heads, *rotary, plan.query)
+        return norm, *plan.project_heads, attention.call(context, layer, plan.heads, *rotary, plan.query)
 
     def attend(self, context: ForwardContext, backend: CPUAttention, layer: int, num_threads: int) -> bytes:
         """The call from queries to what they attend to."""
@@ -161,7 +162,7 @@ class FusedDecoderLayer(nn.Module):
     def from_attended(self, x: int | None, output: int | None) -> Iterable[bytes]:
         """Calls from there to the output, or else to the sums."""
         plan = self._plan
-        yield plan.project_attended
+        yield from plan.project_attended
         yield plan.add_to_sums if x is None else self._add(plan, x, plan.sums)
         yield from plan.mlp
         yield plan.add_to_sums if output is None else self._add(plan, plan.sums, output)
@@ -170,10 +171,14 @@ class FusedDecoderLayer(nn.Module):
         return add_rows.call(plan.num_rows, x, plan.added, self._added_stride, self._width, output)
 
     def _lay_out(self, begin: int, num_rows: int) -> tuple[list[int], list[int], list[int]]:
-        """Places of sums, normed, added; of heads, query, attended; of the MLP's both and inner; each with its end."""
+        """Places of sums, normed, added, arranged; of heads, query, attended; of the MLP's both and inner.
+
+        Each with its end.
+        """
         _, attention, _, mlp = self._parts
-        kept = _lay_out(begin, num_rows, self._width, self._width, attention.o_proj.padded_features)
         query_features = attention.o_proj.in_features
+        arranged = max(self._width, query_features, mlp.inner_features) if num_rows > MAX_ROWS else 0
+        kept = _lay_out(begin, num_rows, self._width, self._width, attention.o_proj.padded_features, arranged)
         of_attention = _lay_out(kept[-1], num_rows, attention.qkv.padded_features, query_features, query_features)
         # The attention's are done with by then.
         of_mlp = _lay_out(kept[-1], num_rows, mlp.both_features, mlp.inner_features)
@@ -181,18 +186,20 @@ class FusedDecoderLayer(nn.Module):
 
     def _make_plan(self, begin: int, num_rows: int) -> _Plan:
         attention_norm, attention, mlp_norm, mlp = self._parts
-        (sums, normed, added, _), (heads, query, attended, _), (both, inner, _) = self._lay_out(begin, num_rows)
+        (sums, normed, added, arranged, _), (heads, query, attended, _), (both, inner, _) = self._lay_out(
+            begin, num_rows
+        )
         row_bytes, query_bytes = self._width * FLOAT_BYTES, attention.o_proj.in_features * FLOAT_BYTES
         return _Plan(
             num_rows, sums, normed, added, heads, query, attended,
             normalize_sums=attention_norm.call(sums, num_rows, normed),
-            project_heads=attention.qkv.call(normed, row_bytes, num_rows, heads),
-            project_attended=attention.o_proj.call(attended, query_bytes, num_rows, added),
+            project_heads=attention.qkv.calls(normed, row_bytes, num_rows, heads, arranged),
+            project_attended=attention.o_proj.calls(attended, query_bytes, num_rows, added, arranged),
             add_to_sums=add_rows.call(num_rows, sums, added, self._added_stride, self._width, sums),
             mlp=(
                 mlp_norm.call(sums, num_rows, normed),
-                mlp.call(normed, row_bytes, num_rows, both, inner),
-                mlp.down.call(inner, mlp.inner_features * FLOAT_BYTES, num_rows, added),
+                *mlp.calls(normed, row_bytes, num_rows, both, inner, arranged),
+                *mlp.down.calls(inner, mlp.inner_features * FLOAT_BYTES, num_rows, added, arranged),
             ),
         )  # fmt: skip
 

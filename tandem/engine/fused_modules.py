@@ -15,7 +15,7 @@ from tandem.engine.attention import ForwardContext, attend_written, begin_layer,
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import normalize_rows, place_heads
-from tandem.engine.packed_kernel import PANEL, multiply_gated
+from tandem.engine.packed_kernel import PANEL, arrange_rows, multiply_gated, num_arranged
 from tandem.engine.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
 from tandem.engine.threads import run
 from tandem.engine.vector_ir import FLOAT_BYTES
@@ -66,20 +66,24 @@ class FusedGatedMLP(nn.Module):
         both = torch.empty(num_rows, self.both_features, dtype=torch.float32)
         inner = torch.empty(num_rows, self.inner_features, dtype=torch.float32)
         stride = rows.stride(0) * FLOAT_BYTES
-        call = self.call(rows.data_ptr(), stride, num_rows, both.data_ptr(), inner.data_ptr())
-        run(self._num_threads, call)
+        arranged = torch.empty(num_arranged(num_rows, self.in_features), dtype=torch.float32)
+        addresses = both.data_ptr(), inner.data_ptr(), arranged.data_ptr()
+        run(self._num_threads, *self.calls(rows.data_ptr(), stride, num_rows, *addresses))
         output: torch.Tensor = self.down(inner[:, : self.down.in_features])
         return output.view(x.shape)
 
-    def call(self, x: int, x_stride: int, num_rows: int, both: int, inner: int) -> bytes:
+    def calls(self, x: int, x_stride: int, num_rows: int, both: int, inner: int, arranged: int) -> tuple[bytes, ...]:
         """`silu(gate(x)) * up(x)` by address, for `run`; `x_stride` in bytes.
 
-        `both` is memory for `[num_rows, both_features]`, the output is `inner[num_rows, inner_features]`.
+        `both` is memory for `[num_rows, both_features]`, `arranged` as for `arrange_rows`; the output is
+        `inner[num_rows, inner_features]`.
         """
-        return multiply_gated.call(
+        before, x, x_stride = arrange_rows(x, x_stride, num_rows, self.in_features, arranged)
+        product = multiply_gated.call(
             self._num_pairs, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_pairs, self._bias_at,
             both, inner,
         )  # fmt: skip
+        return *before, product
 
 
 class FusedAttention(nn.Module):

@@ -1,11 +1,15 @@
-"""The product of a few rows with a packed matrix, on vector registers: the inner loop of every linear layer on the CPU.
+"""Products with a packed matrix, on vector registers: the inner loop of every linear layer on the CPU.
 
 Written against LLVM by way of Numba, so that it needs no compiler at the user's. A panel holds 32 outputs, `[K][32]`
-float32: each step of `k` loads four vectors of weights once and multiplies them with one number of each row. One pass
-takes up to six rows, with all of their sums in registers. Weights are read once, in order, at the speed of memory.
+float32: each step of `k` loads its vectors of weights once and multiplies them with one number of each row. One pass
+takes as many rows as have their sums in registers: twelve with AVX-512, and six, for half a panel at a time, with AVX2.
+Weights are read once, in order, at the speed of memory.
+
+More rows than one pass takes are copied first, so that what a pass reads with each step lies together: rows that are a
+power of two apart share few lines of the first cache.
 
 Each output is one chain of fused multiply-adds over ascending `k`, whatever else is computed beside it: a row's result
-does not depend on the other rows, on their number or on the threads.
+does not depend on the other rows, on their number, on the threads or on the vectors' length.
 """
 
 from __future__ import annotations
@@ -18,29 +22,35 @@ from numba import types
 from numba.core import cgutils
 
 from tandem.engine import vector_ir as vir
-from tandem.engine.shared_words import words
+from tandem.engine.shared_words import float32s, words
 from tandem.engine.threads import Kernel
 
 #: Outputs of one panel.
 PANEL = 32
-_NUM_VECTORS = PANEL // vir.LANES
+_IS_WIDE = vir.has_wide_vectors()
+_vec = vir.Vectors(16 if _IS_WIDE else 8)
+_NUM_VECTORS = PANEL // _vec.lanes
 # Of one row: Numba takes it for a constant.
 _PANEL_BYTES = PANEL * vir.FLOAT_BYTES
 
-#: Rows of one pass, at most. Their sums of a whole panel are 24 vectors, those of half a panel 12.
-_MAX_ROWS = 6
-_NUM_PARTS = 1 if vir.num_registers() >= 32 else 2
+_LINE_FLOATS = vir.LINE_BYTES // vir.FLOAT_BYTES
+
+#: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
+MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
 _PART_BYTES = _PANEL_BYTES // _NUM_PARTS
-#: Up to so many rows whole panels go at the speed of memory by themselves: with 16 registers, twelve sums.
-_MAX_ROWS_ALONE = 5 if _NUM_PARTS == 1 else 3
+#: Up to so many rows whole panels go at the speed of memory by themselves.
+_MAX_ROWS_ALONE = 5 if _IS_WIDE else 3
 
 
-def _make_tile(rows: range, num_vectors: int, *, ahead: bool) -> Callable[..., None]:
+def _make_tile(rows: range, num_vectors: int, *, together: bool, ahead: bool) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel's first vectors.
 
     Its arguments are counts and addresses: how many rows; x, the distance of its rows in bytes, the panel, its K, the
     outputs, the distance of their rows in bytes; where to prefetch from, and by how many bytes to go on with each step
     of k.
+
+    Args:
+        together: whether x is `[K][rows]`, and not rows some distance apart.
     """
 
     def emit(builder: Any, num_rows: Any, *arguments: Any) -> None:
@@ -50,7 +60,7 @@ def _make_tile(rows: range, num_vectors: int, *, ahead: bool) -> Callable[..., N
             block = builder.append_basic_block(f"rows_{count}")
             choice.add_case(num_rows.type(count), block)
             builder.position_at_end(block)
-            _emit_pass(builder, count, num_vectors, ahead, *arguments)
+            _emit_pass(builder, count, num_vectors, together, ahead, *arguments)
             builder.branch(end)
         builder.position_at_end(end)
 
@@ -58,51 +68,59 @@ def _make_tile(rows: range, num_vectors: int, *, ahead: bool) -> Callable[..., N
 
 
 def _emit_pass(
-    builder: Any, num_rows: int, num_vectors: int, ahead: bool,
+    builder: Any, num_rows: int, num_vectors: int, together: bool, ahead: bool,
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any,
 ) -> None:  # fmt: skip
-    rows = [vir.advance(builder, x, x_stride, row) for row in range(num_rows)]
+    if together:
+        rows = [vir.offset(builder, x, row * vir.FLOAT_BYTES) for row in range(num_rows)]
+        x_step = k.type(num_rows * vir.FLOAT_BYTES)
+    else:
+        rows = [vir.advance(builder, x, x_stride, row) for row in range(num_rows)]
+        x_step = k.type(vir.FLOAT_BYTES)
     # Stack slots that LLVM turns into registers.
-    sums = [[cgutils.alloca_once_value(builder, vir.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
-    one, step_bytes = k.type(vir.FLOAT_BYTES), k.type(_PANEL_BYTES)
+    sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
+    step_bytes = k.type(_PANEL_BYTES)
     with cgutils.for_range(builder, k) as loop:
         step = vir.advance(builder, panel, step_bytes, loop.index)
         weights = [
-            vir.load(builder, vir.offset(builder, step, n * vir.VECTOR_BYTES), alignment=vir.VECTOR_BYTES)
+            _vec.load(builder, vir.offset(builder, step, n * _vec.num_bytes), alignment=_vec.num_bytes)
             for n in range(num_vectors)
         ]
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
             # As many as the step reads: a pass over whole panels may be the only one.
-            for n in range(0, num_vectors * vir.VECTOR_BYTES, vir.LINE_BYTES):
+            for n in range(0, num_vectors * _vec.num_bytes, vir.LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
         for row, row_sums in zip(rows, sums, strict=True):
-            number = vir.spread(builder, vir.load_real(builder, vir.advance(builder, row, one, loop.index)))
+            number = _vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, x_step, loop.index)))
             for weight, slot in zip(weights, row_sums, strict=True):
-                builder.store(vir.fma(builder, number, weight, builder.load(slot)), slot)
+                builder.store(_vec.fma(builder, number, weight, builder.load(slot)), slot)
     for row, row_sums in enumerate(sums):
         start = vir.advance(builder, y, y_stride, row)
         for n, slot in enumerate(row_sums):
-            vir.store(builder, builder.load(slot), vir.offset(builder, start, n * vir.VECTOR_BYTES))
+            _vec.store(builder, builder.load(slot), vir.offset(builder, start, n * _vec.num_bytes))
 
 
-_tile = _make_tile(range(1, _MAX_ROWS_ALONE + 1), _NUM_VECTORS, ahead=False)
-# No even share of more rows than `_MAX_ROWS_ALONE` is less than half of the most.
-_tile_ahead = _make_tile(range(_MAX_ROWS // 2, _MAX_ROWS + 1), _NUM_VECTORS // _NUM_PARTS, ahead=True)
+_tile = _make_tile(range(1, _MAX_ROWS_ALONE + 1), _NUM_VECTORS, together=False, ahead=False)
+_tile_ahead = _make_tile(
+    range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), _NUM_VECTORS // _NUM_PARTS, together=False, ahead=True
+)
+# No even share of more rows than `MAX_ROWS` is less than half of the most.
+_tile_together = _make_tile(range(MAX_ROWS // 2, MAX_ROWS + 1), _NUM_VECTORS // _NUM_PARTS, together=True, ahead=True)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
     for n in range(_NUM_VECTORS):
-        place, other = (vir.offset(builder, address, n * vir.VECTOR_BYTES) for address in (y, bias))
-        vir.store(builder, builder.fadd(vir.load(builder, place), vir.load(builder, other)), place)
+        place, other = (vir.offset(builder, address, n * _vec.num_bytes) for address in (y, bias))
+        _vec.store(builder, builder.fadd(_vec.load(builder, place), _vec.load(builder, other)), place)
 
 
 def _emit_gate(builder: Any, pair: Any, y: Any) -> None:
     for n in range(_NUM_VECTORS):
-        gate = vir.load(builder, vir.offset(builder, pair, n * vir.VECTOR_BYTES))
-        up = vir.load(builder, vir.offset(builder, pair, (_NUM_VECTORS + n) * vir.VECTOR_BYTES))
-        gated = builder.fmul(vir.silu(builder, gate), up)
-        vir.store(builder, gated, vir.offset(builder, y, n * vir.VECTOR_BYTES))
+        gate = _vec.load(builder, vir.offset(builder, pair, n * _vec.num_bytes))
+        up = _vec.load(builder, vir.offset(builder, pair, (_NUM_VECTORS + n) * _vec.num_bytes))
+        gated = builder.fmul(_vec.silu(builder, gate), up)
+        _vec.store(builder, gated, vir.offset(builder, y, n * _vec.num_bytes))
 
 
 #: Adds the bias of a panel (second address) to a row's outputs.
@@ -121,15 +139,19 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
     if num_rows <= _MAX_ROWS_ALONE:
         _tile(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
     else:
-        num_passes = (num_rows + _MAX_ROWS - 1) // _MAX_ROWS  # of each part
+        num_passes = (num_rows + MAX_ROWS - 1) // MAX_ROWS  # of each part
         step = _PANEL_BYTES // (num_passes * _NUM_PARTS)
         ahead = panel + k * _PANEL_BYTES
         for part in range(_NUM_PARTS):
+            w = panel + part * _PART_BYTES
             row = 0
             for left in range(num_passes, 0, -1):
                 count = (num_rows - row + left - 1) // left
-                x_row, y_row = x + row * x_stride, y + row * y_stride + part * _PART_BYTES
-                _tile_ahead(count, x_row, x_stride, panel + part * _PART_BYTES, k, y_row, y_stride, ahead, step)
+                y_row = y + row * y_stride + part * _PART_BYTES
+                if num_passes == 1:
+                    _tile_ahead(count, x, x_stride, w, k, y_row, y_stride, ahead, step)
+                else:
+                    _tile_together(count, x + row * k * 4, 0, w, k, y_row, y_stride, ahead, step)
                 row += count
                 ahead += k * step
     if bias:
@@ -137,10 +159,30 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
             _add(y + index * y_stride, bias)
 
 
+def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Passes `[first, end)` over `x[num_rows, k]`: their rows as `[k][rows of the pass]`, one behind the other."""
+    x, x_stride, num_rows, k, y = _five_words(arguments)
+    num_passes = (num_rows + MAX_ROWS - 1) // MAX_ROWS
+    row = 0
+    for index in range(end):
+        left = num_passes - index
+        count = (num_rows - row + left - 1) // left
+        if index >= first:
+            # A cache line of each row at a time: what is written lies close together then.
+            for begin in range(0, k, _LINE_FLOATS):
+                for member in range(count):
+                    source = float32s(x + (row + member) * x_stride + begin * 4)
+                    target = float32s(y + (row * k + begin * count + member) * 4)
+                    for step in range(min(_LINE_FLOATS, k - begin)):
+                        target[step * count] = source[step]
+        row += count
+
+
 def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Panels `[first, end)` of `y[num_rows, 32 * num_panels] = x[num_rows, k] @ panels + bias`.
 
-    All by address; `x_stride` in bytes, `bias` 0 where there is none, `y` without gaps.
+    All by address; `x_stride` in bytes, `bias` 0 where there is none, `y` without gaps. More than `MAX_ROWS` rows of x
+    are as `put_together` leaves them.
     """
     x, x_stride, num_rows, k, panels, num_panels, bias, y = _eight_words(arguments)
     y_stride = num_panels * _PANEL_BYTES
@@ -167,8 +209,28 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
             _gate(both + row * both_stride + 2 * index * _PANEL_BYTES, y + row * y_stride + index * _PANEL_BYTES)
 
 
-_eight_words, _nine_words = words(8), words(9)
+_five_words, _eight_words, _nine_words = words(5), words(8), words(9)
+#: Its items are passes.
+put_together = Kernel(_put_together, "i" * 5)
 #: Its items are panels.
 multiply = Kernel(_multiply, "i" * 8)
 #: Its items are pairs of panels.
 multiply_gated = Kernel(_multiply_gated, "i" * 9)
+
+
+def num_arranged(num_rows: int, k: int) -> int:
+    """How many float32 `arrange_rows` needs."""
+    return num_rows * k if num_rows > MAX_ROWS else 0
+
+
+def arrange_rows(x: int, x_stride: int, num_rows: int, k: int, arranged: int) -> tuple[tuple[bytes, ...], int, int]:
+    """Rows as the products take them: calls to run before the product, and its `x` and `x_stride`.
+
+    Args:
+        x: address of `[num_rows, k]`, rows `x_stride` bytes apart.
+        arranged: address of memory for `num_arranged` numbers.
+    """
+    if num_rows <= MAX_ROWS:
+        return (), x, x_stride
+    num_passes = -(-num_rows // MAX_ROWS)
+    return (put_together.call(num_passes, x, x_stride, num_rows, k, arranged),), arranged, 0

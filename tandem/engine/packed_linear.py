@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.memory import weight_memory
-from tandem.engine.packed_kernel import PANEL, multiply
+from tandem.engine.packed_kernel import PANEL, arrange_rows, multiply, num_arranged
 from tandem.engine.threads import run
 from tandem.engine.vector_ir import FLOAT_BYTES, is_fast_here
 
@@ -49,16 +49,22 @@ class PackedLinear(nn.Module):
         """As `forward`, with all outputs of the last panel: `[..., 32 * panels]`, without gaps."""
         rows = as_rows(x)
         output = torch.empty(*x.shape[:-1], self.padded_features, dtype=torch.float32)
-        call = self.call(rows.data_ptr(), rows.stride(0) * FLOAT_BYTES, rows.shape[0], output.data_ptr())
-        run(self._num_threads, call)
+        arranged = torch.empty(num_arranged(len(rows), self.in_features), dtype=torch.float32)
+        stride = rows.stride(0) * FLOAT_BYTES
+        run(
+            self._num_threads,
+            *self.calls(rows.data_ptr(), stride, len(rows), output.data_ptr(), arranged.data_ptr()),
+        )
         return output
 
-    def call(self, x: int, x_stride: int, num_rows: int, output: int) -> bytes:
-        """`padded` by address, for `run`; `x_stride` in bytes."""
-        return multiply.call(
+    def calls(self, x: int, x_stride: int, num_rows: int, output: int, arranged: int) -> tuple[bytes, ...]:
+        """`padded` by address, for `run`; `x_stride` in bytes, `arranged` is memory as for `arrange_rows`."""
+        before, x, x_stride = arrange_rows(x, x_stride, num_rows, self.in_features, arranged)
+        product = multiply.call(
             self._num_panels, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_panels,
             self._bias_at, output,
         )  # fmt: skip
+        return *before, product
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"

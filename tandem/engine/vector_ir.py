@@ -1,4 +1,4 @@
-"""Pieces of LLVM code on vectors of eight float32, from which the CPU kernels are put together by way of Numba.
+"""Pieces of LLVM code on vectors of float32, from which the CPU kernels are put together by way of Numba.
 
 They need no compiler at the user's. Addresses are integers; `builder` is LLVM's, values are its own.
 """
@@ -16,16 +16,12 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-LANES = 8
 FLOAT_BYTES = 4
-VECTOR_BYTES = LANES * FLOAT_BYTES
 #: What memory is read by.
 LINE_BYTES = 64
 
 REAL = ir.FloatType()
-VECTOR = ir.VectorType(REAL, LANES)
 _INDEX = ir.IntType(32)
-_INDICES = ir.VectorType(_INDEX, LANES)
 
 
 def is_fast_here() -> bool:
@@ -36,13 +32,10 @@ def is_fast_here() -> bool:
     return bool(features.get("fma") and features.get("avx2"))
 
 
-def num_registers() -> int:
-    """How many vectors of eight float32 the registers of the machine hold for which Numba compiles.
-
-    AVX has 16 registers, its successor 32; NEON's 32 hold half a vector each.
-    """
+def has_wide_vectors() -> bool:
+    """Whether Numba compiles for 32 vector registers of sixteen float32, AVX-512's; else for at least 16 of eight."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return 32 if "+avx512vl" in features.split(",") else 16
+    return {"+avx512f", "+avx512vl"} <= set(features.split(","))
 
 
 def kernel(num_addresses: int, num_floats: int, returns: Any, emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,14 +59,26 @@ def kernel(num_addresses: int, num_floats: int, returns: Any, emit: Callable[...
     return result
 
 
-def constant(values: float | list[float]) -> Any:
-    """A vector; a single number is in all lanes."""
-    return ir.Constant(VECTOR, values if isinstance(values, list) else [values] * LANES)
+def apart(name: str, emit: Callable[..., None]) -> Callable[..., None]:
+    """`emit`, as a function that LLVM does not inline: code in the middle of a loop that has all registers to itself.
 
+    Args:
+        name: of this code and of no other.
+    """
 
-def integers(value: int) -> Any:
-    """A vector of 32-bit integers, all the same."""
-    return ir.Constant(_INDICES, [value] * LANES)
+    def emit_call(builder: Any, *arguments: Any) -> None:
+        function = builder.module.globals.get(name)
+        if function is None:
+            signature = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+            function = ir.Function(builder.module, signature, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block("entry"))
+            emit(inner, *function.args)
+            inner.ret_void()
+        builder.call(function, arguments)
+
+    return emit_call
 
 
 def offset(builder: Any, address: Any, num_bytes: int) -> Any:
@@ -86,16 +91,6 @@ def advance(builder: Any, address: Any, stride: Any, count: Any) -> Any:
     return builder.add(address, builder.mul(stride, steps))
 
 
-def load(builder: Any, address: Any, *, alignment: int = FLOAT_BYTES) -> Any:
-    loaded = builder.load(builder.inttoptr(address, VECTOR.as_pointer()))
-    loaded.align = alignment
-    return loaded
-
-
-def store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, VECTOR.as_pointer())).align = FLOAT_BYTES
-
-
 def load_real(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, REAL.as_pointer()))
 
@@ -104,82 +99,9 @@ def store_real(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, REAL.as_pointer()))
 
 
-def spread(builder: Any, number: Any) -> Any:
-    """The same number in all lanes."""
-    unset = ir.Constant(VECTOR, ir.Undefined)
-    first = builder.insert_element(unset, number, ir.Constant(_INDEX, 0))
-    return builder.shuffle_vector(first, unset, integers(0))
-
-
-def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c`, rounded once."""
-    function = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{LANES}f32"), [a, b, c])
-
-
-def negative(builder: Any, vector: Any) -> Any:
-    return builder.fsub(constant(-0.0), vector)
-
-
 def square_root(builder: Any, number: Any) -> Any:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(REAL, [REAL]), "llvm.sqrt.f32")
     return builder.call(function, [number])
-
-
-def sum_of(builder: Any, vector: Any) -> Any:
-    """The sum of all lanes, in an order that never changes: halves, then pairs."""
-    return _reduce(builder, vector, builder.fadd)
-
-
-def greatest_of(builder: Any, vector: Any) -> Any:
-    """The greatest lane."""
-    return _reduce(builder, vector, lambda a, b: greater(builder, a, b))
-
-
-def greater(builder: Any, a: Any, b: Any) -> Any:
-    """The greater of each two lanes."""
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _reduce(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    width = LANES
-    while width > 1:
-        width //= 2
-        unset = ir.Constant(vector.type, ir.Undefined)
-        halves = [
-            builder.shuffle_vector(vector, unset, ir.Constant(ir.VectorType(_INDEX, width), list(lanes)))
-            for lanes in (range(width), range(width, 2 * width))
-        ]
-        vector = combine(*halves)
-    return builder.extract_element(vector, ir.Constant(_INDEX, 0))
-
-
-def exponential(builder: Any, x: Any) -> Any:
-    """e to the power of `x <= 0`, to about 1e-7 relative; below -87.3 it is that of -87.3. NaN stays NaN.
-
-    2 ** n * e ** r with n whole and |r| <= log(2) / 2: n goes into the exponent's bits, e ** r is a polynomial.
-    Reference: Cephes' `expf`, S. Moshier.
-    """
-    x = builder.select(builder.fcmp_ordered("<", x, constant(-87.3)), constant(-87.3), x)
-    floor_type = ir.FunctionType(VECTOR, [VECTOR])
-    floor = cgutils.get_or_insert_function(builder.module, floor_type, f"llvm.floor.v{LANES}f32")
-    whole = builder.call(floor, [fma(builder, x, constant(1.44269504088896341), constant(0.5))])
-    rest = fma(builder, whole, constant(-0.693359375), x)
-    rest = fma(builder, whole, constant(2.12194440e-4), rest)
-    series = constant(1.9875691500e-4)
-    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        series = fma(builder, series, rest, constant(coefficient))
-    series = fma(builder, series, builder.fmul(rest, rest), builder.fadd(rest, constant(1.0)))
-    exponent = builder.add(builder.fptosi(whole, _INDICES), integers(127))
-    return builder.fmul(series, builder.bitcast(builder.shl(exponent, integers(23)), VECTOR))
-
-
-def silu(builder: Any, x: Any) -> Any:
-    """`x / (1 + e ** -x)`, by way of a power that cannot overflow. NaN stays NaN."""
-    is_negative = builder.fcmp_ordered("<", x, constant(0.0))
-    power = exponential(builder, builder.select(is_negative, x, negative(builder, x)))
-    numerator = builder.select(is_negative, builder.fmul(x, power), x)
-    return builder.fdiv(numerator, builder.fadd(constant(1.0), power))
 
 
 def prefetch(builder: Any, address: Any) -> None:
@@ -189,3 +111,121 @@ def prefetch(builder: Any, address: Any) -> None:
     call = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0i8")
     reads, second_level, data = (ir.Constant(_INDEX, value) for value in (0, 2, 1))
     builder.call(call, [builder.inttoptr(address, byte), reads, second_level, data])
+
+
+class Vectors:
+    """Vectors of so many float32.
+
+    Attributes:
+        type: LLVM's.
+        lanes: the numbers of one.
+        num_bytes: of one.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.type = ir.VectorType(REAL, lanes)
+        self._integers = ir.VectorType(_INDEX, lanes)
+        self.lanes = lanes
+        self.num_bytes = lanes * FLOAT_BYTES
+
+    def constant(self, values: float | list[float]) -> Any:
+        """A vector; a single number is in all lanes."""
+        return ir.Constant(self.type, values if isinstance(values, list) else [values] * self.lanes)
+
+    def integers(self, value: int) -> Any:
+        """A vector of 32-bit integers, all the same."""
+        return ir.Constant(self._integers, [value] * self.lanes)
+
+    def load(self, builder: Any, address: Any, *, alignment: int = FLOAT_BYTES) -> Any:
+        loaded = builder.load(builder.inttoptr(address, self.type.as_pointer()))
+        loaded.align = alignment
+        return loaded
+
+    def store(self, builder: Any, value: Any, address: Any) -> None:
+        builder.store(value, builder.inttoptr(address, self.type.as_pointer())).align = FLOAT_BYTES
+
+    def spread(self, builder: Any, number: Any) -> Any:
+        """The same number in all lanes."""
+        unset = ir.Constant(self.type, ir.Undefined)
+        first = builder.insert_element(unset, number, ir.Constant(_INDEX, 0))
+        return builder.shuffle_vector(first, unset, self.integers(0))
+
+    def fma(self, builder: Any, a: Any, b: Any, c: Any) -> Any:
+        """`a * b + c`, rounded once."""
+        function = ir.FunctionType(self.type, [self.type] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{self.lanes}f32")
+        return builder.call(fma, [a, b, c])
+
+    def negative(self, builder: Any, vector: Any) -> Any:
+        return builder.fsub(self.constant(-0.0), vector)
+
+    def sum_of(self, builder: Any, vector: Any) -> Any:
+        """The sum of all lanes, in an order that never changes: halves, then pairs."""
+        return self._reduce(builder, vector, builder.fadd)
+
+    def sums_of(self, builder: Any, vectors: list[Any]) -> Any:
+        """The sums of as many vectors as one has lanes, in their order; each the same bits as `sum_of` gives."""
+        width = self.lanes
+        while width > 1:
+            # Each vector holds sums of groups of numbers: the halves of each group are added, those of two vectors make
+            # one.
+            width //= 2
+            groups = [range(begin, begin + width) for begin in range(0, 2 * self.lanes, 2 * width)]
+            low = ir.Constant(self._integers, [lane for group in groups for lane in group])
+            high = ir.Constant(self._integers, [lane + width for group in groups for lane in group])
+            vectors = [
+                builder.fadd(builder.shuffle_vector(first, second, low), builder.shuffle_vector(first, second, high))
+                for first, second in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+        return vectors[0]
+
+    def widen(self, builder: Any, vector: Any) -> Any:
+        """A vector of half the length, then zeros."""
+        zeros = ir.Constant(vector.type, [0.0] * vector.type.count)
+        return builder.shuffle_vector(vector, zeros, ir.Constant(self._integers, list(range(self.lanes))))
+
+    def greatest_of(self, builder: Any, vector: Any) -> Any:
+        """The greatest lane."""
+        return self._reduce(builder, vector, lambda a, b: self.greater(builder, a, b))
+
+    def greater(self, builder: Any, a: Any, b: Any) -> Any:
+        """The greater of each two lanes."""
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+    def _reduce(self, builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            unset = ir.Constant(vector.type, ir.Undefined)
+            halves = [
+                builder.shuffle_vector(vector, unset, ir.Constant(ir.VectorType(_INDEX, width), list(lanes)))
+                for lanes in (range(width), range(width, 2 * width))
+            ]
+            vector = combine(*halves)
+        return builder.extract_element(vector, ir.Constant(_INDEX, 0))
+
+    def exponential(self, builder: Any, x: Any) -> Any:
+        """e to the power of `x <= 0`, to about 1e-7 relative; below -87.3 it is that of -87.3. NaN stays NaN.
+
+        2 ** n * e ** r with n whole and |r| <= log(2) / 2: n goes into the exponent's bits, e ** r is a polynomial.
+        Reference: Cephes' `expf`, S. Moshier.
+        """
+        x = builder.select(builder.fcmp_ordered("<", x, self.constant(-87.3)), self.constant(-87.3), x)
+        floor_type = ir.FunctionType(self.type, [self.type])
+        floor = cgutils.get_or_insert_function(builder.module, floor_type, f"llvm.floor.v{self.lanes}f32")
+        whole = builder.call(floor, [self.fma(builder, x, self.constant(1.44269504088896341), self.constant(0.5))])
+        rest = self.fma(builder, whole, self.constant(-0.693359375), x)
+        rest = self.fma(builder, whole, self.constant(2.12194440e-4), rest)
+        series = self.constant(1.9875691500e-4)
+        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            series = self.fma(builder, series, rest, self.constant(coefficient))
+        series = self.fma(builder, series, builder.fmul(rest, rest), builder.fadd(rest, self.constant(1.0)))
+        exponent = builder.add(builder.fptosi(whole, self._integers), self.integers(127))
+        return builder.fmul(series, builder.bitcast(builder.shl(exponent, self.integers(23)), self.type))
+
+    def silu(self, builder: Any, x: Any) -> Any:
+        """`x / (1 + e ** -x)`, by way of a power that cannot overflow. NaN stays NaN."""
+        is_negative = builder.fcmp_ordered("<", x, self.constant(0.0))
+        power = self.exponential(builder, builder.select(is_negative, x, self.negative(builder, x)))
+        numerator = builder.select(is_negative, builder.fmul(x, power), x)
+        return builder.fdiv(numerator, builder.fadd(self.constant(1.0), power))

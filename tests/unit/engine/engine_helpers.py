@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import llvmlite.binding
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -176,3 +178,11 @@ def assert_identical(found: Sequence[Continuation], expected: Sequence[Continuat
         assert got.token_ids == want.token_ids[: len(got.token_ids)], f"request {index}: tokens differ"
         difference = float((got.logits - want.logits[: len(got.token_ids)]).abs().max())
         assert difference <= LOGIT_TOLERANCE, f"request {index}: logits differ by {difference:.1e}"
+
+
+def environment_without_wide_vectors() -> dict[str, str]:
+    """This process' own, but for code that Numba compiles there: as for a CPU without AVX-512."""
+    features = llvmlite.binding.get_host_cpu_features()
+    fewer = {name: present and not name.startswith("avx512") for name, present in features.items()}
+    named = ",".join(f"{'+' if present else '-'}{name}" for name, present in fewer.items())
+    return os.environ | {"NUMBA_CPU_FEATURES": named, "PYTHONPATH": str(REPOSITORY)}

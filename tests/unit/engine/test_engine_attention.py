@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from engine_helpers import REPOSITORY, environment_without_wide_vectors
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
@@ -19,9 +22,13 @@ from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.decode_step import DecodeStep
 from tandem.engine.layout import KVLayout
+from tandem.engine.vector_ir import has_wide_vectors
 
 # heads, KV heads, head_dim, page size
-SHAPES = [(1, 1, 8, 1), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7), (10, 2, 24, 32)]
+SHAPES = [
+    (1, 1, 8, 1), (8, 2, 128, 16), (4, 4, 72, 16), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7),
+    (10, 2, 24, 32),
+]  # fmt: skip
 WINDOWS = [0, 1, 2, 7, 33, 10_000]
 SOFTCAPS = [0.0, 3.0]
 # start and end of each sequence: decode rows at page edges, chunks with and without a prefix.
@@ -59,6 +66,19 @@ def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_t
         found = CPUAttention(num_threads).attend(batch, arena, 0, query, params)
         assert bool(expected.isfinite().all())
         assert float((found - expected).abs().max()) <= 1e-5, (window, softcap)
+
+
+@pytest.mark.skipif(not has_wide_vectors(), reason="this CPU has no AVX-512: all tests are of the code without")
+def test_the_code_for_shorter_vectors_agrees_with_the_reference_too() -> None:
+    chosen = (
+        f"{test_cpu_attention_matches_reference.__name__} or {test_rows_do_not_depend_on_company_or_threads.__name__}"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", chosen, __file__],
+        env=environment_without_wide_vectors(), cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
+    assert f"{2 * len(SHAPES) + 1} passed" in ended.stdout
 
 
 def test_heads_that_fill_no_vectors_take_the_reference() -> None:

@@ -1,7 +1,8 @@
 """Makes KV pages resident before they are used, so that no step waits while the operating system clears memory.
 
 A page's first use costs a huge page in each layer: some tens of milliseconds a step, now and then, until all of the
-arena has been used. Memory is still taken as it is needed, only somewhat ahead.
+arena has been used. Memory is still taken as it is needed, only somewhat ahead; and most of that while the worker
+rests: on virtual machines whose host gives memory on first touch, a gigabyte takes two seconds of a core.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from tandem.engine.arena import KVArena
 
 _log = logging.getLogger(__name__)
 
-# This part of the arena is kept ready beyond what has been used.
-_AHEAD = 8
+# These parts of the arena are kept ready beyond what has been used: while the worker rests, and while it computes.
+_AHEAD_AT_REST, _AHEAD_AT_WORK = 8, 16
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -24,8 +25,10 @@ class PagesAhead:
     def __init__(self, arena: KVArena, name: str) -> None:
         self._arena = arena
         self._step = max(1, _HUGE_PAGE_BYTES // arena.layout.extent_bytes)
-        self._ahead = -(-arena.num_pages // _AHEAD)
-        self._wanted = 0
+        self._ahead_at_rest = -(-arena.num_pages // _AHEAD_AT_REST)
+        self._ahead_at_work = -(-arena.num_pages // _AHEAD_AT_WORK)
+        self._first_untouched = 0
+        self._is_resting = True
         self._stopping = False
         self._changed = threading.Condition()
         #: Pages that are resident.
@@ -34,15 +37,19 @@ class PagesAhead:
 
     def start(self) -> None:
         self._thread.start()
-        self.used(0)
 
     def used(self, first_untouched: int) -> None:
-        """All pages from this one on have not been used yet; from any thread."""
-        wanted = min(self._arena.num_pages, first_untouched + self._ahead)
-        if wanted > self._wanted:
+        """The worker computes, and has not used the pages from this one on; from any thread."""
+        if self._is_resting or first_untouched > self._first_untouched:
             with self._changed:
-                self._wanted = wanted
+                self._first_untouched, self._is_resting = first_untouched, False
                 self._changed.notify()
+
+    def rest(self) -> None:
+        """Nothing is computed until `used` is called; from any thread."""
+        with self._changed:
+            self._is_resting = True
+            self._changed.notify()
 
     def stop(self) -> None:
         with self._changed:
@@ -50,10 +57,14 @@ class PagesAhead:
             self._changed.notify()
         self._thread.join()
 
+    def _num_wanted(self) -> int:
+        ahead = self._ahead_at_rest if self._is_resting else self._ahead_at_work
+        return min(self._arena.num_pages, self._first_untouched + ahead)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._wanted > self.num_ready)
+                self._changed.wait_for(lambda: self._stopping or self.num_ready < self._num_wanted())
                 if self._stopping:
                     return
             end = min(self.num_ready + self._step, self._arena.num_pages)

@@ -256,7 +256,7 @@ class WorkerProcess(ABC):
             self.scheduler,
             name=f"runner-{self.worker_id}",
             on_fatal=self.fail,
-            on_rest=self._share_cores(),
+            on_rest=self._when_resting(),
         )
         layout = arena.layout
         self.layout = LayoutId(
@@ -270,6 +270,16 @@ class WorkerProcess(ABC):
         self.arena_shape = ArenaShape(layout.num_layers, arena.num_pages, layout.extent_bytes)
         transport = create_transport(config.transport.name, self.incarnation)
         self.transfer = TransferThread(transport, self.on_transfer_event, self.fail, name=f"kv-{self.worker_id}")
+
+    def _when_resting(self) -> Callable[[], None]:
+        share, pages_ahead = self._share_cores(), self.pages_ahead
+
+        def rest() -> None:
+            share()
+            if pages_ahead is not None:
+                pages_ahead.rest()
+
+        return rest
 
     def _share_cores(self) -> Callable[[], None]:
         """Borrow the CPU threads of workers that rest, until the worker ends; returns what says that this one rests."""

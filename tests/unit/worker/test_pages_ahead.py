@@ -49,20 +49,36 @@ def num_resident(tensor: torch.Tensor) -> int:
     return total
 
 
-def test_an_eighth_is_ready_beyond_what_was_used() -> None:
+def test_an_eighth_is_ready_beyond_what_was_used_at_rest_and_half_of_that_at_work() -> None:
     arena = KVArena(LAYOUT, 2048)  # 256 MiB
     before = num_resident(arena.tensor)
     with running(arena) as ahead:
         wait_for(ahead, 256)
         assert ahead.num_ready < 256 + 32
         assert num_resident(arena.tensor) - before >= 256 * LAYOUT.page_bytes
+        ahead.used(100)
+        ahead.used(128)  # 128 are left: nothing to do
         ahead.used(1000)
+        wait_for(ahead, 1128)
+        assert ahead.num_ready < 1128 + 32
+        ahead.rest()
         wait_for(ahead, 1256)
         assert ahead.num_ready < 1256 + 32
-        ahead.used(10)  # nothing to do
         ahead.used(2048)
         wait_for(ahead, 2048)
         assert num_resident(arena.tensor) - before >= 2048 * LAYOUT.page_bytes
+
+
+def test_work_that_begins_first_has_half_of_it() -> None:
+    arena = KVArena(LAYOUT, 2048)
+    ahead = PagesAhead(arena, "ahead")
+    ahead.used(0)
+    ahead.start()
+    try:
+        wait_for(ahead, 128)
+        assert ahead.num_ready < 128 + 32
+    finally:
+        ahead.stop()
 
 
 def test_what_lies_there_stays() -> None:

@@ -39,7 +39,9 @@ _LINE_FLOATS = vir.LINE_BYTES // vir.FLOAT_BYTES
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
 _PART_BYTES = _PANEL_BYTES // _NUM_PARTS
 #: Up to so many rows whole panels go at the speed of memory by themselves.
-_MAX_ROWS_ALONE = 5 if _IS_WIDE else 3
+_MAX_ROWS_ALONE = 3
+# How far a single pass over whole panels fetches ahead: 64 of its steps.
+_AHEAD_BYTES = 64 * _PANEL_BYTES
 
 
 def _make_tile(rows: range, num_vectors: int, *, together: bool, ahead: bool) -> Callable[..., None]:
@@ -134,14 +136,15 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
     """As few passes as there can be, of as even numbers of rows as there can be.
 
     With few rows a single pass runs at the speed of memory by itself. With more of them memory would rest while a pass
-    computes: so each pass fetches its share of the next panel, evenly (faster fetching stalls the pass).
+    computes: so each pass fetches its share of the next panel, evenly (faster fetching stalls the pass), or a single
+    pass what it reads next.
     """
     if num_rows <= _MAX_ROWS_ALONE:
         _tile(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
     else:
         num_passes = (num_rows + MAX_ROWS - 1) // MAX_ROWS  # of each part
         step = _PANEL_BYTES // (num_passes * _NUM_PARTS)
-        ahead = panel + k * _PANEL_BYTES
+        ahead = panel + (_AHEAD_BYTES if num_passes * _NUM_PARTS == 1 else k * _PANEL_BYTES)
         for part in range(_NUM_PARTS):
             w = panel + part * _PART_BYTES
             row = 0

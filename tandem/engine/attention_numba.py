@@ -22,7 +22,7 @@ from tandem.engine.shared_words import float32s, int32s, int64s, real, words
 from tandem.engine.threads import Kernel
 
 _vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
-# Half a vector: what a head may have beyond whole ones.
+# Half a vector of sixteen: what a head may have beyond whole ones.
 _half = vir.Vectors(8) if _vec.lanes > 8 else None
 #: What the length of a head must be a multiple of.
 _HEAD_UNIT = 8
@@ -86,7 +86,7 @@ def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 
                 score = builder.fmul(_vec.sum_of(builder, total), scale)
                 vir.store_real(builder, score, vir.offset(builder, row, slot * vir.FLOAT_BYTES))
 
-    name = f"scores_{num_heads}x{num_slots}{'_ahead' if ahead else ''}"
+    name = f"scores_{num_heads}x{num_slots}_by_{unrolled}{'_ahead' if ahead else ''}"
     return vir.kernel(7, 1, types.void, vir.apart(name, emit))
 
 
@@ -168,7 +168,7 @@ _scores_many = _score_tile(1, _LANES, ahead=False, unrolled=4)
 _scores_many_ahead = _score_tile(1, _LANES, ahead=True, unrolled=4)
 _values_1x4, _values_2x4, _values_3x4 = (_value_tile(heads, 4, ahead=False) for heads in (1, 2, 3))
 _values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1, ahead=False) for heads in (1, 2, 3))
-_values_half = _value_tile(1, 1, ahead=False, vec=_half or _vec)
+_values_half = _values_1x1 if _half is None else _value_tile(1, 1, ahead=False, vec=_half)
 # Of the first rows, whose tokens have the pages that come next fetched.
 _values_1x4_ahead, _values_2x4_ahead, _values_3x4_ahead = (_value_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
 
@@ -381,7 +381,7 @@ _attend_kernel = Kernel(_attend, "iii" + "iiii" + "iiiii" + "fif" + "i")
 
 
 def can_attend(head_dim: int) -> bool:
-    """Whether heads of this size fill whole vectors, and this CPU has them."""
+    """Whether heads of this size fill vectors of eight, and this CPU has them."""
     return head_dim % _HEAD_UNIT == 0 and vir.is_fast_here()
 
 

@@ -16,7 +16,7 @@ from tandem.engine import vector_ir as vir
 from tandem.engine.shared_words import int64s, real, words
 from tandem.engine.threads import Kernel
 
-#: What widths are multiples of.
+#: What widths are multiples of. Vectors are of eight on every CPU: memory sets the pace, and sums are the same bits.
 LANES = 8
 _vec = vir.Vectors(LANES)
 

@@ -90,8 +90,8 @@ def _emit_pass(
         ]
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
-            # As many as the step reads: a pass over whole panels may be the only one.
-            for n in range(0, num_vectors * _vec.num_bytes, vir.LINE_BYTES):
+            # As many as the step reads where this may be the only pass; of several each fetches a share.
+            for n in range(0, vir.LINE_BYTES if together else num_vectors * _vec.num_bytes, vir.LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
         for row, row_sums in zip(rows, sums, strict=True):
             number = _vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, x_step, loop.index)))

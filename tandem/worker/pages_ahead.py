@@ -1,13 +1,16 @@
 """Makes KV pages resident before they are used, so that no step waits while the operating system clears memory.
 
 A page's first use costs a huge page in each layer: some tens of milliseconds a step, now and then, until all of the
-arena has been used. Memory is still taken as it is needed, only somewhat ahead; and most of that while the worker
-rests: on virtual machines whose host gives memory on first touch, a gigabyte takes two seconds of a core.
+arena has been used. Memory is still taken as it is needed, only somewhat ahead; most of that while the worker rests,
+and by a thread that gives way to all others, as another worker may compute on these cores: on virtual machines whose
+host gives memory on first touch, a gigabyte takes two seconds of a core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 
 from tandem.engine.arena import KVArena
@@ -17,6 +20,7 @@ _log = logging.getLogger(__name__)
 # These parts of the arena are kept ready beyond what has been used: while the worker rests, and while it computes.
 _AHEAD_AT_REST, _AHEAD_AT_WORK = 8, 16
 _HUGE_PAGE_BYTES = 2 << 20
+_LEAST_PRIORITY = 19
 
 
 class PagesAhead:
@@ -39,14 +43,15 @@ class PagesAhead:
         self._thread.start()
 
     def used(self, first_untouched: int) -> None:
-        """The worker computes, and has not used the pages from this one on; from any thread."""
+        """The worker computes now, and has not used the pages from this one on; on one thread, as `rest` is."""
         if self._is_resting or first_untouched > self._first_untouched:
             with self._changed:
-                self._first_untouched, self._is_resting = first_untouched, False
+                self._first_untouched = max(self._first_untouched, first_untouched)
+                self._is_resting = False
                 self._changed.notify()
 
     def rest(self) -> None:
-        """Nothing is computed until `used` is called; from any thread."""
+        """The worker computes nothing until `used` is called."""
         with self._changed:
             self._is_resting = True
             self._changed.notify()
@@ -62,6 +67,8 @@ class PagesAhead:
         return min(self._arena.num_pages, self._first_untouched + ahead)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # Linux alone has priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self.num_ready < self._num_wanted())

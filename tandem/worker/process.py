@@ -256,6 +256,7 @@ class WorkerProcess(ABC):
             self.scheduler,
             name=f"runner-{self.worker_id}",
             on_fatal=self.fail,
+            on_work=self._note_work,
             on_rest=self._when_resting(),
         )
         layout = arena.layout
@@ -270,6 +271,10 @@ class WorkerProcess(ABC):
         self.arena_shape = ArenaShape(layout.num_layers, arena.num_pages, layout.extent_bytes)
         transport = create_transport(config.transport.name, self.incarnation)
         self.transfer = TransferThread(transport, self.on_transfer_event, self.fail, name=f"kv-{self.worker_id}")
+
+    def _note_work(self) -> None:
+        if self.pages_ahead is not None:
+            self.pages_ahead.used(self.pool.first_untouched)
 
     def _when_resting(self) -> Callable[[], None]:
         share, pages_ahead = self._share_cores(), self.pages_ahead
@@ -467,8 +472,6 @@ class WorkerProcess(ABC):
 
     def take_snapshot(self, num_queued: int, num_queued_tokens: int) -> None:
         """Note the load between two steps; on the runner thread."""
-        if self.pages_ahead is not None:
-            self.pages_ahead.used(self.pool.first_untouched)
         before = (self._page_counts, self._num_running, self._num_queued, self._num_queued_tokens)
         now = (self.pool.counts(), len(self.scheduler.running), num_queued, num_queued_tokens)
         if now != before:

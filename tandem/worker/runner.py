@@ -52,7 +52,7 @@ class Runner:
 
     Args:
         on_fatal: called once, on the runner thread, with what ended it before `stop`.
-        on_rest: called, on the runner thread, when there is nothing to compute.
+        on_work, on_rest: called, on the runner thread, before each step, and when there is nothing to compute.
     """
 
     def __init__(
@@ -62,11 +62,13 @@ class Runner:
         *,
         name: str,
         on_fatal: Callable[[BaseException], None],
+        on_work: Callable[[], None],
         on_rest: Callable[[], None],
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
         self._on_fatal = on_fatal
+        self._on_work = on_work
         self._on_rest = on_rest
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._role: Role | None = None
@@ -120,6 +122,7 @@ class Runner:
         role.before_schedule()
         batch = self.scheduler.schedule()
         if batch.items:
+            self._on_work()
             self._step(role, batch)
             return
         role.going_idle()

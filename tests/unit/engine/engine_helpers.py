@@ -183,6 +183,7 @@ def assert_identical(found: Sequence[Continuation], expected: Sequence[Continuat
 def environment_without_wide_vectors() -> dict[str, str]:
     """This process' own, but for code that Numba compiles there: as for a CPU without AVX-512."""
     features = llvmlite.binding.get_host_cpu_features()
-    fewer = {name: present and not name.startswith("avx512") for name, present in features.items()}
+    wide = ("avx512", "avx10", "amx-avx512")
+    fewer = {name: present and not name.startswith(wide) for name, present in features.items()}
     named = ",".join(f"{'+' if present else '-'}{name}" for name, present in fewer.items())
     return os.environ | {"NUMBA_CPU_FEATURES": named, "PYTHONPATH": str(REPOSITORY)}

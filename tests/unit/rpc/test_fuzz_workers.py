@@ -100,11 +100,11 @@ def huge_commands() -> dict[str, dict[str, Any]]:
     many = pb.Sampling()
     many.CopyFrom(sampling)
     many.stop_token_ids.extend(range(500_000))
-    journal = [pb.ChoiceJournal(choice=n, token_ids=[5]) for n in range(100_000)]
+    journal = [pb.ChoiceJournal(choice=n, token_ids=[5]) for n in range(20_000)]
     return {
         "a prompt of a million tokens": {**common, "prompt_ids": [2] * 1_000_000},
         "four billion choices": {**common, "num_choices": HUGE},
-        "a hundred thousand journals": {**common, "journal": journal},
+        "twenty thousand journals": {**common, "journal": journal},
         "half a million stop tokens": {**common, "sampling": many},
         "a journal longer than the context": {**common, "journal": [pb.ChoiceJournal(token_ids=[5] * 600)]},
     }

@@ -22,10 +22,9 @@ from tandem.engine.shared_words import float32s, int32s, int64s, real, words
 from tandem.engine.threads import Kernel
 
 _vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
-# Half a vector of sixteen: what a head may have beyond whole ones.
-_half = vir.Vectors(8) if _vec.lanes > 8 else None
-#: What the length of a head must be a multiple of.
+#: What the length of a head must be a multiple of: half a vector of sixteen, what it may have beyond whole ones.
 _HEAD_UNIT = 8
+_half = vir.Vectors(_HEAD_UNIT) if _vec.lanes > _HEAD_UNIT else None
 # Numba takes these for constants.
 _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 #: Rows of a chunk that go over a page together.

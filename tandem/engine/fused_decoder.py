@@ -11,7 +11,7 @@ from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import gather_rows
 from tandem.engine.fused_layer import FusedDecoderLayer, compute_layers, plan_layers
 from tandem.engine.fused_modules import FusedRMSNorm
-from tandem.engine.packed_kernel import num_arranged
+from tandem.engine.packed_kernel import arranged_features
 from tandem.engine.packed_linear import PackedLinear
 from tandem.engine.vector_ir import FLOAT_BYTES
 
@@ -49,7 +49,7 @@ class FusedDecoder:
         cos, sin = rotary.data_ptr(), rotary.data_ptr() + rotary.nbytes // 2
         last = torch.empty(num_logits, self._width, dtype=torch.float32)
         logits = torch.empty(num_logits, self._head.padded_features, dtype=torch.float32)
-        arranged = torch.empty(num_arranged(num_logits, self._width), dtype=torch.float32)
+        arranged = torch.empty(num_logits, arranged_features(num_logits, self._width), dtype=torch.float32)
         positions, last_at = batch.positions.data_ptr(), last.data_ptr()
         compute_layers(
             self._layers,

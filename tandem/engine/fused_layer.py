@@ -21,7 +21,7 @@ from tandem.engine.attention_cpu import CPUAttention
 from tandem.engine.fused_kernel import ROWS_FOR_THREADS, add_rows
 from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.memory import map_memory
-from tandem.engine.packed_kernel import MAX_ROWS
+from tandem.engine.packed_kernel import arranged_features
 from tandem.engine.threads import run, threads_now
 from tandem.engine.vector_ir import FLOAT_BYTES, LINE_BYTES
 
@@ -177,7 +177,7 @@ class FusedDecoderLayer(nn.Module):
         """
         _, attention, _, mlp = self._parts
         query_features = attention.o_proj.in_features
-        arranged = max(self._width, query_features, mlp.inner_features) if num_rows > MAX_ROWS else 0
+        arranged = arranged_features(num_rows, max(self._width, query_features, mlp.inner_features))
         kept = _lay_out(begin, num_rows, self._width, self._width, attention.o_proj.padded_features, arranged)
         of_attention = _lay_out(kept[-1], num_rows, attention.qkv.padded_features, query_features, query_features)
         # The attention's are done with by then.

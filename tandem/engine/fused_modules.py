@@ -15,7 +15,7 @@ from tandem.engine.attention import ForwardContext, attend_written, begin_layer,
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import normalize_rows, place_heads
-from tandem.engine.packed_kernel import PANEL, arrange_rows, multiply_gated, num_arranged
+from tandem.engine.packed_kernel import PANEL, arrange_rows, arranged_features, multiply_gated
 from tandem.engine.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
 from tandem.engine.threads import run
 from tandem.engine.vector_ir import FLOAT_BYTES
@@ -66,7 +66,7 @@ class FusedGatedMLP(nn.Module):
         both = torch.empty(num_rows, self.both_features, dtype=torch.float32)
         inner = torch.empty(num_rows, self.inner_features, dtype=torch.float32)
         stride = rows.stride(0) * FLOAT_BYTES
-        arranged = torch.empty(num_arranged(num_rows, self.in_features), dtype=torch.float32)
+        arranged = torch.empty(num_rows, arranged_features(num_rows, self.in_features), dtype=torch.float32)
         addresses = both.data_ptr(), inner.data_ptr(), arranged.data_ptr()
         run(self._num_threads, *self.calls(rows.data_ptr(), stride, num_rows, *addresses))
         output: torch.Tensor = self.down(inner[:, : self.down.in_features])

@@ -30,8 +30,10 @@ PANEL = 32
 _IS_WIDE = vir.has_wide_vectors()
 _vec = vir.Vectors(16 if _IS_WIDE else 8)
 _NUM_VECTORS = PANEL // _vec.lanes
-# Of one row: Numba takes it for a constant.
-_PANEL_BYTES = PANEL * vir.FLOAT_BYTES
+# Numba takes globals of this module for constants.
+_FLOAT_BYTES = vir.FLOAT_BYTES
+#: Of one row.
+_PANEL_BYTES = PANEL * _FLOAT_BYTES
 
 _LINE_FLOATS = vir.LINE_BYTES // vir.FLOAT_BYTES
 
@@ -132,8 +134,20 @@ _gate = vir.kernel(2, 0, types.void, _emit_gate)
 
 
 @numba.njit(nogil=True, inline="always")
+def _num_passes(num_rows):  # type: ignore[no-untyped-def]
+    """As few passes as there can be."""
+    return (num_rows + MAX_ROWS - 1) // MAX_ROWS
+
+
+@numba.njit(nogil=True, inline="always")
+def _first_row(index, num_passes, num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Where pass `index` of as even passes as there can be begins: the first ones have one row more than the last."""
+    return index * (num_rows // num_passes) + min(index, num_rows % num_passes)
+
+
+@numba.njit(nogil=True, inline="always")
 def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover
-    """As few passes as there can be, of as even numbers of rows as there can be.
+    """A panel's product, in one pass or several.
 
     With few rows a single pass runs at the speed of memory by itself. With more of them memory would rest while a pass
     computes: so each pass fetches its share of the next panel, evenly (faster fetching stalls the pass), or a single
@@ -142,20 +156,19 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
     if num_rows <= _MAX_ROWS_ALONE:
         _tile(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
     else:
-        num_passes = (num_rows + MAX_ROWS - 1) // MAX_ROWS  # of each part
+        num_passes = _num_passes(num_rows)  # of each part
         step = _PANEL_BYTES // (num_passes * _NUM_PARTS)
         ahead = panel + (_AHEAD_BYTES if num_passes * _NUM_PARTS == 1 else k * _PANEL_BYTES)
         for part in range(_NUM_PARTS):
             w = panel + part * _PART_BYTES
-            row = 0
-            for left in range(num_passes, 0, -1):
-                count = (num_rows - row + left - 1) // left
+            for index in range(num_passes):
+                row = _first_row(index, num_passes, num_rows)
+                count = _first_row(index + 1, num_passes, num_rows) - row
                 y_row = y + row * y_stride + part * _PART_BYTES
                 if num_passes == 1:
                     _tile_ahead(count, x, x_stride, w, k, y_row, y_stride, ahead, step)
                 else:
-                    _tile_together(count, x + row * k * 4, 0, w, k, y_row, y_stride, ahead, step)
-                row += count
+                    _tile_together(count, x + row * k * _FLOAT_BYTES, 0, w, k, y_row, y_stride, ahead, step)
                 ahead += k * step
     if bias:
         for index in range(num_rows):
@@ -165,20 +178,17 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
 def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Passes `[first, end)` over `x[num_rows, k]`: their rows as `[k][rows of the pass]`, one behind the other."""
     x, x_stride, num_rows, k, y = _five_words(arguments)
-    num_passes = (num_rows + MAX_ROWS - 1) // MAX_ROWS
-    row = 0
-    for index in range(end):
-        left = num_passes - index
-        count = (num_rows - row + left - 1) // left
-        if index >= first:
-            # A cache line of each row at a time: what is written lies close together then.
-            for begin in range(0, k, _LINE_FLOATS):
-                for member in range(count):
-                    source = float32s(x + (row + member) * x_stride + begin * 4)
-                    target = float32s(y + (row * k + begin * count + member) * 4)
-                    for step in range(min(_LINE_FLOATS, k - begin)):
-                        target[step * count] = source[step]
-        row += count
+    num_passes = _num_passes(num_rows)
+    for index in range(first, end):
+        row = _first_row(index, num_passes, num_rows)
+        count = _first_row(index + 1, num_passes, num_rows) - row
+        # A cache line of each row at a time: what is written lies close together then.
+        for begin in range(0, k, _LINE_FLOATS):
+            for member in range(count):
+                source = float32s(x + (row + member) * x_stride + begin * _FLOAT_BYTES)
+                target = float32s(y + (row * k + begin * count + member) * _FLOAT_BYTES)
+                for step in range(min(_LINE_FLOATS, k - begin)):
+                    target[step * count] = source[step]
 
 
 def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -221,9 +231,9 @@ multiply = Kernel(_multiply, "i" * 8)
 multiply_gated = Kernel(_multiply_gated, "i" * 9)
 
 
-def num_arranged(num_rows: int, k: int) -> int:
-    """How many float32 `arrange_rows` needs."""
-    return num_rows * k if num_rows > MAX_ROWS else 0
+def arranged_features(num_rows: int, k: int) -> int:
+    """How many float32 of each row `arrange_rows` needs."""
+    return k if num_rows > MAX_ROWS else 0
 
 
 def arrange_rows(x: int, x_stride: int, num_rows: int, k: int, arranged: int) -> tuple[tuple[bytes, ...], int, int]:
@@ -231,9 +241,8 @@ def arrange_rows(x: int, x_stride: int, num_rows: int, k: int, arranged: int) ->
 
     Args:
         x: address of `[num_rows, k]`, rows `x_stride` bytes apart.
-        arranged: address of memory for `num_arranged` numbers.
+        arranged: address of memory for `[num_rows, arranged_features]`.
     """
     if num_rows <= MAX_ROWS:
         return (), x, x_stride
-    num_passes = -(-num_rows // MAX_ROWS)
-    return (put_together.call(num_passes, x, x_stride, num_rows, k, arranged),), arranged, 0
+    return (put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, k, arranged),), arranged, 0

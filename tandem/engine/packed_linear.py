@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.memory import weight_memory
-from tandem.engine.packed_kernel import PANEL, arrange_rows, multiply, num_arranged
+from tandem.engine.packed_kernel import PANEL, arrange_rows, arranged_features, multiply
 from tandem.engine.threads import run
 from tandem.engine.vector_ir import FLOAT_BYTES, is_fast_here
 
@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
         """As `forward`, with all outputs of the last panel: `[..., 32 * panels]`, without gaps."""
         rows = as_rows(x)
         output = torch.empty(*x.shape[:-1], self.padded_features, dtype=torch.float32)
-        arranged = torch.empty(num_arranged(len(rows), self.in_features), dtype=torch.float32)
+        arranged = torch.empty(len(rows), arranged_features(len(rows), self.in_features), dtype=torch.float32)
         stride = rows.stride(0) * FLOAT_BYTES
         run(
             self._num_threads,

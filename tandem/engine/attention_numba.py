@@ -29,6 +29,9 @@ _half = vir.Vectors(_HEAD_UNIT) if _vec.lanes > _HEAD_UNIT else None
 _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 #: Rows of a chunk that go over a page together.
 _BLOCK_ROWS = 8
+#: Slots whose heads are all gone over before the next ones.
+_TILE_SLOTS = 4
+_NEAR_BYTES = 8192
 
 
 def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 1) -> Callable[..., None]:
@@ -57,6 +60,8 @@ def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 
                     key_part = load(builder, key_at)
                     if ahead:
                         vir.prefetch(builder, builder.add(key_at, distance))
+                        # A CPU with too much under way forgets what it was asked to fetch: so once more, soon before.
+                        vir.prefetch(builder, vir.offset(builder, key_at, _NEAR_BYTES))
                     for head_parts, head_sums in zip(parts, sums, strict=True):
                         total = _vec.fma(builder, head_parts[n], key_part, builder.load(head_sums[slot]))
                         builder.store(total, head_sums[slot])
@@ -74,16 +79,20 @@ def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 
             rest = builder.mul(whole, vector_bytes)
             with builder.if_then(builder.icmp_unsigned("<", rest, num_bytes), likely=False):
                 add(rest, lambda builder, place: _vec.widen(builder, _half.load(builder, place)))
-        for head, head_sums in enumerate(sums):
-            row = vir.advance(builder, scores, stride, head)
-            totals = [builder.load(total) for total in head_sums]
-            if num_slots == _LANES:
-                scaled = builder.fmul(_vec.sums_of(builder, totals), _vec.spread(builder, scale))
-                _vec.store(builder, scaled, row)
-                continue
-            for slot, total in enumerate(totals):
-                score = builder.fmul(_vec.sum_of(builder, total), scale)
-                vir.store_real(builder, score, vir.offset(builder, row, slot * vir.FLOAT_BYTES))
+        totals = [builder.load(total) for head_sums in sums for total in head_sums]
+        if num_slots == _LANES:
+            for head in range(num_heads):
+                scaled = builder.fmul(
+                    _vec.sums_of(builder, totals[head * _LANES : (head + 1) * _LANES]), _vec.spread(builder, scale)
+                )
+                _vec.store(builder, scaled, vir.advance(builder, scores, stride, head))
+            return
+        for first in range(0, len(totals), _LANES):
+            some = totals[first : first + _LANES]
+            scaled = builder.fmul(_vec.sums_of(builder, some), _vec.spread(builder, scale))
+            for begin in range(0, len(some), num_slots):
+                row = vir.advance(builder, scores, stride, (first + begin) // num_slots)
+                _vec.store_part(builder, scaled, begin, num_slots, row)
 
     name = f"scores_{num_heads}x{num_slots}_by_{unrolled}{'_ahead' if ahead else ''}"
     return vir.kernel(7, 1, types.void, vir.apart(name, emit))
@@ -159,8 +168,9 @@ def _emit_exponentials(builder: Any, scores: Any, vectors: Any, greatest: Any) -
 
 _greatest = vir.kernel(2, 1, types.float32, _emit_greatest)
 _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
-# A row alone waits for memory: each key serves several heads, and what comes next is fetched evenly. Many rows find the
-# page in the cache, where sums of whole vectors of slots cost the least. The scores are the same bits.
+# A row alone waits for memory: each key serves several heads, and what comes next is fetched evenly, in the order in
+# which it lies there. Many rows find the page in the cache, where sums of whole vectors of slots cost the least. The
+# scores are the same bits.
 _scores_1x4, _scores_2x4, _scores_3x4 = (_score_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
 _scores_1x1, _scores_2x1, _scores_3x1 = (_score_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
 _scores_many = _score_tile(1, _LANES, ahead=False, unrolled=4)
@@ -170,6 +180,7 @@ _values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1, ahead=False) for 
 _values_half = _values_1x1 if _half is None else _value_tile(1, 1, ahead=False, vec=_half)
 # Of the first rows, whose tokens have the pages that come next fetched.
 _values_1x4_ahead, _values_2x4_ahead, _values_3x4_ahead = (_value_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
+_values_1x1_ahead, _values_2x1_ahead, _values_3x1_ahead = (_value_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
 
 
 @numba.njit(nogil=True, inline="always")
@@ -236,6 +247,8 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
                 _values_3x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             elif four:
                 _values_3x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            elif ahead:
+                _values_3x1_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             else:
                 _values_3x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         elif heads == 2:
@@ -243,12 +256,16 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
                 _values_2x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             elif four:
                 _values_2x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            elif ahead:
+                _values_2x1_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
             else:
                 _values_2x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         elif four and ahead:
             _values_1x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         elif four:
             _values_1x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+        elif ahead:
+            _values_1x1_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         else:
             _values_1x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         done += 4 if four else 1
@@ -257,6 +274,63 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
         for head in range(heads):
             t = total + head * head_bytes + rest
             _values_half(weights + head * stride, stride, value + rest, token_bytes, slots, t, head_bytes, ahead)
+
+
+@numba.njit(nogil=True, inline="always")
+def _score_row(query, head_bytes, kv_heads, group, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Scores of one row's heads with `slots` keys of each of `kv_heads`, in the order in which these lie in memory."""
+    for slot in range(0, slots, _TILE_SLOTS):
+        count = min(_TILE_SLOTS, slots - slot)
+        for kv_head in range(kv_heads):
+            k = key + slot * token_bytes + kv_head * head_bytes
+            fetch = ahead
+            for member in range(0, group, 3):
+                head = kv_head * group + member
+                _score(
+                    min(3, group - member), query + head * head_bytes, head_bytes, k, token_bytes, count,
+                    scores + head * stride + slot * 4, stride, fetch, scale,
+                )  # fmt: skip
+                fetch = 0
+
+
+@numba.njit(nogil=True, inline="always")
+def _add_row_values(weights, stride, kv_heads, group, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Adds the weighted values of `slots` tokens to the sums of one row's heads, in the order in which these lie."""
+    for slot in range(0, slots, _TILE_SLOTS):
+        count = min(_TILE_SLOTS, slots - slot)
+        for kv_head in range(kv_heads):
+            v = value + slot * token_bytes + kv_head * head_bytes
+            fetch = ahead
+            for member in range(0, group, 3):
+                head = kv_head * group + member
+                _add_values(
+                    min(3, group - member), weights + head * stride + slot * 4, stride, v, token_bytes, count,
+                    total + head * head_bytes, head_bytes, fetch,
+                )  # fmt: skip
+                fetch = 0
+
+
+@numba.njit(nogil=True, inline="always")
+def _weigh(scores, place, slots, softcap, total, weight_sum, greatest, row, head):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Scores of a head with `slots` slots become weights.
+
+    Online softmax: what was summed so far is rescaled where a greater score appears.
+    """
+    vectors = (slots + _LANES - 1) // _LANES
+    at = scores.ctypes.data + place * scores.shape[1] * 4
+    if softcap > 0:
+        for slot in range(slots):
+            scores[place, slot] = softcap * math.tanh(scores[place, slot] / softcap)
+    for slot in range(slots, vectors * _LANES):
+        scores[place, slot] = -np.inf
+    page_greatest = _greatest(at, vectors, greatest[row, head])
+    if page_greatest > greatest[row, head]:
+        rescale = np.float32(math.exp(greatest[row, head] - page_greatest))
+        greatest[row, head] = page_greatest
+        weight_sum[row, head] *= rescale
+        for dim in range(total.shape[2]):
+            total[row, head, dim] *= rescale
+    weight_sum[row, head] += _exponentials(at, vectors, page_greatest)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -282,7 +356,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
     tables = numba.carray(int32s(tables_at), (num_tables, table_width))
     output = float32s(output_at)
-    scores = np.empty((_BLOCK_ROWS * group, padded), dtype=np.float32)
+    scores = np.empty((max(_BLOCK_ROWS, own) * group, padded), dtype=np.float32)
     total = np.empty((_BLOCK_ROWS, num_own, head_dim), dtype=np.float32)
     weight_sum = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
     greatest = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
@@ -305,6 +379,18 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
             else:
                 ahead = 0
             # All heads and rows of a page before the next page: its memory comes in one stream, and once.
+            if num_rows == 1:
+                low, slots = _seen(first_position - index * page_size, page_size, window)
+                key = page + first_head * head_bytes + low * token_bytes
+                queries = query + (first_row * num_heads + first_head * group) * head_bytes
+                _score_row(queries, head_bytes, own, group, key, token_bytes, slots, at, padded * 4, ahead, scaling)
+                for head in range(num_own):
+                    _weigh(scores, head, slots, softcap, total, weight_sum, greatest, 0, head)
+                _add_row_values(
+                    at, padded * 4, own, group, key + page_size * token_bytes, token_bytes, slots, total.ctypes.data,
+                    head_bytes, ahead,
+                )  # fmt: skip
+                continue
             for kv_head in range(own):
                 fetch = ahead
                 keys = page + (first_head + kv_head) * head_bytes
@@ -314,46 +400,19 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                     if slots < 1:
                         continue
                     head = (first_row + row) * num_heads + (first_head + kv_head) * group
-                    queries, key, place = (
-                        query + head * head_bytes,
-                        keys + low * token_bytes,
-                        at + row * group * padded * 4,
-                    )
-                    if num_rows == 1:
-                        for member in range(0, group, 3):
-                            _score(
-                                min(3, group - member), queries + member * head_bytes, head_bytes, key, token_bytes,
-                                slots, place + member * padded * 4, padded * 4, fetch, scaling,
-                            )  # fmt: skip
-                            fetch = 0
-                    else:
-                        for member in range(group):
-                            _score_many(
-                                queries + member * head_bytes, head_bytes, key, token_bytes, slots, page_size - low,
-                                place + member * padded * 4, fetch, scaling,
-                            )  # fmt: skip
-                            fetch = 0
+                    for member in range(group):
+                        _score_many(
+                            query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes, token_bytes,
+                            slots, page_size - low, at + (row * group + member) * padded * 4, fetch, scaling,
+                        )  # fmt: skip
+                        fetch = 0
                 for row in range(num_rows):
-                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    _, slots = _seen(first_position + row - index * page_size, page_size, window)
                     if slots < 1:
                         continue
-                    vectors = (slots + _LANES - 1) // _LANES
                     for member in range(group):
-                        head, place = kv_head * group + member, row * group + member
-                        if softcap > 0:
-                            for slot in range(slots):
-                                scores[place, slot] = softcap * math.tanh(scores[place, slot] / softcap)
-                        for slot in range(slots, vectors * _LANES):
-                            scores[place, slot] = -np.inf
-                        page_greatest = _greatest(at + place * padded * 4, vectors, greatest[row, head])
-                        # Online softmax: what was summed so far is rescaled when a greater score appears.
-                        if page_greatest > greatest[row, head]:
-                            rescale = np.float32(math.exp(greatest[row, head] - page_greatest))
-                            greatest[row, head] = page_greatest
-                            weight_sum[row, head] *= rescale
-                            for dim in range(head_dim):
-                                total[row, head, dim] *= rescale
-                        weight_sum[row, head] += _exponentials(at + place * padded * 4, vectors, page_greatest)
+                        head = kv_head * group + member
+                        _weigh(scores, row * group + member, slots, softcap, total, weight_sum, greatest, row, head)
                 fetch = ahead
                 for row in range(num_rows):
                     low, slots = _seen(first_position + row - index * page_size, page_size, window)

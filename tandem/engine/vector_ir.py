@@ -144,6 +144,13 @@ class Vectors:
     def store(self, builder: Any, value: Any, address: Any) -> None:
         builder.store(value, builder.inttoptr(address, self.type.as_pointer())).align = FLOAT_BYTES
 
+    def store_part(self, builder: Any, value: Any, first: int, count: int, address: Any) -> None:
+        """Store `count` lanes from `first` on."""
+        unset = ir.Constant(self.type, ir.Undefined)
+        lanes = ir.Constant(ir.VectorType(_INDEX, count), list(range(first, first + count)))
+        part = builder.shuffle_vector(value, unset, lanes)
+        builder.store(part, builder.inttoptr(address, part.type.as_pointer())).align = FLOAT_BYTES
+
     def spread(self, builder: Any, number: Any) -> Any:
         """The same number in all lanes."""
         unset = ir.Constant(self.type, ir.Undefined)
@@ -164,8 +171,9 @@ class Vectors:
         return self._reduce(builder, vector, builder.fadd)
 
     def sums_of(self, builder: Any, vectors: list[Any]) -> Any:
-        """The sums of as many vectors as one has lanes, in their order; each the same bits as `sum_of` gives."""
+        """The sums of up to as many vectors as one has lanes, in their order; each the same bits as `sum_of` gives."""
         width = self.lanes
+        vectors = [*vectors, *[self.constant(0.0)] * (self.lanes - len(vectors))]
         while width > 1:
             # Each vector holds sums of groups of numbers: the halves of each group are added, those of two vectors make
             # one.

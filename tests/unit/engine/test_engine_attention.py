@@ -27,7 +27,7 @@ from tandem.engine.vector_ir import has_wide_vectors
 # heads, KV heads, head_dim, page size
 SHAPES = [
     (1, 1, 8, 1), (8, 2, 128, 16), (4, 4, 72, 16), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7),
-    (10, 2, 24, 32),
+    (10, 2, 24, 32), (24, 12, 32, 16),
 ]  # fmt: skip
 WINDOWS = [0, 1, 2, 7, 33, 10_000]
 SOFTCAPS = [0.0, 3.0]

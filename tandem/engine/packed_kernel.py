@@ -40,8 +40,8 @@ _LINE_FLOATS = vir.LINE_BYTES // vir.FLOAT_BYTES
 #: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
 _PART_BYTES = _PANEL_BYTES // _NUM_PARTS
-#: Up to so many rows whole panels go at the speed of memory by themselves.
-_MAX_ROWS_ALONE = 3
+#: Up to so many rows whole panels, whose sums have registers, go at the speed of memory by themselves.
+_MAX_ROWS_ALONE = 8 if _IS_WIDE else 3
 # How far a single pass over whole panels fetches ahead: 64 of its steps.
 _AHEAD_BYTES = 64 * _PANEL_BYTES
 

@@ -1,7 +1,8 @@
 """Paged attention on the CPU, float32, without gathering: blocks of query rows walk the pages of their sequence.
 
 Rows of a block, and query heads that share a KV head, go over a page together while it lies in the first cache; up to
-three heads share each vector of V that is loaded. Softmax is online, page by page.
+three heads share each vector that is loaded of V and, where a row is alone, of K. A row alone goes over a page in the
+order of memory, for all KV heads; several rows go over it KV head by KV head. Softmax is online, page by page.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from tandem.engine.shared_words import float32s, int32s, int64s, real, words
 from tandem.engine.threads import Kernel
 
 _vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
-#: What the length of a head must be a multiple of: half a vector of sixteen, what it may have beyond whole ones.
+#: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.
 _HEAD_UNIT = 8
 _half = vir.Vectors(_HEAD_UNIT) if _vec.lanes > _HEAD_UNIT else None
 # Numba takes these for constants.
 _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
+_FLOAT_BYTES = vir.FLOAT_BYTES
 #: Rows of a chunk that go over a page together.
 _BLOCK_ROWS = 8
-#: Slots whose heads are all gone over before the next ones.
+#: Heads that share a load, at most: their sums have registers.
+_TILE_HEADS = 3
+#: Slots of a tile. A row alone takes one of each KV head before the next slots.
 _TILE_SLOTS = 4
+# Keys are prefetched twice, as a CPU with too much under way forgets what it was asked for: once as of the page that
+# comes next, and once so far ahead, which is time enough.
 _NEAR_BYTES = 8192
 
 
@@ -38,7 +44,7 @@ def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 
     """Products of `num_heads` queries with the keys of `num_slots` slots, `unrolled` vectors of them at a time.
 
     Arguments, in addresses, bytes and counts: queries, the bytes of one, keys, their stride, scores, their stride from
-    head to head; how far ahead to prefetch, where `ahead`; then the scale.
+    head to head; how far on to prefetch, where `ahead`, beside `_NEAR_BYTES`; then the scale.
     """
 
     def emit(
@@ -60,7 +66,6 @@ def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 
                     key_part = load(builder, key_at)
                     if ahead:
                         vir.prefetch(builder, builder.add(key_at, distance))
-                        # A CPU with too much under way forgets what it was asked to fetch: so once more, soon before.
                         vir.prefetch(builder, vir.offset(builder, key_at, _NEAR_BYTES))
                     for head_parts, head_sums in zip(parts, sums, strict=True):
                         total = _vec.fma(builder, head_parts[n], key_part, builder.load(head_sums[slot]))
@@ -171,8 +176,12 @@ _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
 # A row alone waits for memory: each key serves several heads, and what comes next is fetched evenly, in the order in
 # which it lies there. Many rows find the page in the cache, where sums of whole vectors of slots cost the least. The
 # scores are the same bits.
-_scores_1x4, _scores_2x4, _scores_3x4 = (_score_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
-_scores_1x1, _scores_2x1, _scores_3x1 = (_score_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
+_scores_1x4, _scores_2x4, _scores_3x4 = (_score_tile(heads, _TILE_SLOTS, ahead=False) for heads in (1, 2, 3))
+_scores_1x1, _scores_2x1, _scores_3x1 = (_score_tile(heads, 1, ahead=False) for heads in (1, 2, 3))
+_scores_1x4_ahead, _scores_2x4_ahead, _scores_3x4_ahead = (
+    _score_tile(heads, _TILE_SLOTS, ahead=True) for heads in (1, 2, 3)
+)
+_scores_1x1_ahead, _scores_2x1_ahead, _scores_3x1_ahead = (_score_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
 _scores_many = _score_tile(1, _LANES, ahead=False, unrolled=4)
 _scores_many_ahead = _score_tile(1, _LANES, ahead=True, unrolled=4)
 _values_1x4, _values_2x4, _values_3x4 = (_value_tile(heads, 4, ahead=False) for heads in (1, 2, 3))
@@ -185,39 +194,53 @@ _values_1x1_ahead, _values_2x1_ahead, _values_3x1_ahead = (_value_tile(heads, 1,
 
 @numba.njit(nogil=True, inline="always")
 def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Scores of `heads` queries (1 to 3) with `slots` keys."""
+    """Scores of `heads` queries (1 to 3) with `slots` keys; prefetches so far on, and where that is 0 nothing."""
     slot = 0
     while slot < slots:
-        four = slots - slot >= 4
-        k, s = key + slot * token_bytes, scores + slot * 4
+        four = slots - slot >= _TILE_SLOTS
+        k, s = key + slot * token_bytes, scores + slot * _FLOAT_BYTES
         if heads == 3:
-            if four:
+            if four and ahead:
+                _scores_3x4_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+            elif four:
                 _scores_3x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+            elif ahead:
+                _scores_3x1_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
             else:
                 _scores_3x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         elif heads == 2:
-            if four:
+            if four and ahead:
+                _scores_2x4_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+            elif four:
                 _scores_2x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+            elif ahead:
+                _scores_2x1_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
             else:
                 _scores_2x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+        elif four and ahead:
+            _scores_1x4_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         elif four:
             _scores_1x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+        elif ahead:
+            _scores_1x1_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         else:
             _scores_1x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-        slot += 4 if four else 1
+        slot += _TILE_SLOTS if four else 1
 
 
 @numba.njit(nogil=True, inline="always")
 def _score_many(query, head_bytes, key, token_bytes, slots, room, scores, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Scores of a query with `slots` keys, and with some more that are worth nothing: there are `room` of them."""
+    """As `_score`, of one query, and with some more keys that are worth nothing: there are `room` of them."""
     slot = 0
     while slot + _LANES <= room and slot < slots:
         if ahead:
             _scores_many_ahead(
-                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * 4, 0, ahead, scale
+                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * _FLOAT_BYTES, 0, ahead, scale
             )
         else:
-            _scores_many(query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * 4, 0, 0, scale)
+            _scores_many(
+                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * _FLOAT_BYTES, 0, 0, scale
+            )
         slot += _LANES
     if slot < slots:
         _score(
@@ -227,7 +250,7 @@ def _score_many(query, head_bytes, key, token_bytes, slots, room, scores, ahead,
             key + slot * token_bytes,
             token_bytes,
             slots - slot,
-            scores + slot * 4,
+            scores + slot * _FLOAT_BYTES,
             0,
             ahead,
             scale,
@@ -278,46 +301,45 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
 
 @numba.njit(nogil=True, inline="always")
 def _score_row(query, head_bytes, kv_heads, group, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Scores of one row's heads with `slots` keys of each of `kv_heads`, in the order in which these lie in memory."""
+    """Scores of one row's heads with `slots` keys of each of `kv_heads`: tile by tile in the order of memory."""
     for slot in range(0, slots, _TILE_SLOTS):
         count = min(_TILE_SLOTS, slots - slot)
         for kv_head in range(kv_heads):
             k = key + slot * token_bytes + kv_head * head_bytes
             fetch = ahead
-            for member in range(0, group, 3):
+            for member in range(0, group, _TILE_HEADS):
                 head = kv_head * group + member
                 _score(
-                    min(3, group - member), query + head * head_bytes, head_bytes, k, token_bytes, count,
-                    scores + head * stride + slot * 4, stride, fetch, scale,
+                    min(_TILE_HEADS, group - member), query + head * head_bytes, head_bytes, k, token_bytes, count,
+                    scores + head * stride + slot * _FLOAT_BYTES, stride, fetch, scale,
                 )  # fmt: skip
                 fetch = 0
 
 
 @numba.njit(nogil=True, inline="always")
 def _add_row_values(weights, stride, kv_heads, group, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Adds the weighted values of `slots` tokens to the sums of one row's heads, in the order in which these lie."""
+    """Adds the weighted values of `slots` tokens to the sums of one row's heads, in the order of `_score_row`."""
     for slot in range(0, slots, _TILE_SLOTS):
         count = min(_TILE_SLOTS, slots - slot)
         for kv_head in range(kv_heads):
             v = value + slot * token_bytes + kv_head * head_bytes
             fetch = ahead
-            for member in range(0, group, 3):
+            for member in range(0, group, _TILE_HEADS):
                 head = kv_head * group + member
                 _add_values(
-                    min(3, group - member), weights + head * stride + slot * 4, stride, v, token_bytes, count,
-                    total + head * head_bytes, head_bytes, fetch,
+                    min(_TILE_HEADS, group - member), weights + head * stride + slot * _FLOAT_BYTES, stride, v,
+                    token_bytes, count, total + head * head_bytes, head_bytes, fetch,
                 )  # fmt: skip
                 fetch = 0
 
 
 @numba.njit(nogil=True, inline="always")
-def _weigh(scores, place, slots, softcap, total, weight_sum, greatest, row, head):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Scores of a head with `slots` slots become weights.
+def _weigh(scores, at, place, slots, softcap, total, weight_sum, greatest, row, head):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Scores of a head with `slots` slots, the row `place` of `scores` at the address `at`, become weights.
 
-    Online softmax: what was summed so far is rescaled where a greater score appears.
+    Online softmax: what was summed so far of the head (`total`, `weight_sum`) is rescaled where a score is greater.
     """
     vectors = (slots + _LANES - 1) // _LANES
-    at = scores.ctypes.data + place * scores.shape[1] * 4
     if softcap > 0:
         for slot in range(slots):
             scores[place, slot] = softcap * math.tanh(scores[place, slot] / softcap)
@@ -350,7 +372,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     group = num_heads // kv_heads
     own = kv_heads // splits
     num_own = own * group
-    head_bytes = head_dim * 4
+    head_bytes = head_dim * _FLOAT_BYTES
     token_bytes = kv_heads * head_bytes
     padded = (page_size + _LANES - 1) // _LANES * _LANES
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
@@ -360,7 +382,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     total = np.empty((_BLOCK_ROWS, num_own, head_dim), dtype=np.float32)
     weight_sum = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
     greatest = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
-    at = scores.ctypes.data
+    at, stride = scores.ctypes.data, padded * _FLOAT_BYTES
     for item in range(first, end):
         table, first_row, num_rows, first_position = blocks[item // splits]
         first_head = (item % splits) * own
@@ -378,16 +400,16 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                 ahead = pages + tables[blocks[(item + 1) // splits, 0], 0] * 2 * page_size * token_bytes - page
             else:
                 ahead = 0
-            # All heads and rows of a page before the next page: its memory comes in one stream, and once.
-            if num_rows == 1:
+            # All heads and rows of a page before the next page: its memory comes once.
+            if num_rows == 1:  # it sees something of each of its pages
                 low, slots = _seen(first_position - index * page_size, page_size, window)
                 key = page + first_head * head_bytes + low * token_bytes
                 queries = query + (first_row * num_heads + first_head * group) * head_bytes
-                _score_row(queries, head_bytes, own, group, key, token_bytes, slots, at, padded * 4, ahead, scaling)
+                _score_row(queries, head_bytes, own, group, key, token_bytes, slots, at, stride, ahead, scaling)
                 for head in range(num_own):
-                    _weigh(scores, head, slots, softcap, total, weight_sum, greatest, 0, head)
+                    _weigh(scores, at + head * stride, head, slots, softcap, total, weight_sum, greatest, 0, head)
                 _add_row_values(
-                    at, padded * 4, own, group, key + page_size * token_bytes, token_bytes, slots, total.ctypes.data,
+                    at, stride, own, group, key + page_size * token_bytes, token_bytes, slots, total.ctypes.data,
                     head_bytes, ahead,
                 )  # fmt: skip
                 continue
@@ -403,7 +425,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                     for member in range(group):
                         _score_many(
                             query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes, token_bytes,
-                            slots, page_size - low, at + (row * group + member) * padded * 4, fetch, scaling,
+                            slots, page_size - low, at + (row * group + member) * stride, fetch, scaling,
                         )  # fmt: skip
                         fetch = 0
                 for row in range(num_rows):
@@ -411,19 +433,21 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                     if slots < 1:
                         continue
                     for member in range(group):
-                        head = kv_head * group + member
-                        _weigh(scores, row * group + member, slots, softcap, total, weight_sum, greatest, row, head)
+                        head, place = kv_head * group + member, row * group + member
+                        _weigh(
+                            scores, at + place * stride, place, slots, softcap, total, weight_sum, greatest, row, head
+                        )
                 fetch = ahead
                 for row in range(num_rows):
                     low, slots = _seen(first_position + row - index * page_size, page_size, window)
                     if slots < 1:
                         continue
                     value = keys + (page_size + low) * token_bytes
-                    for member in range(0, group, 3):
-                        heads = min(3, group - member)
-                        weights = at + (row * group + member) * padded * 4
+                    for member in range(0, group, _TILE_HEADS):
+                        heads = min(_TILE_HEADS, group - member)
+                        weights = at + (row * group + member) * stride
                         sums = total.ctypes.data + (row * num_own + kv_head * group + member) * head_bytes
-                        _add_values(heads, weights, padded * 4, value, token_bytes, slots, sums, head_bytes, fetch)
+                        _add_values(heads, weights, stride, value, token_bytes, slots, sums, head_bytes, fetch)
                         fetch = 0
         for row in range(num_rows):
             for head in range(num_own):

@@ -32,7 +32,7 @@ _vec = vir.Vectors(16 if _IS_WIDE else 8)
 _NUM_VECTORS = PANEL // _vec.lanes
 # Numba takes globals of this module for constants.
 _FLOAT_BYTES = vir.FLOAT_BYTES
-#: Of one row.
+#: Of one step of k.
 _PANEL_BYTES = PANEL * _FLOAT_BYTES
 
 _LINE_FLOATS = vir.LINE_BYTES // vir.FLOAT_BYTES
@@ -40,8 +40,8 @@ _LINE_FLOATS = vir.LINE_BYTES // vir.FLOAT_BYTES
 #: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
 _PART_BYTES = _PANEL_BYTES // _NUM_PARTS
-#: Up to so many rows whole panels, whose sums have registers, go at the speed of memory by themselves.
-_MAX_ROWS_ALONE = 8 if _IS_WIDE else 3
+#: Up to so many rows, whose sums of a whole panel have registers, a pass goes at the speed of memory by itself.
+_MAX_ROWS_ALONE = 6 if _IS_WIDE else 3
 # How far a single pass over whole panels fetches ahead: 64 of its steps.
 _AHEAD_BYTES = 64 * _PANEL_BYTES
 
@@ -141,7 +141,7 @@ def _num_passes(num_rows):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, inline="always")
 def _first_row(index, num_passes, num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Where pass `index` of as even passes as there can be begins: the first ones have one row more than the last."""
+    """Where pass `index` of as even ones as there can be begins: the first `num_rows % num_passes` have a row more."""
     return index * (num_rows // num_passes) + min(index, num_rows % num_passes)
 
 

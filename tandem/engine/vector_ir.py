@@ -95,10 +95,6 @@ def load_real(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, REAL.as_pointer()))
 
 
-def store_real(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, REAL.as_pointer()))
-
-
 def square_root(builder: Any, number: Any) -> Any:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(REAL, [REAL]), "llvm.sqrt.f32")
     return builder.call(function, [number])

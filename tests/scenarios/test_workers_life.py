@@ -91,6 +91,7 @@ async def test_a_draining_worker_finishes_what_it_holds_and_takes_no_more(life: 
             draining = asyncio.create_task(drain(worker))
             await until(lambda: worker.draining, "the drain")
             late = await router.begin(Ask(prompt_of(20)))
+            assert not draining.done()
             gate.open()
             await router.heard(late, f"{side}.failed")
             failure = router.outcomes[late.key].failures[side]

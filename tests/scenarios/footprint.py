@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -12,12 +13,25 @@ import psutil
 
 _KIND = re.compile(r"^(socket|pipe|anon_inode):")
 
+# gRPC's own pool of threads grows with the cores of the machine, up to their number, when much comes at once; it stays.
+_POOL_OF_GRPC = "event_engine"
+
+
+def _num_threads(pid: int) -> int:
+    """Threads of a process but for those of gRPC's pool."""
+    number = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            number += (task / "comm").read_text().strip() != _POOL_OF_GRPC
+    return number
+
 
 @dataclass(frozen=True)
 class Footprint:
     """Counts of one process.
 
     Attributes:
+        num_threads: but for those of gRPC's pool.
         descriptors: by kind: `socket`, `pipe`, `anon_inode:[eventpoll]`, `/dev/shm`, `file`.
     """
 
@@ -33,7 +47,7 @@ class Footprint:
         with process.oneshot():
             return cls(
                 dict(_descriptors(pid)),
-                process.num_threads(),
+                _num_threads(pid),
                 len(process.children(recursive=True)),
                 process.memory_info().rss,
             )

@@ -21,6 +21,7 @@ from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.layout import KVLayout
 from tandem.engine.shared_words import float32s, int32s, int64s, real, words
 from tandem.engine.threads import Kernel
+from tandem.engine.vector_ir import FLOAT_BYTES
 
 _vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
 #: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.
@@ -28,7 +29,6 @@ _HEAD_UNIT = 8
 _half = vir.Vectors(_HEAD_UNIT) if _vec.lanes > _HEAD_UNIT else None
 # Numba takes these for constants.
 _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
-_FLOAT_BYTES = vir.FLOAT_BYTES
 #: Rows of a chunk that go over a page together.
 _BLOCK_ROWS = 8
 #: Heads that share a load, at most: their sums have registers.
@@ -85,13 +85,6 @@ def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 
             with builder.if_then(builder.icmp_unsigned("<", rest, num_bytes), likely=False):
                 add(rest, lambda builder, place: _vec.widen(builder, _half.load(builder, place)))
         totals = [builder.load(total) for head_sums in sums for total in head_sums]
-        if num_slots == _LANES:
-            for head in range(num_heads):
-                scaled = builder.fmul(
-                    _vec.sums_of(builder, totals[head * _LANES : (head + 1) * _LANES]), _vec.spread(builder, scale)
-                )
-                _vec.store(builder, scaled, vir.advance(builder, scores, stride, head))
-            return
         for first in range(0, len(totals), _LANES):
             some = totals[first : first + _LANES]
             scaled = builder.fmul(_vec.sums_of(builder, some), _vec.spread(builder, scale))
@@ -130,7 +123,7 @@ def _value_tile(num_heads: int, num_vectors: int, *, ahead: bool, vec: vir.Vecto
             for head in range(num_heads)
         ]
         sums = [[cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in row] for row in places]
-        one = slots.type(vir.FLOAT_BYTES)
+        one = slots.type(FLOAT_BYTES)
         with cgutils.for_range(builder, slots) as loop:
             start = vir.advance(builder, value, value_stride, loop.index)
             parts = [vec.load(builder, vir.offset(builder, start, n * vec.num_bytes)) for n in range(num_vectors)]
@@ -198,7 +191,7 @@ def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, ah
     slot = 0
     while slot < slots:
         four = slots - slot >= _TILE_SLOTS
-        k, s = key + slot * token_bytes, scores + slot * _FLOAT_BYTES
+        k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
         if heads == 3:
             if four and ahead:
                 _scores_3x4_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
@@ -235,11 +228,11 @@ def _score_many(query, head_bytes, key, token_bytes, slots, room, scores, ahead,
     while slot + _LANES <= room and slot < slots:
         if ahead:
             _scores_many_ahead(
-                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * _FLOAT_BYTES, 0, ahead, scale
+                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * FLOAT_BYTES, 0, ahead, scale
             )
         else:
             _scores_many(
-                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * _FLOAT_BYTES, 0, 0, scale
+                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * FLOAT_BYTES, 0, 0, scale
             )
         slot += _LANES
     if slot < slots:
@@ -250,7 +243,7 @@ def _score_many(query, head_bytes, key, token_bytes, slots, room, scores, ahead,
             key + slot * token_bytes,
             token_bytes,
             slots - slot,
-            scores + slot * _FLOAT_BYTES,
+            scores + slot * FLOAT_BYTES,
             0,
             ahead,
             scale,
@@ -300,36 +293,23 @@ def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_b
 
 
 @numba.njit(nogil=True, inline="always")
-def _score_row(query, head_bytes, kv_heads, group, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Scores of one row's heads with `slots` keys of each of `kv_heads`: tile by tile in the order of memory."""
+def _walk_row(adds, vectors, head_bytes, kv_heads, group, kv, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+    """One row's heads over `slots` keys or values of each of `kv_heads`, tile by tile in the order of memory.
+
+    Scores of the queries `vectors` with keys or, where it `adds`, values weighted by `scores` and added to `vectors`.
+    """
     for slot in range(0, slots, _TILE_SLOTS):
         count = min(_TILE_SLOTS, slots - slot)
         for kv_head in range(kv_heads):
-            k = key + slot * token_bytes + kv_head * head_bytes
+            at = kv + slot * token_bytes + kv_head * head_bytes
             fetch = ahead
             for member in range(0, group, _TILE_HEADS):
-                head = kv_head * group + member
-                _score(
-                    min(_TILE_HEADS, group - member), query + head * head_bytes, head_bytes, k, token_bytes, count,
-                    scores + head * stride + slot * _FLOAT_BYTES, stride, fetch, scale,
-                )  # fmt: skip
-                fetch = 0
-
-
-@numba.njit(nogil=True, inline="always")
-def _add_row_values(weights, stride, kv_heads, group, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Adds the weighted values of `slots` tokens to the sums of one row's heads, in the order of `_score_row`."""
-    for slot in range(0, slots, _TILE_SLOTS):
-        count = min(_TILE_SLOTS, slots - slot)
-        for kv_head in range(kv_heads):
-            v = value + slot * token_bytes + kv_head * head_bytes
-            fetch = ahead
-            for member in range(0, group, _TILE_HEADS):
-                head = kv_head * group + member
-                _add_values(
-                    min(_TILE_HEADS, group - member), weights + head * stride + slot * _FLOAT_BYTES, stride, v,
-                    token_bytes, count, total + head * head_bytes, head_bytes, fetch,
-                )  # fmt: skip
+                heads, first = min(_TILE_HEADS, group - member), kv_head * group + member
+                vector, score = vectors + first * head_bytes, scores + first * stride + slot * FLOAT_BYTES
+                if adds:
+                    _add_values(heads, score, stride, at, token_bytes, count, vector, head_bytes, fetch)
+                else:
+                    _score(heads, vector, head_bytes, at, token_bytes, count, score, stride, fetch, scale)
                 fetch = 0
 
 
@@ -372,7 +352,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     group = num_heads // kv_heads
     own = kv_heads // splits
     num_own = own * group
-    head_bytes = head_dim * _FLOAT_BYTES
+    head_bytes = head_dim * FLOAT_BYTES
     token_bytes = kv_heads * head_bytes
     padded = (page_size + _LANES - 1) // _LANES * _LANES
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
@@ -382,7 +362,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     total = np.empty((_BLOCK_ROWS, num_own, head_dim), dtype=np.float32)
     weight_sum = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
     greatest = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
-    at, stride = scores.ctypes.data, padded * _FLOAT_BYTES
+    at, stride = scores.ctypes.data, padded * FLOAT_BYTES
     for item in range(first, end):
         table, first_row, num_rows, first_position = blocks[item // splits]
         first_head = (item % splits) * own
@@ -405,13 +385,14 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                 low, slots = _seen(first_position - index * page_size, page_size, window)
                 key = page + first_head * head_bytes + low * token_bytes
                 queries = query + (first_row * num_heads + first_head * group) * head_bytes
-                _score_row(queries, head_bytes, own, group, key, token_bytes, slots, at, stride, ahead, scaling)
+                _walk_row(
+                    False, queries, head_bytes, own, group, key, token_bytes, slots, at, stride, ahead, scaling
+                )  # fmt: skip
                 for head in range(num_own):
                     _weigh(scores, at + head * stride, head, slots, softcap, total, weight_sum, greatest, 0, head)
-                _add_row_values(
-                    at, stride, own, group, key + page_size * token_bytes, token_bytes, slots, total.ctypes.data,
-                    head_bytes, ahead,
-                )  # fmt: skip
+                value = key + page_size * token_bytes
+                sums = total.ctypes.data
+                _walk_row(True, sums, head_bytes, own, group, value, token_bytes, slots, at, stride, ahead, scaling)
                 continue
             for kv_head in range(own):
                 fetch = ahead

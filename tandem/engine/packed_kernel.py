@@ -24,18 +24,17 @@ from numba.core import cgutils
 from tandem.engine import vector_ir as vir
 from tandem.engine.shared_words import float32s, words
 from tandem.engine.threads import Kernel
+from tandem.engine.vector_ir import FLOAT_BYTES
 
 #: Outputs of one panel.
 PANEL = 32
 _IS_WIDE = vir.has_wide_vectors()
 _vec = vir.Vectors(16 if _IS_WIDE else 8)
 _NUM_VECTORS = PANEL // _vec.lanes
-# Numba takes globals of this module for constants.
-_FLOAT_BYTES = vir.FLOAT_BYTES
-#: Of one step of k.
-_PANEL_BYTES = PANEL * _FLOAT_BYTES
+# Of one step of k. Numba takes this for a constant.
+_PANEL_BYTES = PANEL * FLOAT_BYTES
 
-_LINE_FLOATS = vir.LINE_BYTES // vir.FLOAT_BYTES
+_LINE_FLOATS = vir.LINE_BYTES // FLOAT_BYTES
 
 #: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
@@ -76,11 +75,11 @@ def _emit_pass(
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any,
 ) -> None:  # fmt: skip
     if together:
-        rows = [vir.offset(builder, x, row * vir.FLOAT_BYTES) for row in range(num_rows)]
-        x_step = k.type(num_rows * vir.FLOAT_BYTES)
+        rows = [vir.offset(builder, x, row * FLOAT_BYTES) for row in range(num_rows)]
+        x_step = k.type(num_rows * FLOAT_BYTES)
     else:
         rows = [vir.advance(builder, x, x_stride, row) for row in range(num_rows)]
-        x_step = k.type(vir.FLOAT_BYTES)
+        x_step = k.type(FLOAT_BYTES)
     # Stack slots that LLVM turns into registers.
     sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
     step_bytes = k.type(_PANEL_BYTES)
@@ -168,7 +167,7 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
                 if num_passes == 1:
                     _tile_ahead(count, x, x_stride, w, k, y_row, y_stride, ahead, step)
                 else:
-                    _tile_together(count, x + row * k * _FLOAT_BYTES, 0, w, k, y_row, y_stride, ahead, step)
+                    _tile_together(count, x + row * k * FLOAT_BYTES, 0, w, k, y_row, y_stride, ahead, step)
                 ahead += k * step
     if bias:
         for index in range(num_rows):
@@ -185,8 +184,8 @@ def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # prag
         # A cache line of each row at a time: what is written lies close together then.
         for begin in range(0, k, _LINE_FLOATS):
             for member in range(count):
-                source = float32s(x + (row + member) * x_stride + begin * _FLOAT_BYTES)
-                target = float32s(y + (row * k + begin * count + member) * _FLOAT_BYTES)
+                source = float32s(x + (row + member) * x_stride + begin * FLOAT_BYTES)
+                target = float32s(y + (row * k + begin * count + member) * FLOAT_BYTES)
                 for step in range(min(_LINE_FLOATS, k - begin)):
                     target[step * count] = source[step]
 

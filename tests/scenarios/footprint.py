@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections import Counter
@@ -13,17 +12,9 @@ import psutil
 
 _KIND = re.compile(r"^(socket|pipe|anon_inode):")
 
-# gRPC's own pool of threads grows with the cores of the machine, up to their number, when much comes at once; it stays.
-_POOL_OF_GRPC = "event_engine"
-
-
-def _num_threads(pid: int) -> int:
-    """Threads of a process but for those of gRPC's pool."""
-    number = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            number += (task / "comm").read_text().strip() != _POOL_OF_GRPC
-    return number
+# Threads of gRPC's own pool: 4 to 16, as the machine has cores, and for a while more when much comes at once, as to a
+# process that was stopped. So many are no request's.
+_POOL_OF_GRPC, _MOST_OF_POOL = "event_engine", 16
 
 
 @dataclass(frozen=True)
@@ -31,7 +22,7 @@ class Footprint:
     """Counts of one process.
 
     Attributes:
-        num_threads: but for those of gRPC's pool.
+        num_threads: but for the first ones of gRPC's pool.
         descriptors: by kind: `socket`, `pipe`, `anon_inode:[eventpoll]`, `/dev/shm`, `file`.
     """
 
@@ -100,6 +91,16 @@ def _descriptors(pid: int) -> Counter[str]:
             continue
         counts[_kind(target)] += 1
     return counts
+
+
+def _num_threads(pid: int) -> int:
+    names: Counter[str] = Counter()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            names[(task / "comm").read_text().strip()] += 1
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            continue
+    return names.total() - min(names[_POOL_OF_GRPC], _MOST_OF_POOL)
 
 
 def _kind(target: str) -> str:

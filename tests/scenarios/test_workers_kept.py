@@ -311,8 +311,8 @@ async def test_a_drain_does_not_wait_for_a_write_that_nobody_wants(pair: WorkerP
             await router.cancel(ask, "prefill")
             await until(lambda: not num_held(pair), "the end of the drain")
             assert pair.prefill.desk.num_handoffs == 1
-            counts = pair.on_runner(pair.prefill, pair.prefill.pool.counts)
-            assert counts.quarantined == 2
+            pool = pair.prefill.pool
+            await until(lambda: pair.on_runner(pair.prefill, pool.counts).quarantined == 2, "two pages in quarantine")
         await router.cancel(ask, "decode")
         await pair.settled()
 

@@ -28,6 +28,7 @@ class Generation:
     finished: frozenset[int]  # choices that have ended already
     max_local_tokens: int
     queued: bool = False  # the protocol took it for a new attempt
+    is_new: bool = False  # handed off, and no step has computed anything of it yet
     local: decode_pb.ComputesHere | None = None  # set from when its prompt is computed here
     sequences: list[Sequence] = field(default_factory=list)  # in the batch, or preempted
 

@@ -196,6 +196,7 @@ class Generations:
             self._fail(job.session, grant.key, HandoffError(text, reason=RefusalReason.INCOMPLETE.value))
             return
         outputs = {first.choice: job.journal.get(first.choice, [first.token_id]) for first in commit.first_tokens}
+        job.is_new = True
         self._enter(job, outputs, pages, len(granted.cached))
         key, admission_s = grant.key, time.monotonic() - committed_s
         admitted = decode_pb.Admitted(request_id=key.request_id, attempt=key.attempt, admission_s=admission_s)
@@ -300,9 +301,12 @@ class Generations:
     def after_step(self, batch: Batch) -> None:
         events: Events = defaultdict(list)
         sampled = iter(self._sampled)
+        num_new = 0
         for item in batch.items:
             sequence = item.sequence
             self._count(item)
+            num_new += sequence.owner.generation.is_new
+            sequence.owner.generation.is_new = False
             tokens = next(sampled) if item.samples else []
             if sequence.owner.generation.key not in self.jobs:  # another choice could not be sampled
                 continue
@@ -316,6 +320,8 @@ class Generations:
                     self._fork(sequence, tokens, events)
         if events:
             self._emit(events)
+        if num_new and self._worker.shares is not None:
+            self._worker.shares.took_first_steps(num_new)
         self.snapshot()
 
     def _fail_sampling(self, sequence: Sequence, error: InternalError, events: Events) -> None:

@@ -26,6 +26,7 @@ class PromptJob:
     num_choices: int
     journal: dict[int, list[int]]  # tokens that the client has, by choice; such a choice is not sampled again
     finished: frozenset[int]  # choices that have ended already
+    neighbour: int | None  # the decode worker's process, if it is on this host
     # By choice, sampled by this attempt or an earlier one here. Invariant: never sampled twice.
     first_tokens: dict[int, SampledToken] = field(default_factory=dict)
     error: TandemError | None = None  # a token could not be sampled: the attempt ends when the step is booked

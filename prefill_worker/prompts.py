@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 # Attempts that ended and are remembered, so that a late repetition of their start is not taken for a new one.
 _NUM_REMEMBERED = 4096
+
+# How long decode goes first after a step, in times of that step: so prompts take half as long again, at most.
+_MOST_OF_A_STEP = 0.5
 
 
 class Desk(Protocol):
@@ -73,6 +76,11 @@ class Prompts:
         self._newly_attached: set[AttemptKey] = set()
         self._ended_keys: OrderedDict[AttemptKey, None] = OrderedDict()
         self._arrivals = 0
+        self._step_began_s = 0.0
+        # Who has just been handed prompts on this node, and how many first steps it will have computed with theirs: it
+        # goes first until then, or until that time of the monotonic clock.
+        self._go_first: dict[int, int] = {}
+        self._go_first_until_s = 0.0
 
     # -- commands
 
@@ -124,7 +132,9 @@ class Prompts:
             num_prompt=len(prompt),
             params=params,
         )
-        job = PromptJob(key, session, sequence, num_choices, journal, finished)
+        decode = command.decode
+        neighbour = decode.pid if decode.host_id == self._worker.info.host_id else None
+        job = PromptJob(key, session, sequence, num_choices, journal, finished, neighbour)
         sequence.owner = job
         return job
 
@@ -180,9 +190,24 @@ class Prompts:
     # -- a step
 
     def before_schedule(self) -> None:
-        """Prompts wait in the scheduler itself."""
+        """Prompts wait in the scheduler itself; all of them while decode has the cores for what it was just given."""
+        shares, scheduler = self._worker.shares, self._scheduler
+        if shares is not None and self._go_first and (scheduler.running or scheduler.waiting):
+            for neighbour, number in self._go_first.items():
+                shares.give_way(neighbour, number, self._go_first_until_s)
+            self._go_first.clear()
+
+    def _let_go_first(self, handed_off: Iterable[PromptJob]) -> None:
+        """After a step that has computed these; see `before_schedule`."""
+        shares, now_s = self._worker.shares, time.monotonic()
+        self._go_first_until_s = now_s + _MOST_OF_A_STEP * (now_s - self._step_began_s)
+        for neighbour, number in Counter(job.neighbour for job in handed_off).items():
+            count = None if shares is None or neighbour is None else shares.first_steps(neighbour)
+            if neighbour is not None and count is not None:
+                self._go_first[neighbour] = count + number
 
     def before_forward(self, batch: Batch) -> Callable[[int], None]:
+        self._step_began_s = time.monotonic()
         self._worker.num_preemptions += len(batch.preempted)
         for sequence in batch.admitted:
             self._begin(sequence.owner)
@@ -261,6 +286,7 @@ class Prompts:
 
     def after_step(self, batch: Batch) -> None:
         self._worker.num_prompt_tokens_computed += batch.num_tokens
+        ended: list[PromptJob] = []
         for item in batch.items:
             job: PromptJob = item.sequence.owner
             job.num_computed_tokens += item.num_tokens
@@ -268,6 +294,8 @@ class Prompts:
                 self._fail_sampling(job, job.error)
             elif item.start + item.num_tokens == item.sequence.num_prompt:
                 self._finish(job)
+                ended.append(job)
+        self._let_go_first(job for job in ended if job.attached and not job.over)
         self.snapshot()
 
     def _finish(self, job: PromptJob) -> None:

@@ -111,10 +111,11 @@ def _share(board, function, arguments, count, num_threads):  # type: ignore[no-u
 
 
 @compile_function
-def _lead(board, program, num_calls, num_threads, num_own, wanted_at):  # type: ignore[no-untyped-def] # pragma: no cover
+def _lead(board, program, num_threads, num_own, wanted_at, offered_at):  # type: ignore[no-untyped-def] # pragma: no cover
     """Compute the calls of a program (`CALL_WORDS`), each on up to `num_threads` threads; see `Team.run`."""
-    at = program.ctypes.data
-    for _ in range(num_calls):
+    start = at = program.ctypes.data
+    end = start + program.size * WORD_BYTES
+    while at < end:
         if num_threads > num_own and read(wanted_at):
             num_threads = num_own
         function, num_words, count, count_to_share = _call_words(at)
@@ -124,6 +125,9 @@ def _lead(board, program, num_calls, num_threads, num_own, wanted_at):  # type: 
         else:
             call(function, 0, count, arguments)
         at += num_words * WORD_BYTES
+        if offered_at and read(offered_at):
+            break
+    return (at - start) // WORD_BYTES
 
 
 @compile_function
@@ -181,26 +185,29 @@ class Team:
         self._leading = threading.Lock()
         atexit.register(self._end)
 
-    def run(self, program: np.ndarray, num_calls: int, *, num_threads: int, num_own: int, wanted_back_at: int) -> None:
-        """Compute the calls of a program one after the other.
+    def run(
+        self, program: np.ndarray, *, num_threads: int, num_own: int, wanted_back_at: int = 0, offered_at: int = 0
+    ) -> int:
+        """Compute the calls of a program one after the other, until all are done or more threads can be had.
 
         Args:
             program: int64 words. A call is the address of a C function `function(first, end, arguments)` that needs no
                 GIL; how many words the call has, these among them; the count of items `[0, count)`; from which count on
                 several threads share them, at least 2; then the arguments, of which the function is given the address.
-            num_calls: how many calls the program has.
             num_threads: how many threads may compute, the caller among them.
             num_own: how many of them are left to the calls after the word at the address `wanted_back_at` is no longer
                 0; where they are as many as all, it is not looked at.
+            offered_at: address of a word; once it is no longer 0 the run ends with the call under way. 0: none.
+
+        Returns how many words of the program are done.
         """
         if num_threads > 1 and self._leading.acquire(blocking=False):
             try:
                 self._hire(num_threads - 1)
-                _lead(self._board, program, num_calls, num_threads, num_own, wanted_back_at)
+                return int(_lead(self._board, program, num_threads, num_own, wanted_back_at, offered_at))
             finally:
                 self._leading.release()
-        else:
-            _lead(self._board, program, num_calls, 1, 1, 0)
+        return int(_lead(self._board, program, 1, 1, 0, offered_at))
 
     def _hire(self, num_followers: int) -> None:
         while len(self._followers) < min(num_followers, self._most_followers):

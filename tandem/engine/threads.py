@@ -26,9 +26,11 @@ class Lender(Protocol):
 
     Attributes:
         wanted_back_at: address of a word that is no longer 0 when what was borrowed last is wanted back.
+        offered_at: of a word that is no longer 0 when more may be borrowed than last time.
     """
 
     wanted_back_at: int
+    offered_at: int
 
     def borrow(self) -> int:
         """How many threads may be used beyond one's own, until they are wanted back.
@@ -97,14 +99,20 @@ def run(own_threads: int, *calls: bytes) -> None:
     """Compute calls of kernels, each when the one before it is done, without Python or its lock in between.
 
     Args:
-        own_threads: how many threads compute, this one among them; with them go those that are lent, which are given
-            back between two kernels.
+        own_threads: how many threads compute, this one among them; with them go those that are lent, which come and
+            are given back between two kernels.
     """
     lender = _lender
-    _team().run(
-        np.frombuffer(b"".join(calls), dtype=np.int64),
-        len(calls),
-        num_threads=own_threads if lender is None else own_threads + lender.borrow(),
-        num_own=own_threads,
-        wanted_back_at=0 if lender is None else lender.wanted_back_at,
-    )
+    program = np.frombuffer(b"".join(calls), dtype=np.int64)
+    if lender is None:
+        _team().run(program, num_threads=own_threads, num_own=own_threads)
+        return
+    while program.size:
+        num_done = _team().run(
+            program,
+            num_threads=own_threads + lender.borrow(),
+            num_own=own_threads,
+            wanted_back_at=lender.wanted_back_at,
+            offered_at=lender.offered_at,
+        )
+        program = program[num_done:]

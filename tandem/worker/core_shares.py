@@ -9,14 +9,19 @@ They meet in a small file that all map, with a slot for each worker. A slot belo
 on its bytes, so that the operating system frees it when a process dies; and a busy worker says only until when it is
 busy, so that one that is stopped or dead counts as idle after ten seconds. Nothing here is needed to compute right:
 results are the same bits on any number of threads.
+
+A worker may also give way: it rests until another has computed the first step of what it was handed off, so that this
+step has the cores of both.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+import platform
 import struct
 import time
 from collections.abc import Iterable
@@ -27,9 +32,10 @@ import numpy as np
 from tandem.core.errors import ConfigError
 
 # A slot is a cache line: how many threads its worker has (0: it is free); until when it is busy, in ns of the monotonic
-# clock, which all processes of a host share; whether somebody wants back what was lent to it. The first line holds how
-# many slots were ever taken.
-_THREADS, _BUSY_UNTIL, _WANTED_BACK = range(3)
+# clock, which all processes of a host share; whether somebody wants back what was lent to it; whether somebody came to
+# rest since it borrowed; the worker's process; how many requests that were handed off to it have had their first step.
+# The first line holds how many slots were ever taken.
+_THREADS, _BUSY_UNTIL, _WANTED_BACK, _OFFERED, _PID, _FIRST_STEPS = range(6)
 _SLOT_WORDS = 8
 _SLOT_BYTES = 8 * _SLOT_WORDS
 _NUM_SLOTS = 255
@@ -38,6 +44,12 @@ _FILE_BYTES = (_NUM_SLOTS + 1) * _SLOT_BYTES
 # Longer than a layer of a large chunk, or a step of few tokens: a worker that computes says so at each. One that rests
 # says that too, so this is how long the threads of one that died are not used.
 _BUSY_NS = 10_000_000_000
+
+# futex(2) has no function in the C library. Its word is the low half of one of ours, and shared between processes.
+_SYS_FUTEX = 98 if platform.machine() in ("aarch64", "arm64") else 202
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_ALL = 2**31 - 1
+_libc = ctypes.CDLL(None)
 
 
 def lent_threads(own: int, others: Iterable[tuple[int, bool]]) -> int:
@@ -85,21 +97,25 @@ class CoreShares:
                 ) from error
             undo.pop_all()
         start = np.frombuffer(memory, dtype=np.int64).ctypes.data
-        self.wanted_back_at: int = start + (self._slot + _WANTED_BACK) * 8
+        self._start: int = start
+        self.wanted_back_at = self._address(self._slot + _WANTED_BACK)
+        self.offered_at = self._address(self._slot + _OFFERED)
         self.rest()
+        self._words[self._slot + _PID] = os.getpid()
+        self._words[self._slot + _FIRST_STEPS] = 0
         self._words[self._slot + _THREADS] = num_threads
 
     def borrow(self) -> int:
         """How many threads beyond its own the worker may use, until the word at `wanted_back_at` is set.
 
-        Says that it is busy, and wants its own back.
+        There may be more from when the word at `offered_at` is set. Says that it is busy, and wants its own back.
         """
         words, mine = self._words, self._slot
         now = time.monotonic_ns()
         were_lent = words[mine + _BUSY_UNTIL] <= now  # it rested, or was stopped for long
         words[mine + _BUSY_UNTIL] = now + _BUSY_NS
-        words[mine + _WANTED_BACK] = 0  # before the others are looked at: what comes later is not missed
-        slots = [slot for slot in range(_SLOT_WORDS, (words[0] + 1) * _SLOT_WORDS, _SLOT_WORDS) if slot != mine]
+        words[mine + _WANTED_BACK] = words[mine + _OFFERED] = 0  # before looking around: what comes later is not missed
+        slots = self._others()
         if were_lent:
             for slot in slots:
                 words[slot + _WANTED_BACK] = 1
@@ -108,13 +124,57 @@ class CoreShares:
 
     def rest(self) -> None:
         """Nothing to compute: the others may have this worker's threads."""
-        self._words[self._slot + _BUSY_UNTIL] = 0
+        words, mine = self._words, self._slot
+        if words[mine + _BUSY_UNTIL]:
+            words[mine + _BUSY_UNTIL] = 0
+            for slot in self._others():
+                words[slot + _OFFERED] = 1
+
+    def took_first_steps(self, number: int) -> None:
+        """So many requests that were handed off to this worker have had their first step here: whoever gives way to
+        them may go on."""
+        word = self._slot + _FIRST_STEPS
+        self._words[word] += number
+        _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address(word)), _FUTEX_WAKE, _ALL, None, None, 0)
+
+    def first_steps(self, pid: int) -> int | None:
+        """How many requests that were handed off to this process have had their first step there; none: it has no share
+        here."""
+        slot = self._slot_of(pid)
+        return None if slot is None else self._words[slot + _FIRST_STEPS]
+
+    def give_way(self, pid: int, number: int, until_s: float) -> None:
+        """Rest until `first_steps(pid)` has reached `number`, or the monotonic clock `until_s`."""
+        slot = self._slot_of(pid)
+        if slot is None:
+            return
+        word = slot + _FIRST_STEPS
+        while (count := self._words[word]) < number and (left_s := until_s - time.monotonic()) > 0:
+            self.rest()
+            seconds = int(left_s)
+            timeout = struct.pack("qq", seconds, int((left_s - seconds) * 1e9))
+            # Returns at once where the count has changed meanwhile.
+            _libc.syscall(
+                _SYS_FUTEX, ctypes.c_void_p(self._address(word)), _FUTEX_WAIT, ctypes.c_uint32(count & 0xFFFFFFFF),
+                timeout, None, 0,
+            )  # fmt: skip
 
     def leave(self) -> None:
         """Give the slot back. The memory stays mapped: a kernel that runs on may still look at it."""
         self._words[self._slot + _THREADS] = 0
         self._lock(self._slot // _SLOT_WORDS, fcntl.F_UNLCK)
         os.close(self._file)
+
+    def _address(self, word: int) -> int:
+        return self._start + word * 8
+
+    def _others(self) -> list[int]:
+        """Slots that were ever taken, but for this worker's."""
+        return [s for s in range(_SLOT_WORDS, (self._words[0] + 1) * _SLOT_WORDS, _SLOT_WORDS) if s != self._slot]
+
+    def _slot_of(self, pid: int) -> int | None:
+        words = self._words
+        return next((s for s in self._others() if words[s + _PID] == pid and words[s + _THREADS]), None)
 
     def _claim(self, path: Path) -> int:
         """The first slot that is free; clears those whose workers died. One worker at a time."""

@@ -119,6 +119,7 @@ class WorkerProcess(ABC):
         self.loop: asyncio.AbstractEventLoop
         self.exits: ExitWatch
         self.hub: SessionHub[Any, Any, Any]
+        self.shares: CoreShares | None = None  # in the cores of the node, if it shares them
         self.draining = False
         self._drained = asyncio.Event()
         # Counted by whoever does the work, read for the status; each has one writer.
@@ -290,7 +291,7 @@ class WorkerProcess(ABC):
         """Borrow the CPU threads of workers that rest, until the worker ends; returns what says that this one rests."""
         if self._core_shares is None or self._device != "cpu" or not self.config.scheduling.share_cores:
             return lambda: None
-        shares = CoreShares(self._core_shares, self._num_threads)
+        shares = self.shares = CoreShares(self._core_shares, self._num_threads)
 
         def leave() -> None:
             borrow_from(None)

@@ -268,7 +268,7 @@ from tandem.engine import attention_numba, fused_kernel, packed_kernel, team, th
 
 class Lender:
     word = ctypes.c_int64(0)
-    wanted_back_at = ctypes.addressof(word)
+    wanted_back_at = offered_at = ctypes.addressof(word)
 
     def borrow(self):
         return 1

@@ -180,8 +180,8 @@ def test_a_workspace_that_cannot_grow_leaves_no_stale_plan(monkeypatch: pytest.M
 
 class _Lender:
     def __init__(self) -> None:
-        self._word = np.zeros(1, dtype=np.int64)
-        self.wanted_back_at = self._word.ctypes.data
+        self._words = np.zeros(2, dtype=np.int64)
+        self.wanted_back_at, self.offered_at = self._words.ctypes.data, self._words.ctypes.data + 8
         self.num_asked = 0
 
     def borrow(self) -> int:

@@ -129,7 +129,7 @@ def test_a_kernel_that_is_over_has_no_seats() -> None:
     board = team.Team()._board
     counts = np.zeros(5, dtype=np.int64)
     program = np.frombuffer(count.call(5, counts.ctypes.data, 1), dtype=np.int64)
-    team._lead(board, program, 1, 4, 4, 0)
+    assert team._lead(board, program, 4, 4, 0, 0) == program.size
     assert counts.tolist() == [1] * 5
     assert ctypes.c_int64.from_address(board + team._STATE).value & team._SEAT_BITS == 0
 
@@ -175,13 +175,19 @@ def test_a_process_ends_with_followers_awake_or_asleep(pause_s: float) -> None:
 
 
 class _Lender:
-    def __init__(self, num_lent: int) -> None:
-        self.word = np.zeros(1, dtype=np.int64)
-        self.wanted_back_at = self.word.ctypes.data
-        self._num_lent = num_lent
+    """Lends so many threads the first time, the second time and so on; the last number from then on."""
+
+    def __init__(self, *nums_lent: int) -> None:
+        self._words = np.zeros(2, dtype=np.int64)
+        self.wanted_back_at = self._words.ctypes.data
+        self.offered_at = self.wanted_back_at + 8
+        self._nums_lent = nums_lent
+        self.num_asked = 0
 
     def borrow(self) -> int:
-        return self._num_lent
+        self._words[1] = 0
+        self.num_asked += 1
+        return self._nums_lent[min(self.num_asked, len(self._nums_lent)) - 1]
 
 
 def test_lent_threads_are_given_back_between_two_kernels() -> None:
@@ -202,6 +208,23 @@ def test_lent_threads_are_given_back_between_two_kernels() -> None:
     assert pieces.tolist() == [9, 9, 6, 0]
 
 
+@pytest.mark.parametrize("own", [1, 2])
+def test_threads_that_are_offered_come_between_two_kernels(own: int) -> None:
+    lender = _Lender(0, 1)
+    pieces = np.zeros(3, dtype=np.int64)
+    first, offers, last = (pieces[index:].ctypes.data for index in range(3))
+    is_offered = cut.call(1, lender.offered_at, 1)
+    program = [cut.call(12, first, 1), is_offered, cut.call(1, offers, 1), cut.call(12, last, 1), is_offered]
+    threads.borrow_from(lender)
+    try:
+        threads.run(own, *program)
+    finally:
+        threads.borrow_from(None)
+    alone, shared = (1 if own == 1 else 2 * own), 2 * (own + 1)
+    assert pieces.tolist() == [alone, 1, shared]
+    assert lender.num_asked == 2  # the last offer came when nothing was left to compute
+
+
 def test_kernels_go_on_without_threads_that_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,7 +237,7 @@ def test_kernels_go_on_without_threads_that_cannot_be_had(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(2):
-            fresh.run(program, 1, num_threads=3, num_own=3, wanted_back_at=0)
+            assert fresh.run(program, num_threads=3, num_own=3) == program.size
     assert counts.tolist() == [2] * 9
     assert [record.message for record in caplog.records] == ["kernels go on 1 threads only: can't start new thread"]
     fresh._end()

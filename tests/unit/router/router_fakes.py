@@ -49,6 +49,7 @@ class FakeWorker:
         self.status = common_pb2.WorkerStatus(pages=common_pb2.PageCounts(free=100, used=1, cached=2))
         self._changed = threading.Condition()
         self._streams: list[queue.Queue[Any]] = []
+        self._ended: list[threading.Event] = []  # of each stream
         self._stopped = threading.Event()
         self._silent = threading.Event()
         self.server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
@@ -82,18 +83,23 @@ class FakeWorker:
         out: queue.Queue[Any] = queue.Queue()
         reader = threading.Thread(target=self._read, args=(request_iterator, out), daemon=True)
         context.add_callback(lambda: out.put(None))
+        ended = threading.Event()
+        self._ended.append(ended)
         self._streams.append(out)
         reader.start()
-        yield self.events_type(events=[self._event(hello=self.info)], status=self.status)
-        while not self._stopped.is_set():
-            try:
-                message = out.get(timeout=self.heartbeat_s)
-            except queue.Empty:
-                message = self.events_type(status=self.status)
-            if message is None:
-                return
-            if not self._silent.is_set():
-                yield message
+        try:
+            yield self.events_type(events=[self._event(hello=self.info)], status=self.status)
+            while True:
+                try:
+                    message = out.get(timeout=self.heartbeat_s)
+                except queue.Empty:
+                    message = self.events_type(status=self.status)
+                if message is None:
+                    return
+                if not self._silent.is_set():
+                    yield message
+        finally:
+            ended.set()
 
     def _read(self, commands: Iterator[Any], out: queue.Queue[Any]) -> None:
         try:
@@ -150,10 +156,11 @@ class FakeWorker:
         self._silent.set()
 
     def kill(self) -> None:
-        """The connection breaks at once."""
+        """The connection breaks, behind what was said before."""
         self._stopped.set()
-        for stream in self._streams:
+        for stream, ended in zip(self._streams, self._ended, strict=False):
             stream.put(None)
+            ended.wait(1.0)  # longer only for a router that does not read
         self.server.stop(grace=0).wait()
 
     def fail(self, request_id: str, attempt: int, code: str, *, retryable: bool, reason: str = "") -> None:

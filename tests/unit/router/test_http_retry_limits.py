@@ -79,6 +79,7 @@ def test_after_its_admission_decodes_own_error_is_not_taken_for_prefills_loss(ma
     site.prefill.first_tokens(start)
     site.decode.grant(reserve)
     site.prefill.wait_for("attach")
+    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
     site.prefill.kill()
     wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
     site.decode.admit(reserve)

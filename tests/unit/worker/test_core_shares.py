@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -81,6 +82,62 @@ def test_who_begins_to_compute_wants_its_threads_back(path: Path) -> None:
         assert first.borrow() == 1
         second.borrow()
         assert _is_wanted(first)
+
+
+def _is_offered(shares: CoreShares) -> bool:
+    return bool(ctypes.c_int64.from_address(shares.offered_at).value)
+
+
+def test_who_comes_to_rest_offers_its_threads(path: Path) -> None:
+    with _joined(path, 1) as first, _joined(path, 1) as second:
+        second.borrow()
+        assert first.borrow() == 0
+        assert not _is_offered(first)
+        second.rest()
+        assert _is_offered(first)
+        assert first.borrow() == 1
+        assert not _is_offered(first)
+        second.rest()  # it rests still: there is nothing new to have
+        assert not _is_offered(first)
+
+
+def test_who_gives_way_rests_until_the_first_steps_are_taken(path: Path) -> None:
+    with _joined(path, 1) as first, _joined(path, 1) as second:
+        assert first.first_steps(os.getpid()) == 0
+        first.borrow()
+        giving = threading.Thread(target=first.give_way, args=(os.getpid(), 2, time.monotonic() + 30))
+        giving.start()
+        while second.borrow() == 0:
+            time.sleep(0.001)
+        second.took_first_steps(1)
+        giving.join(0.1)
+        assert giving.is_alive()
+        assert second.borrow() == 1
+        second.took_first_steps(1)
+        giving.join(10)
+        assert not giving.is_alive()
+        assert first.first_steps(os.getpid()) == 2
+        first.give_way(os.getpid(), 2, time.monotonic() + 30)  # they were taken already
+        assert first.borrow() == 0
+
+
+def test_nobody_gives_way_for_longer_than_is_said(path: Path) -> None:
+    with _joined(path, 1) as first, _joined(path, 1):
+        began = time.monotonic()
+        first.give_way(os.getpid(), 1, began + 0.05)
+        assert 0.05 <= time.monotonic() - began < 5
+        first.give_way(os.getpid(), 1, began)  # too late already
+
+
+def test_who_has_no_share_is_not_waited_for(path: Path) -> None:
+    with _joined(path, 1) as first:
+        with _joined(path, 1) as second:
+            second.took_first_steps(3)
+            assert first.first_steps(os.getpid()) == 3
+        assert first.first_steps(os.getpid()) is None
+        first.give_way(os.getpid(), 9, time.monotonic() + 30)
+        with _joined(path, 1):
+            assert first.first_steps(os.getpid()) == 0
 
 
 def test_who_leaves_lends_no_more(path: Path) -> None:

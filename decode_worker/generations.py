@@ -131,6 +131,8 @@ class Generations:
         for sequence in job.sequences:
             self._pool.release(self._scheduler.remove(sequence))
         job.sequences = []
+        self._took_first_steps(int(job.is_new))
+        job.is_new = False
 
     # -- what the desk says
 
@@ -188,9 +190,11 @@ class Generations:
         job = self.jobs.get(grant.key)
         if job is None:  # cancelled while the commit was on its way
             self._pool.release(pages)
+            self._took_first_steps(1)
             return
         if not self._are_good(commit, job):
             self._pool.release(pages)
+            self._took_first_steps(1)
             del self.jobs[grant.key]
             text = f"the commit's first tokens make no sense: {commit.first_tokens}"
             self._fail(job.session, grant.key, HandoffError(text, reason=RefusalReason.INCOMPLETE.value))
@@ -252,6 +256,14 @@ class Generations:
         self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
 
     # -- a step
+
+    def give_way(self) -> bool:
+        return False
+
+    def _took_first_steps(self, number: int) -> None:
+        """So many handoffs have had their first step, or will have none: prefill may go on (`Prompts.give_way`)."""
+        if number and self._worker.shares is not None:
+            self._worker.shares.took_first_steps(number)
 
     def before_schedule(self) -> None:
         if self._worker.draining:
@@ -320,8 +332,7 @@ class Generations:
                     self._fork(sequence, tokens, events)
         if events:
             self._emit(events)
-        if num_new and self._worker.shares is not None:
-            self._worker.shares.took_first_steps(num_new)
+        self._took_first_steps(num_new)
         self.snapshot()
 
     def _fail_sampling(self, sequence: Sequence, error: InternalError, events: Events) -> None:

@@ -35,8 +35,9 @@ _log = logging.getLogger(__name__)
 # Attempts that ended and are remembered, so that a late repetition of their start is not taken for a new one.
 _NUM_REMEMBERED = 4096
 
-# How long decode goes first after a step, in times of that step: so prompts take half as long again, at most.
-_MOST_OF_A_STEP = 0.5
+# How long decode goes first after a step, at most: in times of that step, so that prompts take half as long again at
+# worst, and in seconds, which are many steps of decode.
+_MOST_OF_A_STEP, _LONGEST_REST_S = 0.5, 0.25
 
 
 class Desk(Protocol):
@@ -189,22 +190,37 @@ class Prompts:
 
     # -- a step
 
-    def before_schedule(self) -> None:
-        """Prompts wait in the scheduler itself; all of them while decode has the cores for what it was just given."""
+    def give_way(self) -> bool:
+        """Prompts wait while decode has the cores for what it was just given; see `_let_go_first`."""
         shares, scheduler = self._worker.shares, self._scheduler
-        if shares is not None and self._go_first and (scheduler.running or scheduler.waiting):
-            for neighbour, number in self._go_first.items():
-                shares.give_way(neighbour, number, self._go_first_until_s)
-            self._go_first.clear()
+        if shares is None or not self._go_first or not (scheduler.running or scheduler.waiting):
+            return False
+        for neighbour, number in self._go_first.items():
+            shares.give_way(neighbour, number, self._go_first_until_s)
+        self._go_first.clear()
+        return True
 
-    def _let_go_first(self, handed_off: Iterable[PromptJob]) -> None:
-        """After a step that has computed these; see `before_schedule`."""
-        shares, now_s = self._worker.shares, time.monotonic()
-        self._go_first_until_s = now_s + _MOST_OF_A_STEP * (now_s - self._step_began_s)
-        for neighbour, number in Counter(job.neighbour for job in handed_off).items():
-            count = None if shares is None or neighbour is None else shares.first_steps(neighbour)
-            if neighbour is not None and count is not None:
-                self._go_first[neighbour] = count + number
+    def before_schedule(self) -> None:
+        """Prompts wait in the scheduler itself."""
+
+    def _let_go_first(self, counts: dict[int, int], handed_off: Iterable[PromptJob]) -> None:
+        """After a step that has computed these; `counts`: of first steps by process, before they were handed off.
+
+        Other handoffs to the same decode worker may end the rest too early: those whose grant came after their step,
+        and those of other prefill workers. That costs a little time, and no more.
+        """
+        now_s = time.monotonic()
+        rest_s = min(_LONGEST_REST_S, _MOST_OF_A_STEP * (now_s - self._step_began_s))
+        self._go_first_until_s = now_s + rest_s
+        numbers = Counter(job.neighbour for job in handed_off)
+        self._go_first = {pid: count + numbers[pid] for pid, count in counts.items() if numbers[pid]}
+
+    def _first_steps(self, batch: Batch) -> dict[int, int]:
+        """What the decode workers of a step have counted of them, by process, where they share this worker's cores."""
+        shares = self._worker.shares
+        neighbours = {item.sequence.owner.neighbour for item in batch.items} - {None}
+        counts = {pid: shares.first_steps(pid) for pid in neighbours} if shares is not None else {}
+        return {pid: count for pid, count in counts.items() if count is not None}
 
     def before_forward(self, batch: Batch) -> Callable[[int], None]:
         self._step_began_s = time.monotonic()
@@ -286,6 +302,7 @@ class Prompts:
 
     def after_step(self, batch: Batch) -> None:
         self._worker.num_prompt_tokens_computed += batch.num_tokens
+        counts = self._first_steps(batch)
         ended: list[PromptJob] = []
         for item in batch.items:
             job: PromptJob = item.sequence.owner
@@ -295,7 +312,7 @@ class Prompts:
             elif item.start + item.num_tokens == item.sequence.num_prompt:
                 self._finish(job)
                 ended.append(job)
-        self._let_go_first(job for job in ended if job.attached and not job.over)
+        self._let_go_first(counts, (job for job in ended if job.attached and not job.over))
         self.snapshot()
 
     def _finish(self, job: PromptJob) -> None:

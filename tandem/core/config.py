@@ -109,7 +109,8 @@ class SchedulingConfig:
         "many as cost no more than reading the weights does; 0: 12 on a CPU, and none on a GPU", minimum=0
     )
     share_cores: bool = _key(
-        True, "a worker that has nothing to compute lends its CPU threads to the others of its node"
+        True, "a worker that has nothing to compute lends its CPU threads to the others of its node, and prefill does "
+        "so until decode has taken the first step of what it was handed"
     )
     local_prefill_tokens: int = _key(
         512, "the most tokens of a prompt that decode computes by itself: of a new one, and of what is missing after a "

@@ -257,7 +257,7 @@ def compute_layers(
             program.run()
             layer.attend_apart(context, number)
         program.add(layer.from_attended(begin, end))
-        if context.batch.num_tokens >= ROWS_FOR_THREADS:  # long enough that threads may be lent meanwhile
+        if context.batch.num_tokens >= ROWS_FOR_THREADS:  # long enough that the lender shall hear of it meanwhile
             program.run()
     program.add(behind)
     program.run()

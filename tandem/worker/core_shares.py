@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -49,7 +50,7 @@ _BUSY_NS = 10_000_000_000
 _SYS_FUTEX = 98 if platform.machine() in ("aarch64", "arm64") else 202
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL = 2**31 - 1
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def lent_threads(own: int, others: Iterable[tuple[int, bool]]) -> int:
@@ -115,53 +116,58 @@ class CoreShares:
         were_lent = words[mine + _BUSY_UNTIL] <= now  # it rested, or was stopped for long
         words[mine + _BUSY_UNTIL] = now + _BUSY_NS
         words[mine + _WANTED_BACK] = words[mine + _OFFERED] = 0  # before looking around: what comes later is not missed
-        slots = self._others()
         if were_lent:
-            for slot in slots:
+            for slot in self._others():
                 words[slot + _WANTED_BACK] = 1
-        others = [(words[slot + _THREADS], words[slot + _BUSY_UNTIL] > now) for slot in slots]
-        return min(self._most, lent_threads(self._own, others))
+        return min(self._most, self._lent_to(mine, now))
 
     def rest(self) -> None:
         """Nothing to compute: the others may have this worker's threads."""
-        words, mine = self._words, self._slot
+        words, mine, now = self._words, self._slot, time.monotonic_ns()
         if words[mine + _BUSY_UNTIL]:
             words[mine + _BUSY_UNTIL] = 0
             for slot in self._others():
-                words[slot + _OFFERED] = 1
+                if words[slot + _BUSY_UNTIL] > now and self._gains(slot, now):
+                    words[slot + _OFFERED] = 1
 
     def took_first_steps(self, number: int) -> None:
-        """So many requests that were handed off to this worker have had their first step here: whoever gives way to
-        them may go on."""
+        """So many requests that were handed off to this worker have had their first step here, or will have none:
+        whoever gives way to them may go on."""
         word = self._slot + _FIRST_STEPS
         self._words[word] += number
         _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address(word)), _FUTEX_WAKE, _ALL, None, None, 0)
 
     def first_steps(self, pid: int) -> int | None:
-        """How many requests that were handed off to this process have had their first step there; none: it has no share
-        here."""
+        """How many requests that were handed off to this process, by whomever, have had their first step there; `None`:
+        it has no share here."""
         slot = self._slot_of(pid)
         return None if slot is None else self._words[slot + _FIRST_STEPS]
 
     def give_way(self, pid: int, number: int, until_s: float) -> None:
-        """Rest until `first_steps(pid)` has reached `number`, or the monotonic clock `until_s`."""
-        slot = self._slot_of(pid)
-        if slot is None:
-            return
-        word = slot + _FIRST_STEPS
-        while (count := self._words[word]) < number and (left_s := until_s - time.monotonic()) > 0:
+        """Rest until `first_steps(pid)` has reached `number`, or the monotonic clock `until_s`.
+
+        Not for a process that computes on no more threads then.
+        """
+        while (slot := self._slot_of(pid)) is not None and self._gains(slot, time.monotonic_ns()):
+            word = slot + _FIRST_STEPS
+            count, left_s = self._words[word], until_s - time.monotonic()
+            if count >= number or left_s <= 0:
+                return
             self.rest()
             seconds = int(left_s)
             timeout = struct.pack("qq", seconds, int((left_s - seconds) * 1e9))
             # Returns at once where the count has changed meanwhile.
-            _libc.syscall(
+            failed = _libc.syscall(
                 _SYS_FUTEX, ctypes.c_void_p(self._address(word)), _FUTEX_WAIT, ctypes.c_uint32(count & 0xFFFFFFFF),
                 timeout, None, 0,
             )  # fmt: skip
+            if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):  # not allowed here
+                return
 
     def leave(self) -> None:
         """Give the slot back. The memory stays mapped: a kernel that runs on may still look at it."""
         self._words[self._slot + _THREADS] = 0
+        self.took_first_steps(1)  # wakes those who give way: there is nobody left to wait for
         self._lock(self._slot // _SLOT_WORDS, fcntl.F_UNLCK)
         os.close(self._file)
 
@@ -171,6 +177,19 @@ class CoreShares:
     def _others(self) -> list[int]:
         """Slots that were ever taken, but for this worker's."""
         return [s for s in range(_SLOT_WORDS, (self._words[0] + 1) * _SLOT_WORDS, _SLOT_WORDS) if s != self._slot]
+
+    def _lent_to(self, slot: int, now: int, *, rests: bool = False) -> int:
+        """What the worker of a slot may use beyond its own; `rests`: as if this one rested, and else as it computes."""
+        words, mine = self._words, self._slot
+        others = [s for s in (mine, *self._others()) if s != slot]
+        return lent_threads(
+            words[slot + _THREADS],
+            ((words[s + _THREADS], not rests if s == mine else words[s + _BUSY_UNTIL] > now) for s in others),
+        )
+
+    def _gains(self, slot: int, now: int) -> bool:
+        """Whether the worker of a slot may use more threads when this one rests than when it computes."""
+        return self._lent_to(slot, now, rests=True) > self._lent_to(slot, now)
 
     def _slot_of(self, pid: int) -> int | None:
         words = self._words

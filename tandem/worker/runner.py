@@ -28,6 +28,9 @@ _MAX_FAILED_STEPS = 3
 class Role(Protocol):
     """What a worker does around a step. All calls come on the runner thread."""
 
+    def give_way(self) -> bool:
+        """Let another worker of the node compute first, for a bounded time; whether it did."""
+
     def before_schedule(self) -> None:
         """Pages and places may have come free since the last step."""
 
@@ -117,6 +120,9 @@ class Runner:
         assert role is not None
         self.busy_since_s = time.monotonic()
         self._drain_inbox()
+        if role.give_way():
+            self.busy_since_s = time.monotonic()
+            self._drain_inbox()  # the next step is that of what has come meanwhile, too
         if self._stopping:
             return
         role.before_schedule()

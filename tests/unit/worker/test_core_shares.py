@@ -121,6 +121,33 @@ def test_who_gives_way_rests_until_the_first_steps_are_taken(path: Path) -> None
         assert first.borrow() == 0
 
 
+def test_nobody_rests_for_one_who_gains_nothing(path: Path) -> None:
+    """One thread cannot be shared by two: neither gets it, nor is offered it."""
+    with _joined(path, 1) as prefill, _joined(path, 1) as first, _joined(path, 1) as second:
+        prefill.borrow()
+        first.borrow()
+        second.borrow()
+        prefill.give_way(os.getpid(), 9, time.monotonic() + 30)
+        assert first.borrow() == second.borrow() == 0, "it goes on computing"
+        prefill.rest()
+        assert not _is_offered(first)
+        assert first.borrow() == 0
+        second.rest()
+        assert _is_offered(first)
+        assert first.borrow() == 2
+
+
+def test_who_leaves_is_not_waited_for(path: Path) -> None:
+    with _joined(path, 1) as first:
+        with _joined(path, 1) as second:
+            giving = threading.Thread(target=first.give_way, args=(os.getpid(), 9, time.monotonic() + 30))
+            giving.start()
+            while second.borrow() == 0:
+                time.sleep(0.001)
+        giving.join(10)
+        assert not giving.is_alive()
+
+
 def test_nobody_gives_way_for_longer_than_is_said(path: Path) -> None:
     with _joined(path, 1) as first, _joined(path, 1):
         began = time.monotonic()

@@ -181,11 +181,12 @@ class CoreShares:
     def _lent_to(self, slot: int, now: int, *, rests: bool = False) -> int:
         """What the worker of a slot may use beyond its own; `rests`: as if this one rested, and else as it computes."""
         words, mine = self._words, self._slot
+        own = words[slot + _THREADS]
+        if not own:  # it has left meanwhile
+            return 0
         others = [s for s in (mine, *self._others()) if s != slot]
-        return lent_threads(
-            words[slot + _THREADS],
-            ((words[s + _THREADS], not rests if s == mine else words[s + _BUSY_UNTIL] > now) for s in others),
-        )
+        are_busy = (not rests if s == mine else words[s + _BUSY_UNTIL] > now for s in others)
+        return lent_threads(own, zip((words[s + _THREADS] for s in others), are_busy, strict=True))
 
     def _gains(self, slot: int, now: int) -> bool:
         """Whether the worker of a slot may use more threads when this one rests than when it computes."""

@@ -174,6 +174,15 @@ def test_who_leaves_lends_no_more(path: Path) -> None:
         assert first.borrow() == 0
 
 
+def test_nothing_is_offered_to_who_left_in_the_middle_of_a_step(path: Path) -> None:
+    with _joined(path, 1) as first:
+        with _joined(path, 1) as second:
+            second.borrow()
+        first.borrow()
+        first.rest()
+        assert first.borrow() == 0
+
+
 def test_a_slot_is_used_again(path: Path) -> None:
     with _joined(path, 1) as first:
         for own in (2, 3, 4):

@@ -233,6 +233,7 @@ class Generations:
         # A writer that stops by itself may have found that what it computed is of no use.
         keeps = reason is not RefusalReason.WRITER_STOPPED
         self.reservations.end(key, pages, verified, quarantined=quarantined, keeps=keeps)
+        self._took_first_steps(1)
         job = self.jobs.pop(key, None)
         # A writer that stops by itself tells the router why, or that there was nothing to hand off.
         if job is not None and reason is not RefusalReason.WRITER_STOPPED:

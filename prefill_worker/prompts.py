@@ -206,8 +206,8 @@ class Prompts:
     def _let_go_first(self, counts: dict[int, int], handed_off: Iterable[PromptJob]) -> None:
         """After a step that has computed these; `counts`: of first steps by process, before they were handed off.
 
-        Other handoffs to the same decode worker may end the rest too early: those whose grant came after their step,
-        and those of other prefill workers. That costs a little time, and no more.
+        Other handoffs to the same decode worker may end the rest too early: earlier ones whose first step is still due,
+        those whose grant came after their step, and those of other prefill workers. It is a matter of time alone.
         """
         now_s = time.monotonic()
         rest_s = min(_LONGEST_REST_S, _MOST_OF_A_STEP * (now_s - self._step_began_s))

@@ -146,7 +146,7 @@ class CoreShares:
     def give_way(self, pid: int, number: int, until_s: float) -> None:
         """Rest until `first_steps(pid)` has reached `number`, or the monotonic clock `until_s`.
 
-        Not for a process that computes on no more threads then.
+        Returns at once where that process would compute on no more threads than it does.
         """
         while (slot := self._slot_of(pid)) is not None and self._gains(slot, time.monotonic_ns()):
             word = slot + _FIRST_STEPS

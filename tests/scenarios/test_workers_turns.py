@@ -35,9 +35,9 @@ class Shares:
     def num_first_steps(self) -> int | None:
         return self.prefill.first_steps(self.pair.decode.info.pid)
 
-    def give_way(self, *args: Any) -> None:
+    def give_way(self, pid: int, number: int, until_s: float) -> None:
         self.begun.set()
-        CoreShares.give_way(self.prefill, *args)
+        CoreShares.give_way(self.prefill, pid, number, until_s)
         self.ended.set()
 
 
@@ -101,11 +101,19 @@ async def test_what_comes_while_prefill_gives_way_counts_for_its_next_step(
     pair: WorkerPair, shares: Shares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_end(monkeypatch)
+    heard_by_prefill: list[str] = []
+    take = pair.prefill.command
+
+    def heard(session: int, command: Any) -> None:
+        take(session, command)
+        heard_by_prefill.append(command.WhichOneof("command"))
+
+    monkeypatch.setattr(pair.prefill, "command", heard)
     async with Router(pair) as router:
         async with one_behind_the_other(pair, router) as (first, second):
             await until(shares.begun.is_set, "a rest")
             await router.cancel(second, "prefill")
-            await until(lambda: pair.prefill.runner._inbox.qsize() > 0, "the cancel")
+            await until(lambda: "cancel" in heard_by_prefill, "the cancel")
         await router.finish(first)
         await router.cancel(second, "decode")
         await pair.settled()
@@ -123,13 +131,22 @@ async def test_prefill_gives_way_for_part_of_a_step_only(pair: WorkerPair, share
             await router.finish(ask)
 
 
-async def test_prefill_does_not_give_way_to_those_who_share_nothing(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shared", ["nothing", "a host", "a file"])
+async def test_prefill_does_not_give_way_to_those_who_do_not_share_its_cores(
+    pair: WorkerPair, shares: Shares, monkeypatch: pytest.MonkeyPatch, shared: str
 ) -> None:
     without_end(monkeypatch)
+    if shared == "nothing":
+        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill, "shares", None))
     async with Router(pair) as router:
+        told = router.infos["decode"]
+        if shared == "a host":
+            told.pid = 1
+        elif shared == "a file":
+            told.host_id = "another"
         async with one_behind_the_other(pair, router) as (first, second):
             await router.heard(second, "prefill.handoff_done")
+            assert not shares.begun.is_set()
         for ask in (first, second):
             await router.finish(ask)
 

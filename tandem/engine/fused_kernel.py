@@ -15,6 +15,7 @@ from numba.core import cgutils
 from tandem.engine import vector_ir as vir
 from tandem.engine.shared_words import int64s, real, words
 from tandem.engine.threads import Kernel
+from tandem.engine.vector_ir import FLOAT_BYTES
 
 #: What widths are multiples of. Vectors are of eight on every CPU: memory sets the pace, and sums are the same bits.
 LANES = 8
@@ -23,8 +24,7 @@ _vec = vir.Vectors(LANES)
 #: Below this many rows norms, sums and rotation go without threads: their start costs more than they save.
 ROWS_FOR_THREADS = 64
 
-# Numba takes these for constants.
-_FLOAT_BYTES = vir.FLOAT_BYTES
+# Numba takes this for a constant.
 _VECTOR_BYTES = _vec.num_bytes
 
 
@@ -84,7 +84,7 @@ def _normalize_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pr
     """RMSNorm of rows `[first, end)` of `x[rows, width]`, without gaps, to `y` of the same shape."""
     x, width, weight, eps, y = _five_words(arguments)
     for row in range(first, end):
-        place = row * width * _FLOAT_BYTES
+        place = row * width * FLOAT_BYTES
         _normalize(x + place, weight, y + place, width // LANES, real(eps))
 
 
@@ -108,7 +108,7 @@ def _place_heads(first, end, arguments):  # type: ignore[no-untyped-def] # pragm
         query, pages, page_size, write_pages, write_slots,
     ) = _sixteen_words(arguments)  # fmt: skip
     eps = real(eps_word)
-    head_bytes, rotary_bytes = head_dim * _FLOAT_BYTES, rotary_dim * _FLOAT_BYTES
+    head_bytes, rotary_bytes = head_dim * FLOAT_BYTES, rotary_dim * FLOAT_BYTES
     token_bytes = kv_heads * head_bytes
     for row in range(first, end):
         source = heads + row * stride
@@ -129,14 +129,14 @@ def _add_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: 
     """Rows `[first, end)` of `y = x + other`, all `[rows, width]`, x and y without gaps; `stride` of other in bytes."""
     x, other, stride, width, y = _five_words(arguments)
     for row in range(first, end):
-        place = row * width * _FLOAT_BYTES
+        place = row * width * FLOAT_BYTES
         _sum(x + place, other + row * stride, y + place, width // LANES)
 
 
 def _gather_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Rows `[first, end)` of `y[rows, width] = table[indices]`, both without gaps; indices int64."""
     table, width, indices, y = _four_words(arguments)
-    row_bytes = width * _FLOAT_BYTES
+    row_bytes = width * FLOAT_BYTES
     for row in range(first, end):
         _copy(table + int64s(indices)[row] * row_bytes, y + row * row_bytes, width // LANES)
 

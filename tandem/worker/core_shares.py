@@ -135,7 +135,7 @@ class CoreShares:
         whoever gives way to them may go on."""
         word = self._slot + _FIRST_STEPS
         self._words[word] += number
-        _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address(word)), _FUTEX_WAKE, _ALL, None, None, 0)
+        self._futex(word, _FUTEX_WAKE, _ALL, None)
 
     def first_steps(self, pid: int) -> int | None:
         """How many requests that were handed off to this process, by whomever, have had their first step there; `None`:
@@ -154,15 +154,8 @@ class CoreShares:
             if count >= number or left_s <= 0:
                 return
             self.rest()
-            seconds = int(left_s)
-            timeout = struct.pack("qq", seconds, int((left_s - seconds) * 1e9))
-            # Returns at once where the count has changed meanwhile.
-            failed = _libc.syscall(
-                _SYS_FUTEX, ctypes.c_void_p(self._address(word)), _FUTEX_WAIT, ctypes.c_uint32(count & 0xFFFFFFFF),
-                timeout, None, 0,
-            )  # fmt: skip
-            if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):  # not allowed here
-                return
+            timeout = struct.pack("qq", *divmod(int(left_s * 1e9), 1_000_000_000))
+            self._futex(word, _FUTEX_WAIT, count, timeout)  # returns at once where the count has changed meanwhile
 
     def leave(self) -> None:
         """Give the slot back. The memory stays mapped: a kernel that runs on may still look at it."""
@@ -173,6 +166,12 @@ class CoreShares:
 
     def _address(self, word: int) -> int:
         return self._start + word * 8
+
+    def _futex(self, word: int, operation: int, value: int, timeout: bytes | None) -> None:
+        address, low_half = ctypes.c_void_p(self._address(word)), ctypes.c_uint32(value & 0xFFFFFFFF)
+        failed = _libc.syscall(_SYS_FUTEX, address, operation, low_half, timeout, None, 0) < 0
+        if failed and (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            raise OSError(code, f"futex: {os.strerror(code)}")
 
     def _others(self) -> list[int]:
         """Slots that were ever taken, but for this worker's."""

@@ -101,14 +101,20 @@ def test_who_comes_to_rest_offers_its_threads(path: Path) -> None:
         assert not _is_offered(first)
 
 
+def _giving_way(first: CoreShares, second: CoreShares, number: int) -> threading.Thread:
+    """The first, which computed, rests in this thread for so many first steps of the second."""
+    first.borrow()
+    giving = threading.Thread(target=first.give_way, args=(os.getpid(), number, time.monotonic() + 30))
+    giving.start()
+    while second.borrow() == 0:
+        time.sleep(0.001)
+    return giving
+
+
 def test_who_gives_way_rests_until_the_first_steps_are_taken(path: Path) -> None:
     with _joined(path, 1) as first, _joined(path, 1) as second:
         assert first.first_steps(os.getpid()) == 0
-        first.borrow()
-        giving = threading.Thread(target=first.give_way, args=(os.getpid(), 2, time.monotonic() + 30))
-        giving.start()
-        while second.borrow() == 0:
-            time.sleep(0.001)
+        giving = _giving_way(first, second, 2)
         second.took_first_steps(1)
         giving.join(0.1)
         assert giving.is_alive()
@@ -141,11 +147,7 @@ def test_nobody_rests_for_one_who_gains_nothing(path: Path) -> None:
 def test_who_leaves_is_not_waited_for(path: Path) -> None:
     with _joined(path, 1) as first:
         with _joined(path, 1) as second:
-            first.borrow()
-            giving = threading.Thread(target=first.give_way, args=(os.getpid(), 9, time.monotonic() + 30))
-            giving.start()
-            while second.borrow() == 0:
-                time.sleep(0.001)
+            giving = _giving_way(first, second, 9)
         giving.join(10)
         assert not giving.is_alive()
 

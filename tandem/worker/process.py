@@ -60,6 +60,9 @@ _LAST_WORK_LEASES = 3
 # Where products of packed linear layers take about twice as long as reading the weights alone.
 _CPU_MIXED_STEP_TOKENS = 12
 
+# With fewer prompts the first of two would wait for the second, and decode hardly gain by it (docs/performance.md, 17).
+_NUM_TO_PAIR = 4
+
 # Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
 # GPUs, what DistServe measured (section 3.1).
 _CPU_SATURATING_TOKENS = 32
@@ -249,6 +252,7 @@ class WorkerProcess(ABC):
             queue_bound=config.scheduling.worker_queue_bound,
             paced_tokens=max(1, self.mixed_step_tokens),
             saturating_tokens=self._saturating_tokens,
+            num_to_pair=self.num_to_pair,
         )
         salt = self.engine.weights_sha256.encode()
         self.scheduler = BatchScheduler(self.pool, limits, salt=salt, prefix_cache=config.cache.prefix_cache)
@@ -289,9 +293,10 @@ class WorkerProcess(ABC):
 
     def _share_cores(self) -> Callable[[], None]:
         """Borrow the CPU threads of workers that rest, until the worker ends; returns what says that this one rests."""
-        if self._core_shares is None or self._device != "cpu" or not self.config.scheduling.share_cores:
+        path = self._cores_file
+        if path is None:
             return lambda: None
-        shares = self.shares = CoreShares(self._core_shares, self._num_threads)
+        shares = self.shares = CoreShares(path, self._num_threads)
 
         def leave() -> None:
             borrow_from(None)
@@ -411,6 +416,21 @@ class WorkerProcess(ABC):
         """Tokens of chunks in a step beyond which it is bound by compute."""
         default = _CPU_SATURATING_TOKENS if self._on_cpu else _GPU_SATURATING_TOKENS
         return self.config.scheduling.saturating_tokens or default
+
+    @property
+    def num_to_pair(self) -> int:
+        """Prompts from which on two are handed off together; 0: always one after the other.
+
+        A decode step costs its core as much for one sequence as for a few, and where the workers share their cores this
+        core is prefill's as well, whenever decode rests. With the mixed pool it computes prompts already.
+        """
+        is_worth_it = self.role == "prefill" and self._cores_file and not self.config.scheduling.mixed_pool
+        return _NUM_TO_PAIR if is_worth_it else 0
+
+    @property
+    def _cores_file(self) -> Path | None:
+        """Where the workers of this node share their cores; `None`: this one does not."""
+        return self._core_shares if self._device == "cpu" and self.config.scheduling.share_cores else None
 
     @property
     def _on_cpu(self) -> bool:

@@ -7,6 +7,7 @@
 
 Chunks of several sequences share a step only until they keep the processor busy: beyond, all would end later, and none
 sooner. So a step ends about one prompt; beside a chunk of a long one that goes on, a short one need not wait for it.
+Where handing off two together is worth it, a step ends two while many wait (`SchedulerLimits.num_to_pair`).
 
 A prefill worker feeds it prompts only, so phase 2 is empty; a decode worker feeds it admitted handoffs, and chunks
 serve what must be computed there: replay after a preemption or of a journal, and *paced* prompts, whose chunks only
@@ -53,6 +54,8 @@ class SchedulerLimits:
     paced_tokens: int = 12
     # Tokens of chunks that keep the processor busy; what may join a step that has them, `_may_join` says.
     saturating_tokens: int = 512
+    # With so many sequences to compute or more, a step ends two although one keeps the processor busy; 0: never.
+    num_to_pair: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,9 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)
     # Running sequences that found no page and could preempt nobody; they go on when pages come back.
     stalled: list[Sequence] = field(default_factory=list)
-    # Tokens of chunks, paced ones apart, and of those of them that end what their sequence has to compute.
+    # Tokens of chunks, paced ones apart; those that end what their sequence has to compute, and their tokens.
     num_chunk_tokens: int = 0
+    num_ending: int = 0
     num_ending_tokens: int = 0
 
     @property
@@ -352,13 +356,17 @@ class BatchScheduler:
 
     def _is_full(self, batch: Batch) -> bool:
         """Whether what ends with the step keeps the processor busy: whatever joins delays that."""
-        return batch.num_ending_tokens >= self.limits.saturating_tokens
+        num_to_pair = self.limits.num_to_pair
+        is_queue = num_to_pair and len(self.running) + len(self.waiting) >= num_to_pair
+        return batch.num_ending_tokens >= self.limits.saturating_tokens and batch.num_ending > bool(is_queue)
 
     def _put_chunk(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         self._put(batch, sequence, num_tokens)
         if not sequence.paced:
             batch.num_chunk_tokens += num_tokens
-            batch.num_ending_tokens += num_tokens if num_tokens == sequence.num_to_compute else 0
+            if num_tokens == sequence.num_to_compute:
+                batch.num_ending += 1
+                batch.num_ending_tokens += num_tokens
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer pages that have filled to the prefix cache."""

@@ -92,6 +92,31 @@ def test_a_step_that_ends_enough_of_prompts_takes_no_more() -> None:
     assert steps == [[("a", 12)], [("b", 4), ("c", 4)], [("d", 4)], []]  # small ones go together
 
 
+def test_two_prompts_end_together_while_many_wait() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=8, num_to_pair=4)
+    for arrival, name in enumerate("abcdef"):
+        scheduler.add(prompt(name, 12, arrival=arrival))
+    steps = []
+    for _ in range(5):
+        batch = step(scheduler)
+        for item in batch.items:
+            scheduler.park(item.sequence)  # computed, as at prefill
+        steps.append(chunks(batch))
+    assert steps == [[("a", 12), ("b", 12)], [("c", 12), ("d", 12)], [("e", 12)], [("f", 12)], []]
+
+
+def test_only_prompts_that_end_are_computed_in_twos() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=8, num_to_pair=3)
+    for arrival, name in enumerate("abc"):
+        sequence = prompt(name, 28, arrival=arrival)
+        scheduler.add(sequence)
+        scheduler.promote(sequence)  # all are in the batch
+    steps = [chunks(step(scheduler)) for _ in range(4)]
+    assert steps == [[("a", 16)], [("a", 12)], [("b", 16)], [("b", 12)]]
+
+
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
     scheduler = make_scheduler(tokens=64)
     scheduler.limits = replace(scheduler.limits, saturating_tokens=8)
@@ -372,7 +397,9 @@ def test_everybody_ends_whatever_the_memory(seed: int, num_pages: int, cache: bo
     """Random prompts and lengths on tight pools: all get their tokens, in bounded steps, and no page is lost."""
     rng = random.Random(seed)
     scheduler = make_scheduler(num_pages, seqs=4, tokens=16, chunk=8, cache=cache)
-    scheduler.limits = replace(scheduler.limits, saturating_tokens=rng.randint(1, 16))
+    scheduler.limits = replace(
+        scheduler.limits, saturating_tokens=rng.randint(1, 16), num_to_pair=rng.choice((0, 2, 4))
+    )
     goal: dict[str, int] = {}
     coming = []
     for n in range(8):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
 
+from decode_worker.commits import CommitStreams
 from decode_worker.generations import Generations
 from decode_worker.receiving import Answer, ReceivingDesk
 from kvtransfer.layout import check_compatible
@@ -34,7 +35,7 @@ from tandem.worker.process import WorkerProcess
 from tandem.worker.runner import Role
 from tandem.worker.sessions import SessionHub
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import commit_from_proto, layout_from_proto, part_from_proto, refusal_to_proto
+from tandem.worker.wire import layout_from_proto, refusal_to_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -60,6 +61,7 @@ class DecodeWorker(WorkerProcess):
             interval_s=self.config.metrics.worker_interval_s,
         )
         self.hub.attach(self, self.loop)
+        self.commits = CommitStreams(self)
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._channels: dict[str, aio.Channel] = {}
@@ -87,6 +89,10 @@ class DecodeWorker(WorkerProcess):
 
     def add_services(self, server: aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(_DecodeService(self), server)
+
+    def end_streams(self) -> None:
+        super().end_streams()
+        self.commits.close()
 
     async def close_channels(self) -> None:
         for channel in self._channels.values():
@@ -246,10 +252,13 @@ class DecodeWorker(WorkerProcess):
 
     # -- calls that wait for the transfer thread
 
-    async def ask_desk(self, question: Callable[[ReceivingDesk], _T]) -> _T:
-        """Ask the receiving desk and return its answer; `question` runs on the transfer thread.
+    def ask_desk(self, question: Callable[[ReceivingDesk], _T]) -> Future[_T]:
+        """Ask the receiving desk; `question` runs on the transfer thread.
 
         No peer can make it raise: what it raises is a defect, and the worker's end.
+
+        Raises:
+            TransportError: the worker is stopping.
         """
 
         def ask(_: Transport) -> _T:
@@ -259,7 +268,7 @@ class DecodeWorker(WorkerProcess):
                 self.hub.status_changed()
             return answer
 
-        return await asyncio.wrap_future(self._on_transfer(ask))
+        return self._on_transfer(ask)
 
 
 class _QueuedDesk:
@@ -305,26 +314,22 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if not self._worker.has_paired(request.sender_incarnation):
             answer = Answer(RefusalReason.WRITER_EXITED, f"{request.sender_incarnation} is not paired with")
         else:
-            answer = await self._worker.ask_desk(lambda desk: _attach(desk, request))
+            answer = await asyncio.wrap_future(self._worker.ask_desk(lambda desk: _attach(desk, request)))
         lease_s = self._worker.config.transport.lease_s
-        return decode_pb.AttachReply(ok=answer.refusal is None, error=_refusal(answer, request), lease_s=lease_s)
+        error = refusal_to_proto(answer.refusal, answer.detail, request.request_id) if answer.refusal else None
+        return decode_pb.AttachReply(ok=answer.refusal is None, error=error, lease_s=lease_s)
 
-    async def CommitPart(self, request: decode_pb.CommitPartRequest, _: Any) -> decode_pb.CommitPartReply:
-        part = part_from_proto(request)
-        answer = await self._worker.ask_desk(lambda desk: desk.commit_part(part))
-        return decode_pb.CommitPartReply(ok=answer.refusal is None, error=_refusal(answer, request))
-
-    async def Commit(self, request: decode_pb.CommitRequest, _: Any) -> decode_pb.CommitReply:
-        arrived_s, commit = time.monotonic(), commit_from_proto(request)
-        answer = await self._worker.ask_desk(lambda desk: desk.commit(commit, arrived_s))
-        return decode_pb.CommitReply(
-            ok=answer.refusal is None, error=_refusal(answer, request), verified_at_s=answer.verified_at_s
-        )
+    async def Commits(
+        self, request_iterator: AsyncIterator[decode_pb.CommitCall], _: Any
+    ) -> AsyncIterator[decode_pb.CommitAnswer]:
+        async for answer in self._worker.commits.run(request_iterator):
+            yield answer
 
     async def ConfirmIdle(self, request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
-        await self._worker.ask_desk(
+        asked = self._worker.ask_desk(
             lambda desk: desk.confirm_idle(request.grant_id, request.sender_incarnation, request.capability)
         )
+        await asyncio.wrap_future(asked)
         return decode_pb.ConfirmIdleReply()
 
 
@@ -333,14 +338,6 @@ def _attach(desk: ReceivingDesk, request: decode_pb.AttachRequest) -> Answer:
     if answer.refusal is None and not request.renew:
         points.reach("decode.attached")
     return answer
-
-
-def _refusal(
-    answer: Answer, request: decode_pb.AttachRequest | decode_pb.CommitPartRequest | decode_pb.CommitRequest
-) -> pb.Error | None:
-    if answer.refusal is None:
-        return None
-    return refusal_to_proto(answer.refusal, answer.detail, request.request_id)
 
 
 def _disconnect(transport: Transport, peer: PeerId) -> None:

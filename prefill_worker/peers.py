@@ -18,6 +18,7 @@ from kvtransfer.layout import LayoutId, check_compatible
 from kvtransfer.protocol.messages import Commit, CommitPart, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.base import PeerId
+from prefill_worker.commits import CommitStream
 from tandem.core.errors import IncompatibleError, TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_from_proto, error_from_rpc
@@ -45,6 +46,12 @@ class Peer:
     shape: ArenaShape
     channel: aio.Channel
     stub: decode_pb2_grpc.DecodeServiceAsyncStub
+    commits: CommitStream
+
+    async def close(self) -> None:
+        """End its calls and the connection."""
+        await self.commits.close()
+        await self.channel.close(grace=None)
 
 
 class DecodePeers:
@@ -116,6 +123,7 @@ class DecodePeers:
             self._lost(peer)
             raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended while it was paired with")
         self.peers[info.incarnation] = peer
+        peer.commits.open()
         self._paired(peer)
         if info.incarnation in self._ended:  # seen by whoever looks at its process from now on
             raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended since it answered")
@@ -142,7 +150,8 @@ class DecodePeers:
         check_compatible(self._layout, self._info.worker_id, layout, info.worker_id)
         name = await self._connect(info.transport_metadata)
         shape = ArenaShape(layout.num_layers, info.num_pages, layout.extent_bytes)
-        return Peer(info, name, layout, shape, channel, stub)
+        commits = CommitStream(stub, info.worker_id, self._timeout_s)
+        return Peer(info, name, layout, shape, channel, stub, commits)
 
     def ended(self, incarnation: str) -> None:
         """The process of this incarnation has ended, and with it every hold on it here; again changes nothing."""
@@ -167,19 +176,15 @@ class DecodePeers:
         )
         return await self._call(peer, "attach", lambda: peer.stub.Attach(request, timeout=self._timeout_s))
 
-    async def commit_part(self, part: CommitPart) -> decode_pb.CommitPartReply:
+    async def commit_part(self, part: CommitPart) -> decode_pb.CommitAnswer:
         """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
-        peer = self._of(part.receiver)
-        request = part_to_proto(part, self._info.worker_id)
-        return await self._call(
-            peer, "part of a commit", lambda: peer.stub.CommitPart(request, timeout=self._timeout_s)
-        )
+        call = decode_pb.CommitCall(part=part_to_proto(part, self._info.worker_id))
+        return await self._of(part.receiver).commits.ask(call, "part of a commit")
 
-    async def commit(self, commit: Commit) -> decode_pb.CommitReply:
+    async def commit(self, commit: Commit) -> decode_pb.CommitAnswer:
         """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
-        peer = self._of(commit.receiver)
-        request = commit_to_proto(commit, self._info.worker_id)
-        return await self._call(peer, "commit", lambda: peer.stub.Commit(request, timeout=self._timeout_s))
+        call = decode_pb.CommitCall(commit=commit_to_proto(commit, self._info.worker_id))
+        return await self._of(commit.receiver).commits.ask(call, "commit")
 
     def is_here(self, receiver: str) -> bool:
         """Whether this decode worker is known to run on this host."""
@@ -245,4 +250,4 @@ class DecodePeers:
         peers = list(self.peers.values())
         self.peers.clear()
         for peer in peers:
-            await peer.channel.close(grace=None)
+            await peer.close()

@@ -219,7 +219,7 @@ class PrefillWorker(WorkerProcess):
                 _log.warning("%s", error)
 
         self.on_transfer(forget)
-        self.spawn(peer.channel.close(grace=None))
+        self.spawn(peer.close())
 
     def _transport_peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
         peer = self.peers.peers.get(receiver)

@@ -64,8 +64,11 @@ async def _attach(_request: decode_pb2.AttachRequest, _context: Any) -> decode_p
     return decode_pb2.AttachReply(ok=True, lease_s=10)
 
 
-async def _commit(_request: decode_pb2.CommitRequest, _context: Any) -> decode_pb2.CommitReply:
-    return decode_pb2.CommitReply(ok=True)
+async def _commits(
+    calls: AsyncIterator[decode_pb2.CommitCall], _context: Any
+) -> AsyncIterator[decode_pb2.CommitAnswer]:
+    async for call in calls:
+        yield decode_pb2.CommitAnswer(number=call.number, ok=True)
 
 
 def _handlers() -> grpc.GenericRpcHandler[Any, Any]:
@@ -80,8 +83,8 @@ def _handlers() -> grpc.GenericRpcHandler[Any, Any]:
             "Attach": grpc.unary_unary_rpc_method_handler(
                 _attach, request_deserializer=decode_pb2.AttachRequest.FromString, **reply
             ),
-            "Commit": grpc.unary_unary_rpc_method_handler(
-                _commit, request_deserializer=decode_pb2.CommitRequest.FromString, **reply
+            "Commits": grpc.stream_stream_rpc_method_handler(
+                _commits, request_deserializer=decode_pb2.CommitCall.FromString, **reply
             ),
         },
     )
@@ -120,9 +123,9 @@ async def _stream_s(port: int, own: Security, num_messages: int) -> float:
 
 
 async def _handoff_s(port: int, own: Security, num_calls: int) -> float:
-    """Median seconds of an `Attach` and a `Commit`, one after the other."""
+    """Median seconds of an `Attach` and a commit, one after the other."""
     attach = decode_pb2.AttachRequest(request_id="r", attempt=1, grant_id="decode-0/1", sender_incarnation="prefill-0")
-    commit = decode_pb2.CommitRequest(
+    commit = decode_pb2.Commit(
         request_id="r",
         attempt=1,
         pages=range(NUM_PAGES),
@@ -130,13 +133,16 @@ async def _handoff_s(port: int, own: Security, num_calls: int) -> float:
     )
     took: list[float] = []
     async with make_channel(f"{HOST}:{port}", own) as channel:
-        stub = DecodeServiceStub(channel)
+        stub: Any = DecodeServiceStub(channel)
+        commits = stub.Commits()
         await stub.Attach(attach)
         for _ in range(num_calls):
             began_s = time.perf_counter()
             await stub.Attach(attach)
-            await stub.Commit(commit)
+            await commits.write(decode_pb2.CommitCall(commit=commit))
+            await commits.read()
             took.append(time.perf_counter() - began_s)
+        commits.cancel()
     return statistics.median(took)
 
 

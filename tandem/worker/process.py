@@ -179,6 +179,10 @@ class WorkerProcess(ABC):
     def num_held(self) -> int:
         """How many requests the worker holds; on the runner thread."""
 
+    def end_streams(self) -> None:
+        """End what others keep open here, once what is queued has gone out; in the event loop."""
+        self.hub.close()
+
     # -- life
 
     def start(self) -> pb.WorkerInfo:
@@ -475,7 +479,7 @@ class WorkerProcess(ABC):
                 self._close(None)
 
     async def _stop_serving(self) -> None:
-        self.hub.close()
+        self.end_streams()
         self._drained.set()
         if self._server is not None:
             await self._server.stop(grace=0.5)

@@ -72,8 +72,8 @@ def grant_from_proto(message: decode_pb.Grant, layout: LayoutId) -> Grant:
     )
 
 
-def commit_to_proto(commit: Commit, sender_worker_id: str) -> decode_pb.CommitRequest:
-    return decode_pb.CommitRequest(
+def commit_to_proto(commit: Commit, sender_worker_id: str) -> decode_pb.Commit:
+    return decode_pb.Commit(
         request_id=commit.key.request_id,
         attempt=commit.key.attempt,
         grant_id=commit.grant_id,
@@ -89,7 +89,7 @@ def commit_to_proto(commit: Commit, sender_worker_id: str) -> decode_pb.CommitRe
     )
 
 
-def commit_from_proto(message: decode_pb.CommitRequest) -> Commit:
+def commit_from_proto(message: decode_pb.Commit) -> Commit:
     return Commit(
         grant_id=message.grant_id,
         key=AttemptKey(message.request_id, message.attempt),
@@ -104,8 +104,8 @@ def commit_from_proto(message: decode_pb.CommitRequest) -> Commit:
     )
 
 
-def part_to_proto(part: CommitPart, sender_worker_id: str) -> decode_pb.CommitPartRequest:
-    return decode_pb.CommitPartRequest(
+def part_to_proto(part: CommitPart, sender_worker_id: str) -> decode_pb.CommitPart:
+    return decode_pb.CommitPart(
         request_id=part.key.request_id,
         attempt=part.key.attempt,
         grant_id=part.grant_id,
@@ -119,7 +119,7 @@ def part_to_proto(part: CommitPart, sender_worker_id: str) -> decode_pb.CommitPa
     )
 
 
-def part_from_proto(message: decode_pb.CommitPartRequest) -> CommitPart:
+def part_from_proto(message: decode_pb.CommitPart) -> CommitPart:
     return CommitPart(
         grant_id=message.grant_id,
         key=AttemptKey(message.request_id, message.attempt),

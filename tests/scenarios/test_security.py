@@ -106,6 +106,7 @@ def test_a_member_may_do_what_its_role_does_and_no_more(
     where = addresses(secured)
     router, prefill, decode = where["router"], where["prefill-0"], where["decode-0"]
     control, worker = control_pb2_grpc.RouterControlStub, control_pb2_grpc.WorkerControlStub
+    decode_service = decode_pb2_grpc.DecodeServiceStub
     attempts = [
         # (who, where, call, request, gets through)
         (PeerRole.PREFILL, router, control, "SetMembership", control_pb2.Membership(version=1 << 60), False),
@@ -113,9 +114,9 @@ def test_a_member_may_do_what_its_role_does_and_no_more(
         (PeerRole.ROUTER, prefill, worker, "Drain", control_pb2.DrainWorkerRequest(), False),
         (PeerRole.CLIENT, decode, worker, "NoteEnded", control_pb2.NoteEndedRequest(incarnations=["x"]), False),
         (PeerRole.CLIENT, decode, worker, "Status", control_pb2.StatusRequest(), True),
-        (PeerRole.ROUTER, decode, decode_pb2_grpc.DecodeServiceStub, "Commit", decode_pb2.CommitRequest(), False),
-        (PeerRole.DECODE, decode, decode_pb2_grpc.DecodeServiceStub, "Commit", decode_pb2.CommitRequest(), False),
-        (PeerRole.PREFILL, decode, decode_pb2_grpc.DecodeServiceStub, "Commit", decode_pb2.CommitRequest(), True),
+        (PeerRole.ROUTER, decode, decode_service, "ConfirmIdle", decode_pb2.ConfirmIdleRequest(), False),
+        (PeerRole.DECODE, decode, decode_service, "ConfirmIdle", decode_pb2.ConfirmIdleRequest(), False),
+        (PeerRole.PREFILL, decode, decode_service, "ConfirmIdle", decode_pb2.ConfirmIdleRequest(), True),
         (PeerRole.PREFILL, prefill, prefill_pb2_grpc.PrefillServiceStub, "StopWrites", prefill_pb2.StopWritesRequest(),
          False),
         (PeerRole.DECODE, prefill, prefill_pb2_grpc.PrefillServiceStub, "StopWrites", prefill_pb2.StopWritesRequest(),
@@ -126,7 +127,7 @@ def test_a_member_may_do_what_its_role_does_and_no_more(
         wanted = grpc.StatusCode.OK if allowed else grpc.StatusCode.PERMISSION_DENIED
         assert code is wanted, (role, method)
     refusals = secured.workers["decode-0"].log.read_text()
-    assert "refused /tandem.v1.DecodeService/Commit to router" in refusals
+    assert "refused /tandem.v1.DecodeService/ConfirmIdle to router" in refusals
     answer = complete(secured.url, REFERENCE[0]["prompt_token_ids"], max_tokens=96)
     assert answer.token_ids == [REFERENCE[0]["token_ids"]]
 

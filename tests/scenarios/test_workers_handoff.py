@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import prefill_worker.sending
+from decode_worker.commits import Stream
 from kvtransfer.extents import Descriptor
 from kvtransfer.protocol.arrivals import ArrivedDigests
 from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken
@@ -29,7 +30,7 @@ from tests.scenarios.worker_pair import (
     running_pair,
     until,
 )
-from tests.scenarios.worker_router import Ask, Router
+from tests.scenarios.worker_router import Ask, Router, ask_commits
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
 pytestmark = SHARED_LOOP
@@ -220,11 +221,11 @@ FATAL: dict[str, tuple[str, Change]] = {
 }
 
 
-async def commit_by_hand(pair: WorkerPair, router: Router, stash: Stash, change: Change) -> decode_pb2.CommitReply:
+async def commit_by_hand(pair: WorkerPair, router: Router, stash: Stash, change: Change) -> decode_pb2.CommitAnswer:
     commit: Commit = stash.first_argument
-    request = commit_to_proto(dataclasses.replace(commit, **change(commit)), "prefill-0")
-    reply: decode_pb2.CommitReply = await router.stub("decode").Commit(request, timeout=10)
-    return reply
+    message = commit_to_proto(dataclasses.replace(commit, **change(commit)), "prefill-0")
+    (answer,) = await ask_commits(router.stub("decode"), decode_pb2.CommitCall(commit=message))
+    return answer
 
 
 @pytest.mark.parametrize("reason", HARMLESS)
@@ -295,6 +296,38 @@ async def test_strangers_cannot_touch_a_grant(pair: WorkerPair, oracle: Oracle) 
                 assert reply.error.reason == "unknown_grant"
             await stub.ConfirmIdle(decode_pb2.ConfirmIdleRequest(**fields), timeout=10)
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+
+
+async def test_a_call_that_decode_does_not_know_is_answered_and_the_next_one_too(pair: WorkerPair) -> None:
+    async with Router(pair) as router:
+        part = decode_pb2.CommitPart(grant_id="none/1")
+        calls = decode_pb2.CommitCall(number=7), decode_pb2.CommitCall(number=8, part=part)
+        unknown, known = await ask_commits(router.stub("decode"), *calls)
+    assert (unknown.number, unknown.ok, unknown.error.code) == (7, False, "incompatible")
+    assert (known.number, known.ok, known.error.reason) == (8, False, "wrong_receiver")
+
+
+async def test_a_commit_whose_answer_is_lost_with_its_stream_is_repeated_on_another(
+    pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = []
+    take = pair.decode.commits._take
+
+    def take_and_break(stream: Stream, call: decode_pb2.CommitCall) -> None:
+        take(stream, call)
+        if call.HasField("commit"):
+            if not streams:
+                stream.drop()
+            streams.append(stream)
+
+    monkeypatch.setattr(pair.decode.commits, "_take", take_and_break)
+    ask = Ask(prompt_of(60))
+    async with Router(pair) as router:
+        (outcome,) = await router.ask(ask)
+        await router.heard(ask, "prefill.handoff_done")
+    assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+    assert len(streams) == 2
+    assert streams[0] is not streams[1]
 
 
 async def test_a_grant_of_another_request_is_not_written_into(pair: WorkerPair) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -324,9 +325,9 @@ async def test_what_a_decode_worker_never_hears_holds_a_drain_for_a_bounded_time
     asked = asyncio.Event()
     here = asyncio.get_running_loop()
 
-    async def silent(_: object) -> None:
+    def silent(_: object) -> Future[None]:
         here.call_soon_threadsafe(asked.set)
-        await asyncio.Event().wait()
+        return Future()
 
     async with Router(pair) as router:
         ask = Ask(prompt_of(30))

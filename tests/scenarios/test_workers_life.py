@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -220,6 +221,16 @@ async def test_stop_with_work_in_hand(life: WorkerPair, held: str) -> None:
             worker.pool.check()
             assert not worker.transfer.is_alive
         assert not own_threads()
+
+
+async def test_a_stop_ends_the_streams_of_commits_in_order(life: WorkerPair) -> None:
+    """It does not wait until the server cuts them off."""
+    async with Router(life) as router:
+        commits = router.stub("decode").Commits()
+        await commits.write(decode_pb2.CommitCall(number=1))
+        assert (await commits.read()).number == 1
+        await in_thread(life.decode.stop)
+        assert await commits.code() is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("cls", ROLES)

@@ -256,3 +256,13 @@ class Router:
         for ask in asks:
             await (self.reserve(ask) if ask.local else self.begin(ask))
         return list(await asyncio.gather(*(self.finish(ask) for ask in asks)))
+
+
+async def ask_commits(stub: Any, *calls: decode_pb2.CommitCall) -> list[decode_pb2.CommitAnswer]:
+    """Ask decode on a stream of their own; the answers in order."""
+    stream = stub.Commits(timeout=WAIT_S)
+    for call in calls:
+        await stream.write(call)
+    answers = [await stream.read() for _ in calls]
+    stream.cancel()
+    return answers

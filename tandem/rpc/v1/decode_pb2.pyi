@@ -401,7 +401,74 @@ class FirstToken(_message.Message):
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
-class CommitRequest(_message.Message):
+class CommitCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of the call on its stream"""
+    @_builtins.property
+    def commit(self) -> Global___Commit: ...
+    @_builtins.property
+    def part(self) -> Global___CommitPart: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        commit: Global___Commit | None = ...,
+        part: Global___CommitPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "commit", b"commit", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "commit", b"commit", "number", b"number", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["commit", "part"]  # noqa: Y015
+    _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
+
+Global___CommitCall: _TypeAlias = CommitCall  # noqa: Y015
+
+@_typing.final
+class CommitAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    VERIFIED_AT_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of the call"""
+    ok: _builtins.bool
+    verified_at_s: _builtins.float
+    """when the commit's pages were verified, by this host's monotonic clock;"""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """code "handoff" and the reason when refused"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        ok: _builtins.bool = ...,
+        error: _common_pb2.Error | None = ...,
+        verified_at_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "number", b"number", "ok", b"ok", "verified_at_s", b"verified_at_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitAnswer: _TypeAlias = CommitAnswer  # noqa: Y015
+
+@_typing.final
+class Commit(_message.Message):
+    """All writes of a grant have completed and none will follow. Answered when decode has verified the pages and admitted
+    the request (`ok`), or refused them. Asking again gets the same answer.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -461,10 +528,14 @@ class CommitRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
-class CommitPartRequest(_message.Message):
+class CommitPart(_message.Message):
+    """While prefill still computes: all writes of these pages have completed and none will follow. Decode verifies them now
+    and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -512,61 +583,7 @@ class CommitPartRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CommitPartRequest: _TypeAlias = CommitPartRequest  # noqa: Y015
-
-@_typing.final
-class CommitPartReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OK_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    ok: _builtins.bool
-    @_builtins.property
-    def error(self) -> _common_pb2.Error:
-        """code "handoff" and the reason when refused"""
-
-    def __init__(
-        self,
-        *,
-        ok: _builtins.bool = ...,
-        error: _common_pb2.Error | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "ok", b"ok"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CommitPartReply: _TypeAlias = CommitPartReply  # noqa: Y015
-
-@_typing.final
-class CommitReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OK_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    VERIFIED_AT_S_FIELD_NUMBER: _builtins.int
-    ok: _builtins.bool
-    verified_at_s: _builtins.float
-    """when the pages were verified, by this host's monotonic clock; 0: long ago"""
-    @_builtins.property
-    def error(self) -> _common_pb2.Error:
-        """code "handoff" and the reason when refused"""
-
-    def __init__(
-        self,
-        *,
-        ok: _builtins.bool = ...,
-        error: _common_pb2.Error | None = ...,
-        verified_at_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "ok", b"ok", "verified_at_s", b"verified_at_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CommitReply: _TypeAlias = CommitReply  # noqa: Y015
+Global___CommitPart: _TypeAlias = CommitPart  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):

@@ -44,10 +44,10 @@ class DecodeServiceStub:
                 request_serializer=tandem_dot_v1_dot_decode__pb2.PairRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_decode__pb2.PairReply.FromString,
                 _registered_method=True)
-        self.Commit = channel.unary_unary(
-                '/tandem.v1.DecodeService/Commit',
-                request_serializer=tandem_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_decode__pb2.CommitReply.FromString,
+        self.Commits = channel.stream_stream(
+                '/tandem.v1.DecodeService/Commits',
+                request_serializer=tandem_dot_v1_dot_decode__pb2.CommitCall.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_decode__pb2.CommitAnswer.FromString,
                 _registered_method=True)
         self.Attach = channel.unary_unary(
                 '/tandem.v1.DecodeService/Attach',
@@ -58,11 +58,6 @@ class DecodeServiceStub:
                 '/tandem.v1.DecodeService/ConfirmIdle',
                 request_serializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleReply.FromString,
-                _registered_method=True)
-        self.CommitPart = channel.unary_unary(
-                '/tandem.v1.DecodeService/CommitPart',
-                request_serializer=tandem_dot_v1_dot_decode__pb2.CommitPartRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_decode__pb2.CommitPartReply.FromString,
                 _registered_method=True)
 
 
@@ -84,9 +79,10 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Commit(self, request, context):
-        """From prefill: all writes of a grant have completed and none will follow. Answered when decode has
-        verified the pages and admitted the request (`ok`), or refused them. Asking again gets the same answer.
+    def Commits(self, request_iterator, context):
+        """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
+        message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
+        the stream breaks, what was not answered may be asked again on a new one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,14 +103,6 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CommitPart(self, request, context):
-        """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
-        verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,10 +116,10 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_decode__pb2.PairRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_decode__pb2.PairReply.SerializeToString,
             ),
-            'Commit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Commit,
-                    request_deserializer=tandem_dot_v1_dot_decode__pb2.CommitRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_decode__pb2.CommitReply.SerializeToString,
+            'Commits': grpc.stream_stream_rpc_method_handler(
+                    servicer.Commits,
+                    request_deserializer=tandem_dot_v1_dot_decode__pb2.CommitCall.FromString,
+                    response_serializer=tandem_dot_v1_dot_decode__pb2.CommitAnswer.SerializeToString,
             ),
             'Attach': grpc.unary_unary_rpc_method_handler(
                     servicer.Attach,
@@ -142,11 +130,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.ConfirmIdle,
                     request_deserializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_decode__pb2.ConfirmIdleReply.SerializeToString,
-            ),
-            'CommitPart': grpc.unary_unary_rpc_method_handler(
-                    servicer.CommitPart,
-                    request_deserializer=tandem_dot_v1_dot_decode__pb2.CommitPartRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_decode__pb2.CommitPartReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -214,7 +197,7 @@ class DecodeService:
             _registered_method=True)
 
     @staticmethod
-    def Commit(request,
+    def Commits(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -224,12 +207,12 @@ class DecodeService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/tandem.v1.DecodeService/Commit',
-            tandem_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
-            tandem_dot_v1_dot_decode__pb2.CommitReply.FromString,
+            '/tandem.v1.DecodeService/Commits',
+            tandem_dot_v1_dot_decode__pb2.CommitCall.SerializeToString,
+            tandem_dot_v1_dot_decode__pb2.CommitAnswer.FromString,
             options,
             channel_credentials,
             insecure,
@@ -284,33 +267,6 @@ class DecodeService:
             '/tandem.v1.DecodeService/ConfirmIdle',
             tandem_dot_v1_dot_decode__pb2.ConfirmIdleRequest.SerializeToString,
             tandem_dot_v1_dot_decode__pb2.ConfirmIdleReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CommitPart(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.DecodeService/CommitPart',
-            tandem_dot_v1_dot_decode__pb2.CommitPartRequest.SerializeToString,
-            tandem_dot_v1_dot_decode__pb2.CommitPartReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,9 +37,10 @@ class DecodeServiceStub:
     """
     Pair: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]
     """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
-    Commit: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitReply]
-    """From prefill: all writes of a grant have completed and none will follow. Answered when decode has
-    verified the pages and admitted the request (`ok`), or refused them. Asking again gets the same answer.
+    Commits: _grpc.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]
+    """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
+    message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
+    the stream breaks, what was not answered may be asked again on a new one.
     """
     Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]
     """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
@@ -47,10 +48,6 @@ class DecodeServiceStub:
     """
     ConfirmIdle: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]
     """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
-    CommitPart: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitPartRequest, _decode_pb2.CommitPartReply]
-    """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
-    verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
-    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -61,9 +58,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """
     Pair: _aio.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]  # type: ignore[assignment]
     """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
-    Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitReply]  # type: ignore[assignment]
-    """From prefill: all writes of a grant have completed and none will follow. Answered when decode has
-    verified the pages and admitted the request (`ok`), or refused them. Asking again gets the same answer.
+    Commits: _aio.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]  # type: ignore[assignment]
+    """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
+    message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
+    the stream breaks, what was not answered may be asked again on a new one.
     """
     Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]  # type: ignore[assignment]
     """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
@@ -71,10 +69,6 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """
     ConfirmIdle: _aio.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]  # type: ignore[assignment]
     """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
-    CommitPart: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitPartRequest, _decode_pb2.CommitPartReply]  # type: ignore[assignment]
-    """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
-    verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
-    """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -96,13 +90,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
 
     @_abc_1.abstractmethod
-    def Commit(
+    def Commits(
         self,
-        request: _decode_pb2.CommitRequest,
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.CommitCall],
         context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.CommitReply, _abc.Awaitable[_decode_pb2.CommitReply]]:
-        """From prefill: all writes of a grant have completed and none will follow. Answered when decode has
-        verified the pages and admitted the request (`ok`), or refused them. Asking again gets the same answer.
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.CommitAnswer], _abc.AsyncIterator[_decode_pb2.CommitAnswer]]:
+        """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
+        message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
+        the stream breaks, what was not answered may be asked again on a new one.
         """
 
     @_abc_1.abstractmethod
@@ -122,15 +117,5 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ConfirmIdleReply, _abc.Awaitable[_decode_pb2.ConfirmIdleReply]]:
         """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
-
-    @_abc_1.abstractmethod
-    def CommitPart(
-        self,
-        request: _decode_pb2.CommitPartRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.CommitPartReply, _abc.Awaitable[_decode_pb2.CommitPartReply]]:
-        """From prefill, while it still computes: all writes of these pages have completed and none will follow. Decode
-        verifies them now and keeps them, as cached pages, even if the attempt fails later. Asking again gets the same answer.
-        """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

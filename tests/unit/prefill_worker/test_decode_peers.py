@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 
 from kvtransfer.layout import LayoutId
-from kvtransfer.protocol.messages import AttemptKey, Grant
+from kvtransfer.protocol.messages import AttemptKey, Commit, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.base import PeerId
 from prefill_worker.peers import DecodePeers, Peer
@@ -27,11 +28,15 @@ WAIT_S = 5.0
 
 
 class Decode(decode_pb2_grpc.DecodeServiceServicer):
-    """Pairs, and answers nothing else."""
+    """Pairs, and answers of the other calls only commits, as long as `answers` says so."""
 
     def __init__(self) -> None:
         self.info = pb.WorkerInfo()
         self.called = asyncio.Event()
+        self.answers = True
+        self.num_streams = 0
+        self.unanswered: list[decode_pb.CommitCall] = []
+        self.broken = asyncio.Event()  # set: the stream that is open breaks
 
     async def Pair(self, _request: decode_pb.PairRequest, _: Any) -> decode_pb.PairReply:
         return decode_pb.PairReply(decode=self.info)
@@ -44,6 +49,21 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         await self._hang()
         return decode_pb.ConfirmIdleReply()
 
+    async def Commits(
+        self, request_iterator: AsyncIterator[decode_pb.CommitCall], context: Any
+    ) -> AsyncIterator[decode_pb.CommitAnswer]:
+        self.num_streams += 1
+        async for call in request_iterator:
+            self.called.set()
+            if self.answers:
+                for known in (call, *self.unanswered):  # those that waited come last, and so too late or out of order
+                    yield decode_pb.CommitAnswer(number=known.number, ok=True, verified_at_s=known.commit.epoch)
+                self.unanswered.clear()
+            else:
+                self.unanswered.append(call)
+            if self.broken.is_set():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+
     async def _hang(self) -> None:
         self.called.set()
         await asyncio.Event().wait()
@@ -55,17 +75,25 @@ class Site:
     closing: list[asyncio.Task[None]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
-    def make(self, paired: Callable[[DecodePeers, Peer], None] = lambda _peers, _peer: None) -> DecodePeers:
+    def make(
+        self, paired: Callable[[DecodePeers, Peer], None] = lambda _peers, _peer: None, call_timeout_s: float = 60
+    ) -> DecodePeers:
         def lose(peer: Peer) -> None:
             self.lost.append(peer.info.incarnation)
-            self.closing.append(asyncio.create_task(peer.channel.close(grace=None)))
+            self.closing.append(asyncio.create_task(peer.close()))
 
         async def connect(_: bytes) -> PeerId:
             return PeerId(self.decode.info.incarnation)
 
         mine = pb.WorkerInfo(worker_id="prefill-0", incarnation="prefill-0#1", transport="ucx")
         peers = DecodePeers(
-            mine, LAYOUT, connect, lambda peer: paired(peers, peer), lose, call_timeout_s=60, confirm_for_s=60
+            mine,
+            LAYOUT,
+            connect,
+            lambda peer: paired(peers, peer),
+            lose,
+            call_timeout_s=call_timeout_s,
+            confirm_for_s=60,
         )
         return peers
 
@@ -96,6 +124,11 @@ def describe(port: int, incarnation: str) -> pb.WorkerInfo:
 
 def a_grant() -> Grant:
     return Grant("decode-0#1/1", KEY, 1, "decode-0#1", LAYOUT, (1,), 10.0, capability=b"given")
+
+
+def a_commit(epoch: int) -> Commit:
+    pages, digests = (1,), ((1,), (2,))
+    return Commit("decode-0#1/1", KEY, epoch, "decode-0#1", "prefill-0#1", LAYOUT, pages, digests, capability=b"given")
 
 
 async def test_a_process_that_ends_between_its_answer_and_the_look_at_it_is_no_peer(site: Site) -> None:
@@ -167,3 +200,67 @@ async def test_a_new_incarnation_proves_nothing_about_an_older_one(site: Site) -
     assert site.lost == []
     assert set(peers.peers) == {"decode-0#1", "decode-0#2"}
     await peers.close()
+
+
+# -- commits, on their stream
+
+
+async def test_commits_share_one_stream_and_each_gets_its_own_answer(site: Site) -> None:
+    peers = site.make()
+    await peers.get(site.decode.info)
+    site.decode.answers = False
+    first = asyncio.create_task(peers.commit(a_commit(1)))
+    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    site.decode.answers = True
+    assert (await asyncio.wait_for(peers.commit(a_commit(2)), WAIT_S)).verified_at_s == 2
+    assert (await asyncio.wait_for(first, WAIT_S)).verified_at_s == 1
+    assert site.decode.num_streams == 1
+    await peers.close()
+
+
+async def test_a_commit_without_an_answer_fails_in_time_and_its_late_answer_is_nobodys(site: Site) -> None:
+    peers = site.make(call_timeout_s=0.2)
+    await peers.get(site.decode.info)
+    site.decode.answers = False
+    with pytest.raises(WorkerLostError, match=r"commit to decode-0: no answer in 0\.2 s"):
+        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)
+    site.decode.answers = True
+    assert (await peers.commit(a_commit(2))).verified_at_s == 2
+    assert (await peers.commit(a_commit(3))).verified_at_s == 3, "behind the late answer"
+    assert site.decode.num_streams == 1
+    await peers.close()
+
+
+async def test_a_stream_that_breaks_fails_what_is_unanswered_and_the_next_commit_opens_another(site: Site) -> None:
+    peers = site.make()
+    await peers.get(site.decode.info)
+    site.decode.answers = False
+    site.decode.broken.set()
+    with pytest.raises(WorkerLostError, match="commits to decode-0: broken"):
+        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)
+    site.decode.answers = True
+    site.decode.broken.clear()
+    assert (await asyncio.wait_for(peers.commit(a_commit(2)), WAIT_S)).verified_at_s == 2
+    assert site.decode.num_streams == 2
+    await peers.close()
+
+
+async def test_a_commit_under_way_ends_when_its_peer_does(site: Site) -> None:
+    peers = site.make()
+    await peers.get(site.decode.info)
+    site.decode.answers = False
+    commit = asyncio.create_task(peers.commit(a_commit(1)))
+    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    peers.ended("decode-0#1")
+    await asyncio.wait([commit], timeout=WAIT_S)
+    assert isinstance(commit.exception(), WorkerLostError), "not cancelled: somebody waits for the answer"
+    with pytest.raises(WorkerLostError, match="is gone"):
+        await peers.commit(a_commit(2))
+
+
+async def test_a_commit_on_a_channel_that_is_closed_before_its_end_is_known_fails_as_lost(site: Site) -> None:
+    peers = site.make()
+    peer = await peers.get(site.decode.info)
+    await peer.channel.close(grace=None)
+    with pytest.raises(WorkerLostError, match="commits to decode-0"):
+        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)

@@ -292,7 +292,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
     def Pair(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
-    Commit = CommitPart = ConfirmIdle = Pair
+    Commits = ConfirmIdle = Pair
 
     def answer(self, command: decode_pb2.DecodeCommand) -> None:
         """Grants on `reserve`, or computes by itself."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import Message
+from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2
 from tests.scenarios.worker_pair import SHARED_LOOP, Oracle, WorkerPair, prompt_of, until
-from tests.scenarios.worker_router import Ask, Router
+from tests.scenarios.worker_router import Ask, Router, ask_commits
 from tests.unit.rpc.fuzz_pair import FEW, PARAMS
 from tests.unit.rpc.wire_fuzz import ANSWER_S, FUZZ, messages
 
@@ -79,8 +80,8 @@ def _calls(pair: WorkerPair, grant: decode_pb2.Grant) -> dict[str, Any]:
     return {
         "Attach": decode_pb2.AttachRequest(**who),
         "ConfirmIdle": decode_pb2.ConfirmIdleRequest(**who),
-        "CommitPart": decode_pb2.CommitPartRequest(**who, **whose, layers=layers),
-        "Commit": decode_pb2.CommitRequest(
+        "part": decode_pb2.CommitPart(**who, **whose, layers=layers),
+        "commit": decode_pb2.Commit(
             **who,
             **whose,
             layout=pair.decode.info.layout,
@@ -89,6 +90,14 @@ def _calls(pair: WorkerPair, grant: decode_pb2.Grant) -> dict[str, Any]:
             first_tokens=[decode_pb2.FirstToken(choice=0, token_id=5)],
         ),
     }
+
+
+async def _ask(channel: aio.Channel, method: str, message: Any) -> Any:
+    stub = decode_pb2_grpc.DecodeServiceStub(channel)
+    if method in ("commit", "part"):
+        (answer,) = await ask_commits(stub, decode_pb2.CommitCall(**{method: message}))
+        return answer
+    return await getattr(stub, method)(message, timeout=ANSWER_S)
 
 
 @pytest.mark.parametrize("always", ["capability", "grant_id"])
@@ -104,12 +113,9 @@ async def test_nobody_speaks_for_a_grant_that_was_not_given_to_him(
         await router.heard(ask, "decode.granted")
         grant = router.outcomes[ask.key].grant
         assert grant is not None
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        for method in data.draw(
-            st.lists(st.sampled_from(["Attach", "CommitPart", "Commit", "ConfirmIdle"]), max_size=3)
-        ):
+        for method in data.draw(st.lists(st.sampled_from(["Attach", "part", "commit", "ConfirmIdle"]), max_size=3)):
             forged = _changed(data, _calls(fuzzed, grant)[method], always)
-            reply = await getattr(stub, method)(forged, timeout=ANSWER_S)
+            reply = await _ask(channel, method, forged)
             if method != "ConfirmIdle":
                 assert not reply.ok
                 assert reply.error.code == "handoff"
@@ -134,11 +140,11 @@ async def test_the_right_writer_saying_wrong_things_ends_its_own_attempt_at_most
         calls = _calls(fuzzed, grant)
         assert (await stub.Attach(calls["Attach"], timeout=ANSWER_S)).ok
         always = data.draw(st.sampled_from(["receiver_incarnation", "sender_incarnation", "grant_id"]))
-        method = data.draw(st.sampled_from(["Commit", "CommitPart"]))
-        reply = await getattr(stub, method)(_changed(data, calls[method], always), timeout=ANSWER_S)
+        method = data.draw(st.sampled_from(["commit", "part"]))
+        reply = await _ask(channel, method, _changed(data, calls[method], always))
         assert not reply.ok
         assert reply.error.code == "handoff"
-        reply = await stub.Commit(calls["Commit"], timeout=ANSWER_S)  # the digests are wrong in any case
+        reply = await _ask(channel, "commit", calls["commit"])  # the digests are wrong in any case
         assert not reply.ok
         await stub.ConfirmIdle(calls["ConfirmIdle"], timeout=ANSWER_S)
 

@@ -18,7 +18,7 @@ from tandem.rpc.convert import sampling_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from tests.scenarios.worker_pair import SHARED_LOOP, VOCAB, Oracle, WorkerPair, prompt_of
-from tests.scenarios.worker_router import Router
+from tests.scenarios.worker_router import Router, ask_commits
 from tests.unit.rpc.fuzz_pair import PARAMS, serves
 from tests.unit.rpc.wire_fuzz import ANSWER_S, FUZZ, check_answer, messages, methods, payloads, send
 
@@ -129,7 +129,7 @@ async def test_huge_calls_are_refused(fuzzed: WorkerPair) -> None:
     layers = [decode_pb2.LayerDigests(xxh3=range(100_000)) for _ in range(10)]
     async with make_channel(fuzzed.decode.info.address) as channel:
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        commit = decode_pb2.CommitRequest(request_id="x", grant_id="x", pages=range(1_000_000), layers=layers)
-        assert (await stub.Commit(commit, timeout=ANSWER_S)).error.code == "handoff"
-        part = decode_pb2.CommitPartRequest(request_id="x", grant_id="x", first_index=HUGE, layers=layers)
-        assert (await stub.CommitPart(part, timeout=ANSWER_S)).error.code == "handoff"
+        commit = decode_pb2.Commit(request_id="x", grant_id="x", pages=range(1_000_000), layers=layers)
+        part = decode_pb2.CommitPart(request_id="x", grant_id="x", first_index=HUGE, layers=layers)
+        calls = [decode_pb2.CommitCall(commit=commit), decode_pb2.CommitCall(part=part)]
+        assert [answer.error.code for answer in await ask_commits(stub, *calls)] == ["handoff", "handoff"]

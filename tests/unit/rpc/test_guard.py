@@ -18,7 +18,7 @@ from tandem.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 GARBAGE = b"\x0a\xff\xff\xff\xff\x07x"  # a text that promises more than there is
 PLAIN = Security(SecurityConfig("off"), None, "127.0.0.1")
-SESSION, ATTACH, COMMIT = (f"/tandem.v1.DecodeService/{name}" for name in ("Session", "Attach", "Commit"))
+SESSION, ATTACH, IDLE = (f"/tandem.v1.DecodeService/{name}" for name in ("Session", "Attach", "ConfirmIdle"))
 
 
 class _Decode(decode_pb2_grpc.DecodeServiceServicer):
@@ -42,7 +42,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
         self.heard.append(request.grant_id)
         return decode_pb2.AttachReply(ok=True)
 
-    async def Commit(self, request: decode_pb2.CommitRequest, context: Any) -> decode_pb2.CommitReply:
+    async def ConfirmIdle(self, request: decode_pb2.ConfirmIdleRequest, context: Any) -> decode_pb2.ConfirmIdleReply:
         raise RuntimeError("a defect")
 
 
@@ -122,7 +122,7 @@ async def test_a_stream_of_messages_ends_well(served: _Served) -> None:
 async def test_a_handlers_own_failure_stays_its_own(served: _Served) -> None:
     async with served.channel(PeerRole.PREFILL) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(COMMIT)(b"")
+            await channel.unary_unary(IDLE)(b"")
     assert caught.value.code() is grpc.StatusCode.UNKNOWN
 
 

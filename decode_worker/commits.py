@@ -1,0 +1,101 @@
+"""The streams on which prefill workers commit: one for each of them, open for as long as both live."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from decode_worker.receiving import Answer, ReceivingDesk
+from tandem.core.errors import IncompatibleError
+from tandem.rpc.convert import error_to_proto
+from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.worker.sessions import Session
+from tandem.worker.wire import commit_from_proto, part_from_proto, refusal_to_proto
+
+_log = logging.getLogger(__name__)
+
+Stream = Session[decode_pb.CommitAnswer]
+
+
+class AsksDesk(Protocol):
+    """The worker, as far as its streams need it."""
+
+    def ask_desk(self, question: Callable[[ReceivingDesk], Answer]) -> Future[Answer]: ...
+
+
+class CommitStreams:
+    """All of one worker; lives in the event loop. Calls of a stream are asked as they come and answered in order."""
+
+    def __init__(self, worker: AsksDesk) -> None:
+        self._worker = worker
+        self._streams: set[Stream] = set()
+        self._numbers = itertools.count()
+
+    async def run(self, calls: AsyncIterator[decode_pb.CommitCall]) -> AsyncIterator[decode_pb.CommitAnswer]:
+        """Serve one prefill worker until either side ends."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def cut_off() -> None:
+            task.cancel()  # it may be stuck in a write that nobody reads
+
+        stream = Stream(next(self._numbers), cut_off)
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(stream, calls))
+        try:
+            async for answer in stream.messages():
+                yield answer
+        finally:
+            reader.cancel()
+            stream.drop()
+            self._streams.discard(stream)
+
+    def close(self) -> None:
+        """End every stream, once what is answered has gone out."""
+        for stream in list(self._streams):
+            stream.end()
+
+    async def _read(self, stream: Stream, calls: AsyncIterator[decode_pb.CommitCall]) -> None:
+        try:
+            async for call in calls:
+                if not stream.closed:
+                    self._take(stream, call)
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # noqa: BLE001 - logged; the stream ends, and its prefill worker asks again
+            _log.exception("a stream of commits failed")
+        finally:
+            stream.drop()
+
+    def _take(self, stream: Stream, call: decode_pb.CommitCall) -> None:
+        arrived_s, loop = time.monotonic(), asyncio.get_running_loop()
+        match call.WhichOneof("call"):
+            case "commit":
+                commit, request_id = commit_from_proto(call.commit), call.commit.request_id
+                asked = self._worker.ask_desk(lambda desk: desk.commit(commit, arrived_s))
+            case "part":
+                part, request_id = part_from_proto(call.part), call.part.request_id
+                asked = self._worker.ask_desk(lambda desk: desk.commit_part(part))
+            case _:
+                error = error_to_proto(IncompatibleError("this version knows no such call"))
+                stream.put(decode_pb.CommitAnswer(number=call.number, error=error))
+                return
+
+        def answer(asked: Future[Answer]) -> None:
+            if not asked.cancelled() and asked.exception() is None:  # else the worker itself fails
+                message = _to_proto(call.number, asked.result(), request_id)
+                loop.call_soon_threadsafe(stream.put, message)
+
+        asked.add_done_callback(answer)
+
+
+def _to_proto(number: int, answer: Answer, request_id: str) -> decode_pb.CommitAnswer:
+    error = refusal_to_proto(answer.refusal, answer.detail, request_id) if answer.refusal else None
+    return decode_pb.CommitAnswer(
+        number=number, ok=answer.refusal is None, error=error, verified_at_s=answer.verified_at_s
+    )

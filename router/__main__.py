@@ -1,6 +1,7 @@
 """The router as a plain process: `python -m router --config tandem.yaml --model-dir DIR …`.
 
-SIGTERM and SIGINT drain: requests under way may end, then the process exits. A second signal ends it at once.
+SIGTERM and SIGINT drain: requests under way may end, then the process exits. A second signal ends it at once. It exits
+too when it is stopped by its control service.
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.ready_file is not None:
         facts = {"http": info.http_url, "control": info.control_address, "pid": os.getpid()}
         write_ready_file(options.ready_file, facts)
-    stop_asked.wait()
-    server.stop(options.drain_s)
+
+    def stop_when_asked() -> None:
+        stop_asked.wait()
+        server.stop(options.drain_s)
+
+    threading.Thread(target=stop_when_asked, daemon=True).start()
+    server.wait_closed()
     return 0
 
 

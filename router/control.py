@@ -18,16 +18,23 @@ from tandem.rpc.v1.control_pb2 import (
     MembershipReply,
     RouterStatusReply,
     RouterStatusRequest,
+    StopRouterReply,
+    StopRouterRequest,
 )
 from tandem.rpc.v1.control_pb2_grpc import RouterControlServicer, add_RouterControlServicer_to_server
 
 
 class RouterControl(RouterControlServicer):
-    """`tandem.v1.RouterControl` on the router's loop."""
+    """`tandem.v1.RouterControl` on the router's loop.
 
-    def __init__(self, house: House, drain: Callable[[], Awaitable[None]]) -> None:
+    Args:
+        stop: begins the end of the router; called with the seconds that requests under way get.
+    """
+
+    def __init__(self, house: House, drain: Callable[[], Awaitable[None]], stop: Callable[[float], None]) -> None:
         self._house = house
         self._drain = drain
+        self._stop = stop
 
     async def SetMembership(self, request: Membership, _: Any) -> MembershipReply:
         self._house.cluster.apply(request)
@@ -36,6 +43,10 @@ class RouterControl(RouterControlServicer):
     async def DrainRouter(self, _request: DrainRouterRequest, _: Any) -> DrainRouterReply:
         await self._drain()
         return DrainRouterReply()
+
+    async def StopRouter(self, request: StopRouterRequest, _: Any) -> StopRouterReply:
+        self._stop(request.drain_s)
+        return StopRouterReply()
 
     async def RouterStatus(self, _request: RouterStatusRequest, _: Any) -> RouterStatusReply:
         """Answered on the loop that serves clients: where it stands still, so does this."""

@@ -101,9 +101,8 @@ class RouterServer:
 
     def stop(self, drain_s: float = _DRAIN_S) -> None:
         """Refuse new requests, let those under way end for at most `drain_s` seconds, then close. Blocks."""
-        self._drain_s = drain_s
-        if self._loop is not None and self._stop_asked is not None and not self._closed.is_set():
-            self._loop.call_soon_threadsafe(self._stop_asked.set)
+        if self._loop is not None and not self._closed.is_set():
+            self._loop.call_soon_threadsafe(self._begin_stop, drain_s)
         self.wait_closed()
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
@@ -134,7 +133,10 @@ class RouterServer:
         house.metrics.registry.register(DeniedCalls(guard))
         listener = listen(self._host, self._http_port)
         control, control_port = await serve_control(
-            RouterControl(house, lambda: _drain(house)), guard, self._control_host, self._control_port
+            RouterControl(house, lambda: _drain(house), self._begin_stop),
+            guard,
+            self._control_host,
+            self._control_port,
         )
         http = HttpServer(create_app(house, card, keys), HttpBounds.of(self._config.limits))
         http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
@@ -190,6 +192,11 @@ class RouterServer:
             moves=Moves(),
         )
         return house, card
+
+    def _begin_stop(self, drain_s: float) -> None:
+        assert self._stop_asked is not None
+        self._drain_s = drain_s
+        self._stop_asked.set()
 
     async def _shut_down(self, house: House) -> None:
         under_way = house.under_way

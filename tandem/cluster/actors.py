@@ -1,7 +1,11 @@
 """The Ray actors: thin shells around processes that also run without Ray.
 
-Each blocks in threads of its own (Ray runs calls of a plain actor class in a thread pool); none holds any logic.
-Ray sets `OMP_NUM_THREADS` and takes the signals, so threads come with the actor's environment and stopping is a call.
+None holds any logic. Ray sets `OMP_NUM_THREADS` and takes the signals, so threads come with the actor's environment
+and stopping is a call.
+
+While an actor's main thread runs no call, Ray looks for signals there 100 times a second, which takes more than all
+else that an idle process does. So workers and the router take one call at a time, which runs in the main thread, and
+are always asked to wait for their end, two seconds a call. What must not wait for that comes by gRPC.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import os
 import signal
 import sys
 import threading
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,13 +43,6 @@ from tandem.worker.exits import host_id
 if TYPE_CHECKING:
     from tandem.cluster.supervisor import Supervisor
     from tandem.worker.process import WorkerProcess
-
-MAX_CONCURRENCY = 8
-"""Calls that one actor serves at a time. Waiting for its end is asked in slices: a supervisor that died leaves no
-call behind that would occupy a place for ever."""
-
-ROUTER_DRAIN_S = 2.0
-"""For requests whose workers stop at the same time: to end in a typed error instead of a broken connection."""
 
 
 @dataclass(frozen=True)
@@ -77,38 +76,47 @@ class WorkerActor:
         _begin(spec, worker_id, PeerRole(role))
         self._spec, self._role = spec, Role(role)
         self._worker_id, self._incarnation, self._num_threads = worker_id, incarnation, num_threads
-        self._starting = threading.Lock()
-        self._worker: WorkerProcess | None = None
-        self._info = b""
-        self._draining = False
+        self._started: Future[WorkerProcess] | None = None  # set with the first `start`
 
     def state(self) -> ActorState:
-        return dataclasses.replace(_this_process(), info=self._info, draining=self._draining)
+        state = _this_process()
+        if self._started is None or not self._started.done() or self._started.exception() is not None:
+            return state
+        worker = self._started.result()
+        return dataclasses.replace(state, info=worker.info.SerializeToString(), draining=worker.draining)
 
-    def start(self) -> ActorState:
-        """Load the model and listen; idempotent, so that a restarted supervisor can ask again."""
-        with self._starting:
-            if self._worker is None:
-                worker = self._make()
-                self._info = worker.start().SerializeToString()
-                self._worker = worker
-        return self.state()
+    def start(self, timeout_s: float) -> bool:
+        """Load the model and listen, from the first call on; whether it does, after at most `timeout_s`. Raises what
+        prevented it."""
+        if self._started is None:
+            self._started = Future()
+            threading.Thread(target=self._start, args=(self._started,), name="start", daemon=True).start()
+        done, _ = futures.wait([self._started], timeout_s)
+        for started in done:
+            started.result()
+        return bool(done)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Whether it has stopped, after at most `timeout_s`. Raises what made it fail."""
-        return self._running().wait_closed(timeout_s)
+        """Whether it has stopped, after at most `timeout_s`; stops it if that was asked for. Raises what made it fail.
 
-    def drain(self) -> None:
-        self._draining = True
-        self._running().drain()
-
-    def stop(self) -> None:
-        self._running().stop()
-
-    def _running(self) -> WorkerProcess:
-        if self._worker is None:
+        To be called when it has started.
+        """
+        if self._started is None or not self._started.done():
             raise InternalError(f"{self._worker_id} has not been started")
-        return self._worker
+        worker = self._started.result()
+        if not worker.wait_closed(timeout_s):
+            return False
+        worker.stop()
+        return True
+
+    def _start(self, started: Future[WorkerProcess]) -> None:
+        try:
+            worker = self._make()
+            worker.start()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller of `start`
+            started.set_exception(error)
+        else:
+            started.set_result(worker)
 
     def _make(self) -> WorkerProcess:
         spec = self._spec
@@ -142,7 +150,6 @@ class RouterActor:
             http_port=http.port,
             on_writer_suspected=Suspicions(_tell_supervisor).add,
         )
-        self._starting = threading.Lock()
         self._addresses: tuple[str, str] | None = None
 
     def state(self) -> ActorState:
@@ -150,18 +157,14 @@ class RouterActor:
 
     def start(self) -> tuple[str, str]:
         """Listen; URL for clients and address of RouterControl. Idempotent."""
-        with self._starting:
-            if self._addresses is None:
-                info = self._server.start()
-                self._addresses = info.http_url, info.control_address
-            return self._addresses
+        if self._addresses is None:
+            info = self._server.start()
+            self._addresses = info.http_url, info.control_address
+        return self._addresses
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Whether it has stopped, after at most `timeout_s`."""
         return self._server.wait_closed(timeout_s)
-
-    def stop(self) -> None:
-        self._server.stop(drain_s=ROUTER_DRAIN_S)
 
 
 class WatcherActor:
@@ -232,7 +235,7 @@ def _tell_supervisor(worker_id: str, incarnation: str) -> None:
 
 def make_actor(cls: type, **options: Any) -> Any:
     """Detached: it ends by a call or with its Ray cluster, not with the process that asked for it."""
-    common = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
+    common = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
     return ray.remote(cls).options(**{**common, **options})
 
 

@@ -25,6 +25,9 @@ RETRY_S = 0.2
 
 PUSH_TIMEOUT_S = 5.0
 
+DRAIN_S = 2.0
+"""For requests whose workers stop at the same time: to end in a typed error instead of a broken connection."""
+
 
 class FollowedRouter:
     """Follows one router. All calls in the supervisor's event loop."""
@@ -43,6 +46,7 @@ class FollowedRouter:
         self._stub: control_pb2_grpc.RouterControlAsyncStub | None = None  # while it listens
         self._newest: ev.PublishMembership | None = None  # not taken yet
         self._to_publish = asyncio.Event()
+        self._to_stop, self._ended = asyncio.Event(), asyncio.Event()
 
     async def follow(self) -> ev.Event:
         """Until its end, which is returned; its process has ended or has been killed, so that its port is free."""
@@ -58,6 +62,7 @@ class FollowedRouter:
             end: ev.Event = ev.RouterExited(self._incarnation, KILLED)
         else:
             end = await serving
+        self._ended.set()
         await self._handle.kill()
         await asyncio.wait({proof}, timeout=GONE_S)
         return end
@@ -77,11 +82,12 @@ class FollowedRouter:
 
     async def stop(self, timeout_s: float) -> None:
         """In order if it can within `timeout_s`, else by a kill; `follow` tells the end."""
+        self._to_stop.set()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._handle.stop()
-        except (TandemError, TimeoutError) as error:
-            log.warning("the router did not stop in order: %r", error)
+                await self._ended.wait()
+        except TimeoutError:
+            log.warning("the router did not stop within %g s", timeout_s)
         await self._handle.kill()
 
     async def kill(self) -> None:
@@ -101,7 +107,8 @@ class FollowedRouter:
     async def _connected(self, control_address: str) -> AsyncIterator[None]:
         async with make_channel(control_address) as channel:
             self._stub = control_pb2_grpc.RouterControlStub(channel)
-            tasks = [self._tasks.create_task(work(self._stub)) for work in (self._beat, self._publish_for_ever)]
+            works = (self._beat, self._publish_for_ever, self._stop_when_asked)
+            tasks = [self._tasks.create_task(work(self._stub)) for work in works]
             try:
                 yield
             finally:
@@ -118,6 +125,14 @@ class FollowedRouter:
             else:
                 self._feed(ev.RouterHeard(self._incarnation))
             await asyncio.sleep(self._heartbeat_s)
+
+    async def _stop_when_asked(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
+        """Once: one that does not stop in time is killed."""
+        await self._to_stop.wait()
+        try:
+            await stub.StopRouter(control_pb2.StopRouterRequest(drain_s=DRAIN_S), timeout=self._heartbeat_s)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the router was not asked to stop: %s", error.code())
 
     async def _publish_for_ever(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
         """Push the newest membership until the router has taken it."""

@@ -46,6 +46,7 @@ class FollowedWorker:
         self._handle = handle
         self._feed, self._tasks, self._heartbeat_s = feed, tasks, heartbeat_s
         self._stub: control_pb2_grpc.WorkerControlAsyncStub | None = None  # while it is ready
+        self._to_drain, self._to_stop = asyncio.Event(), asyncio.Event()
 
     async def follow(self) -> ev.Event:
         """Until its end, which is returned; its process is gone then, or has been killed at least.
@@ -58,21 +59,13 @@ class FollowedWorker:
             await asyncio.wait({proof}, timeout=GONE_S)
         return end
 
-    async def drain(self) -> None:
-        try:
-            await self._handle.drain()
-        except TandemError as error:  # it died, which `follow` reports, or cannot drain: then it is killed
-            log.warning("%s did not drain: %s", self.worker_id, error)
-            await self._handle.kill()
-            return
-        self._feed(ev.Drained(self.worker_id, self.incarnation))
+    def drain(self) -> None:
+        """Let it take no new work; `Drained` is fed once it holds nothing any more."""
+        self._to_drain.set()
 
-    async def stop(self) -> None:
-        """A process that has ended already, or cannot stop in order, is dealt with by `follow`."""
-        try:
-            await self._handle.stop()
-        except TandemError as error:
-            log.info("stop %s: %s", self.worker_id, error)
+    def stop(self) -> None:
+        """Let it end in order; `follow` tells the end."""
+        self._to_stop.set()
 
     async def kill(self) -> None:
         await self._handle.kill()
@@ -140,11 +133,13 @@ class FollowedWorker:
     async def _connected(self, address: str) -> AsyncIterator[None]:
         async with make_channel(address) as channel:
             self._stub = control_pb2_grpc.WorkerControlStub(channel)
-            beats = self._tasks.create_task(self._beat(self._stub))
+            works = (self._beat, self._drain_when_asked, self._stop_when_asked)
+            tasks = [self._tasks.create_task(work(self._stub)) for work in works]
             try:
                 yield
             finally:
-                beats.cancel()
+                for task in tasks:
+                    task.cancel()
                 self._stub = None
 
     async def _beat(self, stub: control_pb2_grpc.WorkerControlAsyncStub) -> None:
@@ -158,6 +153,27 @@ class FollowedWorker:
                 num_requests = load.num_running + load.num_queued
                 self._feed(ev.LoadReported(self.worker_id, self.incarnation, num_requests))
             await asyncio.sleep(self._heartbeat_s)
+
+    async def _drain_when_asked(self, stub: control_pb2_grpc.WorkerControlAsyncStub) -> None:
+        """Asked again where the connection breaks: whether the worker has ended or is silent is found out elsewhere."""
+        await self._to_drain.wait()
+        while True:
+            try:
+                await stub.Drain(control_pb2.DrainWorkerRequest())
+            except grpc.aio.AioRpcError as error:
+                log.warning("%s does not say that it has drained: %s", self.worker_id, error.code())
+                await asyncio.sleep(self._heartbeat_s)
+            else:
+                self._feed(ev.Drained(self.worker_id, self.incarnation))
+                return
+
+    async def _stop_when_asked(self, stub: control_pb2_grpc.WorkerControlAsyncStub) -> None:
+        """Once: one that does not stop in time is killed."""
+        await self._to_stop.wait()
+        try:
+            await stub.Stop(control_pb2.StopWorkerRequest(), timeout=self._heartbeat_s)
+        except grpc.aio.AioRpcError as error:
+            log.warning("%s was not asked to stop: %s", self.worker_id, error.code())
 
 
 KILLED = ev.Ending(WorkerLostError.code, "its process was killed or crashed")

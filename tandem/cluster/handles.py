@@ -30,8 +30,6 @@ class ProcessHandle(Protocol):
             WorkerLostError: nobody can tell any more: the node itself is gone.
         """
 
-    async def stop(self) -> None: ...
-
     async def kill(self) -> None:
         """End its process, also one that is stopped or does not react; without effect on one that has ended."""
 
@@ -42,9 +40,6 @@ class WorkerHandle(ProcessHandle, Protocol):
 
     async def start(self) -> WorkerState:
         """Load and listen; the same answer again when it has. Raises the `TandemError` that prevented it."""
-
-    async def drain(self) -> None:
-        """Until it holds nothing any more."""
 
 
 class RouterHandle(ProcessHandle, Protocol):

@@ -28,7 +28,11 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _MEMORY_KEY = b"supervisor"
-_WAIT_SLICE_S = 30.0
+_WAIT_SLICE_S = 2.0
+"""How long one call waits in the one thread that an actor's calls have: so long the next supervisor waits to be told
+its state, and no call stays behind for ever from one that died."""
+
+_MAX_SUPERVISOR_CALLS = 8
 
 
 def as_kept(node_id: str, processes: Sequence[ProcessId]) -> dict[str, Any]:
@@ -59,9 +63,6 @@ class _RayHandle:
             raise WorkerLostError(f"nobody knows where {self._name} runs")
         await self._watchers.wait_ended(*self._place)
 
-    async def stop(self) -> None:
-        await self._call(self._actor.stop.remote())
-
     async def kill(self) -> None:
         """Ray reports a killed actor dead at once, but a process that does not react would live on for seconds: its
         node's watcher ends it."""
@@ -90,10 +91,9 @@ class RayWorker(_RayHandle):
         return _worker_state(await self._ask_state())
 
     async def start(self) -> WorkerState:
-        return _worker_state(await self._call(self._actor.start.remote()))
-
-    async def drain(self) -> None:
-        await self._call(self._actor.drain.remote())
+        while not await self._call(self._actor.start.remote(_WAIT_SLICE_S)):
+            pass  # it loads: ask again
+        return await self.state()
 
 
 class RayRouter(_RayHandle):
@@ -185,6 +185,7 @@ def start_supervisor(spec: ClusterSpec) -> Any:
     return make_actor(
         SupervisorActor,
         name=SUPERVISOR_NAME,
+        max_concurrency=_MAX_SUPERVISOR_CALLS,
         max_restarts=-1,
         max_task_retries=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),

@@ -267,9 +267,9 @@ class Supervisor:
     ) -> None:
         match instruction:
             case ev.DrainWorker():
-                self._spawn(worker.drain())
+                worker.drain()
             case ev.StopWorker():
-                self._spawn(worker.stop())
+                worker.stop()
             case ev.KillWorker():
                 self._spawn(worker.kill())
             case ev.NoteEnded():

@@ -142,7 +142,7 @@ class WorkerProcess(ABC):
         self._server: aio.Server | None = None
         self._loop_thread = LoopThread(f"loop-{worker_id}")
         self._background: set[asyncio.Task[Any]] = set()
-        # Done when the worker is stopped or has failed; guarded by `_closing`.
+        # Done when the worker is stopped, is to be stopped or has failed; guarded by `_closing`.
         self._closed: Future[None] = Future()
         self._closing = threading.Lock()
         # Held while the worker starts or stops. Each step of the start leaves here what undoes it.
@@ -388,8 +388,13 @@ class WorkerProcess(ABC):
                 else:
                     self._closed.set_result(None)
 
+    def request_stop(self) -> None:
+        """Let `wait_closed` return: whoever calls it then calls `stop`. From any thread."""
+        self._close(None)
+
     def wait_closed(self, timeout_s: float | None = None) -> bool:
-        """Block until the worker is stopped, or for `timeout_s`; whether it is. Raises what made it fail."""
+        """Block until the worker is stopped or asked to stop, or for `timeout_s`; whether it is. Raises what made it
+        fail."""
         futures.wait([self._closed], timeout_s)
         if not self._closed.done():
             return False
@@ -534,6 +539,10 @@ class _ControlService(control_pb2_grpc.WorkerControlServicer):
     async def Drain(self, _request: control_pb2.DrainWorkerRequest, _: Any) -> control_pb2.DrainWorkerReply:
         await self._worker.drain_async()
         return control_pb2.DrainWorkerReply()
+
+    async def Stop(self, _request: control_pb2.StopWorkerRequest, _: Any) -> control_pb2.StopWorkerReply:
+        self._worker.request_stop()
+        return control_pb2.StopWorkerReply()
 
     async def NoteEnded(self, request: control_pb2.NoteEndedRequest, _: Any) -> control_pb2.NoteEndedReply:
         for incarnation in request.incarnations:

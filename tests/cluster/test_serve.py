@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,27 @@ def test_a_second_cluster_on_the_port_fails_before_anything_starts(serve: Serve,
     assert "choose another with --port" in second.output
     assert "Starting Ray" not in second.output
     assert second.processes() == []
+
+
+def test_ray_does_not_wake_idle_workers_and_the_router(serve: Serve) -> None:
+    """It would 100 times a second, in a main thread that waits for calls."""
+    title = re.compile(r"ray::(Worker|Router)Actor\b")
+    actors = [process for process in serve.processes() if title.match(" ".join(process.cmdline()))]
+    assert len(actors) == 3
+    before = [actor.num_ctx_switches().voluntary for actor in actors]  # of the main thread
+    time.sleep(4)
+    wakes = [actor.num_ctx_switches().voluntary - old for actor, old in zip(actors, before, strict=True)]
+    assert max(wakes) < 100, wakes
+
+
+def test_an_actor_that_waits_for_its_end_heeds_a_signal(serve: Serve) -> None:
+    before = serve.members()["decode-0"]
+    process = psutil.Process(before["pid"])
+    process.terminate()
+    gone, _ = psutil.wait_procs([process], timeout=5)
+    assert gone
+    serve.until(lambda cluster: cluster.get("settled", False))
+    assert serve.members()["decode-0"]["incarnation"] != before["incarnation"]
 
 
 @pytest.mark.parametrize("worker_id", ["prefill-0", rare("decode-0")])

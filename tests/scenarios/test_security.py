@@ -111,7 +111,9 @@ def test_a_member_may_do_what_its_role_does_and_no_more(
         # (who, where, call, request, gets through)
         (PeerRole.PREFILL, router, control, "SetMembership", control_pb2.Membership(version=1 << 60), False),
         (PeerRole.CLIENT, router, control, "DrainRouter", control_pb2.DrainRouterRequest(), False),
+        (PeerRole.CLIENT, router, control, "StopRouter", control_pb2.StopRouterRequest(), False),
         (PeerRole.ROUTER, prefill, worker, "Drain", control_pb2.DrainWorkerRequest(), False),
+        (PeerRole.CLIENT, prefill, worker, "Stop", control_pb2.StopWorkerRequest(), False),
         (PeerRole.CLIENT, decode, worker, "NoteEnded", control_pb2.NoteEndedRequest(incarnations=["x"]), False),
         (PeerRole.CLIENT, decode, worker, "Status", control_pb2.StatusRequest(), True),
         (PeerRole.ROUTER, decode, decode_service, "ConfirmIdle", decode_pb2.ConfirmIdleRequest(), False),

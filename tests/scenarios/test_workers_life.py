@@ -79,6 +79,16 @@ async def drain(worker: WorkerProcess) -> None:
         await stub.Drain(control_pb2.DrainWorkerRequest(), timeout=20)
 
 
+async def test_a_worker_that_is_asked_to_stop_says_so_to_whoever_waits(life: WorkerPair) -> None:
+    worker = life.decode
+    waiting = asyncio.create_task(in_thread(lambda: worker.wait_closed(20)))
+    async with make_channel(worker.info.address) as channel:
+        stub = control_pb2_grpc.WorkerControlStub(channel)
+        await stub.Stop(control_pb2.StopWorkerRequest(), timeout=20)
+        assert await waiting
+        await stub.Status(control_pb2.StatusRequest(), timeout=20)  # it serves on until it is stopped
+
+
 # ---- drain
 
 

@@ -45,6 +45,11 @@ class RouterControlStub:
                 request_serializer=tandem_dot_v1_dot_control__pb2.DrainRouterRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_control__pb2.DrainRouterReply.FromString,
                 _registered_method=True)
+        self.StopRouter = channel.unary_unary(
+                '/tandem.v1.RouterControl/StopRouter',
+                request_serializer=tandem_dot_v1_dot_control__pb2.StopRouterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_control__pb2.StopRouterReply.FromString,
+                _registered_method=True)
         self.RouterStatus = channel.unary_unary(
                 '/tandem.v1.RouterControl/RouterStatus',
                 request_serializer=tandem_dot_v1_dot_control__pb2.RouterStatusRequest.SerializeToString,
@@ -69,6 +74,13 @@ class RouterControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StopRouter(self, request, context):
+        """From the supervisor: end. Answers at once; whoever started the router sees its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RouterStatus(self, request, context):
         """The supervisor's heartbeat; answered from the event loop that serves clients.
         """
@@ -88,6 +100,11 @@ def add_RouterControlServicer_to_server(servicer, server):
                     servicer.DrainRouter,
                     request_deserializer=tandem_dot_v1_dot_control__pb2.DrainRouterRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_control__pb2.DrainRouterReply.SerializeToString,
+            ),
+            'StopRouter': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopRouter,
+                    request_deserializer=tandem_dot_v1_dot_control__pb2.StopRouterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_control__pb2.StopRouterReply.SerializeToString,
             ),
             'RouterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.RouterStatus,
@@ -160,6 +177,33 @@ class RouterControl:
             _registered_method=True)
 
     @staticmethod
+    def StopRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RouterControl/StopRouter',
+            tandem_dot_v1_dot_control__pb2.StopRouterRequest.SerializeToString,
+            tandem_dot_v1_dot_control__pb2.StopRouterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RouterStatus(request,
             target,
             options=(),
@@ -207,6 +251,11 @@ class WorkerControlStub:
                 request_serializer=tandem_dot_v1_dot_control__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_control__pb2.DrainWorkerReply.FromString,
                 _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/tandem.v1.WorkerControl/Stop',
+                request_serializer=tandem_dot_v1_dot_control__pb2.StopWorkerRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_control__pb2.StopWorkerReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/tandem.v1.WorkerControl/Status',
                 request_serializer=tandem_dot_v1_dot_control__pb2.StatusRequest.SerializeToString,
@@ -231,6 +280,13 @@ class WorkerControlServicer:
 
     def Drain(self, request, context):
         """Take no new work, finish what is held; answers when nothing is held any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stop(self, request, context):
+        """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,6 +318,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=tandem_dot_v1_dot_control__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_control__pb2.DrainWorkerReply.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=tandem_dot_v1_dot_control__pb2.StopWorkerRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_control__pb2.StopWorkerReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -329,6 +390,33 @@ class WorkerControl:
             '/tandem.v1.WorkerControl/Drain',
             tandem_dot_v1_dot_control__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_control__pb2.DrainWorkerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.WorkerControl/Stop',
+            tandem_dot_v1_dot_control__pb2.StopWorkerRequest.SerializeToString,
+            tandem_dot_v1_dot_control__pb2.StopWorkerReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class RouterControlStub:
     """Replace the membership. Pushed whenever it changes and again to a router that has started anew."""
     DrainRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]
     """Take no new requests, finish those under way, then answer."""
+    StopRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]
+    """From the supervisor: end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]
     """The supervisor's heartbeat; answered from the event loop that serves clients."""
 
@@ -46,6 +48,8 @@ class RouterControlAsyncStub(RouterControlStub):
     """Replace the membership. Pushed whenever it changes and again to a router that has started anew."""
     DrainRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]  # type: ignore[assignment]
     """Take no new requests, finish those under way, then answer."""
+    StopRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]  # type: ignore[assignment]
+    """From the supervisor: end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]  # type: ignore[assignment]
     """The supervisor's heartbeat; answered from the event loop that serves clients."""
 
@@ -67,6 +71,14 @@ class RouterControlServicer(metaclass=_abc_1.ABCMeta):
         """Take no new requests, finish those under way, then answer."""
 
     @_abc_1.abstractmethod
+    def StopRouter(
+        self,
+        request: _control_pb2.StopRouterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.StopRouterReply, _abc.Awaitable[_control_pb2.StopRouterReply]]:
+        """From the supervisor: end. Answers at once; whoever started the router sees its end."""
+
+    @_abc_1.abstractmethod
     def RouterStatus(
         self,
         request: _control_pb2.RouterStatusRequest,
@@ -86,6 +98,8 @@ class WorkerControlStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _common_pb2.WorkerInfo]
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerReply]
     """Take no new work, finish what is held; answers when nothing is held any more."""
+    Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopWorkerRequest, _control_pb2.StopWorkerReply]
+    """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end."""
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _common_pb2.WorkerStatus]
     NoteEnded: _grpc.UnaryUnaryMultiCallable[_control_pb2.NoteEndedRequest, _control_pb2.NoteEndedReply]
     """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
@@ -100,6 +114,8 @@ class WorkerControlAsyncStub(WorkerControlStub):
     Describe: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _common_pb2.WorkerInfo]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerReply]  # type: ignore[assignment]
     """Take no new work, finish what is held; answers when nothing is held any more."""
+    Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopWorkerRequest, _control_pb2.StopWorkerReply]  # type: ignore[assignment]
+    """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end."""
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _common_pb2.WorkerStatus]  # type: ignore[assignment]
     NoteEnded: _aio.UnaryUnaryMultiCallable[_control_pb2.NoteEndedRequest, _control_pb2.NoteEndedReply]  # type: ignore[assignment]
     """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
@@ -123,6 +139,14 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainWorkerReply, _abc.Awaitable[_control_pb2.DrainWorkerReply]]:
         """Take no new work, finish what is held; answers when nothing is held any more."""
+
+    @_abc_1.abstractmethod
+    def Stop(
+        self,
+        request: _control_pb2.StopWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.StopWorkerReply, _abc.Awaitable[_control_pb2.StopWorkerReply]]:
+        """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end."""
 
     @_abc_1.abstractmethod
     def Status(

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -21,6 +21,8 @@ from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerL
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
+_P = TypeVar("_P", "FakeWorker", "FakeRouter")
+
 POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=0.6, router_silence_s=0.6, stop_s=0.3)
 
 
@@ -32,6 +34,8 @@ class FakeProcess:
     gone: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     provable: bool = True
     was_killed: bool = False
+    ignores_stop: bool = False
+    address: str = ""
 
     def die(self, error: TandemError | None = None) -> None:
         """Ray tells that it is dead."""
@@ -41,6 +45,11 @@ class FakeProcess:
     def prove(self) -> None:
         if self.provable and not self.gone.done():
             self.gone.set_result(None)
+
+    def stop(self) -> None:
+        """Asked by its gRPC service."""
+        if not self.ignores_stop and not self.ended.done():
+            self.ended.set_result(None)
 
     async def wait_closed(self) -> None:
         await asyncio.shield(self.ended)
@@ -59,12 +68,12 @@ class FakeWorker(FakeProcess):
 
     worker_id: str = ""
     incarnation: str = ""
-    address: str = ""
     loaded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     drained: asyncio.Event = field(default_factory=asyncio.Event)
-    ignores_stop: bool = False
     started: bool = False
     draining: bool = False
+    num_drains: int = 0
+    breaks_off_drain: bool = False  # the first
 
     def die(self, error: TandemError | None = None) -> None:
         _fail(self.loaded, error or WorkerLostError("its process was killed or crashed"))
@@ -78,27 +87,14 @@ class FakeWorker(FakeProcess):
         self.started = True
         return await self.state()
 
-    async def drain(self) -> None:
-        self.draining = True
-        await self.drained.wait()
-
-    async def stop(self) -> None:
-        if not self.ignores_stop and not self.ended.done():
-            self.ended.set_result(None)
-
 
 @dataclass
 class FakeRouter(FakeProcess):
-    address: str = ""
-
     async def place(self) -> None:
         pass
 
     async def start(self) -> tuple[str, str]:
         return "http://127.0.0.1:8000", self.address
-
-    async def stop(self) -> None:
-        self.ended.set_result(None)
 
 
 def _fail(future: asyncio.Future[None], error: TandemError) -> None:
@@ -132,7 +128,7 @@ class World:
         self.takes_orders = threading.Event()  # else it blocks, as Ray does without its control store
         self.takes_orders.set()
         self.loop = asyncio.get_running_loop()
-        self.address = ""
+        self.servers: list[grpc.aio.Server] = []
 
     # as a Launcher; called in threads
 
@@ -140,7 +136,7 @@ class World:
         self.takes_orders.wait()
 
         async def make() -> FakeWorker:
-            worker = FakeWorker(worker_id=worker_id, incarnation=incarnation, address=self.address)
+            worker = await self.serve(FakeWorker(worker_id=worker_id, incarnation=incarnation))
             if self.autoload:
                 worker.loaded.set_result(None)
             self.workers.append(worker)
@@ -150,7 +146,7 @@ class World:
 
     def start_router(self, incarnation: str) -> FakeRouter:
         async def make() -> FakeRouter:
-            self.routers.append(FakeRouter(address=self.address))
+            self.routers.append(await self.serve(FakeRouter()))
             return self.routers[-1]
 
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
@@ -168,6 +164,18 @@ class World:
 
     # what tests ask
 
+    async def serve(self, process: _P) -> _P:
+        """Give a process the gRPC service by which the supervisor reaches it."""
+        server = make_server()
+        if isinstance(process, FakeRouter):
+            control_pb2_grpc.add_RouterControlServicer_to_server(_Router(self, process), server)
+        else:
+            control_pb2_grpc.add_WorkerControlServicer_to_server(_Worker(self, process), server)
+        process.address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+        await server.start()
+        self.servers.append(server)
+        return process
+
     async def until_noted(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(5), self.noted:
             await self.noted.wait_for(condition)
@@ -177,8 +185,8 @@ class World:
 
 
 class _Router(control_pb2_grpc.RouterControlServicer):
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, router: FakeRouter) -> None:
+        self._world, self._router = world, router
 
     async def SetMembership(self, request: control_pb2.Membership, context: Any) -> control_pb2.MembershipReply:
         self._world.memberships.append(request)
@@ -195,15 +203,32 @@ class _Router(control_pb2_grpc.RouterControlServicer):
         await self._world.requests_end.wait()
         return control_pb2.DrainRouterReply()
 
+    async def StopRouter(self, request: Any, context: Any) -> control_pb2.StopRouterReply:
+        self._router.stop()
+        return control_pb2.StopRouterReply()
+
 
 class _Worker(control_pb2_grpc.WorkerControlServicer):
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, worker: FakeWorker) -> None:
+        self._world, self._worker = world, worker
 
     async def Status(self, request: Any, context: Any) -> common_pb2.WorkerStatus:
         if self._world.deaf:
             await asyncio.Event().wait()
         return common_pb2.WorkerStatus(num_running=1)
+
+    async def Drain(self, request: Any, context: Any) -> control_pb2.DrainWorkerReply:
+        worker = self._worker
+        worker.draining = True
+        worker.num_drains += 1
+        if worker.breaks_off_drain and worker.num_drains == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        await worker.drained.wait()
+        return control_pb2.DrainWorkerReply()
+
+    async def Stop(self, request: Any, context: Any) -> control_pb2.StopWorkerReply:
+        self._worker.stop()
+        return control_pb2.StopWorkerReply()
 
     async def NoteEnded(self, request: control_pb2.NoteEndedRequest, context: Any) -> control_pb2.NoteEndedReply:
         world = self._world
@@ -219,13 +244,9 @@ class _Worker(control_pb2_grpc.WorkerControlServicer):
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     world = World()
-    server = make_server()
-    control_pb2_grpc.add_RouterControlServicer_to_server(_Router(world), server)
-    control_pb2_grpc.add_WorkerControlServicer_to_server(_Worker(world), server)
-    world.address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-    await server.start()
     yield world
-    await server.stop(0)
+    for server in world.servers:
+        await server.stop(0)
 
 
 @asynccontextmanager
@@ -280,7 +301,7 @@ async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
     versions = [membership.version for membership in world.memberships]
     assert versions == sorted(versions)
     assert versions[0] > 1 << 32
-    assert all(worker.ended.done() for worker in world.workers)
+    assert all(process.ended.result() is None for process in (*world.workers, *world.routers))  # stopped in order
 
 
 async def test_a_dead_worker_is_replaced(world: World) -> None:
@@ -327,6 +348,26 @@ async def test_a_removed_worker_goes_only_when_it_has_drained(world: World) -> N
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert worker.ended.done()
         assert world.remembered.wanted[Role.DECODE] == 1
+
+
+async def test_a_drain_outlives_its_connection(world: World) -> None:
+    async with supervising(world, 1, 2) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        for worker in world.workers:
+            worker.breaks_off_drain = True
+            worker.drained.set()
+        await supervisor.scale({Role.DECODE: 1})
+        leaving = world.named(next(slot for slot in supervisor.cluster.slots.values() if slot.leaving).worker_id)
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        assert leaving.num_drains == 2
+        assert leaving.ended.result() is None  # stopped in order, not killed
+
+
+async def test_a_router_that_ignores_stop_is_killed(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        world.routers[0].ignores_stop = True
+    assert isinstance(world.routers[0].ended.exception(), WorkerLostError)
 
 
 async def test_a_worker_that_ignores_stop_is_killed(world: World) -> None:
@@ -379,10 +420,9 @@ async def test_a_suspected_writer_is_killed_from_another_thread(world: World) ->
 
 
 async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world: World) -> None:
-    alive, dead = (
-        FakeWorker(worker_id=f"prefill-{n}", incarnation=f"old-{n}", address=world.address, started=True)
-        for n in range(2)
-    )
+    alive, dead = [
+        await world.serve(FakeWorker(worker_id=f"prefill-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
+    ]
     alive.loaded.set_result(None)
 
     async def gone() -> WorkerState:
@@ -524,10 +564,9 @@ async def test_a_drain_of_nobody_or_of_one_that_leaves_is_refused(world: World) 
 
 
 async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with_a_drain(world: World) -> None:
-    old, receiver = (
-        FakeWorker(worker_id=f"decode-{n}", incarnation=f"old-{n}", address=world.address, started=True)
-        for n in range(2)
-    )
+    old, receiver = [
+        await world.serve(FakeWorker(worker_id=f"decode-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
+    ]
     old.draining = True
     for worker in (old, receiver):
         worker.loaded.set_result(None)

@@ -20,7 +20,7 @@ import pytest
 from router_fakes import FakeDecode, FakePool, FakePrefill
 from router_site import wait_until
 
-from tandem.rpc.v1.control_pb2 import RouterStatusReply, RouterStatusRequest
+from tandem.rpc.v1.control_pb2 import RouterStatusReply, RouterStatusRequest, StopRouterRequest
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,6 +65,14 @@ def test_ready_serve_and_drain_on_sigterm(started: tuple[subprocess.Popen[str], 
     of_request = [line for line in logged if line.get("request_id") == "r-7"]
     assert {line["event"] for line in of_request} >= {"request ended", "http"}
     assert all(line["process"] == "router" for line in logged)
+    pool.close()
+
+
+def test_ends_when_its_control_service_says_so(started: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
+    process, facts = started
+    pool = FakePool(facts["control"])
+    pool.control.StopRouter(StopRouterRequest(drain_s=1), timeout=10)
+    assert process.wait(10) == 0
     pool.close()
 
 

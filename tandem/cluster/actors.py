@@ -5,7 +5,7 @@ and stopping is a call.
 
 While an actor's main thread runs no call, Ray looks for signals there 100 times a second, which takes more than all
 else that an idle process does. So workers and the router take one call at a time, which runs in the main thread, and
-are always asked to wait for their end, two seconds a call. What must not wait for that comes by gRPC.
+are always asked to wait for their end, some seconds a call. What must not wait for that comes by gRPC.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _MEMORY_KEY = b"supervisor"
-_WAIT_SLICE_S = 2.0
-"""How long one call waits in the one thread that an actor's calls have: so long the next supervisor waits to be told
-its state, and no call stays behind for ever from one that died."""
+_WAIT_SLICE_S = 4.0
+"""Seconds that one call waits in the one thread that an actor's calls have. What a supervisor that died has asked goes
+on so long, and its successor waits for it before it is told the actor's state."""
 
 _MAX_SUPERVISOR_CALLS = 8
 

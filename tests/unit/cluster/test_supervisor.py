@@ -363,13 +363,6 @@ async def test_a_drain_outlives_its_connection(world: World) -> None:
         assert leaving.ended.result() is None  # stopped in order, not killed
 
 
-async def test_a_router_that_ignores_stop_is_killed(world: World) -> None:
-    async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
-        world.routers[0].ignores_stop = True
-    assert isinstance(world.routers[0].ended.exception(), WorkerLostError)
-
-
 async def test_a_worker_that_ignores_stop_is_killed(world: World) -> None:
     async with supervising(world, 2, 1) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)

@@ -57,8 +57,8 @@ _T = TypeVar("_T")
 # the drain and to move their requests elsewhere.
 _LAST_WORK_LEASES = 3
 
-# Where products of packed linear layers take about twice as long as reading the weights alone.
-_CPU_MIXED_STEP_TOKENS = 12
+# Where a step takes a quarter to a half longer than reading the weights alone does (docs/performance.md, 17).
+_CPU_MIXED_STEP_TOKENS = 10
 
 # With fewer prompts the first of two would wait for the second, and decode hardly gain by it (docs/performance.md, 17).
 _NUM_TO_PAIR = 4

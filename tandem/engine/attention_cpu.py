@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_numba import Reads, attend_call
+from tandem.engine.attention_numba import Reads, attend_call, row_blocks
 from tandem.engine.attention_reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.threads import run, threads_now
@@ -30,6 +32,11 @@ class CPUAttention:
         run(self.num_threads, self.call(batch, arena, layer, params, query.shape[1], *places, threads))
         return output
 
+    @staticmethod
+    def plan(reads: Reads) -> dict[Any, Any]:
+        """What `PagedBatch.plan` holds for a batch that reads this."""
+        return {"reads": reads}
+
     def call(
         self,
         batch: PagedBatch,
@@ -42,9 +49,9 @@ class CPUAttention:
         num_threads: int,
     ) -> bytes:
         """`attend` by address, for `run` with `num_threads`."""
-        reads = batch.plan.get("reads")
-        if reads is None:
+        if not batch.plan:
             spans = ((s.index, s.row, s.num_rows, s.start) for s in batch.sequences)
-            reads = batch.plan["reads"] = Reads(batch.block_tables, spans)
+            batch.plan = self.plan(Reads(batch.block_tables, row_blocks(spans)))
+        reads = batch.plan["reads"]
         pages = arena.layer(layer).data_ptr()
         return attend_call(reads, arena.layout, pages, params, num_heads, query, output, num_threads)

@@ -470,11 +470,11 @@ class Reads:
 
     Args:
         tables: block tables `[N, P]` int32.
-        spans: as for `row_blocks`.
+        blocks: as `row_blocks` gives them. Both may be written anew between two forwards.
     """
 
-    def __init__(self, tables: np.ndarray, spans: Iterable[tuple[int, int, int, int]]) -> None:
-        self._tables, self._blocks = tables, row_blocks(spans)  # kept for their memory
+    def __init__(self, tables: np.ndarray, blocks: np.ndarray) -> None:
+        self._tables, self._blocks = tables, blocks  # kept for their memory
         self.num_blocks = len(self._blocks)
         # Made once: asking an array for its address costs as much as a small kernel.
         self.words = (

@@ -83,6 +83,13 @@ def check_sequence(sequence: SequenceInput, layout: KVLayout, num_pages: int, vo
         raise ValueError(f"a token is outside of the vocabulary of {vocab_size}")
 
 
+def is_decode_step(sequences: Sequence[SequenceInput], most: int) -> bool:
+    """Whether each sequence computes one token, with logits, and there are 1 to `most` of them."""
+    return 0 < len(sequences) <= most and all(
+        len(sequence.token_ids) == 1 == sequence.num_logits for sequence in sequences
+    )
+
+
 def build_batch(sequences: Sequence[SequenceInput], page_size: int, device: torch.device) -> PagedBatch:
     """Lay checked sequences behind one another."""
     width = max(-(-sequence.end // page_size) for sequence in sequences)

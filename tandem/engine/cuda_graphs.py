@@ -16,7 +16,7 @@ import torch
 
 from tandem.engine.arena import KVArena
 from tandem.engine.attention_reference import AttentionParams
-from tandem.engine.batch import PagedBatch, SequenceInput
+from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step
 from tandem.engine.decode_step import DecodeBackend, DecodeStep
 from tandem.engine.device import current
 from tandem.engine.paged_model import PagedModel
@@ -59,9 +59,7 @@ class DecodeGraphs:
 
     def takes(self, sequences: Sequence[SequenceInput]) -> bool:
         """Whether each sequence computes one token, with logits, and there are not too many."""
-        return 0 < len(sequences) <= self.buckets[-1] and all(
-            len(sequence.token_ids) == 1 == sequence.num_logits for sequence in sequences
-        )
+        return is_decode_step(sequences, self.buckets[-1])
 
     def forward(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
         """Return the logits of a batch that `takes` allows, float32 `[sequences, vocab]`, in memory of their own.

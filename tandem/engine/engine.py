@@ -13,9 +13,11 @@ from tandem.core.errors import ConfigError
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_cpu import CPUAttention
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
 from tandem.engine.cuda_graphs import CudaCapture, DecodeGraphs
+from tandem.engine.decode_programs import DecodePrograms
 from tandem.engine.decode_step import DecodeBackend
 from tandem.engine.fused import fuse, fuse_decoder
 from tandem.engine.layout import KVLayout
@@ -88,7 +90,9 @@ class Engine:
             num_pages=self.num_pages,
             decoder=self._fused_decoder,
         )
-        self._decode: DecodeGraphs | None = None
+        self._decode: DecodeGraphs | DecodePrograms | None = None
+        if self._fused_decoder is not None and isinstance(backend, CPUAttention):
+            self._decode = DecodePrograms(self._paged, self._fused_decoder, backend)
 
     @classmethod
     def load(
@@ -160,7 +164,7 @@ class Engine:
         token of this batch, while later layers are still to come. It must not raise and should be short.
 
         Returns the logits as float32 `[sum of num_logits, vocab_size]`, in the order of the sequences, on the
-        engine's device.
+        engine's device. The next forward may write over them.
 
         Raises `ValueError` for a sequence that is outside of its pages, the context or the vocabulary; nothing has
         been written then.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import gather_rows
-from tandem.engine.fused_layer import FusedDecoderLayer, compute_layers, plan_layers
+from tandem.engine.fused_layer import FusedDecoderLayer, Program, Workspace, compute_layers, plan_layers
 from tandem.engine.fused_modules import FusedRMSNorm
 from tandem.engine.packed_kernel import arranged_features
 from tandem.engine.packed_linear import PackedLinear
+from tandem.engine.threads import run, threads_now
 from tandem.engine.vector_ir import FLOAT_BYTES
 
 _LEAST_POSITIONS = 1024
@@ -38,38 +40,106 @@ class FusedDecoder:
     ) -> None:
         self._embedding, self._width = embedding, embedding.shape[1]
         self._layers, self._norm, self._head = layers, norm, head
+        self._num_threads = layers[0].num_threads
         self._rotary = _RotaryTable(rotary)
+        self._logits = Workspace()  # of prepared forwards
 
     def logits(self, batch: PagedBatch) -> torch.Tensor:
         """`[R, vocab]` for the rows `batch.logit_rows`; `batch` is that of the running forward."""
+        self.reserve(max(sequence.end for sequence in batch.sequences))
+        program, between = Program(self._num_threads), self._make_room(batch)
+        logits = torch.empty(len(batch.logit_rows), self._head.padded_features, dtype=torch.float32)
+        self._add_all(program, batch, between, logits, threads_now(self._num_threads))
+        program.run()
+        return logits[:, : self._head.out_features]
+
+    def reserve(self, num_positions: int) -> None:
+        """Make room for contexts of so many tokens."""
+        self._rotary.reserve(num_positions)
+
+    def prepare(self, batch: PagedBatch, num_threads: int) -> PreparedForward:
+        """The running forward, to be repeated: it takes what the memory of `batch` holds then.
+
+        Args:
+            batch: of fewer than `ROWS_FOR_THREADS` tokens, at positions for which there is room.
+            num_threads: for how many threads the attention is cut.
+        """
+        program, between = Program(self._num_threads), self._make_room(batch)
+        num_logits, width = len(batch.logit_rows), self._head.padded_features
+        self._logits.reserve(num_logits * width * FLOAT_BYTES)
+        logits = self._logits.view(self._logits.address, num_logits, width)
+        self._add_all(program, batch, between, logits, num_threads)
+        # The same tensor each time: making and freeing one gives Python's lock away, and others take it for long.
+        return PreparedForward(
+            b"".join(program.calls), logits[:, : self._head.out_features], self._places(), (batch, between)
+        )
+
+    def is_current(self, prepared: PreparedForward) -> bool:
+        """Whether all memory that it uses is still where it was."""
+        return prepared.places == self._places()
+
+    def repeat(self, prepared: PreparedForward) -> torch.Tensor:
+        """The logits of a prepared forward that is current, in memory that the next one may write to."""
+        run(self._num_threads, prepared.program)
+        return prepared.logits
+
+    def _places(self) -> tuple[int, ...]:
+        return self._layers[0].workspace.address, self._logits.address, *self._rotary.addresses
+
+    def _make_room(self, batch: PagedBatch) -> _Between:
         num_rows, num_logits = batch.num_tokens, len(batch.logit_rows)
-        self._rotary.reserve(max(sequence.end for sequence in batch.sequences))
+        return _Between(
+            rotary=torch.empty(2, num_rows, self._rotary.dim, dtype=torch.float32),
+            last=torch.empty(num_logits, self._width, dtype=torch.float32),
+            arranged=torch.empty(num_logits, arranged_features(num_logits, self._width), dtype=torch.float32),
+        )
+
+    def _add_all(
+        self, program: Program, batch: PagedBatch, between: _Between, logits: torch.Tensor, num_threads: int
+    ) -> None:
+        """Add the way to `logits` (`[R, padded]`) to `program`; see `compute_layers`."""
+        num_rows, num_logits = batch.num_tokens, len(batch.logit_rows)
         sums = plan_layers(self._layers, num_rows)
-        rotary = torch.empty(2, num_rows, self._rotary.dim, dtype=torch.float32)
-        cos, sin = rotary.data_ptr(), rotary.data_ptr() + rotary.nbytes // 2
-        last = torch.empty(num_logits, self._width, dtype=torch.float32)
-        logits = torch.empty(num_logits, self._head.padded_features, dtype=torch.float32)
-        arranged = torch.empty(num_logits, arranged_features(num_logits, self._width), dtype=torch.float32)
-        positions, last_at = batch.positions.data_ptr(), last.data_ptr()
-        compute_layers(
-            self._layers,
-            (cos, sin),
-            before=(
+        cos, sin = between.rotary.data_ptr(), between.rotary.data_ptr() + between.rotary.nbytes // 2
+        positions, last = batch.positions.data_ptr(), between.last.data_ptr()
+        program.add(
+            [
                 gather_rows.call(num_rows, self._embedding.data_ptr(), self._width, batch.token_ids.data_ptr(), sums),
                 *(
                     gather_rows.call(num_rows, table, self._rotary.dim, positions, target)
                     for table, target in zip(self._rotary.addresses, (cos, sin), strict=True)
                 ),
-            ),
-            behind=(
-                gather_rows.call(num_logits, sums, self._width, batch.logit_rows.data_ptr(), last_at),
-                self._norm.call(last_at, num_logits, last_at),
-                *self._head.calls(
-                    last_at, self._width * FLOAT_BYTES, num_logits, logits.data_ptr(), arranged.data_ptr()
-                ),
-            ),
+            ]
         )
-        return logits if self._head.out_features == logits.shape[1] else logits[:, : self._head.out_features]
+        compute_layers(program, self._layers, (cos, sin), num_threads=num_threads)
+        program.add(
+            [
+                gather_rows.call(num_logits, sums, self._width, batch.logit_rows.data_ptr(), last),
+                self._norm.call(last, num_logits, last),
+                *self._head.calls(
+                    last, self._width * FLOAT_BYTES, num_logits, logits.data_ptr(), between.arranged.data_ptr()
+                ),
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """Memory for what lies between the kernels that are of no layer."""
+
+    rotary: torch.Tensor  # [2, T, rotary_dim]: cosines and sines
+    last: torch.Tensor  # [R, hidden_size]: what the head computes logits of
+    arranged: torch.Tensor  # the same as the head's product takes it
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedForward:
+    """A forward whose batch changes in value, and not in shape or place."""
+
+    program: bytes
+    logits: torch.Tensor  # [R, vocab]
+    places: tuple[int, ...]  # of the memory that may move: workspaces and rotary tables
+    kept: tuple[object, ...]  # whose memory the program uses, too
 
 
 class _RotaryTable:

@@ -114,10 +114,12 @@ class FusedDecoderLayer(nn.Module):
         x, cos, sin = (part.contiguous() for part in (hidden_states, *position_embeddings))
         output = torch.empty_like(x)
         plan_layers([self], context.batch.num_tokens)
+        program = Program(self.num_threads)
         compute_layers(
-            [self], (cos.data_ptr(), sin.data_ptr()), x=x.data_ptr(), output=output.data_ptr(),
-            attention_mask=attention_mask, **kwargs,
+            program, [self], (cos.data_ptr(), sin.data_ptr()), num_threads=threads_now(self.num_threads),
+            x=x.data_ptr(), output=output.data_ptr(), attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
+        program.run()
         return output
 
     def begin(self, context: ForwardContext, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
@@ -221,28 +223,27 @@ def plan_layers(layers: Sequence[FusedDecoderLayer], num_rows: int) -> int:
 
 
 def compute_layers(
+    program: Program,
     layers: Sequence[FusedDecoderLayer],
     rotary: tuple[int, int],
     *,
+    num_threads: int,
     x: int | None = None,
     output: int | None = None,
-    before: Iterable[bytes] = (),
-    behind: Iterable[bytes] = (),
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """Compute layers that are planned, one after the other, for the running forward.
+    """Add to `program` layers that are planned, one after the other, for the running forward.
+
+    What was added is run on the way where somebody must come in between. Calls that are left are the caller's to run.
 
     Args:
         rotary: addresses of cosines and sines, `[T, rotary_dim]`.
+        num_threads: for how many the attention is cut.
         x, output: addresses of `[T, hidden_size]`; by default the sums.
-        before, behind: calls for before the first layer and after the last.
         attention_mask, kwargs: what the model asks of the attention beside that; nothing of it may matter.
     """
     context = current_forward.get()
-    program = _Program(layers[0].num_threads)
-    num_threads = threads_now(layers[0].num_threads)
-    program.add(before)
     last = len(layers) - 1
     for index, layer in enumerate(layers):
         number = layer.begin(context, attention_mask, kwargs)
@@ -259,21 +260,19 @@ def compute_layers(
         program.add(layer.from_attended(begin, end))
         if context.batch.num_tokens >= ROWS_FOR_THREADS:  # long enough that the lender shall hear of it meanwhile
             program.run()
-    program.add(behind)
-    program.run()
 
 
-class _Program:
+class Program:
     """Calls that wait to be run."""
 
     def __init__(self, own_threads: int) -> None:
-        self._calls: list[bytes] = []
+        self.calls: list[bytes] = []
         self._own_threads = own_threads
 
     def add(self, calls: Iterable[bytes]) -> None:
-        self._calls += calls
+        self.calls += calls
 
     def run(self) -> None:
-        if self._calls:
-            run(self._own_threads, *self._calls)
-        self._calls.clear()
+        if self.calls:
+            run(self._own_threads, *self.calls)
+        self.calls.clear()

@@ -164,7 +164,7 @@ def _step(engine: Engine, running: list[Request], chunk: int) -> None:
         tokens = request.tokens[request.computed : request.computed + chunk]
         ends = request.computed + len(tokens) == len(request.tokens)
         inputs.append(SequenceInput(tokens, request.computed, request.pages, int(ends)))
-    rows = iter(engine.forward(inputs))
+    rows = iter(engine.forward(inputs).clone())  # the next forward may write over them
     for request, item in zip(running, inputs, strict=True):
         request.computed = item.end
         if item.num_logits:

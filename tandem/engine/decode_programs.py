@@ -1,0 +1,121 @@
+"""Decode steps as programs that are made once: what `cuda_graphs` is on a GPU, for a fused decoder on the CPU.
+
+Between two steps of the same sequences only their newest tokens, positions and pages differ. So these lie in arrays
+that stay where they are, and the calls of all kernels, which name them by address, are made once for each number of
+sequences. Nothing is padded, and what is computed is what the eager batch computes. Chunks of prompts, and batches that
+mix them with decodes, go the eager way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tandem.engine.attention import ForwardContext, current_forward
+from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine.attention_numba import Reads
+from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step
+from tandem.engine.fused_decoder import FusedDecoder, PreparedForward
+from tandem.engine.fused_kernel import ROWS_FOR_THREADS
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.threads import threads_now
+
+
+class DecodePrograms:
+    """Runs batches of single tokens, of fewer sequences than would be run layer by layer.
+
+    A program has some 15 KiB for twelve layers, and there is one for each number of sequences and of threads.
+
+    Args:
+        paged: its arena and its checks are used.
+        decoder: computes its logits.
+        attention: its attention.
+    """
+
+    def __init__(self, paged: PagedModel, decoder: FusedDecoder, attention: CPUAttention) -> None:
+        self._paged = paged
+        self._decoder = decoder
+        self._attention = attention
+        arena = paged.arena
+        width = min(arena.layout.num_pages_for(paged.max_context), arena.num_pages)
+        self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, width, arena.layout.page_size)
+        # By numbers of sequences and of threads.
+        self._prepared: dict[tuple[int, int], PreparedForward] = {}
+
+    def takes(self, sequences: Sequence[SequenceInput]) -> bool:
+        """Whether each sequence computes one token, with logits, and there are not too many."""
+        return is_decode_step(sequences, self._inputs.max_rows)
+
+    def forward(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
+        """Return the logits of a batch that `takes` allows, float32 `[sequences, vocab]`.
+
+        The next step writes over them. Raises `ValueError` as `PagedModel.forward` does.
+        """
+        self._paged.check(sequences)
+        self._inputs.load(sequences)
+        self._decoder.reserve(max(sequence.end for sequence in sequences))
+        # Borrowed threads may have come or gone since the last step: the attention is cut for those of now.
+        shape = len(sequences), threads_now(self._attention.num_threads)
+        prepared = self._prepared.get(shape)
+        if prepared is None or not self._decoder.is_current(prepared):
+            prepared = self._prepared[shape] = self._prepare(*shape)
+        return self._decoder.repeat(prepared)
+
+    def _prepare(self, num_rows: int, num_threads: int) -> PreparedForward:
+        batch = self._inputs.batch(num_rows)
+        token = current_forward.set(ForwardContext(batch, self._paged.arena, self._attention))
+        try:
+            return self._decoder.prepare(batch, num_threads)
+        finally:
+            current_forward.reset(token)
+
+
+class _FixedInputs:
+    """The inputs of a step of up to `max_rows` sequences, at addresses that stay.
+
+    Args:
+        width: pages of the longest sequence.
+    """
+
+    def __init__(self, max_rows: int, width: int, page_size: int) -> None:
+        self.max_rows = max_rows
+        self._page_size = page_size
+        self._tables = np.zeros((max_rows, width), dtype=np.int32)
+        # Tokens, positions, and the pages and slots that are written to.
+        self._columns = np.zeros((4, max_rows), dtype=np.int64)
+        rows = np.arange(max_rows)
+        self._logit_rows = torch.from_numpy(rows)
+        # A block for each row; see `attention_numba.row_blocks`.
+        self._blocks = np.stack([rows, rows, np.ones_like(rows), np.zeros_like(rows)], axis=1)
+
+    def load(self, sequences: Sequence[SequenceInput]) -> None:
+        """Make these, which are checked, the inputs of the next step."""
+        page_size, tables = self._page_size, self._tables
+        tokens, positions, pages, slots = [], [], [], []
+        for row, sequence in enumerate(sequences):
+            last, slot = divmod(sequence.start, page_size)
+            tables[row, : last + 1] = sequence.pages[: last + 1]
+            tokens.append(sequence.token_ids[0])
+            positions.append(sequence.start)
+            pages.append(sequence.pages[last])
+            slots.append(slot)
+        num_rows = len(sequences)
+        self._columns[:, :num_rows] = tokens, positions, pages, slots
+        self._blocks[:num_rows, 3] = positions
+
+    def batch(self, num_rows: int) -> PagedBatch:
+        """The first rows, over this memory."""
+        tokens, positions, pages, slots = torch.from_numpy(self._columns[:, :num_rows])
+        tables = self._tables[:num_rows]
+        return PagedBatch(
+            token_ids=tokens[None],
+            positions=positions[None],
+            write_pages=pages,
+            write_slots=slots,
+            logit_rows=self._logit_rows[:num_rows],
+            block_tables=tables,
+            sequences=(),  # what a step holds is known to its arrays alone
+            plan=CPUAttention.plan(Reads(tables, self._blocks[:num_rows])),
+        )

@@ -178,7 +178,7 @@ async def test_all_choices_may_end_with_their_first_token(pair: WorkerPair, orac
 # ---- what happens meanwhile
 
 
-@pytest.mark.parametrize(("attempt", "num_steps"), [(1, 5), (2, 2)], ids=["a new prompt", "after a loss"])
+@pytest.mark.parametrize(("attempt", "num_steps"), [(1, 6), (2, 2)], ids=["a new prompt", "after a loss"])
 async def test_a_new_prompt_takes_little_of_each_step_and_a_retrys_takes_what_it_needs(
     pair: WorkerPair, oracle: Oracle, attempt: int, num_steps: int
 ) -> None:
@@ -195,13 +195,14 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
     """An older request takes the pages that it grows into from the prompt, which is then computed again."""
     prompt = prompt_of(400)
     decode = pair.decode
-    old = pair.limit(decode, chunk_size=PAGE)
+    # A token a step, and many of the elder's: neither has ended when the gate closes, however late that is.
+    old = pair.limit(decode, paced_tokens=2)
     try:
         async with Router(pair) as router:
             (whole,) = await router.ask(Ask(prompt, params, n=2, local=ALL))
             await pair.settled()
             pair.drop_caches()
-            elder = await router.begin(Ask(prompt_of(20), greedy(80)))
+            elder = await router.begin(Ask(prompt_of(20), greedy(400)))
             await router.until(lambda: len(router.outcomes[elder.key].tokens[0]) > 1, "tokens of the elder")
             with Gate(decode.engine, "forward", first=sys.maxsize) as gate:
                 ask = await router.reserve(Ask(prompt, params, n=2, local=ALL))

@@ -104,16 +104,24 @@ def _recording(made: list[int]) -> type[decode_programs._FixedInputs]:
     return Recording
 
 
-def test_memory_that_has_moved_is_not_used(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace of the layers, the rotary tables and the memory of the logits grow after a program was made."""
-    monkeypatch.setattr(fused_decoder, "_LEAST_POSITIONS", 8)
-    engine = load_engine(llama_dir, max_context=4 * MAX_CONTEXT)
-    first = SequenceInput([3], 0, [0])
+@pytest.mark.parametrize("grows", ["workspace", "logits", "rotary tables"])
+def test_memory_that_has_moved_is_not_used(llama_dir: Path, monkeypatch: pytest.MonkeyPatch, grows: str) -> None:
+    monkeypatch.setattr(fused_decoder, "_LEAST_POSITIONS", 8 if grows == "rotary tables" else 512)
+    engine = load_engine(llama_dir)
+    first, others = SequenceInput([3], 0, [0]), range(1, 20)
     expected = engine.forward([first]).clone()
-    engine.forward([SequenceInput(make_prompt(300, 1), 0, range(1, 20))])
-    far = [SequenceInput([4], 300, range(1, 20))] * 5
-    assert torch.equal(engine.forward(far).clone(), eager(engine, far))
-    assert torch.equal(engine.forward([first]), expected)
+    places = engine._fused_decoder._places()  # type: ignore[union-attr]
+    match grows:
+        case "workspace":
+            engine.forward([SequenceInput(make_prompt(300, 1), 0, others)])
+        case "logits":
+            engine.forward([SequenceInput([4], 0, [page]) for page in others])
+        case _:
+            engine.forward([SequenceInput([4], 300, others)])
+    assert engine._fused_decoder._places() != places  # type: ignore[union-attr]
+    logits = engine.forward([first])
+    assert torch.equal(logits, expected)
+    assert logits.data_ptr() == engine._fused_decoder._logits.address, "all programs share it"  # type: ignore[union-attr]
 
 
 def test_threads_that_come_and_go_change_no_bit(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

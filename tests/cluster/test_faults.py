@@ -205,7 +205,7 @@ def test_a_drain_of_nobody_names_those_that_are_there(serve: Serve) -> None:
 
 def test_while_it_stops_it_does_not_say_that_it_is_ready(serve: Serve, tmp_path: Path) -> None:
     """The last test: it ends the cluster."""
-    stream = Stream(serve, max_tokens=400)
+    stream = Stream(serve, max_tokens=2000)
     stream.wait_for_token()
     serve.process.send_signal(signal.SIGINT)
     cluster = serve.until(lambda c: c.get("stopping", False))

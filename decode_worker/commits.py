@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from decode_worker.receiving import Answer, ReceivingDesk
-from tandem.core.errors import IncompatibleError
+from tandem.core.errors import IncompatibleError, TransportError
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.sessions import Session
@@ -29,7 +29,8 @@ class AsksDesk(Protocol):
 
 
 class CommitStreams:
-    """All of one worker; lives in the event loop. Calls of a stream are asked as they come and answered in order."""
+    """All of one worker; lives in the event loop. Calls are asked in the order in which they come, and each is answered
+    when its answer is there."""
 
     def __init__(self, worker: AsksDesk) -> None:
         self._worker = worker
@@ -67,6 +68,8 @@ class CommitStreams:
                     self._take(stream, call)
         except asyncio.CancelledError:
             raise
+        except TransportError as error:  # the transfer thread is stopping
+            _log.info("a stream of commits ends: %s", error)
         except Exception:  # noqa: BLE001 - logged; the stream ends, and its prefill worker asks again
             _log.exception("a stream of commits failed")
         finally:
@@ -87,9 +90,11 @@ class CommitStreams:
                 return
 
         def answer(asked: Future[Answer]) -> None:
-            if not asked.cancelled() and asked.exception() is None:  # else the worker itself fails
-                message = _to_proto(call.number, asked.result(), request_id)
-                loop.call_soon_threadsafe(stream.put, message)
+            if asked.cancelled() or asked.exception() is not None:  # the worker itself ends
+                loop.call_soon_threadsafe(stream.end)
+                return
+            message = _to_proto(call.number, asked.result(), request_id)
+            loop.call_soon_threadsafe(stream.put, message)
 
         asked.add_done_callback(answer)
 

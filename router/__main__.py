@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     threading.Thread(target=stop_when_asked, daemon=True).start()
     server.wait_closed()
-    return 0
+    return 1 if server.has_failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:

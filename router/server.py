@@ -109,6 +109,11 @@ class RouterServer:
         """Wait until everything has ended; `False` when `timeout_s` passed first."""
         return self._closed.wait(timeout_s)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended by itself, without being asked to."""
+        return self._failure is not None
+
     # -- on the router's thread
 
     def _run(self) -> None:

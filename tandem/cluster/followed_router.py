@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from tandem.cluster import events as ev
-from tandem.cluster.followed_worker import GONE_S, KILLED, ending, ends_by_proof, prove_end
+from tandem.cluster.followed_worker import GONE_S, KILLED, ending, ends_by_proof, is_answered, prove_end
 from tandem.cluster.handles import RouterHandle
 from tandem.cluster.wire import membership
 from tandem.core import points
@@ -51,6 +51,12 @@ class FollowedRouter:
     async def follow(self) -> ev.Event:
         """Until its end, which is returned; its process has ended or has been killed, so that its port is free."""
         try:
+            return await self._follow()
+        finally:
+            self._ended.set()
+
+    async def _follow(self) -> ev.Event:
+        try:
             await self._handle.place()
         except TandemError as error:
             await self._handle.kill()
@@ -62,7 +68,6 @@ class FollowedRouter:
             end: ev.Event = ev.RouterExited(self._incarnation, KILLED)
         else:
             end = await serving
-        self._ended.set()
         await self._handle.kill()
         await asyncio.wait({proof}, timeout=GONE_S)
         return end
@@ -127,12 +132,10 @@ class FollowedRouter:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _stop_when_asked(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
-        """Once: one that does not stop in time is killed."""
+        """One that does not stop in time is killed."""
         await self._to_stop.wait()
-        try:
-            await stub.StopRouter(control_pb2.StopRouterRequest(drain_s=DRAIN_S), timeout=self._heartbeat_s)
-        except grpc.aio.AioRpcError as error:
-            log.warning("the router was not asked to stop: %s", error.code())
+        stop, timeout_s = control_pb2.StopRouterRequest(drain_s=DRAIN_S), self._heartbeat_s
+        await is_answered(lambda: stub.StopRouter(stop, timeout=timeout_s), "stop the router", self._handle, timeout_s)
 
     async def _publish_for_ever(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
         """Push the newest membership until the router has taken it."""

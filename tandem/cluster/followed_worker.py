@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -155,25 +156,38 @@ class FollowedWorker:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _drain_when_asked(self, stub: control_pb2_grpc.WorkerControlAsyncStub) -> None:
-        """Asked again where the connection breaks: whether the worker has ended or is silent is found out elsewhere."""
         await self._to_drain.wait()
-        while True:
-            try:
-                await stub.Drain(control_pb2.DrainWorkerRequest())
-            except grpc.aio.AioRpcError as error:
-                log.warning("%s does not say that it has drained: %s", self.worker_id, error.code())
-                await asyncio.sleep(self._heartbeat_s)
-            else:
-                self._feed(ev.Drained(self.worker_id, self.incarnation))
-                return
+        drain = control_pb2.DrainWorkerRequest()
+        if await is_answered(lambda: stub.Drain(drain), f"drain {self.worker_id}", self._handle, self._heartbeat_s):
+            self._feed(ev.Drained(self.worker_id, self.incarnation))
 
     async def _stop_when_asked(self, stub: control_pb2_grpc.WorkerControlAsyncStub) -> None:
-        """Once: one that does not stop in time is killed."""
+        """One that does not stop in time is killed."""
         await self._to_stop.wait()
+        stop, timeout_s = control_pb2.StopWorkerRequest(), self._heartbeat_s
+        await is_answered(lambda: stub.Stop(stop, timeout=timeout_s), f"stop {self.worker_id}", self._handle, timeout_s)
+
+
+# What may be otherwise when it is asked again: the connection broke, or the other side stands still.
+_PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+
+async def is_answered(ask: Callable[[], Awaitable[Any]], what: str, handle: ProcessHandle, pause_s: float) -> bool:
+    """Ask for something idempotent, again after `pause_s` seconds where that may help; else the process is killed.
+
+    Whether it has ended or is silent is found out elsewhere.
+    """
+    while True:
         try:
-            await stub.Stop(control_pb2.StopWorkerRequest(), timeout=self._heartbeat_s)
+            await ask()
         except grpc.aio.AioRpcError as error:
-            log.warning("%s was not asked to stop: %s", self.worker_id, error.code())
+            log.warning("%s: %s", what, error.code())
+            if error.code() not in _PASSING:
+                await handle.kill()
+                return False
+            await asyncio.sleep(pause_s)
+        else:
+            return True
 
 
 KILLED = ev.Ending(WorkerLostError.code, "its process was killed or crashed")

@@ -27,8 +27,8 @@ from tandem.rpc.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 FIND_TIMEOUT_S = 9.0
-"""How long an adopted worker may take to say how it is, 4 s of them for a call of the earlier supervisor; after that it
-counts as one that still starts."""
+"""How long an adopted worker may take to say how it is, 4 s of them for a call of the earlier supervisor. After that it
+counts as one that still starts, also where it is about to stop."""
 
 _UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.RouterHeard, ev.Tick)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tandem.engine.batch import PagedBatch
-from tandem.engine.fused_kernel import gather_rows
+from tandem.engine.fused_kernel import ROWS_FOR_THREADS, gather_rows
 from tandem.engine.fused_layer import FusedDecoderLayer, Program, Workspace, compute_layers, plan_layers
 from tandem.engine.fused_modules import FusedRMSNorm
 from tandem.engine.packed_kernel import arranged_features
@@ -66,7 +66,7 @@ class FusedDecoder:
         """
         program, between = Program(self._num_threads), self._make_room(batch)
         num_logits, width = len(batch.logit_rows), self._head.padded_features
-        self._logits.reserve(num_logits * width * FLOAT_BYTES)
+        self._logits.reserve((ROWS_FOR_THREADS - 1) * width * FLOAT_BYTES)  # once; resident as it is used
         logits = self._logits.view(self._logits.address, num_logits, width)
         self._add_all(program, batch, between, logits, num_threads)
         # The same tensor each time: making and freeing one gives Python's lock away, and others take it for long.

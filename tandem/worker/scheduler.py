@@ -51,7 +51,7 @@ class SchedulerLimits:
     # here.
     unpromoted_share: float = 1.0
     # Tokens of a step up to which paced prompts are computed beside what generates.
-    paced_tokens: int = 12
+    paced_tokens: int = 10
     # Tokens of chunks that keep the processor busy; what may join a step that has them, `_may_join` says.
     saturating_tokens: int = 512
     # With so many sequences to compute or more, a step ends two although one keeps the processor busy; 0: never.
@@ -211,6 +211,8 @@ class BatchScheduler:
             sequence = self.waiting[0]
             if sequence.promoted or budget < min(self.pool.page_size, sequence.num_to_compute) or self._is_full(batch):
                 return  # the head is not overtaken
+            if self._is_saturated(batch) and sequence.num_to_compute > min(budget, self.limits.chunk_size):
+                return  # the second of two ends with the step
             if not self._give_pages(batch, sequence):
                 return
             self.waiting.pop(0)
@@ -356,9 +358,16 @@ class BatchScheduler:
 
     def _is_full(self, batch: Batch) -> bool:
         """Whether what ends with the step keeps the processor busy: whatever joins delays that."""
-        num_to_pair = self.limits.num_to_pair
-        is_queue = num_to_pair and len(self.running) + len(self.waiting) >= num_to_pair
-        return batch.num_ending_tokens >= self.limits.saturating_tokens and batch.num_ending > bool(is_queue)
+        return self._is_saturated(batch) and batch.num_ending >= self._num_to_end(batch)
+
+    def _is_saturated(self, batch: Batch) -> bool:
+        return batch.num_ending_tokens >= self.limits.saturating_tokens
+
+    def _num_to_end(self, batch: Batch) -> int:
+        """How many sequences a step should end where one keeps the processor busy."""
+        goes_on = batch.num_chunk_tokens > batch.num_ending_tokens
+        many_wait = 0 < self.limits.num_to_pair <= len(self.running) + len(self.waiting)
+        return 2 if many_wait and not goes_on else 1
 
     def _put_chunk(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         self._put(batch, sequence, num_tokens)

@@ -22,7 +22,7 @@ Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event")
 Events = TypeVar("Events")
 
-# A router that reads nothing for this many messages is taken for hung; its requests end.
+# A peer that reads nothing for this many messages is taken for hung; what it had asked for ends.
 _MAX_PENDING_MESSAGES = 4096
 
 
@@ -37,10 +37,11 @@ class SessionHandler(Protocol[Command]):
 
 
 class Session(Generic[Events]):
-    """One router's stream. Lives in the event loop.
+    """The stream to one peer: a router, or a prefill worker that commits. Lives in the event loop.
 
     Args:
-        cut_off: called when the router is too far behind; it must not count on the stream to move again.
+        number: of the stream among those of its kind.
+        cut_off: called when the peer is too far behind; it must not count on the stream to move again.
     """
 
     def __init__(self, number: int, cut_off: Callable[[], None]) -> None:
@@ -51,11 +52,11 @@ class Session(Generic[Events]):
         self.closed = False
 
     def put(self, message: Events) -> None:
-        """Queue a message; a router too far behind is cut off."""
+        """Queue a message; a peer too far behind is cut off."""
         if self.closed:
             return
         if len(self._pending) >= _MAX_PENDING_MESSAGES:
-            _log.error("session %d: the router reads too slowly, closing it", self.number)
+            _log.error("stream %d: its peer reads too slowly, closing it", self.number)
             self.drop()
             self._cut_off()
             return

@@ -81,8 +81,8 @@ class DecodeServiceServicer:
 
     def Commits(self, request_iterator, context):
         """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-        message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
-        the stream breaks, what was not answered may be asked again on a new one.
+        message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
+        be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,8 +39,8 @@ class DecodeServiceStub:
     """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
     Commits: _grpc.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]
     """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-    message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
-    the stream breaks, what was not answered may be asked again on a new one.
+    message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
+    be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
     """
     Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]
     """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
@@ -60,8 +60,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
     Commits: _aio.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]  # type: ignore[assignment]
     """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-    message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
-    the stream breaks, what was not answered may be asked again on a new one.
+    message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
+    be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
     """
     Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]  # type: ignore[assignment]
     """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
@@ -96,8 +96,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.CommitAnswer], _abc.AsyncIterator[_decode_pb2.CommitAnswer]]:
         """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-        message there, where a call of its own takes half a millisecond longer. Each message is answered, in order. When
-        the stream breaks, what was not answered may be asked again on a new one.
+        message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
+        be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
         """
 
     @_abc_1.abstractmethod

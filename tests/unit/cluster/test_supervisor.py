@@ -73,7 +73,9 @@ class FakeWorker(FakeProcess):
     started: bool = False
     draining: bool = False
     num_drains: int = 0
-    breaks_off_drain: bool = False  # the first
+    num_stops: int = 0
+    breaks_off: bool = False  # the first call of each kind
+    refuses_drain: bool = False
 
     def die(self, error: TandemError | None = None) -> None:
         _fail(self.loaded, error or WorkerLostError("its process was killed or crashed"))
@@ -221,13 +223,19 @@ class _Worker(control_pb2_grpc.WorkerControlServicer):
         worker = self._worker
         worker.draining = True
         worker.num_drains += 1
-        if worker.breaks_off_drain and worker.num_drains == 1:
+        if worker.breaks_off and worker.num_drains == 1:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        if worker.refuses_drain:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "of another version")
         await worker.drained.wait()
         return control_pb2.DrainWorkerReply()
 
     async def Stop(self, request: Any, context: Any) -> control_pb2.StopWorkerReply:
-        self._worker.stop()
+        worker = self._worker
+        worker.num_stops += 1
+        if worker.breaks_off and worker.num_stops == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        worker.stop()
         return control_pb2.StopWorkerReply()
 
     async def NoteEnded(self, request: control_pb2.NoteEndedRequest, context: Any) -> control_pb2.NoteEndedReply:
@@ -350,17 +358,29 @@ async def test_a_removed_worker_goes_only_when_it_has_drained(world: World) -> N
         assert world.remembered.wanted[Role.DECODE] == 1
 
 
-async def test_a_drain_outlives_its_connection(world: World) -> None:
+async def test_drain_and_stop_outlive_their_connection(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         for worker in world.workers:
-            worker.breaks_off_drain = True
+            worker.breaks_off = True
             worker.drained.set()
         await supervisor.scale({Role.DECODE: 1})
         leaving = world.named(next(slot for slot in supervisor.cluster.slots.values() if slot.leaving).worker_id)
         await until(supervisor, lambda: supervisor.cluster.settled)
-        assert leaving.num_drains == 2
+        assert leaving.num_drains == leaving.num_stops == 2
         assert leaving.ended.result() is None  # stopped in order, not killed
+
+
+async def test_a_worker_that_cannot_drain_is_killed(world: World) -> None:
+    async with supervising(world, 1, 2) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        for worker in world.workers:
+            worker.refuses_drain = True
+        await supervisor.scale({Role.DECODE: 1})
+        leaving = world.named(next(slot for slot in supervisor.cluster.slots.values() if slot.leaving).worker_id)
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        assert leaving.was_killed
+        assert leaving.num_drains == 1
 
 
 async def test_a_worker_that_ignores_stop_is_killed(world: World) -> None:

@@ -245,6 +245,40 @@ async def test_a_stream_that_breaks_fails_what_is_unanswered_and_the_next_commit
     await peers.close()
 
 
+async def test_a_stream_that_ends_leaves_no_task(site: Site) -> None:
+    peers = site.make()
+    before = asyncio.all_tasks()
+    await peers.get(site.decode.info)
+    assert (await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)).ok
+    listening = "AioServer"  # gRPC's own, of the server that plays decode
+    of_stream = {task for task in asyncio.all_tasks() - before if listening not in repr(task)}
+    site.decode.broken.set()
+    site.decode.answers = False
+    with pytest.raises(WorkerLostError, match="commits to decode-0: broken"):
+        await asyncio.wait_for(peers.commit(a_commit(2)), WAIT_S)
+    _, left = await asyncio.wait(of_stream, timeout=WAIT_S)
+    assert left == set()
+    await peers.close()
+
+
+async def test_a_call_on_a_stream_that_is_closed_before_it_begins_fails_at_once(site: Site) -> None:
+    peers = site.make()
+    await peers.get(site.decode.info)
+    stream = peers.peers["decode-0#1"].commits
+    site.decode.broken.set()
+    site.decode.answers = False
+    with pytest.raises(WorkerLostError, match="broken"):
+        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)
+    asked = asyncio.create_task(peers.commit(a_commit(2)))  # opens a stream
+    closed = asyncio.create_task(stream.close())  # and ends it before its task has begun
+    with pytest.raises(WorkerLostError, match="the stream ended"):
+        await asyncio.wait_for(asked, WAIT_S)
+    await closed
+    with pytest.raises(WorkerLostError, match="the connection has been closed"):
+        await peers.commit(a_commit(3))
+    await peers.close()
+
+
 async def test_a_commit_under_way_ends_when_its_peer_does(site: Site) -> None:
     peers = site.make()
     await peers.get(site.decode.info)

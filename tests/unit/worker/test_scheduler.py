@@ -117,6 +117,23 @@ def test_only_prompts_that_end_are_computed_in_twos() -> None:
     assert steps == [[("a", 16)], [("a", 12)], [("b", 16)], [("b", 12)]]
 
 
+def test_the_second_of_two_is_not_let_in_where_it_would_not_end() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=8, num_to_pair=2)
+    scheduler.add(prompt("a", 12, arrival=0))
+    scheduler.add(prompt("long", 40, arrival=1))
+    assert chunks(step(scheduler)) == [("a", 12)]
+    assert [s.request_id for s in scheduler.waiting] == ["long"]  # it holds no pages while it waits
+
+
+def test_beside_a_chunk_that_goes_on_only_one_prompt_ends() -> None:
+    scheduler = make_scheduler(tokens=64)
+    scheduler.limits = replace(scheduler.limits, saturating_tokens=8, num_to_pair=2)
+    for arrival, (name, num_tokens) in enumerate({"long": 40, "a": 12, "b": 12}.items()):
+        scheduler.add(prompt(name, num_tokens, arrival=arrival))
+    assert chunks(step(scheduler)) == [("long", 16), ("a", 12)]
+
+
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
     scheduler = make_scheduler(tokens=64)
     scheduler.limits = replace(scheduler.limits, saturating_tokens=8)
@@ -462,5 +479,5 @@ def test_alone_a_paced_prompt_goes_no_faster() -> None:
     """What is handed off meanwhile is admitted after the step under way."""
     scheduler = make_scheduler(tokens=256, chunk=64)
     scheduler.add(paced("a", 19))
-    assert shape(step(scheduler)) == [("a", 0, 12, False)]
-    assert shape(step(scheduler)) == [("a", 12, 7, True)]
+    assert shape(step(scheduler)) == [("a", 0, 10, False)]
+    assert shape(step(scheduler)) == [("a", 10, 9, True)]

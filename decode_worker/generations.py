@@ -46,25 +46,17 @@ class Generations:
     """The `Role` of a decode worker.
 
     Args:
-        emit: has events ready for routers, by session; from the runner thread.
-        release: sends them. Called when a step is about to compute, or there is none: whoever sends them needs Python's
-            lock, and a kernel does not.
+        emit: sends events to routers, by session; from the runner thread.
     """
 
     def __init__(
-        self,
-        worker: WorkerProcess,
-        desk: Desk,
-        *,
-        emit: Callable[[dict[int, list[decode_pb.DecodeEvent]]], None],
-        release: Callable[[], None],
+        self, worker: WorkerProcess, desk: Desk, emit: Callable[[dict[int, list[decode_pb.DecodeEvent]]], None]
     ) -> None:
         self._worker = worker
         self._scheduler = worker.scheduler
         self._pool = worker.pool
         self._desk = desk
         self._emit = emit
-        self._release = release
         self._eos = frozenset(worker.engine.eos_token_ids)
         # Of the step under way: what was sampled for each item that samples, or why it could not be.
         self._sampled: list[list[SampledToken] | InternalError] = []
@@ -305,7 +297,6 @@ class Generations:
         points.reach("decode.admitted")
 
     def before_forward(self, batch: Batch) -> None:
-        self._release()
         self._worker.num_preemptions += len(batch.preempted)
         self._worker.num_prompt_tokens_cached += sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
         points.reach("decode.step")
@@ -402,7 +393,6 @@ class Generations:
 
     def going_idle(self) -> None:
         self.snapshot()
-        self._release()
 
     # -- load
 

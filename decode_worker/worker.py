@@ -84,7 +84,7 @@ class DecodeWorker(WorkerProcess):
             secrets.token_bytes(32),
         )
         self._on_transfer(self.desk.bind)
-        self.generations = Generations(self, _QueuedDesk(self), emit=self.hub.hold, release=self.hub.release)
+        self.generations = Generations(self, _QueuedDesk(self), self._emit)
         return self.generations
 
     def add_services(self, server: aio.Server) -> None:
@@ -244,6 +244,11 @@ class DecodeWorker(WorkerProcess):
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
+
+    # -- what generations say; on the runner thread
+
+    def _emit(self, events: dict[int, list[decode_pb.DecodeEvent]]) -> None:
+        self.hub.emit(events)
 
     # -- calls that wait for the transfer thread
 

@@ -7,7 +7,6 @@ the tokens that are left, by id. Log-probabilities are of the model's own distri
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -109,8 +108,8 @@ def _greatest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     if logits.device.type == "cpu":
         # numpy does without torch's way to an operator, which costs more than the work; NaN is greatest to both.
         values = logits.numpy()
-        ids: list[int] = values.argmax(axis=-1).tolist()
-        return ids, [math.isnan(values.item(row, token_id)) for row, token_id in enumerate(ids)]
+        ids = values.argmax(axis=-1)
+        return ids.tolist(), np.isnan(values[np.arange(len(ids)), ids]).tolist()
     best, best_ids = logits.max(dim=-1)
     # One copy from the device, and so one wait for it.
     chosen, is_nan = torch.stack([best_ids, torch.isnan(best).long()]).tolist()

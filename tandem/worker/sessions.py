@@ -113,8 +113,6 @@ class SessionHub(Generic[Command, Event, Events]):
         self._next = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
-        # What `hold` was given and nobody has delivered yet, in order; other threads append, the event loop takes.
-        self._held: deque[dict[int, list[Event]]] = deque()
 
     def attach(self, handler: SessionHandler[Command], loop: asyncio.AbstractEventLoop) -> None:
         self._handler = handler
@@ -126,19 +124,6 @@ class SessionHub(Generic[Command, Event, Events]):
         """Send events, in order; thread-safe."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._deliver, events_by_session)
-
-    def hold(self, events_by_session: dict[int, list[Event]]) -> None:
-        """As `emit`, with the next `release`: in one message with what else is held then; thread-safe.
-
-        For a thread that cannot spare Python's lock now: waking the event loop gives it away.
-        """
-        self._held.append(events_by_session)
-
-    def release(self) -> None:
-        """Send what is held; thread-safe."""
-        if self._held:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._deliver_held)
 
     def broadcast(self, events: list[Event]) -> None:
         """Send events to every router; thread-safe."""
@@ -158,13 +143,6 @@ class SessionHub(Generic[Command, Event, Events]):
             session = self._sessions.get(number)
             if session is not None:
                 session.put(self._make_events(events, status))
-
-    def _deliver_held(self) -> None:
-        events_by_session: dict[int, list[Event]] = {}
-        while self._held:
-            for number, events in self._held.popleft().items():
-                events_by_session.setdefault(number, []).extend(events)
-        self._deliver(events_by_session)
 
     async def run(self, commands: AsyncIterator[Command]) -> AsyncIterator[Events]:
         """Serve one router until either side ends."""
@@ -224,8 +202,7 @@ class SessionHub(Generic[Command, Event, Events]):
             await asyncio.sleep(min(self._interval_s, self._heartbeat_s))
 
     def close(self) -> None:
-        """End every session once what is queued or held has gone out; the server bounds how long that may take."""
-        self._deliver_held()
+        """End every session once what is queued has gone out; the server bounds how long that may take."""
         for session in list(self._sessions.values()):
             session.end()
 

@@ -107,28 +107,6 @@ async def test_hello_comes_first_and_events_stay_in_order() -> None:
     assert handler.ended == [0]
 
 
-async def test_what_is_held_leaves_in_one_message_when_it_is_released() -> None:
-    hub = make_hub(Handler())
-    first, second = Stream(hub), Stream(hub)
-    await first.events(1)
-    await second.events(1)
-    hub.hold({0: ["a"], 1: ["b"]})
-    hub.hold({0: ["c"]})
-    hub.emit({1: ["not held"]})
-    assert await second.events(2) == ["hello", "not held"]
-    assert len(first.heard) == 1
-    hub.release()
-    hub.release()
-    assert await first.events(3) == ["hello", "a", "c"]
-    assert await second.events(3) == ["hello", "not held", "b"]
-    assert [len(m.events) for m in first.heard] == [1, 2]
-    hub.hold({0: ["the last token"]})
-    hub.close()
-    assert (await first.events(4))[-1] == "the last token"
-    await first.ended()
-    await second.ended()
-
-
 async def test_events_go_to_their_session_and_broadcasts_to_all() -> None:
     hub = make_hub(Handler())
     first, second = Stream(hub), Stream(hub)

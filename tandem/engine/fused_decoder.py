@@ -69,7 +69,7 @@ class FusedDecoder:
         self._logits.reserve((ROWS_FOR_THREADS - 1) * width * FLOAT_BYTES)  # once; resident as it is used
         logits = self._logits.view(self._logits.address, num_logits, width)
         self._add_all(program, batch, between, logits, num_threads)
-        # The same tensor each time: making and freeing one gives Python's lock away, and others take it for long.
+        # The same tensor each time: with one made and freed in each step, the thread also waited for others.
         return PreparedForward(
             b"".join(program.calls), logits[:, : self._head.out_features], self._places(), (batch, between)
         )

@@ -54,6 +54,7 @@ class PairSession:
         self._writing = {"prefill": asyncio.Lock(), "decode": asyncio.Lock()}
         self._readers: list[asyncio.Task[None]] = []
         self._handoffs: dict[str, Handoff] = {}
+        self._ends: dict[str, WorkerLostError] = {}  # of sessions, by role
         self._numbers = itertools.count()
         self.decode_info: asyncio.Future[pb.WorkerInfo] = asyncio.get_running_loop().create_future()
         self.step_s: list[float] = []
@@ -132,7 +133,7 @@ class PairSession:
             async with self._writing[role]:
                 await self._calls[role].write(command)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise WorkerLostError(f"the {role} worker is gone: {error}") from error
+            raise self._ends.get(role) or WorkerLostError(f"the {role} worker is gone: {error}") from error
 
     # -- hearing
 
@@ -148,7 +149,8 @@ class PairSession:
         except grpc.RpcError as error:
             why = f"the connection to the {role} worker broke: {error}"
         finally:
-            self._lost(WorkerLostError(why))
+            self._ends[role] = WorkerLostError(why)
+            self._lost(self._ends[role])
 
     def _lost(self, error: TandemError) -> None:
         if not self.decode_info.done():

@@ -129,6 +129,10 @@ class PairSession:
             await self._say("prefill", prefill_pb2.PrefillCommand(cancel=cancel))
 
     async def _say(self, role: str, command: Any) -> None:
+        # Whoever says it may be cancelled meanwhile; a write that is cancelled would end the whole session.
+        await asyncio.shield(self._write(role, command))
+
+    async def _write(self, role: str, command: Any) -> None:
         try:
             async with self._writing[role]:
                 await self._calls[role].write(command)

@@ -24,6 +24,7 @@ from tandem.bench import arguments, parts, parts_command
 from tandem.bench.parts import Figure, shown, shown_goal
 from tandem.bench.parts_file import PartsFile
 from tandem.bench.parts_handoff import Admissions, HandoffSizes, Transfers
+from tandem.bench.parts_pair import PairSession
 from tandem.bench.parts_router import RouterSizes, RouterTtft, Streamed, _Reader, _Tally
 from tandem.bench.parts_serve import Idle, is_own, measure_idle, name_of
 from tandem.bench.side_by_side_figures import Goal
@@ -399,3 +400,28 @@ def test_an_unknown_part_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["bench", "parts", "--only", "speed"])
     assert ended.value.code == 2
     assert "invalid choice: 'speed'" in capsys.readouterr().err
+
+
+async def test_who_is_cancelled_in_the_middle_of_a_command_does_not_end_the_session() -> None:
+    """gRPC ends a call whose write is cancelled."""
+
+    class Call:
+        def __init__(self) -> None:
+            self.writing, self.goes_out = asyncio.Event(), asyncio.Event()
+            self.written: list[object] = []
+
+        async def write(self, command: object) -> None:
+            self.writing.set()
+            await self.goes_out.wait()
+            self.written.append(command)
+
+    session, call = PairSession("", ""), Call()
+    session._calls["prefill"] = call
+    saying = asyncio.create_task(session._say("prefill", "first"))
+    await call.writing.wait()
+    saying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saying
+    call.goes_out.set()
+    await session._say("prefill", "second")
+    assert call.written == ["first", "second"]

@@ -13,8 +13,9 @@ from typing import Protocol
 from decode_worker.receiving import Answer, ReceivingDesk
 from tandem.core.errors import IncompatibleError, TransportError
 from tandem.rpc.convert import error_to_proto
+from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
-from tandem.worker.sessions import Session
+from tandem.worker.sessions import Session, reading
 from tandem.worker.wire import commit_from_proto, part_from_proto, refusal_to_proto
 
 _log = logging.getLogger(__name__)
@@ -47,12 +48,11 @@ class CommitStreams:
 
         stream = Stream(next(self._numbers), cut_off)
         self._streams.add(stream)
-        reader = asyncio.create_task(self._read(stream, calls))
         try:
-            async for answer in stream.messages():
-                yield answer
+            with reading(stream, calls, lambda call: self._take(stream, call)):
+                async for answer in stream.messages():
+                    yield answer
         finally:
-            reader.cancel()
             stream.drop()
             self._streams.discard(stream)
 
@@ -61,33 +61,24 @@ class CommitStreams:
         for stream in list(self._streams):
             stream.end()
 
-    async def _read(self, stream: Stream, calls: AsyncIterator[decode_pb.CommitCall]) -> None:
-        try:
-            async for call in calls:
-                if not stream.closed:
-                    self._take(stream, call)
-        except asyncio.CancelledError:
-            raise
-        except TransportError as error:  # the transfer thread is stopping
-            _log.info("a stream of commits ends: %s", error)
-        except Exception:  # noqa: BLE001 - logged; the stream ends, and its prefill worker asks again
-            _log.exception("a stream of commits failed")
-        finally:
-            stream.drop()
-
     def _take(self, stream: Stream, call: decode_pb.CommitCall) -> None:
         arrived_s, loop = time.monotonic(), asyncio.get_running_loop()
-        match call.WhichOneof("call"):
-            case "commit":
-                commit, request_id = commit_from_proto(call.commit), call.commit.request_id
-                asked = self._worker.ask_desk(lambda desk: desk.commit(commit, arrived_s))
-            case "part":
-                part, request_id = part_from_proto(call.part), call.part.request_id
-                asked = self._worker.ask_desk(lambda desk: desk.commit_part(part))
-            case _:
-                error = error_to_proto(IncompatibleError("this version knows no such call"))
-                stream.put(decode_pb.CommitAnswer(number=call.number, error=error))
-                return
+        try:
+            match call.WhichOneof("call"):
+                case "commit":
+                    commit, request_id = commit_from_proto(call.commit), call.commit.request_id
+                    asked = self._worker.ask_desk(lambda desk: desk.commit(commit, arrived_s))
+                case "part":
+                    part, request_id = part_from_proto(call.part), call.part.request_id
+                    asked = self._worker.ask_desk(lambda desk: desk.commit_part(part))
+                case _:
+                    error = error_to_proto(IncompatibleError("this version knows no such call"))
+                    stream.put(decode_pb.CommitAnswer(number=call.number, error=error))
+                    return
+        except TransportError as stops:  # of the transfer thread; the prefill worker asks again, or elsewhere
+            _log.info("a stream of commits ends: %s", stops)
+            stream.drop()
+            return
 
         def answer(asked: Future[Answer]) -> None:
             if asked.cancelled() or asked.exception() is not None:  # the worker itself ends
@@ -100,7 +91,12 @@ class CommitStreams:
 
 
 def _to_proto(number: int, answer: Answer, request_id: str) -> decode_pb.CommitAnswer:
-    error = refusal_to_proto(answer.refusal, answer.detail, request_id) if answer.refusal else None
+    error = error_of(answer, request_id)
     return decode_pb.CommitAnswer(
         number=number, ok=answer.refusal is None, error=error, verified_at_s=answer.verified_at_s
     )
+
+
+def error_of(answer: Answer, request_id: str) -> pb.Error | None:
+    """What the prefill worker hears of a refusal."""
+    return refusal_to_proto(answer.refusal, answer.detail, request_id) if answer.refusal else None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc import aio
 
-from decode_worker.commits import CommitStreams
+from decode_worker.commits import CommitStreams, error_of
 from decode_worker.generations import Generations
 from decode_worker.receiving import Answer, ReceivingDesk
 from kvtransfer.layout import check_compatible
@@ -35,7 +35,7 @@ from tandem.worker.process import WorkerProcess
 from tandem.worker.runner import Role
 from tandem.worker.sessions import SessionHub
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import layout_from_proto, refusal_to_proto
+from tandem.worker.wire import layout_from_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -316,7 +316,7 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         else:
             answer = await asyncio.wrap_future(self._worker.ask_desk(lambda desk: _attach(desk, request)))
         lease_s = self._worker.config.transport.lease_s
-        error = refusal_to_proto(answer.refusal, answer.detail, request.request_id) if answer.refusal else None
+        error = error_of(answer, request.request_id)
         return decode_pb.AttachReply(ok=answer.refusal is None, error=error, lease_s=lease_s)
 
     async def Commits(

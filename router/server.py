@@ -26,6 +26,7 @@ from router.retry_budget import RetryBudget
 from router.story import House
 from router.under_way import UnderWay
 from router.worker_key import WorkerKey
+from tandem.core import points
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
 from tandem.core.errors import InternalError
@@ -111,7 +112,7 @@ class RouterServer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended by itself, without being asked to."""
+        """Whether an error ended it."""
         return self._failure is not None
 
     # -- on the router's thread
@@ -154,6 +155,7 @@ class RouterServer:
             log.info("router listens", http=self._info.http_url, control=self._info.control_address)
             self._started.set()
             await self._stop_asked.wait()
+            points.reach("router.stop")
             await self._shut_down(house)
         finally:
             http.stop()

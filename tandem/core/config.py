@@ -88,7 +88,8 @@ class SchedulingConfig:
     chunk_size: int = _key(512, "most tokens of one prompt in one step; a multiple of the page size", minimum=1)
     saturating_tokens: int = _key(
         0, "tokens of prompts in one step that keep a worker busy: no further prompt joins a step that has them, since "
-        "all would end later and none sooner, but a short one beside one that goes on; 0: 32 on a CPU, 512 on a GPU",
+        "all would end later and none sooner, but a short one beside one that goes on, and a second one where four "
+        "wait, decode shares its cores and it computes no prompts; 0: 32 on a CPU, 512 on a GPU",
         minimum=0
     )
     max_queued_requests: int = _key(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_kernel import ROWS_FOR_THREADS, gather_rows
-from tandem.engine.fused_layer import FusedDecoderLayer, Program, Workspace, compute_layers, plan_layers
+from tandem.engine.fused_layer import FusedDecoderLayer, Program, compute_layers, plan_layers
 from tandem.engine.fused_modules import FusedRMSNorm
+from tandem.engine.memory import map_memory
 from tandem.engine.packed_kernel import arranged_features
 from tandem.engine.packed_linear import PackedLinear
 from tandem.engine.threads import run, threads_now
@@ -42,7 +44,15 @@ class FusedDecoder:
         self._layers, self._norm, self._head = layers, norm, head
         self._num_threads = layers[0].num_threads
         self._rotary = _RotaryTable(rotary)
-        self._logits = Workspace()  # of prepared forwards
+
+    @cached_property
+    def _logits(self) -> torch.Tensor:
+        """`[R, padded]` for the most rows of a prepared forward; all of them share it, resident as far as it is used.
+
+        The same memory each time: with a tensor made and freed in each step, the thread also waited for others.
+        """
+        memory = map_memory((ROWS_FOR_THREADS - 1) * self._head.padded_features * FLOAT_BYTES)
+        return memory.view(torch.float32).view(ROWS_FOR_THREADS - 1, -1)
 
     def logits(self, batch: PagedBatch) -> torch.Tensor:
         """`[R, vocab]` for the rows `batch.logit_rows`; `batch` is that of the running forward."""
@@ -65,11 +75,8 @@ class FusedDecoder:
             num_threads: for how many threads the attention is cut.
         """
         program, between = Program(self._num_threads), self._make_room(batch)
-        num_logits, width = len(batch.logit_rows), self._head.padded_features
-        self._logits.reserve((ROWS_FOR_THREADS - 1) * width * FLOAT_BYTES)  # once; resident as it is used
-        logits = self._logits.view(self._logits.address, num_logits, width)
+        logits = self._logits[: len(batch.logit_rows)]
         self._add_all(program, batch, between, logits, num_threads)
-        # The same tensor each time: with one made and freed in each step, the thread also waited for others.
         return PreparedForward(
             b"".join(program.calls), logits[:, : self._head.out_features], self._places(), (batch, between)
         )
@@ -84,7 +91,7 @@ class FusedDecoder:
         return prepared.logits
 
     def _places(self) -> tuple[int, ...]:
-        return self._layers[0].workspace.address, self._logits.address, *self._rotary.addresses
+        return self._layers[0].workspace.address, *self._rotary.addresses
 
     def _make_room(self, batch: PagedBatch) -> _Between:
         num_rows, num_logits = batch.num_tokens, len(batch.logit_rows)
@@ -138,7 +145,7 @@ class PreparedForward:
 
     program: bytes
     logits: torch.Tensor  # [R, vocab]
-    places: tuple[int, ...]  # of the memory that may move: workspaces and rotary tables
+    places: tuple[int, ...]  # of the memory that may move: workspace and rotary tables
     kept: tuple[object, ...]  # whose memory the program uses, too
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Generic, Protocol, TypeVar
 
 from tandem.rpc.convert import error_to_proto
@@ -81,6 +81,31 @@ class Session(Generic[Events]):
             self._wake.clear()
             if not self.closed:
                 await self._wake.wait()
+
+
+@contextmanager
+def reading(
+    session: Session[Events], incoming: AsyncIterator[Command], take: Callable[[Command], None]
+) -> Iterator[None]:
+    """While it is open, `take` gets what comes in; the session drops at its end, and at the first that fails."""
+
+    async def read() -> None:
+        try:
+            async for message in incoming:
+                if not session.closed:
+                    take(message)
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # noqa: BLE001 - logged; the stream ends, and with it all that its peer had started
+            _log.exception("stream %d: a message failed", session.number)
+        finally:
+            session.drop()
+
+    reader = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        reader.cancel()
 
 
 class SessionHub(Generic[Command, Event, Events]):
@@ -158,12 +183,11 @@ class SessionHub(Generic[Command, Event, Events]):
         self._next += 1
         self._sessions[session.number] = session
         session.put(self._make_events([self._hello()], self._read_status()))
-        reader = asyncio.create_task(self._read(session, commands))
         try:
-            async for message in session.messages():
-                yield message
+            with reading(session, commands, lambda command: self._take(session, command)):
+                async for message in session.messages():
+                    yield message
         finally:
-            reader.cancel()
             self._end(session)
 
     def _end(self, session: Session[Events]) -> None:
@@ -173,18 +197,9 @@ class SessionHub(Generic[Command, Event, Events]):
             assert self._handler is not None
             self._handler.session_ended(session.number)
 
-    async def _read(self, session: Session[Events], commands: AsyncIterator[Command]) -> None:
+    def _take(self, session: Session[Events], command: Command) -> None:
         assert self._handler is not None
-        try:
-            async for command in commands:
-                if not session.closed:
-                    self._handler.command(session.number, command)
-        except asyncio.CancelledError:
-            raise
-        except Exception:  # noqa: BLE001 - logged; the stream ends, and with it all that it had started
-            _log.exception("session %d: a command failed", session.number)
-        finally:
-            session.drop()
+        self._handler.command(session.number, command)
 
     async def beat(self) -> None:
         """Send the status when it changed, and as a heartbeat; runs as long as the worker."""

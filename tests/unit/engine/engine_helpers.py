@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import llvmlite.binding
 import numpy as np
@@ -62,6 +63,26 @@ def load_engine(
 def make_prompt(length: int, seed: int, vocab_size: int = 320) -> list[int]:
     """Return `length` random token ids, none of them special."""
     return np.random.default_rng([seed, length]).integers(2, vocab_size, length).tolist()
+
+
+class Computes(Protocol):
+    """An engine, or a paged model."""
+
+    def forward(self, sequences: Sequence[SequenceInput], /) -> torch.Tensor: ...
+
+
+def prefilled(model: Computes, pages: Sequence[int], starts: Sequence[int]) -> list[SequenceInput]:
+    """Compute the tokens before `starts`; return the step that comes next, in `pages` out of order."""
+    free = np.random.default_rng(3).permutation(pages).tolist()
+    steps = []
+    for index, start in enumerate(starts):
+        num_pages = start // PAGE_SIZE + 1
+        taken, free = free[:num_pages], free[num_pages:]
+        tokens = make_prompt(start + 1, seed=index)
+        if start:
+            model.forward([SequenceInput(tokens[:-1], 0, taken)])
+        steps.append(SequenceInput(tokens[-1:], start, taken))
+    return steps
 
 
 @dataclass

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from engine_helpers import PAGE_SIZE, load_engine, make_prompt
+from engine_helpers import PAGE_SIZE, load_engine, make_prompt, prefilled
 
 from tandem.engine.arena import KVArena
 from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
@@ -22,6 +21,7 @@ from tandem.engine.paged_model import PagedModel
 MAX_NUM_SEQS = 6
 NUM_PAGES = 40
 SCRATCH_PAGE = 13
+PAGES = [page for page in range(NUM_PAGES) if page != SCRATCH_PAGE]
 MAX_CONTEXT = 5 * PAGE_SIZE + 1
 #: The token that a step computes: the first of all, and the last of a page, the first of the next, the last of all.
 STARTS = (0, PAGE_SIZE - 1, PAGE_SIZE, 2 * PAGE_SIZE - 1, 3 * PAGE_SIZE + 5, MAX_CONTEXT - 1)
@@ -68,30 +68,15 @@ def make_graphs(paged: PagedModel) -> DecodeGraphs:
     return DecodeGraphs(paged, max_num_seqs=MAX_NUM_SEQS, scratch_page=SCRATCH_PAGE, capture=run_again)
 
 
-def prefilled(paged: PagedModel, starts: tuple[int, ...]) -> list[SequenceInput]:
-    """Compute the tokens before `starts`; return the step that comes next, in pages out of order."""
-    free = [page for page in np.random.default_rng(3).permutation(NUM_PAGES).tolist() if page != SCRATCH_PAGE]
-    steps = []
-    for index, start in enumerate(starts):
-        num_pages = start // PAGE_SIZE + 1
-        pages, free = free[:num_pages], free[num_pages:]
-        tokens = make_prompt(start + 1, seed=index)
-        if start:
-            paged.forward([SequenceInput(tokens[:-1], 0, pages)])
-        steps.append(SequenceInput(tokens[-1:], start, pages))
-    return steps
-
-
 def kv_of(paged: PagedModel, steps: list[SequenceInput]) -> torch.Tensor:
     """All pages but the scratch one, as comparable numbers."""
-    others = [page for page in range(NUM_PAGES) if page != SCRATCH_PAGE]
-    return paged.arena.tensor[:, others].nan_to_num(nan=1e9)
+    return paged.arena.tensor[:, PAGES].nan_to_num(nan=1e9)
 
 
 @pytest.mark.parametrize("num_seqs", range(1, MAX_NUM_SEQS + 1))
 def test_a_padded_step_is_the_eager_one(paged: PagedModel, num_seqs: int) -> None:
     graphs = make_graphs(paged)
-    steps = prefilled(paged, STARTS[-num_seqs:])
+    steps = prefilled(paged, PAGES, STARTS[-num_seqs:])
     before = paged.arena.tensor.clone()
     expected = paged.forward(steps)
     expected_kv = kv_of(paged, steps)
@@ -107,7 +92,7 @@ def test_a_padded_step_is_the_eager_one(paged: PagedModel, num_seqs: int) -> Non
 def test_steps_of_any_size_follow_one_another(paged: PagedModel) -> None:
     """Buffers are used again: no row of a larger step, or of another sequence, shows in a later one."""
     graphs = make_graphs(paged)
-    steps = prefilled(paged, STARTS)
+    steps = prefilled(paged, PAGES, STARTS)
     for chosen in ([0, 1, 2, 3, 4, 5], [5], [2, 4, 0], [3, 1], [4, 5, 0, 1, 2], [0]):
         batch = [steps[index] for index in chosen]
         expected = paged.forward(batch)
@@ -125,7 +110,7 @@ def test_a_sequence_grows_over_the_borders_of_pages(paged: PagedModel) -> None:
 
 
 def test_padding_writes_to_the_scratch_page_alone(paged: PagedModel) -> None:
-    make_graphs(paged).forward(prefilled(paged, (PAGE_SIZE,)) * 3)  # a bucket of four
+    make_graphs(paged).forward(prefilled(paged, PAGES, (PAGE_SIZE,)) * 3)  # a bucket of four
     written = ~paged.arena.tensor.isnan().flatten(2).all(2)[0]
     assert written[SCRATCH_PAGE]
     assert written.sum() == 3  # its own two pages
@@ -144,7 +129,7 @@ def test_logits_outlive_the_next_step(paged: PagedModel) -> None:
         return replay
 
     graphs = DecodeGraphs(paged, max_num_seqs=2, scratch_page=SCRATCH_PAGE, capture=capture)
-    first, second = prefilled(paged, (PAGE_SIZE, 7))
+    first, second = prefilled(paged, PAGES, (PAGE_SIZE, 7))
     logits = graphs.forward([first])
     kept = logits.clone()
     graphs.forward([second])

@@ -76,6 +76,16 @@ def test_ends_when_its_control_service_says_so(started: tuple[subprocess.Popen[s
     pool.close()
 
 
+def test_an_error_that_ends_it_is_in_its_exit_status(
+    started: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    process, _ = started
+    (tmp_path / "points" / "router.router.stop").write_text("raise")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 1
+    assert '"event": "the router failed"' in process.communicate()[1]
+
+
 def test_an_idle_router_costs_next_to_nothing(started: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
     process, _ = started
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from decode_worker.generation import Choice, Generation, Prompt
 from decode_worker.reservations import Granted, Local, Reservation, ReservationQueue
+from decode_worker.upcoming import Patience, Upcoming
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from tandem.core import points
 from tandem.core.errors import DrainingError, HandoffError, InternalError, InvalidRequestError, TandemError
@@ -46,16 +47,25 @@ class Generations:
     """The `Role` of a decode worker.
 
     Args:
+        upcoming: what the transfer thread foresees; all that ends it comes to the runner's inbox first.
         emit: sends events to routers, by session; from the runner thread.
     """
 
     def __init__(
-        self, worker: WorkerProcess, desk: Desk, emit: Callable[[dict[int, list[decode_pb.DecodeEvent]]], None]
+        self,
+        worker: WorkerProcess,
+        desk: Desk,
+        upcoming: Upcoming,
+        emit: Callable[[dict[int, list[decode_pb.DecodeEvent]]], None],
     ) -> None:
         self._worker = worker
         self._scheduler = worker.scheduler
         self._pool = worker.pool
         self._desk = desk
+        self._upcoming = upcoming
+        self._num_ended = 0  # of the handoffs, as last looked at
+        self._patience = Patience()
+        self._step_began_s = 0.0
         self._emit = emit
         self._eos = frozenset(worker.engine.eos_token_ids)
         # Of the step under way: what was sampled for each item that samples, or why it could not be.
@@ -259,7 +269,22 @@ class Generations:
     # -- a step
 
     def give_way(self) -> bool:
-        return False
+        """A step begins a little later where one more is about to be admitted; see `decode_worker.upcoming`."""
+        upcoming, patience, num_ended = self._upcoming, self._patience, self._num_ended
+        self._num_ended = upcoming.num_ended
+        if self._num_ended != num_ended:  # after the runner last looked into its inbox, it may be
+            return True
+        if not any(s.is_decode for s in self._scheduler.running) or not upcoming.is_near(patience.left_s):
+            return False
+        began_s = time.monotonic()
+        if self._worker.shares is not None:
+            self._worker.shares.rest(gives_way=True)
+        upcoming.wait(num_ended, patience.left_s)
+        self._num_ended = upcoming.num_ended
+        waited_s = time.monotonic() - began_s
+        patience.waited(waited_s)
+        self._worker.handoff_wait_s += waited_s
+        return True
 
     def _took_first_steps(self, number: int) -> None:
         """So many handoffs have had their first step, or will have none: prefill may go on (`Prompts.give_way`)."""
@@ -267,6 +292,8 @@ class Generations:
             self._worker.shares.took_first_steps(number)
 
     def before_schedule(self) -> None:
+        shares = self._worker.shares
+        self._scheduler.has_spare_threads = shares is not None and shares.num_spare() > 0
         if self._worker.draining:
             for reservation in self.reservations.waiting:
                 self._deny(self.jobs[reservation.key], RefusalReason.DRAINING, self._draining(reservation.key))
@@ -300,6 +327,7 @@ class Generations:
         self._worker.num_preemptions += len(batch.preempted)
         self._worker.num_prompt_tokens_cached += sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
         points.reach("decode.step")
+        self._step_began_s = time.monotonic()
 
     def sample(self, batch: Batch, logits: Logits) -> list[int]:
         rows = [item.sequence.owner.rows(item.sequence) for item in batch.items if item.samples]
@@ -312,6 +340,7 @@ class Generations:
         return [0 if isinstance(tokens, InternalError) else tokens[0].token_id for tokens in self._sampled]
 
     def after_step(self, batch: Batch) -> None:
+        self._patience.stepped(time.monotonic() - self._step_began_s)
         events: Events = defaultdict(list)
         sampled = iter(self._sampled)
         num_new = 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from decode_worker.upcoming import Forecast
 from kvtransfer.digest import ReadExtent, digest_pages
 from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
@@ -34,6 +35,9 @@ _log = logging.getLogger(__name__)
 # 7.7 MB of one write landed with the first poll after the writer's exit. Good for a writer on the same host only, where
 # nothing gets lost: between hosts a kernel sends again for longer, so there the grace time must pass.
 IN_FLIGHT_S = 0.5
+
+# Of the newest time in the mean of those from arrival to admission.
+_CLOSING_WEIGHT = 0.25
 
 
 class ReceivingOutlet(Protocol):
@@ -80,6 +84,10 @@ class ReceivingOutlet(Protocol):
 
     def deadline(self, deadline_s: float | None) -> None: ...
 
+    def foresee(self, due_s: float | None) -> None:
+        """The next admission is probably due then, on the monotonic clock; before `admit` and `over` of it, the one
+        after it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -95,7 +103,9 @@ class _Arriving:
     """What has arrived of one grant."""
 
     sender: str
+    num_pages: int
     digests: ArrivedDigests
+    forecast: Forecast
 
 
 class ReceivingDesk:
@@ -129,6 +139,8 @@ class ReceivingDesk:
         self._arriving: dict[str, _Arriving] = {}
         # Writes that said that they had arrived, and are of no grant here that still counts.
         self.num_arrivals_ignored = 0
+        # From the arrival of a handoff's last layer to its admission, as it has been.
+        self._closing_s = 0.0
         # When the exit of a writer becomes a fence, by incarnation.
         self._exited: dict[str, float] = {}
         # What senders were refused, by why; but for repetitions of what has ended well.
@@ -192,6 +204,14 @@ class ReceivingDesk:
             self._ignore_arrival(event.peer, f"epoch {tag.epoch} gives it no {tag.runs[:4]}")
         else:
             arriving.digests.read(tag.runs, self._take_digests)
+            if layers := {run.layer for run in tag.runs if run.first_index + run.num_pages == arriving.num_pages}:
+                arriving.forecast.arrived(layers, time.monotonic())
+                self._foresee()
+
+    def _foresee(self) -> None:
+        forecasts = (arriving.forecast.complete_s() for arriving in self._arriving.values())
+        complete_s = min((when_s for when_s in forecasts if when_s is not None), default=None)
+        self._outlet.foresee(None if complete_s is None else complete_s + self._closing_s)
 
     def _ignore_arrival(self, peer: str, why: str) -> None:
         self.num_arrivals_ignored += 1
@@ -273,7 +293,9 @@ class ReceivingDesk:
         assert self._transport is not None
         ranges = page_ranges(i.pages, self._shape)
         self._transport.expect_incoming(i.grant_id, PeerId(i.sender), ranges)
-        self._arriving[i.grant_id] = _Arriving(i.sender, ArrivedDigests(i.pages, self._shape.num_layers))
+        num_layers = self._shape.num_layers
+        digests, forecast = ArrivedDigests(i.pages, num_layers), Forecast(num_layers)
+        self._arriving[i.grant_id] = _Arriving(i.sender, len(i.pages), digests, forecast)
 
     def _end_writes(self, i: ev.EndWrites) -> None:
         assert self._transport is not None
@@ -301,11 +323,15 @@ class ReceivingDesk:
         return mismatches
 
     def _admit(self, i: ev.AdmitRequest) -> None:
-        del self._arriving[i.grant.grant_id]
+        forecast = self._arriving.pop(i.grant.grant_id).forecast
+        if not forecast.num_left:
+            self._closing_s += _CLOSING_WEIGHT * (time.monotonic() - forecast.last_s - self._closing_s)
+        self._foresee()
         self._outlet.admit(i.grant, i.commit, self._committed_s)
 
     def _over(self, i: ev.FreePages | ev.QuarantinePages) -> None:
         self._arriving.pop(i.grant_id or "", None)  # none where no writer ever knew of the grant
+        self._foresee()
         record = self._handoffs.record(i.key)
         reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
         self._outlet.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))

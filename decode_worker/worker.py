@@ -16,6 +16,7 @@ from grpc import aio
 from decode_worker.commits import CommitStreams, error_of
 from decode_worker.generations import Generations
 from decode_worker.receiving import Answer, ReceivingDesk
+from decode_worker.upcoming import Upcoming
 from kvtransfer.layout import check_compatible
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
@@ -84,7 +85,8 @@ class DecodeWorker(WorkerProcess):
             secrets.token_bytes(32),
         )
         self._on_transfer(self.desk.bind)
-        self.generations = Generations(self, _QueuedDesk(self), self._emit)
+        self._upcoming = Upcoming()
+        self.generations = Generations(self, _QueuedDesk(self), self._upcoming, self._emit)
         return self.generations
 
     def add_services(self, server: aio.Server) -> None:
@@ -206,6 +208,7 @@ class DecodeWorker(WorkerProcess):
 
     def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
         self.runner.submit(lambda: self.generations.admit(grant, commit, committed_s))
+        self._upcoming.ended()
 
     def over(
         self,
@@ -217,6 +220,10 @@ class DecodeWorker(WorkerProcess):
         quarantined: bool,
     ) -> None:
         self.runner.submit(lambda: self.generations.over(key, pages, verified, reason, quarantined=quarantined))
+        self._upcoming.ended()
+
+    def foresee(self, due_s: float | None) -> None:
+        self._upcoming.foresee(due_s)
 
     def lift(self, pages: tuple[int, ...]) -> None:
         self.runner.submit(lambda: self.generations.lift(pages))

@@ -107,7 +107,8 @@ class SchedulingConfig:
     )
     mixed_step_tokens: int = _key(
         0, "tokens of a decode worker's step up to which new prompts are computed beside what it generates, about as "
-        "many as cost little more than reading the weights does; 0: 10 on a CPU, and none on a GPU", minimum=0
+        "many as cost little more than reading the weights does; half as many more where few generate or the step has "
+        "threads of idle workers; 0: 8 on a CPU, and none on a GPU", minimum=0
     )
     share_cores: bool = _key(
         True, "a worker that has nothing to compute lends its CPU threads to the others of its node, and prefill does "

@@ -57,8 +57,10 @@ _T = TypeVar("_T")
 # the drain and to move their requests elsewhere.
 _LAST_WORK_LEASES = 3
 
-# Where a step takes a quarter to a half longer than reading the weights alone does (docs/performance.md, 17).
-_CPU_MIXED_STEP_TOKENS = 10
+# With so many a step takes hardly longer than reading the weights does (docs/performance.md, 21).
+_CPU_MIXED_STEP_TOKENS = 8
+# Of the most tokens of a step with a paced prompt, where few wait for it or it has threads to spare.
+_MOST_PACED = 1.5
 
 # With fewer prompts the first of two would wait for the second, and decode hardly gain by it (docs/performance.md, 17).
 _NUM_TO_PAIR = 4
@@ -131,6 +133,7 @@ class WorkerProcess(ABC):
         self.num_decode_tokens = 0
         self.num_transfer_bytes = 0
         self.num_preemptions = 0
+        self.handoff_wait_s = 0.0
         # What others wanted of a handoff and did not get, by reason; replaced as a whole.
         self.num_refused: Mapping[str, int] = {}
         # Taken by the runner between steps, so that others see counts that belong together.
@@ -255,6 +258,7 @@ class WorkerProcess(ABC):
             chunk_size=config.scheduling.chunk_size,
             queue_bound=config.scheduling.worker_queue_bound,
             paced_tokens=max(1, self.mixed_step_tokens),
+            most_paced_tokens=max(1, int(_MOST_PACED * self.mixed_step_tokens)),
             saturating_tokens=self._saturating_tokens,
             num_to_pair=self.num_to_pair,
         )
@@ -523,6 +527,7 @@ class WorkerProcess(ABC):
             preemptions=self.num_preemptions,
             prompt_tokens_cached=self.num_prompt_tokens_cached,
             refused=self.num_refused,
+            handoff_wait_s=self.handoff_wait_s,
         )
 
 

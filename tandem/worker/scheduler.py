@@ -50,8 +50,10 @@ class SchedulerLimits:
     # Share of the pool up to which sequences that are not promoted are admitted; one always is when nothing else is
     # here.
     unpromoted_share: float = 1.0
-    # Tokens of a step up to which paced prompts are computed beside what generates.
-    paced_tokens: int = 10
+    # Tokens of a step up to which paced prompts are computed beside what generates; and up to which they are where
+    # few wait for the step, or it has threads to spare.
+    paced_tokens: int = 8
+    most_paced_tokens: int = 0
     # Tokens of chunks that keep the processor busy; what may join a step that has them, `_may_join` says.
     saturating_tokens: int = 512
     # With so many sequences to compute or more, a step ends two although one keeps the processor busy; 0: never.
@@ -102,6 +104,8 @@ class BatchScheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
+        # Whether the next step is computed on more threads than its worker's own.
+        self.has_spare_threads = False
 
     # -- coming and going
 
@@ -250,10 +254,16 @@ class BatchScheduler:
 
     def _paced_room(self, batch: Batch) -> int:
         """What the step has room for; the first paced prompt always gets a little, so that it ends."""
-        room = max(0, self.limits.paced_tokens - batch.num_tokens)
+        room = max(0, self._paced_tokens() - batch.num_tokens)
         if any(item.sequence.paced for item in batch.items):
             return room
         return max(room, 1, self.limits.paced_tokens // _LEAST_PACED_PART)
+
+    def _paced_tokens(self) -> int:
+        """The most tokens of a step with a paced prompt: the fewer sequences generate, the fewer are slower for it."""
+        limits = self.limits
+        num_generating = 0 if self.has_spare_threads else sum(s.is_decode for s in self.running)
+        return max(limits.paced_tokens, limits.most_paced_tokens - num_generating)
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens: cached ones first, then new ones; or none at all."""

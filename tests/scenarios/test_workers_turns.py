@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from decode_worker import upcoming
 from prefill_worker import prompts
+from tandem.core.sampling import SamplingParams
 from tandem.worker.core_shares import CoreShares
 from tests.scenarios.worker_pair import SHARED_LOOP, Gate, Oracle, WorkerPair, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
@@ -172,3 +174,42 @@ async def test_a_request_that_ends_before_its_first_step_is_not_waited_for(pair:
         await pair.settled()
         assert shares.num_first_steps == 2
         assert not router.outcomes[second.key].tokens[0].keys() - {0}
+
+
+@contextlib.asynccontextmanager
+async def about_to_be_complete(pair: WorkerPair, router: Router) -> AsyncIterator[tuple[Ask, Ask]]:
+    """Decode generates for the elder; the younger's pages are all written, its first token has not been chosen."""
+    elder = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
+    await router.until(lambda: len(router.outcomes[elder.key].tokens[0]) > 2, "tokens of the elder")
+    with Gate(pair.prefill.prompts, "sample") as sample:
+        with Gate(pair.prefill.engine, "forward"):
+            younger = await router.begin(Ask(prompt_of(32, seed=1)))
+            await router.until_attached(younger)
+        await sample.wait()
+        yield elder, younger
+
+
+async def test_a_step_begins_later_for_a_handoff_that_is_about_to_be_complete(
+    pair: WorkerPair, shares: Shares, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then prefill has decode's thread."""
+    monkeypatch.setattr(upcoming, "_MOST_OF_A_STEP", 1e6)
+    monkeypatch.setattr(upcoming, "_MOST_OF_ALL", 1e6)
+    shares.decode.borrow()  # as its kernels do
+    before_s = pair.decode.read_status().handoff_wait_s
+    async with Router(pair) as router:
+        async with about_to_be_complete(pair, router) as (elder, younger):
+            await until(lambda: shares.prefill.borrow() == 1, "decode's thread")
+            num_tokens = len(router.outcomes[elder.key].tokens[0])
+            assert not shares.begun.wait(0.1)
+            assert len(router.outcomes[elder.key].tokens[0]) <= num_tokens + 1, "one may have been on its way"
+        for ask, number in ((elder, 400), (younger, 12)):
+            assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, number)
+    assert pair.decode.read_status().handoff_wait_s - before_s > 0.1
+
+
+async def test_a_step_does_not_begin_later_for_a_handoff_that_stands_still(pair: WorkerPair, shares: Shares) -> None:
+    async with Router(pair) as router:
+        async with about_to_be_complete(pair, router) as (elder, younger):
+            await router.finish(elder)
+        await router.finish(younger)

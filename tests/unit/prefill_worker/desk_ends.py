@@ -199,6 +199,9 @@ class Receiving(End):
     def replace_self(self, num_quarantined: int) -> None:
         self.tell("replace_self", num_quarantined)
 
+    def foresee(self, due_s: float | None) -> None:
+        self.tell("foresee", due_s)
+
 
 class World:
     """Both ends, connected."""
@@ -227,11 +230,11 @@ class World:
 
         self.receiving.thread.submit(call)
 
-    def grant(self, pages: tuple[int, ...] = (7, 3, 4), first_page: int = 0) -> Grant:
+    def grant(self, pages: tuple[int, ...] = (7, 3, 4), first_page: int = 0, key: AttemptKey = KEY) -> Grant:
         receiving = self.receiving
-        receiving.run(lambda: receiving.desk.happened(rev.ReserveReceived(KEY)))
-        receiving.run(lambda: receiving.desk.happened(rev.ReservationGranted(KEY, pages, first_page)))
-        grant: Grant = receiving.wait("grant", KEY)[2]
+        receiving.run(lambda: receiving.desk.happened(rev.ReserveReceived(key)))
+        receiving.run(lambda: receiving.desk.happened(rev.ReservationGranted(key, pages, first_page)))
+        grant: Grant = receiving.wait("grant", key)[2]
         return grant
 
     def attach(self, grant: Grant) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from desk_ends import FIRST, KEY, LAYOUT, LEASE_S, MINE, RECEIVER, SENDER, THEIR
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.arrivals import ExtentRun, WriteTag
-from kvtransfer.protocol.messages import CommitPart, FailureReason, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, CommitPart, FailureReason, RefusalReason
 from kvtransfer.transports.base import PeerId, WriteArrived
 from kvtransfer.transports.loopback import Fault, FaultPlan
 from prefill_worker.sending import HandoffStats
@@ -311,8 +312,53 @@ def test_writes_that_nobody_hears_of_are_read_by_the_commit(world: World) -> Non
     assert len(world.receiving.reads) == 6
 
 
+def foreseen(world: World) -> list[float | None]:
+    return [told[1] for told in world.receiving.told if told[0] == "foresee"]
+
+
+def test_the_arrival_of_the_last_page_foretells_the_admission(world: World) -> None:
+    """In each layer; the first says nothing, as a layer may take any time."""
+    world.open()
+    world.attach(world.grant())
+    world.seal((1, 2), 0)
+    arrived(world, 2)
+    assert not foreseen(world)
+    begun_s = time.monotonic()
+    world.seal((5,), 2, (0,))
+    arrived(world, 3)
+    assert foreseen(world) == [None]
+    world.seal((5,), 2, (1,))
+    arrived(world, 4)
+    now_s, due_s = time.monotonic(), foreseen(world)[-1]
+    assert due_s is not None
+    assert begun_s <= due_s <= now_s
+    world.computed()
+    told = world.receiving.told
+    world.receiving.wait("admit")
+    assert [what[0] for what in told][-2:] == ["foresee", "admit"]
+    assert foreseen(world)[-1] is None
+    assert 0 < world.receiving.desk._closing_s <= time.monotonic() - due_s
+
+
 def tag(runs: tuple[ExtentRun, ...], epoch: int = 1) -> bytes:
     return WriteTag(0, 0, epoch, runs).pack()
+
+
+def test_of_several_handoffs_the_next_admission_is_foretold_and_none_of_one_that_is_over(world: World) -> None:
+    receiving, other = world.receiving, AttemptKey("another", 1)
+    dues = []
+    for epoch, grant in ((1, world.grant((7,))), (2, world.grant((8,), key=other))):
+        attach = partial(receiving.desk.attach, grant.grant_id, SENDER, grant.capability, renew=False)
+        assert receiving.run(attach).refusal is None
+        arrival = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 1), ExtentRun(1, 0, 1)), epoch))
+        receiving.run(lambda arrival=arrival: receiving.desk.on_transport(arrival))
+        dues.append(foreseen(world)[-1])
+    assert dues[0] == dues[1] is not None
+    receiving.run(lambda: receiving.desk.happened(rev.RequestCancelled(KEY)))
+    world.tick_until(receiving, "over")
+    due_s = foreseen(world)[-1]
+    assert due_s is not None
+    assert due_s > dues[0]
 
 
 def test_a_write_that_tells_too_early_costs_a_second_look(world: World) -> None:

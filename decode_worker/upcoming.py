@@ -1,0 +1,105 @@
+"""Handoffs that are about to be admitted, and how long a step may begin later for one.
+
+Whoever misses a step by a little waits for all of it, and then for its own: its second token comes up to two steps
+after its first. So the transfer thread foresees, from the layers that arrive, when a handoff will be complete; and
+where that is soon, the runner waits and begins its next step with it. Where the workers share their cores, the prefill
+that is about to end has those of both meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+# How much later steps may begin: in times of the last one, and of all.
+_MOST_OF_A_STEP, _MOST_OF_ALL = 0.5, 0.05
+
+
+@dataclass(slots=True)
+class Forecast:
+    """When one handoff will be complete; times in seconds on one clock.
+
+    The last page is written layer by layer as the last chunk is computed, and each layer takes as long as another.
+    """
+
+    num_layers: int
+    last_s: float = 0.0  # when the newest layer arrived
+    _first_s: float = 0.0
+    _num_first: int = 0  # layers that the first write brought
+    _layers: set[int] = field(default_factory=set)
+
+    def arrived(self, layers: set[int], now_s: float) -> None:
+        """The last page has arrived in these layers."""
+        if not self._layers:
+            self._first_s, self._num_first = now_s, len(layers)
+        if layers - self._layers:
+            self.last_s = now_s
+            self._layers |= layers
+
+    @property
+    def num_left(self) -> int:
+        """Layers in which the last page has not arrived."""
+        return self.num_layers - len(self._layers)
+
+    def complete_s(self) -> float | None:
+        """When the last layer arrives, or has arrived; `None`: that cannot be known yet."""
+        if not self.num_left:
+            return self.last_s
+        num_timed = len(self._layers) - self._num_first
+        if num_timed < 1:
+            return None
+        return self.last_s + self.num_left * (self.last_s - self._first_s) / num_timed
+
+
+class Patience:
+    """How long the next step may begin later: a bounded part of a step, and of the time of all steps."""
+
+    def __init__(self) -> None:
+        self.left_s = 0.0
+
+    def stepped(self, step_s: float) -> None:
+        """A step took so long."""
+        self.left_s = min(self.left_s + _MOST_OF_ALL * step_s, _MOST_OF_A_STEP * step_s)
+
+    def waited(self, wait_s: float) -> None:
+        """A step began so much later."""
+        self.left_s = max(0.0, self.left_s - wait_s)
+
+
+class Upcoming:
+    """The next admission, as the transfer thread foresees it and the runner waits for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due_s: float | None = None
+        self._num_ended = 0
+
+    # -- on the transfer thread
+
+    def foresee(self, due_s: float | None) -> None:
+        """The next admission is due then, on the monotonic clock; `None`: none is foreseen."""
+        self._due_s = due_s
+
+    def ended(self) -> None:
+        """A handoff was admitted, or will not be; the runner has been told."""
+        with self._changed:
+            self._num_ended += 1
+            self._changed.notify()
+
+    # -- on the runner thread
+
+    @property
+    def num_ended(self) -> int:
+        """How many handoffs have ended so far; the runner's inbox tells of each."""
+        return self._num_ended
+
+    def is_near(self, longest_s: float) -> bool:
+        """Whether an admission is due within `longest_s`. One that is overdue by more may never come."""
+        due_s = self._due_s
+        return due_s is not None and abs(due_s - time.monotonic()) <= longest_s
+
+    def wait(self, num_ended: int, longest_s: float) -> None:
+        """Until more than `num_ended` handoffs have ended, for at most `longest_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_ended > num_ended, longest_s)

@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import uvloop
+
 from tandem.core.errors import InternalError
 
 _T = TypeVar("_T")
@@ -43,7 +45,7 @@ class LoopThread:
             raise InternalError(f"the event loop did not end within {timeout_s} s")
 
     def _main(self) -> None:
-        loop = asyncio.new_event_loop()
+        loop = uvloop.new_event_loop()
         asyncio.set_event_loop(loop)
         loop.call_soon(self._ready.set_result, loop)
         try:

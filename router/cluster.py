@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,20 +37,15 @@ class Pair:
 class Cluster:
     """All sessions. Methods run on the router's loop."""
 
-    def __init__(
-        self,
-        *,
-        lease_s: float,
-        metrics: RouterMetrics,
-        on_writer_suspected: Callable[[WorkerKey], None] | None = None,
-    ) -> None:
+    def __init__(self, *, lease_s: float, metrics: RouterMetrics) -> None:
         self._lease_s = lease_s
         self._metrics = metrics
-        self._on_writer_suspected = on_writer_suspected
         self._version = -1
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
+        # Invariant: members only. None is taken back while it is one: whoever kills it may not have heard of it yet.
+        self._suspected: set[WorkerKey] = set()
         # What each incarnation had counted when it last reported: the exported counters take the differences.
         self._counted: dict[WorkerKey, WorkerStatus] = {}
         self._watchers: set[Mailbox[Event]] = set()
@@ -68,6 +63,7 @@ class Cluster:
         self._members = {WorkerKey(m.worker_id, m.incarnation): m for m in membership.members}
         for key, member in self._members.items():
             self._apply_member(key, member)
+        self._suspected &= self._members.keys()
         lives = {member.worker_id: member.incarnation for member in membership.members}
         for key in self._sessions.keys() - self._members.keys():
             if key.worker_id in lives:  # the next life begins only when this one has ended
@@ -244,12 +240,15 @@ class Cluster:
         key = WorkerKey(message.writer_worker_id, message.writer_incarnation)
         log.error("a decode worker suspects a silent writer: it must be killed on its node", writer=str(key))
         self._metrics.writers_suspected.inc()
-        if self._on_writer_suspected is None:
-            return
-        try:
-            self._on_writer_suspected(key)
-        except Exception:  # not the decode worker's fault, on whose stream we are: it asks again
-            log.exception("the suspicion could not be passed on", writer=str(key))
+        if key in self._members:  # else it has ended, which the decode worker has yet to hear
+            self._suspected.add(key)
+
+    # -- for the supervisor
+
+    @property
+    def suspected(self) -> Set[WorkerKey]:
+        """Members that decode workers have found silent beyond lease and grace."""
+        return self._suspected
 
     # -- for people and tools
 

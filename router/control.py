@@ -20,6 +20,7 @@ from tandem.rpc.v1.control_pb2 import (
     RouterStatusRequest,
     StopRouterReply,
     StopRouterRequest,
+    SuspectedWriter,
 )
 from tandem.rpc.v1.control_pb2_grpc import RouterControlServicer, add_RouterControlServicer_to_server
 
@@ -50,7 +51,12 @@ class RouterControl(RouterControlServicer):
 
     async def RouterStatus(self, _request: RouterStatusRequest, _: Any) -> RouterStatusReply:
         """Answered on the loop that serves clients: where it stands still, so does this."""
-        return RouterStatusReply(num_under_way=self._house.under_way.num, num_waiting=self._house.admission.num_waiting)
+        house = self._house
+        return RouterStatusReply(
+            num_under_way=house.under_way.num,
+            num_waiting=house.admission.num_waiting,
+            suspected_writers=[SuspectedWriter(**key._asdict()) for key in sorted(house.cluster.suspected)],
+        )
 
 
 async def serve_control(control: RouterControl, guard: RoleGuard, host: str, port: int) -> tuple[grpc.aio.Server, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from router.moves import Moves
 from router.retry_budget import RetryBudget
 from router.story import House
 from router.under_way import UnderWay
-from router.worker_key import WorkerKey
 from tandem.core import points
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
@@ -62,18 +60,12 @@ class RouterServer:
         http_port: int = 0,
         control_port: int = 0,
         control_host: str = "127.0.0.1",
-        on_writer_suspected: Callable[[WorkerKey], None] | None = None,
     ) -> None:
-        """Ports of 0 are chosen by the system.
-
-        `on_writer_suspected` is called on the router's thread when a decode worker says that a prefill worker must
-        be killed on its node.
-        """
+        """Ports of 0 are chosen by the system."""
         self._config = config
         self._model_dir = model_dir
         self._host, self._http_port = host, http_port
         self._control_host, self._control_port = control_host, control_port
-        self._on_writer_suspected = on_writer_suspected
         self._started = threading.Event()
         self._closed = threading.Event()
         self._info: RouterInfo | None = None
@@ -170,11 +162,7 @@ class RouterServer:
         card = ModelCard.from_dir(self._model_dir, config, tokenizer)
         clock, metrics = MonotonicClock(), RouterMetrics()
         scheduling = config.scheduling
-        cluster = Cluster(
-            lease_s=config.transport.lease_s,
-            metrics=metrics,
-            on_writer_suspected=self._on_writer_suspected,
-        )
+        cluster = Cluster(lease_s=config.transport.lease_s, metrics=metrics)
 
         def num_places() -> int:
             return scheduling.max_num_seqs * sum(s.takes_requests and not s.is_prefill for s in cluster.sessions())

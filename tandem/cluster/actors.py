@@ -30,8 +30,7 @@ from tandem.cluster.events import Role
 from tandem.cluster.node_share import kv_bytes_here
 from tandem.cluster.node_watcher import NodeWatcher, ProcessId, started_at
 from tandem.cluster.ray_home import session_directory
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
-from tandem.cluster.suspicions import Suspicions
+from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
 from tandem.core import points
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.logging import setup_logging
@@ -41,7 +40,6 @@ from tandem.rpc.security import configure
 from tandem.worker.exits import host_id
 
 if TYPE_CHECKING:
-    from tandem.cluster.supervisor import Supervisor
     from tandem.worker.process import WorkerProcess
 
 
@@ -143,13 +141,7 @@ class RouterActor:
 
         _begin(spec, "router", PeerRole.ROUTER)
         http = spec.config.http
-        self._server = RouterServer(
-            spec.config,
-            model_dir=_model_dir(spec),
-            host=http.host,
-            http_port=http.port,
-            on_writer_suspected=Suspicions(_tell_supervisor).add,
-        )
+        self._server = RouterServer(spec.config, model_dir=_model_dir(spec), host=http.host, http_port=http.port)
         self._addresses: tuple[str, str] | None = None
 
     def state(self) -> ActorState:
@@ -197,7 +189,6 @@ class SupervisorActor:
         _begin(spec, "supervisor", PeerRole.SUPERVISOR)
         self._ready = threading.Event()
         self._face: SupervisorFace
-        self._supervisor: Supervisor
         self._spec = spec
         threading.Thread(target=self._run, args=(spec,), name="supervisor", daemon=True).start()
 
@@ -205,11 +196,6 @@ class SupervisorActor:
         """Until it serves."""
         self._ready.wait()
         return self._face
-
-    def suspect(self, worker_id: str, incarnation: str) -> None:
-        """A decode worker says that this writer has fallen silent beyond its lease: it must be killed on its node."""
-        self._ready.wait()
-        self._supervisor.suspect(worker_id, incarnation)
 
     def _run(self, spec: ClusterSpec) -> None:
         from tandem.cluster.supervisor_process import serve_supervisor
@@ -222,15 +208,9 @@ class SupervisorActor:
             sys.stderr.flush()
             os._exit(1)
 
-    def _listening(self, address: str, supervisor: Supervisor) -> None:
+    def _listening(self, address: str) -> None:
         self._face = SupervisorFace(address, self._spec.config.security, os.getpid(), _this_process().started)
-        self._supervisor = supervisor
         self._ready.set()
-
-
-def _tell_supervisor(worker_id: str, incarnation: str) -> None:
-    """Blocks, for a minute where Ray's control store is lost, and then raises what Ray does."""
-    ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE).suspect.remote(worker_id, incarnation)
 
 
 def make_actor(cls: type, **options: Any) -> Any:

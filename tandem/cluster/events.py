@@ -186,7 +186,7 @@ class LoadReported:
 
 @dataclass(frozen=True)
 class WriterSuspected:
-    """A decode worker keeps pages in quarantine until this writer's end is certain."""
+    """A decode worker keeps pages in quarantine until this writer's end is certain; told again as long as it lives."""
 
     worker_id: str
     incarnation: str

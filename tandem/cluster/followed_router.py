@@ -124,11 +124,13 @@ class FollowedRouter:
     async def _beat(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
         while True:
             try:
-                await stub.RouterStatus(control_pb2.RouterStatusRequest(), timeout=self._heartbeat_s)
+                status = await stub.RouterStatus(control_pb2.RouterStatusRequest(), timeout=self._heartbeat_s)
             except grpc.aio.AioRpcError as error:
                 log.warning("the router does not answer: %s", error.code())
             else:
                 self._feed(ev.RouterHeard(self._incarnation))
+                for writer in status.suspected_writers:
+                    self._feed(ev.WriterSuspected(writer.worker_id, writer.incarnation))
             await asyncio.sleep(self._heartbeat_s)
 
     async def _stop_when_asked(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:

@@ -30,7 +30,7 @@ FIND_TIMEOUT_S = 9.0
 """How long an adopted worker may take to say how it is, 4 s of them for a call of the earlier supervisor. After that it
 counts as one that still starts, also where it is about to stop."""
 
-_UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.RouterHeard, ev.Tick)
+_UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.RouterHeard, ev.WriterSuspected, ev.Tick)
 
 MAX_POOL = 1024
 """Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
@@ -152,10 +152,6 @@ class Supervisor:
         self._feed(ev.DrainOrdered(worker_id, replace_first, timeout_s))
         slot.note = note
         await self._remember()
-
-    def suspect(self, worker_id: str, incarnation: str) -> None:
-        """This writer is silent beyond its lease, and pages wait for its end: kill it. From any thread."""
-        self._loop.call_soon_threadsafe(self._feed, ev.WriterSuspected(worker_id, incarnation))
 
     async def shut_down(self, grace_s: float) -> None:
         """Let requests end for at most `grace_s`, then stop everything; returns when all of it has stopped.

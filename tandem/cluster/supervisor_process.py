@@ -18,7 +18,7 @@ from tandem.rpc.v1 import supervisor_pb2_grpc
 HEARTBEATS_PER_LEASE = 5
 
 
-async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[[str, Supervisor], None]) -> None:
+async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[[str], None]) -> None:
     """Supervise until a shutdown is complete. Raises `OSError` when the control port is taken."""
     pools, transport = spec.config.pools, spec.config.transport
     launcher = RayLauncher(spec)
@@ -38,7 +38,7 @@ async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[
     supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)
     bind(server, host, spec.control_port)
     await server.start()
-    on_listening(f"{host}:{spec.control_port}", supervisor)
+    on_listening(f"{host}:{spec.control_port}")
     await supervisor.run()
     await server.stop(grace=2.0)  # lets the answer to Shutdown and the last watch go out
     launcher.end_self()

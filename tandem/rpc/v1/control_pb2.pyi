@@ -273,23 +273,53 @@ class RouterStatusReply(_message.Message):
 
     NUM_UNDER_WAY_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
+    SUSPECTED_WRITERS_FIELD_NUMBER: _builtins.int
     num_under_way: _builtins.int
     """HTTP exchanges"""
     num_waiting: _builtins.int
     """requests that wait to be computed"""
+    @_builtins.property
+    def suspected_writers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SuspectedWriter]:
+        """To be killed on their nodes: decode workers wait for their ends. In every reply as long as they are members."""
+
     def __init__(
         self,
         *,
         num_under_way: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
+        suspected_writers: _abc.Iterable[Global___SuspectedWriter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_under_way", b"num_under_way", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_under_way", b"num_under_way", "num_waiting", b"num_waiting", "suspected_writers", b"suspected_writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterStatusReply: _TypeAlias = RouterStatusReply  # noqa: Y015
+
+@_typing.final
+class SuspectedWriter(_message.Message):
+    """A writer that is silent beyond lease and grace."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspectedWriter: _TypeAlias = SuspectedWriter  # noqa: Y015
 
 @_typing.final
 class NoteEndedRequest(_message.Message):

@@ -82,7 +82,8 @@ class RouterControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RouterStatus(self, request, context):
-        """The supervisor's heartbeat; answered from the event loop that serves clients.
+        """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
+        serves clients.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,9 @@ class RouterControlStub:
     StopRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]
     """From the supervisor: end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]
-    """The supervisor's heartbeat; answered from the event loop that serves clients."""
+    """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
+    serves clients.
+    """
 
 @_typing.type_check_only
 class RouterControlAsyncStub(RouterControlStub):
@@ -51,7 +53,9 @@ class RouterControlAsyncStub(RouterControlStub):
     StopRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]  # type: ignore[assignment]
     """From the supervisor: end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]  # type: ignore[assignment]
-    """The supervisor's heartbeat; answered from the event loop that serves clients."""
+    """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
+    serves clients.
+    """
 
 class RouterControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,7 +88,9 @@ class RouterControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.RouterStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.RouterStatusReply, _abc.Awaitable[_control_pb2.RouterStatusReply]]:
-        """The supervisor's heartbeat; answered from the event loop that serves clients."""
+        """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
+        serves clients.
+        """
 
 def add_RouterControlServicer_to_server(servicer: RouterControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -20,6 +20,7 @@ from tests.scenarios.faults.ray_site import RaySite, ray_site
 from tests.scenarios.faults.report import record
 from tests.scenarios.faults.site import (
     ALLOWED,
+    GRACE_S,
     LEASE_S,
     MAX_TOKENS,
     NOTICE_S,
@@ -30,6 +31,9 @@ from tests.scenarios.faults.site import (
 )
 
 pytestmark = pytest.mark.timeout(240)
+
+HEARTBEAT_S = LEASE_S / 5
+"""By which the supervisor hears whom the router suspects."""
 
 RESTART_S = 10.0
 """A router is back after so long, its own start included: it loads no model."""
@@ -99,6 +103,26 @@ def test_a_router_that_is_gone_or_hangs_is_replaced_at_its_url(serving: RaySite,
     after = serving.until_replaced(cluster, "router")
     assert time.time() - began < ALLOWED * RESTART_S
     assert_begins_alike(answer, undisturbed(serving, case))
+    serving.check_baseline(after, census)
+
+
+def test_a_writer_that_answers_only_the_supervisor_is_killed(serving: RaySite) -> None:
+    """Its transfers hang. That it is silent decode tells the router, and the router the supervisor."""
+    cluster = serving.prepare()
+    census = serving.census()
+    serving.points.arm("prefill-0", "prefill.sending", "hold")
+    writer = psutil.Process(serving.pid(cluster, "prefill-0"))
+    prompt = story("held writer")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, serving.url, prompt, streamed=True, max_tokens=MAX_TOKENS, timeout=NOTICE_S)
+        serving.points.wait_hit("prefill-0", "prefill.sending")
+        answer = asked.result()
+    assert answer.error is not None
+    assert answer.error["code"] == "deadline"
+    writer.wait(ALLOWED * (NOTICE_S + LEASE_S + GRACE_S + HEARTBEAT_S))
+    after = serving.until_replaced(cluster, "prefill-0")
+    (end,) = [w["last_error"]["message"] for w in after["workers"] if w["member"]["worker_id"] == "prefill-0"]
+    assert "it is silent beyond its lease" in end
     serving.check_baseline(after, census)
 
 

@@ -396,9 +396,12 @@ def test_a_worker_that_is_stopped_while_it_loads_is_killed_and_replaced() -> Non
 
 def test_a_suspected_writer_is_killed_and_replaced() -> None:
     story = Story()
-    (kill,) = of(KillWorker, story.feed(WriterSuspected("prefill-0", story.life("prefill-0"))))
+    suspected = WriterSuspected("prefill-0", story.life("prefill-0"))
+    (kill,) = of(KillWorker, story.feed(suspected))
     assert isinstance(kill, KillWorker)
+    assert story.feed(suspected) == []  # the router says so again and again
     assert of(StartWorker, story.exit("prefill-0"))
+    assert story.feed(suspected) == []
 
 
 def test_the_router_backs_off_too() -> None:

@@ -20,6 +20,7 @@ from tandem.cluster.supervisor import Supervisor
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerLostError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
+from tandem.rpc.v1.control_pb2 import SuspectedWriter
 
 _P = TypeVar("_P", "FakeWorker", "FakeRouter")
 
@@ -119,6 +120,8 @@ class World:
         self.told = asyncio.Event()  # a membership has come since it was cleared
         self.deaf = False  # no worker answers a heartbeat
         self.router_deaf = False
+        self.suspected: list[SuspectedWriter] = []  # by the router
+        self.heartbeats = asyncio.Event()  # the router has answered one since it was cleared
         self.requests_end = asyncio.Event()  # else they go on for ever
         self.requests_end.set()
         self.asked_to_drain = asyncio.Event()  # the router
@@ -198,7 +201,8 @@ class _Router(control_pb2_grpc.RouterControlServicer):
     async def RouterStatus(self, request: Any, context: Any) -> control_pb2.RouterStatusReply:
         if self._world.router_deaf:
             await asyncio.Event().wait()
-        return control_pb2.RouterStatusReply()
+        self._world.heartbeats.set()
+        return control_pb2.RouterStatusReply(suspected_writers=self._world.suspected)
 
     async def DrainRouter(self, request: Any, context: Any) -> control_pb2.DrainRouterReply:
         self._world.asked_to_drain.set()
@@ -423,11 +427,34 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) ->
         assert world.remembered.wanted[Role.DECODE] == 1
 
 
-async def test_a_suspected_writer_is_killed_from_another_thread(world: World) -> None:
+async def test_a_writer_that_the_router_suspects_is_killed_once(world: World) -> None:
     async with supervising(world) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         writer = world.named("prefill-0")
-        await asyncio.to_thread(supervisor.suspect, "prefill-0", writer.incarnation)
+        world.suspected = [SuspectedWriter(worker_id="prefill-0", incarnation=writer.incarnation)]
+        await until(supervisor, lambda: world.named("prefill-0") is not writer)
+        assert writer.was_killed
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        world.heartbeats.clear()
+        for _ in range(2):  # the router goes on naming it
+            await asyncio.wait_for(world.heartbeats.wait(), 5)
+            world.heartbeats.clear()
+        assert supervisor.cluster.settled
+        assert not world.named("prefill-0").was_killed
+        assert len(world.workers) == 3
+
+
+async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(world: World) -> None:
+    """The supervisor was started again, and the router has told its predecessor."""
+    writer = await world.serve(FakeWorker(worker_id="prefill-0", incarnation="old"))
+    router = await world.serve(FakeRouter())
+    world.workers.append(writer)
+    world.suspected = [SuspectedWriter(worker_id="prefill-0", incarnation="old")]
+    world.found = Found([FoundWorker(Role.PREFILL, "prefill-0", "old", writer)], ("r", router), [])
+    async with supervising(world) as supervisor:
+        await asyncio.wait_for(world.heartbeats.wait(), 5)
+        assert not writer.was_killed  # it does not listen yet, and is not blamed for that
+        writer.loaded.set_result(None)
         await until(supervisor, lambda: world.named("prefill-0") is not writer)
         assert writer.was_killed
 

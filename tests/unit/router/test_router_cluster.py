@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from router_fakes import FakePrefill
-from router_site import Site
+from router_site import Site, wait_until
 
 from router.cluster import Cluster
 from router.events import Event, WorkerLost
@@ -22,7 +22,7 @@ from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.v1.common_pb2 import ROLE_PREFILL
-from tandem.rpc.v1.control_pb2 import Member, Membership
+from tandem.rpc.v1.control_pb2 import Member, Membership, RouterStatusRequest, SuspectedWriter
 from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone
 
@@ -32,19 +32,37 @@ def membership(version: int, address: str, state: str = "ready") -> Membership:
     return Membership(version=version, members=[member])
 
 
-def test_a_suspicion_that_cannot_be_passed_on_breaks_no_workers_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[WorkerKey] = []
+def suspicion(incarnation: str) -> WriterSuspected:
+    return WriterSuspected(writer_worker_id="prefill-0", writer_incarnation=incarnation)
 
-    def fail(key: WorkerKey) -> None:
-        told.append(key)
-        raise RuntimeError("nobody to tell")
 
+def test_a_writer_is_suspected_as_long_as_it_is_a_member() -> None:
     metrics = RouterMetrics()
-    cluster = Cluster(lease_s=1.0, metrics=metrics, on_writer_suspected=fail)
-    cluster.event_seen("writer_suspected", WriterSuspected(writer_worker_id="prefill-0", writer_incarnation="1"))
-    assert told == [WorkerKey("prefill-0", "1")]
-    assert b"tandem_writers_suspected_total 1.0" in metrics.exposition()
-    assert "nobody to tell" in capsys.readouterr().out
+    cluster = Cluster(lease_s=1.0, metrics=metrics)
+    cluster.apply(membership(1, "", "starting"))
+    cluster.event_seen("writer_suspected", suspicion("an earlier one, which has ended"))
+    assert not cluster.suspected
+    for _ in range(2):  # decode says so again after each grace
+        cluster.event_seen("writer_suspected", suspicion("1"))
+    assert cluster.suspected == {WorkerKey("prefill-0", "1")}
+    assert b"tandem_writers_suspected_total 3.0" in metrics.exposition()
+    cluster.apply(membership(2, "", "failed"))
+    assert cluster.suspected
+    cluster.apply(Membership(version=3))
+    assert not cluster.suspected
+
+
+def test_every_status_names_the_suspected_writers(site: Site) -> None:
+    def suspected() -> list[SuspectedWriter]:
+        return list(site.pool.control.RouterStatus(RouterStatusRequest(), timeout=15).suspected_writers)
+
+    assert suspected() == []
+    site.decode.emit(writer_suspected=suspicion("1"))
+    wait_until(suspected)
+    assert suspected() == [SuspectedWriter(worker_id="prefill-0", incarnation="1")]
+    site.pool.remove(site.prefill)
+    assert suspected() == []
+    site.prefill.kill()
 
 
 def test_what_a_handoff_took_is_measured() -> None:

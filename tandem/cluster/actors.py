@@ -4,8 +4,9 @@ None holds any logic. Ray sets `OMP_NUM_THREADS` and takes the signals, so threa
 and stopping is a call.
 
 While an actor's main thread runs no call, Ray looks for signals there 100 times a second, which takes more than all
-else that an idle process does. So workers and the router take one call at a time, which runs in the main thread, and
-are always asked to wait for their end, some seconds a call. What must not wait for that comes by gRPC.
+else that an idle process does. So workers, router and supervisor take one call at a time, which runs in the main
+thread, and are always in one of some seconds: workers and router are asked to wait for their end, and the supervisor
+asks itself to rest. What must not wait for that comes by gRPC, or from Ray's control store.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -41,6 +43,11 @@ from tandem.worker.exits import host_id
 
 if TYPE_CHECKING:
     from tandem.worker.process import WorkerProcess
+
+
+WAIT_SLICE_S = 4.0
+"""Seconds that one call waits in the one thread that an actor's calls have. What a supervisor that died has asked goes
+on so long, and its successor waits for it before it is told the actor's state."""
 
 
 @dataclass(frozen=True)
@@ -183,13 +190,16 @@ class WatcherActor:
 
 
 class SupervisorActor:
-    """Runs `tandem.cluster.supervisor` in an event loop of its own; Ray starts it again whenever it dies."""
+    """Runs `tandem.cluster.supervisor` in an event loop of its own; Ray starts it again whenever it dies.
+
+    No method is a coroutine: Ray would run its calls elsewhere than in the main thread.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
         _begin(spec, "supervisor", PeerRole.SUPERVISOR)
+        address = f"{worker_host(spec)}:{spec.control_port}"
+        self._face = SupervisorFace(address, spec.config.security, os.getpid(), _this_process().started)
         self._ready = threading.Event()
-        self._face: SupervisorFace
-        self._spec = spec
         threading.Thread(target=self._run, args=(spec,), name="supervisor", daemon=True).start()
 
     def wait_ready(self) -> SupervisorFace:
@@ -197,20 +207,20 @@ class SupervisorActor:
         self._ready.wait()
         return self._face
 
+    def rest(self, seconds: float) -> None:
+        """Nothing; the supervisor asks for it all the time, so that Ray leaves the main thread alone."""
+        time.sleep(seconds)
+
     def _run(self, spec: ClusterSpec) -> None:
         from tandem.cluster.supervisor_process import serve_supervisor
 
         try:
-            asyncio.run(serve_supervisor(spec, worker_host(spec), self._listening))
+            asyncio.run(serve_supervisor(spec, self._face, self._ready.set))
         except BaseException:
             # Nothing here foresees it: end the process, and Ray starts the next supervisor, which adopts what runs.
             logging.getLogger(__name__).critical("the supervisor failed", exc_info=True)
             sys.stderr.flush()
             os._exit(1)
-
-    def _listening(self, address: str) -> None:
-        self._face = SupervisorFace(address, self._spec.config.security, os.getpid(), _this_process().started)
-        self._ready.set()
 
 
 def make_actor(cls: type, **options: Any) -> Any:

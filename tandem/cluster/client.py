@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 
@@ -86,11 +88,18 @@ def _ask_ray(address: str) -> Target:
 
     join_ray(address, remedy="name the address that `ray status` or `tandem serve` tells, or leave --address out")
     import ray
+    from ray.exceptions import GetTimeoutError
+
+    from tandem.cluster.ray_memory import recall_face
 
     try:
         actor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)
-        face: SupervisorFace = ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S)
+        face = recall_face()
+        if face is None or not _listens(face.address):  # it is being started, perhaps again
+            face = cast(SupervisorFace, ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S))
         return Target(face.address, face.security)
+    except GetTimeoutError as error:
+        raise WorkerLostError(f"the supervisor in the Ray cluster at {address} does not start") from error
     except ValueError as error:
         raise ConfigError(
             f"no Tandem cluster runs in the Ray cluster at {address}; "
@@ -99,3 +108,12 @@ def _ask_ray(address: str) -> Target:
         ) from error
     finally:
         leave_ray()
+
+
+def _listens(address: str) -> bool:
+    """Whether somebody takes connections there; not whether he answers."""
+    try:
+        socket.create_connection((host_of(address).strip("[]"), int(address.rpartition(":")[2])), TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 from collections.abc import Awaitable, Sequence
@@ -11,15 +10,23 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.actors import ActorState, RouterActor, SupervisorActor, WorkerActor, make_actor, translate
+from tandem.cluster import ray_memory
+from tandem.cluster.actors import (
+    WAIT_SLICE_S,
+    ActorState,
+    RouterActor,
+    SupervisorActor,
+    WorkerActor,
+    make_actor,
+    translate,
+)
 from tandem.cluster.events import Drain, Intent, Placement, Role
 from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
 from tandem.cluster.node_share import threads_for
 from tandem.cluster.node_watcher import ProcessId
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec
+from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.watchers import WATCHER, NodeWatchers
 from tandem.core.errors import WorkerLostError
 from tandem.rpc.v1 import common_pb2
@@ -27,12 +34,6 @@ from tandem.rpc.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_MEMORY_KEY = b"supervisor"
-_WAIT_SLICE_S = 4.0
-"""Seconds that one call waits in the one thread that an actor's calls have. What a supervisor that died has asked goes
-on so long, and its successor waits for it before it is told the actor's state."""
-
-_MAX_SUPERVISOR_CALLS = 8
 
 
 def as_kept(node_id: str, processes: Sequence[ProcessId]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class _RayHandle:
         self._place: tuple[str, ProcessId] | None = None  # Ray's id of its node, and the process there
 
     async def wait_closed(self) -> None:
-        while not await self._call(self._actor.wait_closed.remote(_WAIT_SLICE_S)):
+        while not await self._call(self._actor.wait_closed.remote(WAIT_SLICE_S)):
             pass  # still running: ask again
 
     async def wait_ended(self) -> None:
@@ -91,7 +92,7 @@ class RayWorker(_RayHandle):
         return _worker_state(await self._ask_state())
 
     async def start(self) -> WorkerState:
-        while not await self._call(self._actor.start.remote(_WAIT_SLICE_S)):
+        while not await self._call(self._actor.start.remote(WAIT_SLICE_S)):
             pass  # it loads: ask again
         return await self.state()
 
@@ -150,33 +151,43 @@ class RayLauncher:
             else:
                 worker = RayWorker(actor, name, self._watchers)
                 workers.append(FoundWorker(Role(place.rpartition("-")[0]), place, incarnation, worker))
-        kept = kept_of(self._spec.node_id, _recall().get("processes"))
+        kept = kept_of(self._spec.node_id, ray_memory.recall().get("processes"))
         ended = [name.partition(".") for name in self._watchers.adopt(watchers, kept)]
         return Found(workers, router, [incarnation for place, _, incarnation in ended if place != "router"])
 
     def begin_term(self) -> Memory:
-        kept = _recall()
+        kept = ray_memory.recall()
         term = int(kept.get("term", 0)) + 1
-        _remember({**kept, "term": term})
+        self._remember(term=term)
         return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
 
     def remember(self, intent: Intent) -> None:
-        self._keep_for_successors("intent", dataclasses.asdict(intent))
+        self._remember(intent=dataclasses.asdict(intent))
 
     def _keep_processes(self, processes: Sequence[ProcessId]) -> None:
-        self._keep_for_successors("processes", as_kept(self._spec.node_id, processes))
+        self._remember(processes=as_kept(self._spec.node_id, processes))
 
-    def _keep_for_successors(self, key: str, value: Any) -> None:
+    def _remember(self, **changed: Any) -> None:
         with self._memory:
             if not self._over:  # else the next cluster in this Ray would take it for its own
-                _remember({**_recall(), key: value})
+                ray_memory.remember(**changed)
+
+    def remember_face(self, face: SupervisorFace) -> None:
+        """For whoever looks for this supervisor, whose actor answers late: it rests."""
+        self._remember(face=dataclasses.asdict(face))
+
+    async def rest(self) -> None:
+        """Keep the supervisor's own actor in calls until this is cancelled: see `tandem.cluster.actors`."""
+        actor = ray.get_runtime_context().current_actor
+        while True:
+            await actor.rest.remote(WAIT_SLICE_S)
 
     def end_self(self) -> None:
-        """End the watchers and the supervisor's own actor for good, and forget what was for its successors."""
+        """End the watchers and the supervisor's own actor for good, and forget what was remembered."""
         self._watchers.end()
         with self._memory:
             self._over = True
-            internal_kv._internal_kv_del(_MEMORY_KEY, namespace=NAMESPACE)
+            ray_memory.forget()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
@@ -185,7 +196,6 @@ def start_supervisor(spec: ClusterSpec) -> Any:
     return make_actor(
         SupervisorActor,
         name=SUPERVISOR_NAME,
-        max_concurrency=_MAX_SUPERVISOR_CALLS,
         max_restarts=-1,
         max_task_retries=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
@@ -217,13 +227,3 @@ def _read_intent(kept: dict[str, Any]) -> Intent:
         failures=kept["failures"],
         closing_s=kept["closing_s"],
     )
-
-
-def _recall() -> dict[str, Any]:
-    """What the supervisors keep in Ray's control store (it lives as long as the cluster)."""
-    kept = internal_kv._internal_kv_get(_MEMORY_KEY, namespace=NAMESPACE)
-    return json.loads(kept) if kept else {}
-
-
-def _remember(data: dict[str, Any]) -> None:
-    internal_kv._internal_kv_put(_MEMORY_KEY, json.dumps(data).encode(), overwrite=True, namespace=NAMESPACE)

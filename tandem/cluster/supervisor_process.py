@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from tandem.cluster.events import Role
@@ -10,15 +11,15 @@ from tandem.cluster.launcher import RayLauncher
 from tandem.cluster.lives import Policy
 from tandem.cluster.preflight import check_room
 from tandem.cluster.service import SupervisorService
-from tandem.cluster.spec import ClusterSpec
+from tandem.cluster.spec import ClusterSpec, SupervisorFace
 from tandem.cluster.supervisor import Supervisor
-from tandem.rpc.channel import bind, make_server
+from tandem.rpc.channel import bind, host_of, make_server
 from tandem.rpc.v1 import supervisor_pb2_grpc
 
 HEARTBEATS_PER_LEASE = 5
 
 
-async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[[str], None]) -> None:
+async def serve_supervisor(spec: ClusterSpec, face: SupervisorFace, on_listening: Callable[[], None]) -> None:
     """Supervise until a shutdown is complete. Raises `OSError` when the control port is taken."""
     pools, transport = spec.config.pools, spec.config.transport
     launcher = RayLauncher(spec)
@@ -36,9 +37,13 @@ async def serve_supervisor(spec: ClusterSpec, host: str, on_listening: Callable[
     )
     server = make_server()
     supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)
-    bind(server, host, spec.control_port)
+    bind(server, host_of(face.address), spec.control_port)
     await server.start()
-    on_listening(f"{host}:{spec.control_port}")
-    await supervisor.run()
+    await asyncio.to_thread(launcher.remember_face, face)
+    on_listening()
+    async with asyncio.TaskGroup() as tasks:
+        resting = tasks.create_task(launcher.rest())
+        await supervisor.run()
+        resting.cancel()
     await server.stop(grace=2.0)  # lets the answer to Shutdown and the last watch go out
     launcher.end_self()

@@ -5,7 +5,11 @@ They listen on the host's own address, so all that is asked for beyond loopback 
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +89,35 @@ def test_the_command_line_finds_it_through_ray(serve: Serve, nodes: dict[str, An
     run = serve.tandem("status", "--address", nodes["cluster"].address)
     assert run.returncode == 0, run.stderr
     assert "prefill 1/1 ready, decode 1/1 ready" in run.stdout
+
+
+REST = """
+import logging, sys, ray
+ray.init(address=sys.argv[1], namespace="tandem", log_to_driver=False, logging_level=logging.ERROR)
+resting = ray.get_actor("supervisor").rest.remote(60)
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_command_does_not_wait_for_the_supervisors_actor_which_rests(serve: Serve, nodes: dict[str, Any]) -> None:
+    address = nodes["cluster"].address
+    line = [sys.executable, "-c", REST, address]
+    with subprocess.Popen(line, env=serve.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        assert asking.stdout.readline() == "asked\n"
+        run = serve.tandem("status", "--address", address)
+        asking.communicate()
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_command_waits_for_a_supervisor_that_is_started_again(serve: Serve, nodes: dict[str, Any]) -> None:
+    before = serve.status()["pid"]
+    os.kill(before, signal.SIGKILL)
+    run = serve.tandem("status", "--json", "--address", nodes["cluster"].address)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["pid"] != before
+    serve.until(lambda cluster: cluster.get("settled", False))
 
 
 def test_a_second_cluster_in_the_same_ray_is_refused(

@@ -57,11 +57,11 @@ def test_a_second_cluster_on_the_port_fails_before_anything_starts(serve: Serve,
     assert second.processes() == []
 
 
-def test_ray_does_not_wake_idle_workers_and_the_router(serve: Serve) -> None:
+def test_ray_does_not_wake_idle_actors(serve: Serve) -> None:
     """It would 100 times a second, in a main thread that waits for calls."""
-    title = re.compile(r"ray::(Worker|Router)Actor\b")
+    title = re.compile(r"ray::(Worker|Router|Supervisor)Actor\b")
     actors = [process for process in serve.processes() if title.match(" ".join(process.cmdline()))]
-    assert len(actors) == 3
+    assert len(actors) == 4
     before = [actor.num_ctx_switches().voluntary for actor in actors]  # of the main thread
     time.sleep(4)
     wakes = [actor.num_ctx_switches().voluntary - old for actor, old in zip(actors, before, strict=True)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -111,10 +110,27 @@ def test_a_command_does_not_wait_for_the_supervisors_actor_which_rests(serve: Se
     assert run.returncode == 0, run.stderr
 
 
+STATUS_OF_THE_NEXT = """
+import sys, psutil
+from tandem import cli
+from tandem.cluster import ray_home
+address, pid = sys.argv[1], int(sys.argv[2])
+join_ray = ray_home.join_ray
+def join_and_kill(*args, **options):
+    join_ray(*args, **options)
+    supervisor = psutil.Process(pid)
+    supervisor.kill()
+    supervisor.wait(10)
+ray_home.join_ray = join_and_kill
+sys.exit(cli.main(["status", "--json", "--address", address]))
+"""
+
+
 def test_a_command_waits_for_a_supervisor_that_is_started_again(serve: Serve, nodes: dict[str, Any]) -> None:
+    """It dies right before the command looks where it listens."""
     before = serve.status()["pid"]
-    os.kill(before, signal.SIGKILL)
-    run = serve.tandem("status", "--json", "--address", nodes["cluster"].address)
+    line = [sys.executable, "-c", STATUS_OF_THE_NEXT, nodes["cluster"].address, str(before)]
+    run = subprocess.run(line, env=serve.env, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["pid"] != before
     serve.until(lambda cluster: cluster.get("settled", False))

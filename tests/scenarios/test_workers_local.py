@@ -178,7 +178,7 @@ async def test_all_choices_may_end_with_their_first_token(pair: WorkerPair, orac
 # ---- what happens meanwhile
 
 
-@pytest.mark.parametrize(("attempt", "num_steps"), [(1, 6), (2, 2)], ids=["a new prompt", "after a loss"])
+@pytest.mark.parametrize(("attempt", "num_steps"), [(1, 5), (2, 2)], ids=["a new prompt", "after a loss"])
 async def test_a_new_prompt_takes_little_of_each_step_and_a_retrys_takes_what_it_needs(
     pair: WorkerPair, oracle: Oracle, attempt: int, num_steps: int
 ) -> None:

@@ -274,13 +274,13 @@ class Generations:
         self._num_ended = upcoming.num_ended
         if self._num_ended != num_ended:  # after the runner last looked into its inbox, it may be
             return True
-        if not any(s.is_decode for s in self._scheduler.running) or not upcoming.is_near(patience.left_s):
+        due = upcoming.next_within(patience.left_s)
+        if due is None or not any(s.is_decode for s in self._scheduler.running):
             return False
-        began_s = time.monotonic()
-        if self._worker.shares is not None:
-            self._worker.shares.rest(gives_way=True)
+        began_s, shares = time.monotonic(), self._worker.shares
+        if shares is not None and due.pid is not None and shares.first_steps(due.pid) is not None:
+            shares.rest(gives_way=True)  # it gains by that, if anybody does
         upcoming.wait(num_ended, patience.left_s)
-        self._num_ended = upcoming.num_ended
         waited_s = time.monotonic() - began_s
         patience.waited(waited_s)
         self._worker.handoff_wait_s += waited_s

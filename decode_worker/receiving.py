@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Protocol
 
 from decode_worker.upcoming import Forecast
@@ -36,8 +37,8 @@ _log = logging.getLogger(__name__)
 # nothing gets lost: between hosts a kernel sends again for longer, so there the grace time must pass.
 IN_FLIGHT_S = 0.5
 
-# Of the newest time in the mean of those from arrival to admission.
-_CLOSING_WEIGHT = 0.25
+# Of so many handoffs the time between arrival and admission is remembered.
+_NUM_CLOSINGS = 5
 
 
 class ReceivingOutlet(Protocol):
@@ -84,9 +85,9 @@ class ReceivingOutlet(Protocol):
 
     def deadline(self, deadline_s: float | None) -> None: ...
 
-    def foresee(self, due_s: float | None) -> None:
-        """The next admission is probably due then, on the monotonic clock; before `admit` and `over` of it, the one
-        after it."""
+    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
+        """All admissions that are foreseen now: when, on the monotonic clock, and of which sender. Before `admit` and
+        `over` of one, those without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,8 @@ class ReceivingDesk:
         self._arriving: dict[str, _Arriving] = {}
         # Writes that said that they had arrived, and are of no grant here that still counts.
         self.num_arrivals_ignored = 0
-        # From the arrival of a handoff's last layer to its admission, as it has been.
-        self._closing_s = 0.0
+        # From the arrival of a handoff's last layer to its admission, lately.
+        self._closings_s: deque[float] = deque(maxlen=_NUM_CLOSINGS)
         # When the exit of a writer becomes a fence, by incarnation.
         self._exited: dict[str, float] = {}
         # What senders were refused, by why; but for repetitions of what has ended well.
@@ -209,9 +210,9 @@ class ReceivingDesk:
                 self._foresee()
 
     def _foresee(self) -> None:
-        forecasts = (arriving.forecast.complete_s() for arriving in self._arriving.values())
-        complete_s = min((when_s for when_s in forecasts if when_s is not None), default=None)
-        self._outlet.foresee(None if complete_s is None else complete_s + self._closing_s)
+        closing_s = median(self._closings_s) if self._closings_s else 0.0
+        completes = ((arriving.forecast.complete_s(), arriving.sender) for arriving in self._arriving.values())
+        self._outlet.foresee([(when_s + closing_s, sender) for when_s, sender in completes if when_s is not None])
 
     def _ignore_arrival(self, peer: str, why: str) -> None:
         self.num_arrivals_ignored += 1
@@ -325,7 +326,7 @@ class ReceivingDesk:
     def _admit(self, i: ev.AdmitRequest) -> None:
         forecast = self._arriving.pop(i.grant.grant_id).forecast
         if not forecast.num_left:
-            self._closing_s += _CLOSING_WEIGHT * (time.monotonic() - forecast.last_s - self._closing_s)
+            self._closings_s.append(time.monotonic() - forecast.last_s)
         self._foresee()
         self._outlet.admit(i.grant, i.commit, self._committed_s)
 

@@ -10,10 +10,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-# How much later steps may begin: in times of the last one, and of all.
+# How much later steps may begin: in times of a usual one, and of all.
 _MOST_OF_A_STEP, _MOST_OF_ALL = 0.5, 0.05
+# The shortest of so many is a usual one: not a replay's, nor one in which the process was stopped.
+_NUM_STEPS = 4
+
+
+class Due(NamedTuple):
+    """An admission that is foreseen, on the monotonic clock; `pid`: of its prefill worker, if that is on this host."""
+
+    due_s: float
+    pid: int | None
 
 
 @dataclass(slots=True)
@@ -56,30 +68,37 @@ class Patience:
     """How long the next step may begin later: a bounded part of a step, and of the time of all steps."""
 
     def __init__(self) -> None:
-        self.left_s = 0.0
+        self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._left_s = 0.0  # below 0 after a wait that took longer than it should have
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._left_s)
 
     def stepped(self, step_s: float) -> None:
         """A step took so long."""
-        self.left_s = min(self.left_s + _MOST_OF_ALL * step_s, _MOST_OF_A_STEP * step_s)
+        self._steps_s.append(step_s)
+        usual_s = min(self._steps_s)
+        self._left_s = min(self._left_s + _MOST_OF_ALL * usual_s, _MOST_OF_A_STEP * usual_s)
 
     def waited(self, wait_s: float) -> None:
         """A step began so much later."""
-        self.left_s = max(0.0, self.left_s - wait_s)
+        self._left_s -= wait_s
 
 
 class Upcoming:
-    """The next admission, as the transfer thread foresees it and the runner waits for it."""
+    """The next admissions, as the transfer thread foresees them and the runner waits for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._due_s: float | None = None
+        self._dues: Sequence[Due] = ()
         self._num_ended = 0
 
     # -- on the transfer thread
 
-    def foresee(self, due_s: float | None) -> None:
-        """The next admission is due then, on the monotonic clock; `None`: none is foreseen."""
-        self._due_s = due_s
+    def foresee(self, dues: Sequence[Due]) -> None:
+        """All that is foreseen now."""
+        self._dues = dues
 
     def ended(self) -> None:
         """A handoff was admitted, or will not be; the runner has been told."""
@@ -94,10 +113,11 @@ class Upcoming:
         """How many handoffs have ended so far; the runner's inbox tells of each."""
         return self._num_ended
 
-    def is_near(self, longest_s: float) -> bool:
-        """Whether an admission is due within `longest_s`. One that is overdue by more may never come."""
-        due_s = self._due_s
-        return due_s is not None and abs(due_s - time.monotonic()) <= longest_s
+    def next_within(self, longest_s: float) -> Due | None:
+        """The next admission that is due within `longest_s`. One that is overdue by as much may never come."""
+        now_s = time.monotonic()
+        near = (due for due in self._dues if abs(due.due_s - now_s) < longest_s)
+        return min(near, key=lambda due: due.due_s, default=None)
 
     def wait(self, num_ended: int, longest_s: float) -> None:
         """Until more than `num_ended` handoffs have ended, for at most `longest_s`."""

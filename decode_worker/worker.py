@@ -16,7 +16,7 @@ from grpc import aio
 from decode_worker.commits import CommitStreams, error_of
 from decode_worker.generations import Generations
 from decode_worker.receiving import Answer, ReceivingDesk
-from decode_worker.upcoming import Upcoming
+from decode_worker.upcoming import Due, Upcoming
 from kvtransfer.layout import check_compatible
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
@@ -222,8 +222,13 @@ class DecodeWorker(WorkerProcess):
         self.runner.submit(lambda: self.generations.over(key, pages, verified, reason, quarantined=quarantined))
         self._upcoming.ended()
 
-    def foresee(self, due_s: float | None) -> None:
-        self._upcoming.foresee(due_s)
+    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
+        self._upcoming.foresee([Due(due_s, self._pid_here(sender)) for due_s, sender in dues])
+
+    def _pid_here(self, incarnation: str) -> int | None:
+        """A prefill worker's process, if it runs on this host."""
+        writer = self._writers.get(incarnation)
+        return writer.pid if writer is not None and writer.host_id == self.info.host_id else None
 
     def lift(self, pages: tuple[int, ...]) -> None:
         self.runner.submit(lambda: self.generations.lift(pages))

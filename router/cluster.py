@@ -240,7 +240,8 @@ class Cluster:
         key = WorkerKey(message.writer_worker_id, message.writer_incarnation)
         log.error("a decode worker suspects a silent writer: it must be killed on its node", writer=str(key))
         self._metrics.writers_suspected.inc()
-        if key in self._members:  # else it has ended, which the decode worker has yet to hear
+        member = self._members.get(key)  # none: it has ended, which the decode worker has yet to hear
+        if member is not None and member.role == ROLE_PREFILL:
             self._suspected.add(key)
 
     # -- for the supervisor

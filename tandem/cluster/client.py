@@ -37,6 +37,7 @@ def find_cluster(port: int | None, address: str | None) -> Target:
 
     Raises:
         ConfigError: there is none, or more than one to choose from.
+        WorkerLostError: its supervisor is being started for too long, or ends.
     """
     if address:
         return _ask_ray(address)
@@ -88,7 +89,7 @@ def _ask_ray(address: str) -> Target:
 
     join_ray(address, remedy="name the address that `ray status` or `tandem serve` tells, or leave --address out")
     import ray
-    from ray.exceptions import GetTimeoutError
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     from tandem.cluster.ray_memory import recall_face
 
@@ -100,6 +101,8 @@ def _ask_ray(address: str) -> Target:
         return Target(face.address, face.security)
     except GetTimeoutError as error:
         raise WorkerLostError(f"the supervisor in the Ray cluster at {address} does not start") from error
+    except RayActorError as error:
+        raise WorkerLostError(f"the supervisor in the Ray cluster at {address} ends") from error
     except ValueError as error:
         raise ConfigError(
             f"no Tandem cluster runs in the Ray cluster at {address}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import threading
@@ -180,7 +181,11 @@ class RayLauncher:
         """Keep the supervisor's own actor in calls until this is cancelled: see `tandem.cluster.actors`."""
         actor = ray.get_runtime_context().current_actor
         while True:
-            await actor.rest.remote(WAIT_SLICE_S)
+            try:
+                await actor.rest.remote(WAIT_SLICE_S)
+            except RayError as error:  # it costs some wake-ups, and nothing else
+                log.warning("the supervisor's actor does not rest: %s", translate(error).message)
+                await asyncio.sleep(WAIT_SLICE_S)
 
     def end_self(self) -> None:
         """End the watchers and the supervisor's own actor for good, and forget what was remembered."""

@@ -107,12 +107,13 @@ class SchedulingConfig:
     )
     mixed_step_tokens: int = _key(
         0, "tokens of a decode worker's step up to which new prompts are computed beside what it generates, about as "
-        "many as cost little more than reading the weights does; half as many more where few generate or the step has "
-        "threads of idle workers; 0: 8 on a CPU, and none on a GPU", minimum=0
+        "many as cost little more than reading the weights does; on a CPU half as many more where few generate or the "
+        "step has threads of idle workers; 0: 8 on a CPU, and none on a GPU", minimum=0
     )
     share_cores: bool = _key(
-        True, "a worker that has nothing to compute lends its CPU threads to the others of its node, and prefill does "
-        "so until decode has taken the first step of what it was handed"
+        True, "a worker that has nothing to compute lends its CPU threads to the others of its node; so do prefill "
+        "until decode has taken the first step of what it was handed, and decode while it waits for a prefill that is "
+        "about to end"
     )
     local_prefill_tokens: int = _key(
         512, "the most tokens of a prompt that decode computes by itself: of a new one, and of what is missing after a "

@@ -10,8 +10,9 @@ on its bytes, so that the operating system frees it when a process dies; and a b
 busy, so that one that is stopped or dead counts as idle after ten seconds. Nothing here is needed to compute right:
 results are the same bits on any number of threads.
 
-A worker may also give way: it rests until another has computed the first step of what it was handed off, so that this
-step has the cores of both.
+A worker may also give way, though it has something to compute: prefill rests until decode has computed the first step
+of what it was handed off, so that this step has the cores of both, and decode while it waits for a prefill that is
+about to end.
 """
 
 from __future__ import annotations

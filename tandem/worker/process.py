@@ -57,10 +57,10 @@ _T = TypeVar("_T")
 # the drain and to move their requests elsewhere.
 _LAST_WORK_LEASES = 3
 
-# With so many a step takes hardly longer than reading the weights does (docs/performance.md, 21).
+# With so many a step takes hardly longer than reading the weights does (docs/performance.md, 22).
 _CPU_MIXED_STEP_TOKENS = 8
-# Of the most tokens of a step with a paced prompt, where few wait for it or it has threads to spare.
-_MOST_PACED = 1.5
+# In times of these, what a step takes where few wait for it or it has threads to spare (docs/performance.md, 22).
+_MOST_PACED_ON_CPU = 1.5
 
 # With fewer prompts the first of two would wait for the second, and decode hardly gain by it (docs/performance.md, 17).
 _NUM_TO_PAIR = 4
@@ -258,7 +258,7 @@ class WorkerProcess(ABC):
             chunk_size=config.scheduling.chunk_size,
             queue_bound=config.scheduling.worker_queue_bound,
             paced_tokens=max(1, self.mixed_step_tokens),
-            most_paced_tokens=max(1, int(_MOST_PACED * self.mixed_step_tokens)),
+            most_paced_tokens=int(_MOST_PACED_ON_CPU * self.mixed_step_tokens) if self._on_cpu else 0,
             saturating_tokens=self._saturating_tokens,
             num_to_pair=self.num_to_pair,
         )

@@ -29,7 +29,8 @@ class Role(Protocol):
     """What a worker does around a step. All calls come on the runner thread."""
 
     def give_way(self) -> bool:
-        """Let another worker of the node compute first, for a bounded time; whether it did."""
+        """Begin the next step later where that is better for all, for a bounded time; whether the inbox may tell of
+        more now. Asked again until it does not."""
 
     def before_schedule(self) -> None:
         """Pages and places may have come free since the last step."""
@@ -120,7 +121,7 @@ class Runner:
         assert role is not None
         self.busy_since_s = time.monotonic()
         self._drain_inbox()
-        if role.give_way():
+        while not self._stopping and role.give_way():
             self.busy_since_s = time.monotonic()
             self._drain_inbox()  # the next step is that of what has come meanwhile, too
         if self._stopping:

@@ -94,8 +94,6 @@ def reading(
             async for message in incoming:
                 if not session.closed:
                     take(message)
-        except asyncio.CancelledError:
-            raise
         except Exception:  # noqa: BLE001 - logged; the stream ends, and with it all that its peer had started
             _log.exception("stream %d: a message failed", session.number)
         finally:

@@ -93,7 +93,7 @@ def test_the_command_line_finds_it_through_ray(serve: Serve, nodes: dict[str, An
 REST = """
 import logging, sys, ray
 ray.init(address=sys.argv[1], namespace="tandem", log_to_driver=False, logging_level=logging.ERROR)
-resting = ray.get_actor("supervisor").rest.remote(60)
+resting = ray.get_actor("supervisor").rest.remote(15)
 print("asked", flush=True)
 sys.stdin.read()
 """

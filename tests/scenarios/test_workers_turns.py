@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,8 +209,27 @@ async def test_a_step_begins_later_for_a_handoff_that_is_about_to_be_complete(
     assert pair.decode.read_status().handoff_wait_s - before_s > 0.1
 
 
-async def test_a_step_does_not_begin_later_for_a_handoff_that_stands_still(pair: WorkerPair, shares: Shares) -> None:
+async def test_steps_begin_hardly_later_for_a_handoff_that_stands_still(pair: WorkerPair, shares: Shares) -> None:
     async with Router(pair) as router:
         async with about_to_be_complete(pair, router) as (elder, younger):
+            before_s, began_s = pair.decode.read_status().handoff_wait_s, time.monotonic()
             await router.finish(elder)
+            waited_s = pair.decode.read_status().handoff_wait_s - before_s
+            assert waited_s <= 0.1 * (time.monotonic() - began_s)
         await router.finish(younger)
+
+
+async def test_cores_go_to_the_prefill_that_is_waited_for_and_to_no_other(
+    pair: WorkerPair, shares: Shares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upcoming, "_MOST_OF_A_STEP", 1e6)
+    monkeypatch.setattr(upcoming, "_MOST_OF_ALL", 1e6)
+    shares.decode.borrow()
+    monkeypatch.setattr(pair.decode, "_pid_here", lambda _: 1)
+    async with Router(pair) as router:
+        with Gate(pair.decode._upcoming, "wait") as waiting:
+            async with about_to_be_complete(pair, router) as asks:
+                await waiting.wait()
+                assert shares.prefill.borrow() == 0
+        for ask in asks:
+            await router.finish(ask)

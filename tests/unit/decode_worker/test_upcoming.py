@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from decode_worker.upcoming import Forecast, Patience, Upcoming
+from decode_worker.upcoming import Due, Forecast, Patience, Upcoming
 
 
 def test_layers_that_arrive_one_by_one_foretell_the_last() -> None:
@@ -49,20 +49,46 @@ def test_patience_is_part_of_a_step_and_of_all_steps() -> None:
     assert patience.left_s == pytest.approx(0.010)
     patience.waited(0.004)
     assert patience.left_s == pytest.approx(0.006)
-    patience.waited(0.1)
-    assert patience.left_s == 0
-    patience.stepped(0.002)
-    assert patience.left_s == pytest.approx(0.0001)
+
+
+def test_a_wait_that_took_too_long_is_paid_back() -> None:
+    patience = Patience()
+    patience.waited(0.010)
+    for _ in range(10):
+        assert patience.left_s == 0
+        patience.stepped(0.020)
+    patience.stepped(0.020)
+    assert patience.left_s == pytest.approx(0.001)
+
+
+def test_one_long_step_is_no_usual_one() -> None:
+    """A replay, or the process was stopped: the next step is one of the others again."""
+    patience = Patience()
+    for _ in range(100):
+        patience.stepped(0.020)
+    for _ in range(3):
+        patience.stepped(0.8)
+    assert patience.left_s == pytest.approx(0.010)
+    patience.stepped(0.8)
+    assert patience.left_s == pytest.approx(0.05), "all are now"
 
 
 @pytest.mark.parametrize(("in_s", "longest_s", "is_near"), [(1, 2, True), (2, 1, False), (-1, 2, True), (-2, 1, False)])
 def test_near_is_what_is_due_soon_or_was_lately(in_s: float, longest_s: float, is_near: bool) -> None:
     upcoming = Upcoming()
-    assert not upcoming.is_near(longest_s)
-    upcoming.foresee(time.monotonic() + in_s)
-    assert upcoming.is_near(longest_s) is is_near
-    upcoming.foresee(None)
-    assert not upcoming.is_near(longest_s)
+    assert upcoming.next_within(longest_s) is None
+    due = Due(time.monotonic() + in_s, 7)
+    upcoming.foresee([due])
+    assert upcoming.next_within(longest_s) == (due if is_near else None)
+    upcoming.foresee([])
+    assert upcoming.next_within(longest_s) is None
+
+
+def test_one_that_stands_still_hides_no_other() -> None:
+    upcoming, now_s = Upcoming(), time.monotonic()
+    dues = [Due(now_s - 50, 1), Due(now_s + 5, None), Due(now_s + 5, 2), Due(now_s + 1, 3)]
+    upcoming.foresee(dues)
+    assert upcoming.next_within(10) == dues[3]
 
 
 def test_a_wait_ends_with_the_next_handoff_that_ends() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,8 +199,8 @@ class Receiving(End):
     def replace_self(self, num_quarantined: int) -> None:
         self.tell("replace_self", num_quarantined)
 
-    def foresee(self, due_s: float | None) -> None:
-        self.tell("foresee", due_s)
+    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
+        self.tell("foresee", list(dues))
 
 
 class World:

@@ -21,7 +21,7 @@ from router.worker_key import WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
-from tandem.rpc.v1.common_pb2 import ROLE_PREFILL
+from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.rpc.v1.control_pb2 import Member, Membership, RouterStatusRequest, SuspectedWriter
 from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone
@@ -49,6 +49,15 @@ def test_a_writer_is_suspected_as_long_as_it_is_a_member() -> None:
     cluster.apply(membership(2, "", "failed"))
     assert cluster.suspected
     cluster.apply(Membership(version=3))
+    assert not cluster.suspected
+
+
+def test_nobody_but_a_prefill_worker_writes() -> None:
+    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics())
+    members = membership(1, "", "starting")
+    members.members[0].role = ROLE_DECODE
+    cluster.apply(members)
+    cluster.event_seen("writer_suspected", suspicion("1"))
     assert not cluster.suspected
 
 

@@ -1,0 +1,74 @@
+"""What the runner does between two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from tandem.core.pages import PagePool
+from tandem.worker.runner import Role, Runner
+from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+
+WAIT_S = 10.0
+
+
+class Patient:
+    """A role with nothing to compute, that begins its first step later, so many times."""
+
+    def __init__(self, num_times: int, told: list[str], while_it_waits: Callable[[int], None]) -> None:
+        self._num_left, self._num_times = num_times, num_times
+        self._told = told
+        self._while_it_waits = while_it_waits
+        self.idle = threading.Event()
+
+    def give_way(self) -> bool:
+        if not self._num_left:
+            return False
+        self._num_left -= 1
+        self._while_it_waits(self._num_times - self._num_left)
+        return True
+
+    def before_schedule(self) -> None:
+        self._told.append("schedule")
+
+    def going_idle(self) -> None:
+        self.idle.set()
+
+
+@pytest.fixture
+def runner() -> Runner:
+    scheduler = BatchScheduler(PagePool(4, 16), SchedulerLimits(4, 64, 16, 4), salt=b"")
+    failures: list[BaseException] = []
+    return Runner(
+        cast(Any, None),
+        scheduler,
+        name="runner",
+        on_fatal=failures.append,
+        on_work=lambda: None,
+        on_rest=lambda: None,
+    )
+
+
+def test_what_comes_in_each_time_that_a_step_begins_later_counts_for_it(runner: Runner) -> None:
+    told: list[str] = []
+
+    def while_it_waits(number: int) -> None:
+        runner.submit(lambda: told.append(f"admission {number}"))
+
+    role = Patient(2, told, while_it_waits)
+    runner.start(cast(Role, role))
+    assert role.idle.wait(WAIT_S)
+    runner.stop()
+    assert told[:3] == ["admission 1", "admission 2", "schedule"]
+
+
+def test_a_runner_that_is_to_stop_waits_no_more(runner: Runner) -> None:
+    told: list[str] = []
+    waits = threading.Event()
+    runner.start(cast(Role, Patient(1_000_000_000, told, lambda _: waits.set())))
+    assert waits.wait(WAIT_S)
+    runner.stop(WAIT_S)
+    assert not told

@@ -316,7 +316,9 @@ async def test_repeated_commands_change_nothing(pair: WorkerPair, oracle: Oracle
         with Gate(pair.decode.engine, "forward", first=1) as gate:
             ask = await router.reserve(Ask(prompt_of(60), local=ALL))
             await gate.wait()
+            num_before = pair.decode.runner._inbox.qsize()
             await router.reserve(ask)
+            await until(lambda: pair.decode.runner._inbox.qsize() > num_before, "the repeated command")
         outcome = await router.finish(ask)
         assert outcome.ids() == oracle.greedy(ask.prompt, 12)
         assert outcome.kinds == ["decode.local", "decode.local"], "asked twice, answered twice"

@@ -195,27 +195,34 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
     """An older request takes the pages that it grows into from the prompt, which is then computed again."""
     prompt = prompt_of(400)
     decode = pair.decode
-    # A token a step, and many of the elder's: neither has ended when the gate closes, however late that is.
-    old = pair.limit(decode, paced_tokens=2)
+    old = pair.limit(decode, paced_tokens=2, most_paced_tokens=0)
+
+    def is_computing() -> bool:
+        return any(isinstance(s.owner, Prompt) for s in decode.scheduler.running)
+
     try:
         async with Router(pair) as router:
             (whole,) = await router.ask(Ask(prompt, params, n=2, local=ALL))
             await pair.settled()
             pair.drop_caches()
-            elder = await router.begin(Ask(prompt_of(20), greedy(400)))
-            await router.until(lambda: len(router.outcomes[elder.key].tokens[0]) > 1, "tokens of the elder")
-            with Gate(decode.engine, "forward", first=sys.maxsize) as gate:
-                ask = await router.reserve(Ask(prompt, params, n=2, local=ALL))
-                await router.heard(ask, "decode.local")
-                gate.close()
-                await gate.wait()
-                # The runner stands in a step: nobody else looks at the pool.
-                hogged = decode.pool.allocate(decode.pool.num_available)
-                assert hogged is not None
-                before = decode.num_preemptions
-            await until(lambda: decode.num_preemptions > before, "a preemption")
-            assert [type(s.owner) for s in decode.scheduler.waiting] == [Prompt]
-            pair.on_runner(decode, lambda: decode.pool.release(hogged))
+            with Gate(decode.engine, "forward", first=1) as generating:
+                elder = await router.begin(Ask(prompt_of(20), greedy(400)))
+                await generating.wait()
+                num_before = decode.runner._inbox.qsize()
+                with Gate(decode.engine, "forward", when=is_computing) as computing:
+                    ask = await router.reserve(Ask(prompt, params, n=2, local=ALL))
+                    await until(lambda: decode.runner._inbox.qsize() > num_before, "the reservation")
+                    generating.open()
+                    await computing.wait()
+                    # The runner stands in a step: nobody else looks at the pool.
+                    hogged = decode.pool.allocate(decode.pool.num_available)
+                    assert hogged is not None
+                    before = decode.num_preemptions
+            try:
+                await until(lambda: decode.num_preemptions > before, "a preemption")
+                assert [type(s.owner) for s in decode.scheduler.waiting] == [Prompt]
+            finally:
+                pair.on_runner(decode, lambda: decode.pool.release(hogged))
             outcome = await router.finish(ask)
             await router.finish(elder)
     finally:

@@ -68,10 +68,13 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float = W
 
 
 class Gate:
-    """Stands in for a function and holds its callers, from call number `first` on, until it is opened."""
+    """Stands in for a function and holds its callers, from call number `first` on, until it is opened.
 
-    def __init__(self, owner: Any, name: str, first: int = 0) -> None:
-        self._owner, self._name, self._first = owner, name, first
+    Only calls that find `when()` true, asked in the caller's thread.
+    """
+
+    def __init__(self, owner: Any, name: str, first: int = 0, when: Callable[[], bool] = lambda: True) -> None:
+        self._owner, self._name, self._first, self._when = owner, name, first, when
         self._inner = getattr(owner, name)
         self.num_calls = 0
         self.reached = threading.Event()
@@ -88,7 +91,7 @@ class Gate:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.num_calls += 1
-        if self.num_calls > self._first:
+        if self.num_calls > self._first and self._when():
             self.reached.set()
             assert self._open.wait(WAIT_S), f"{self._name} was held for too long"
         return self._inner(*args, **options)

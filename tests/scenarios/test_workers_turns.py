@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -177,17 +178,41 @@ async def test_a_request_that_ends_before_its_first_step_is_not_waited_for(pair:
         assert not router.outcomes[second.key].tokens[0].keys() - {0}
 
 
+@contextlib.contextmanager
+def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
+    """Until something is foreseen, decode steps only when its inbox has something: waiting uses up no tokens.
+
+    Yields what is set when it is about to step for the first time.
+    """
+    inbox, forward = pair.decode.runner._inbox, pair.decode.engine.forward
+    stands, over = threading.Event(), threading.Event()
+
+    def told_first(*args: Any) -> Any:
+        stands.set()
+        while not (over.is_set() or inbox.qsize() or pair.decode._upcoming._dues):
+            over.wait(0.001)
+        return forward(*args)
+
+    with mock.patch.object(pair.decode.engine, "forward", told_first):
+        try:
+            yield stands
+        finally:
+            over.set()
+
+
 @contextlib.asynccontextmanager
 async def about_to_be_complete(pair: WorkerPair, router: Router) -> AsyncIterator[tuple[Ask, Ask]]:
     """Decode generates for the elder; the younger's pages are all written, its first token has not been chosen."""
-    elder = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
-    await router.until(lambda: len(router.outcomes[elder.key].tokens[0]) > 2, "tokens of the elder")
-    with Gate(pair.prefill.prompts, "sample") as sample:
-        with Gate(pair.prefill.engine, "forward"):
-            younger = await router.begin(Ask(prompt_of(32, seed=1)))
-            await router.until_attached(younger)
-        await sample.wait()
-        yield elder, younger
+    with steps_when_told(pair) as stands:
+        elder = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
+        await until(stands.is_set, "the elder's first step")
+        with Gate(pair.prefill.prompts, "sample") as sample:
+            with Gate(pair.prefill.engine, "forward"):
+                younger = await router.begin(Ask(prompt_of(32, seed=1)))
+                await router.until_attached(younger)
+            await sample.wait()
+            await until(lambda: pair.decode._upcoming._dues, "what is foreseen")
+            yield elder, younger
 
 
 async def test_a_step_begins_later_for_a_handoff_that_is_about_to_be_complete(

@@ -64,7 +64,7 @@ class Generations:
         self._desk = desk
         self._upcoming = upcoming
         self._num_ended = 0  # of the handoffs, as last looked at
-        self._patience = Patience()
+        self._patience = Patience(worker.config.scheduling.handoff_wait)
         self._step_began_s = 0.0
         self._emit = emit
         self._eos = frozenset(worker.engine.eos_token_ids)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# How much later steps may begin: in times of a usual one, and of all.
-_MOST_OF_A_STEP, _MOST_OF_ALL = 0.5, 0.05
+# How much later a step may begin, in times of a usual one.
+_MOST_OF_A_STEP = 0.5
 # The shortest of so many is a usual one: not a replay's, nor one in which the process was stopped.
 _NUM_STEPS = 4
 
@@ -65,9 +65,10 @@ class Forecast:
 
 
 class Patience:
-    """How long the next step may begin later: a bounded part of a step, and of the time of all steps."""
+    """How long the next step may begin later: a bounded part of a step, and `most_of_all` of the time of all steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_of_all: float) -> None:
+        self._most_of_all = most_of_all
         self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
         self._left_s = 0.0  # below 0 after a wait that took longer than it should have
 
@@ -79,7 +80,7 @@ class Patience:
         """A step took so long."""
         self._steps_s.append(step_s)
         usual_s = min(self._steps_s)
-        self._left_s = min(self._left_s + _MOST_OF_ALL * usual_s, _MOST_OF_A_STEP * usual_s)
+        self._left_s = min(self._left_s + self._most_of_all * usual_s, _MOST_OF_A_STEP * usual_s)
 
     def waited(self, wait_s: float) -> None:
         """A step began so much later."""

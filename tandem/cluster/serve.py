@@ -99,6 +99,7 @@ class Serving:
         self._home: RayHome | None = None
         self._supervisor: Any = None  # its Ray actor
         self._control_address = ""
+        self._has_family = False  # what descends from this process from now on is the cluster's
         self._has_ended = False  # the cluster, as its supervisor has said
         self.left_running = False
         self._news = ClusterNews()
@@ -117,6 +118,7 @@ class Serving:
         self._say_plan(plan)
         if self._address is None:
             self._reporter.step("Starting Ray")
+            self._has_family = True
             processes.adopt_orphans()
             processes.start_guard()
             self._home = ray_home.start_local_ray()
@@ -139,7 +141,7 @@ class Serving:
             asyncio.run(self._shut_down(grace_s=0.0))
         if self._home and not self._ray_lost.is_set():  # a lost Ray does not answer the farewell either
             ray_home.leave_ray()
-        if self._local:
+        if self._has_family:
             processes.kill_descendants()
 
     # --- starting ------------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ from tandem.core.errors import ConfigError
 # A slot is a cache line: how many threads its worker has (0: it is free); until when it is busy, in ns of the monotonic
 # clock, which all processes of a host share; whether somebody wants back what was lent to it; whether somebody came to
 # rest since it borrowed; the worker's process; how many requests that were handed off to it have had their first step;
-# whether it rests though it has something to compute. The first line holds how many slots were ever taken.
+# until when it counts as one that rests though it has something to compute. The first line holds how many slots were
+# ever taken.
 _THREADS, _BUSY_UNTIL, _WANTED_BACK, _OFFERED, _PID, _FIRST_STEPS, _GIVES_WAY = range(7)
 _SLOT_WORDS = 8
 _SLOT_BYTES = 8 * _SLOT_WORDS
@@ -127,14 +128,14 @@ class CoreShares:
         workers that have nothing to compute."""
         words, now = self._words, time.monotonic_ns()
         others = [
-            (words[s + _THREADS], words[s + _BUSY_UNTIL] > now or words[s + _GIVES_WAY] != 0) for s in self._others()
+            (words[s + _THREADS], max(words[s + _BUSY_UNTIL], words[s + _GIVES_WAY]) > now) for s in self._others()
         ]
         return min(self._most, lent_threads(self._own, others))
 
     def rest(self, *, gives_way: bool = False) -> None:
         """The others may have this worker's threads: there is nothing to compute, or it `gives_way` for a moment."""
         words, mine, now = self._words, self._slot, time.monotonic_ns()
-        words[mine + _GIVES_WAY] = int(gives_way)
+        words[mine + _GIVES_WAY] = now + _BUSY_NS if gives_way else 0
         if words[mine + _BUSY_UNTIL]:
             words[mine + _BUSY_UNTIL] = 0
             for slot in self._others():

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from decode_worker import upcoming
+from decode_worker.upcoming import Patience
 from prefill_worker import prompts
 from tandem.core.sampling import SamplingParams
 from tandem.worker.core_shares import CoreShares
@@ -178,6 +179,11 @@ async def test_a_request_that_ends_before_its_first_step_is_not_waited_for(pair:
         assert not router.outcomes[second.key].tokens[0].keys() - {0}
 
 
+def patient_without_end(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upcoming, "_MOST_OF_A_STEP", 1e6)
+    monkeypatch.setattr(pair.decode.generations, "_patience", Patience(most_of_all=1e6))
+
+
 @contextlib.contextmanager
 def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
     """Until something is foreseen, decode steps only when its inbox has something: waiting uses up no tokens.
@@ -219,8 +225,7 @@ async def test_a_step_begins_later_for_a_handoff_that_is_about_to_be_complete(
     pair: WorkerPair, shares: Shares, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then prefill has decode's thread."""
-    monkeypatch.setattr(upcoming, "_MOST_OF_A_STEP", 1e6)
-    monkeypatch.setattr(upcoming, "_MOST_OF_ALL", 1e6)
+    patient_without_end(pair, monkeypatch)
     shares.decode.borrow()  # as its kernels do
     before_s = pair.decode.read_status().handoff_wait_s
     async with Router(pair) as router:
@@ -247,8 +252,7 @@ async def test_steps_begin_hardly_later_for_a_handoff_that_stands_still(pair: Wo
 async def test_cores_go_to_the_prefill_that_is_waited_for_and_to_no_other(
     pair: WorkerPair, shares: Shares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upcoming, "_MOST_OF_A_STEP", 1e6)
-    monkeypatch.setattr(upcoming, "_MOST_OF_ALL", 1e6)
+    patient_without_end(pair, monkeypatch)
     shares.decode.borrow()
     monkeypatch.setattr(pair.decode, "_pid_here", lambda _: 1)
     async with Router(pair) as router:

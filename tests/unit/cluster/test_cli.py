@@ -211,6 +211,6 @@ def test_serve_checks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ray_home, "start_local_ray", lambda: pytest.fail("Ray was started"))
     monkeypatch.setattr(serve.StopSignals, "install", lambda self: None)
-    monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: 0)
+    monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: pytest.fail("others were killed"))
     with pytest.raises(ConfigError, match=r"cache\.max_context"):
         serve.serve(cli.load(None, {"cache.max_context": 10**9, "http.port": 18765}), None)

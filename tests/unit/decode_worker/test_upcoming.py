@@ -40,7 +40,7 @@ def test_all_at_once_is_complete() -> None:
 
 
 def test_patience_is_part_of_a_step_and_of_all_steps() -> None:
-    patience = Patience()
+    patience = Patience(0.05)
     assert patience.left_s == 0
     patience.stepped(0.020)
     assert patience.left_s == pytest.approx(0.001)
@@ -52,7 +52,7 @@ def test_patience_is_part_of_a_step_and_of_all_steps() -> None:
 
 
 def test_a_wait_that_took_too_long_is_paid_back() -> None:
-    patience = Patience()
+    patience = Patience(0.05)
     patience.waited(0.010)
     for _ in range(10):
         assert patience.left_s == 0
@@ -61,9 +61,16 @@ def test_a_wait_that_took_too_long_is_paid_back() -> None:
     assert patience.left_s == pytest.approx(0.001)
 
 
+def test_no_patience_at_all() -> None:
+    patience = Patience(0.0)
+    for _ in range(100):
+        patience.stepped(0.020)
+    assert patience.left_s == 0
+
+
 def test_one_long_step_is_no_usual_one() -> None:
     """A replay, or the process was stopped: the next step is one of the others again."""
-    patience = Patience()
+    patience = Patience(0.05)
     for _ in range(100):
         patience.stepped(0.020)
     for _ in range(3):

@@ -16,6 +16,8 @@ COPY kvtransfer kvtransfer
 RUN pip install --no-cache-dir build==1.6.1 && python -m build --wheel --outdir /dist .
 
 FROM python:3.11-slim-bookworm
+# With a GPU, Triton compiles its launcher when a worker starts.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ARG TORCH="torch==2.13.0"
 COPY requirements/lock.txt /tmp/lock.txt
 # torch first and in a layer of its own: it is large and changes rarely. TORCH may hold options for pip.

@@ -17,8 +17,8 @@ from typing import Any
 
 from tandem.bench import kernels_command, parts
 from tandem.bench import side_by_side_figures as figures
+from tandem.bench.json_file import read_format
 from tandem.bench.machine import QUIET_CORES
-from tandem.bench.results import read_format
 from tandem.bench.side_by_side import read
 from tandem.bench.side_by_side_figures import Goal, Run, Spread
 from tandem.bench.side_by_side_servers import CONTESTANTS

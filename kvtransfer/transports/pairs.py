@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -107,6 +107,13 @@ class Side:
         group: ProcessGroup = gloo(store, rank, 2, gloo_options)
         return group
 
+    def own_stream(self) -> AbstractContextManager[object]:
+        """Where a thread of ours copies and waits, and not behind what the model computes."""
+        if not self.arena.is_cuda:
+            return nullcontext()
+        stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(self.arena.device))
+        return stream
+
     def finish(self) -> None:
         """NCCL's waits are on the stream; the bytes are there when the stream says so."""
         if self.arena.is_cuda:
@@ -123,7 +130,7 @@ class PairThread(ABC):
         self._group: ProcessGroup | None = None
         self._generation = 0
         # Daemon: a process that dies without `close` must not hang on a stopped peer.
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def ask_to_close(self) -> None:
@@ -140,6 +147,10 @@ class PairThread(ABC):
         self._thread.join(2 * self._side.timeout_s)
         if self._thread.is_alive():
             raise TransportError(f"{self._thread.name} did not end")
+
+    def _run(self) -> None:
+        with self._side.own_stream():
+            self._main()
 
     @abstractmethod
     def _main(self) -> None: ...

@@ -347,6 +347,6 @@ def _parts(options: argparse.Namespace) -> int:
 
 
 def _gpu(options: argparse.Namespace) -> int:
-    from tandem.bench import commands
+    from tandem.bench import gpu_command
 
-    return commands.gpu(options)
+    return gpu_command.run(options)

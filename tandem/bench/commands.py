@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import functools
 import json
-import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import uvloop
 from rich.console import Console
 
-from tandem.bench import results
+from tandem.bench import json_file, results
 from tandem.bench.goodput import GoodputSearch, search_goodput
 from tandem.bench.overload import Plan
 from tandem.bench.overload import measure as measure_overload
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     measured = _in_loop(_run_once(session, shape, options, console))
     _say_run(measured, session)
     if options.json is not None:
-        results.write(
+        json_file.write(
             options.json,
             results.document("run", session, _plain(options), [measured], with_records=options.records),
         )
@@ -79,7 +78,7 @@ def goodput(options: argparse.Namespace) -> int:
         content = results.document(
             "goodput", session, _plain(options), search.probes, with_records=options.records, search=search.as_json()
         )
-        results.write(options.json, content)
+        json_file.write(options.json, content)
     return _INTERRUPTED if session.was_interrupted else int(not search.rates.best)
 
 
@@ -116,28 +115,9 @@ def overload(options: argparse.Namespace) -> int:
     )
     report = _in_loop(measure_overload(options.url, plan, model=options.model, api_key=api_key()))
     if options.json is not None:
-        results.write(options.json, report)
+        json_file.write(options.json, report)
     else:
         print(json.dumps(report, indent=2))
-    return 0
-
-
-def gpu(options: argparse.Namespace) -> int:
-    """`tandem bench gpu`; 2 where there is no such GPU."""
-    from tandem.bench import gpu as measuring  # imports torch
-    from tandem.bench.gpu_measure import find_device
-
-    try:
-        find_device(options.device)
-    except ConfigError as error:
-        print(f"tandem bench gpu: {error.message}", file=sys.stderr)
-        return _WRONG_USAGE
-    report = measuring.measure(options.device, options.models)
-    console = Console()
-    console.print(measuring.heading(report), highlight=False)
-    console.print(measuring.table(report))
-    if options.json is not None:
-        results.write(options.json, report.as_json())
     return 0
 
 

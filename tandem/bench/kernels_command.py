@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tandem.bench import results
+from tandem.bench import json_file
 from tandem.bench.kernels import DEFAULT_MODEL, count_steps, measure, shape_of, thread_counts
 from tandem.bench.kernels_cases import Sizes, describe
 from tandem.bench.kernels_cost import Figure, Limits, ModelShape, Probe, Report
@@ -66,7 +66,7 @@ def run(
     name = "random" if model is None else model.resolve().name
     _say(name, shape, reports)
     if json is not None:
-        results.write(json, document(name, shape, sizes, reports))
+        json_file.write(json, document(name, shape, sizes, reports))
 
 
 def _say(name: str, shape: ModelShape, reports: Sequence[Report]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.bench import results
+from tandem.bench import json_file
 from tandem.bench.machine import machine, now, versions
 from tandem.bench.parts import FORMAT, PARTS, Figure
 from tandem.bench.side_by_side_code import Code
@@ -47,7 +47,7 @@ class PartsFile:
         }
         earlier = None
         if path.exists():
-            earlier = results.read_format(path, FORMAT, "`tandem bench parts`", key="--json")
+            earlier = json_file.read_format(path, FORMAT, "`tandem bench parts`", key="--json")
         if earlier is None or not (differing := _differing(earlier, settings)):
             return cls(path, settings, earlier)
         if kept := [figure["name"] for figure in earlier["figures"] if figure["name"] not in wanted]:
@@ -62,7 +62,7 @@ class PartsFile:
             found = {figure["name"]: figure for figure in self.earlier["figures"]} | found
             other_cores = max(other_cores, self.earlier["other_cores"])
         in_order = [found[part.name] for part in PARTS if part.name in found]
-        results.write(self.path, {**self.settings, "date": now(), "other_cores": other_cores, "figures": in_order})
+        json_file.write(self.path, {**self.settings, "date": now(), "other_cores": other_cores, "figures": in_order})
 
 
 def _differing(earlier: dict[str, Any], settings: dict[str, Any]) -> list[str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.bench.json_file import read_format
 from tandem.bench.load import Load
 from tandem.bench.machine import machine, now, versions
 from tandem.bench.records import Slo
 from tandem.bench.session import Session, Shape
 from tandem.bench.summary import Summary, summarise
-from tandem.core.errors import ConfigError
 
 FORMAT = "tandem-bench/1"
 
@@ -63,33 +62,9 @@ def document(
     }
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Raises `ConfigError` where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"the results cannot be written: {error}", key="--json") from error
-
-
 def read(path: Path) -> dict[str, Any]:
     """Raises `ConfigError` where it is no file of ours."""
     return read_format(path, FORMAT, "`tandem bench`")
-
-
-def read_format(path: Path, file_format: str, whose: str, *, key: str | None = None) -> dict[str, Any]:
-    """The content of a JSON file that says of itself to be of `file_format`.
-
-    Raises:
-        ConfigError: it is none; names `key`.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}", key=key) from error
-    if not isinstance(content, dict) or content.get("format") != file_format:
-        raise ConfigError(f"{path} is no file of {whose} (its format is not {file_format!r})", key=key)
-    return content
 
 
 def title(content: dict[str, Any], path: Path) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tandem.bench import results
+from tandem.bench import json_file
 from tandem.core.errors import ConfigError
 
 FORMAT = "tandem-side-by-side/1"
@@ -220,7 +220,7 @@ class Measured:
 
 def read(path: Path) -> dict[str, Any]:
     """Raises `ConfigError` where it is no file of a comparison."""
-    return results.read_format(path, FORMAT, "a comparison", key="--json")
+    return json_file.read_format(path, FORMAT, "a comparison", key="--json")
 
 
 def _is_current(item: dict[str, Any], digests: Mapping[str, str]) -> bool:

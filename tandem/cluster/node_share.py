@@ -9,7 +9,7 @@ import ray
 
 from tandem.cluster.events import Role
 from tandem.cluster.host import this_host
-from tandem.cluster.preflight import Preflight, share_of_memory
+from tandem.cluster.preflight import Preflight, share_of_gpu, share_of_memory
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError
 
@@ -32,8 +32,8 @@ def kv_bytes_here(config: Config, role: Role) -> int:
     """
     pool = getattr(config.pools, role)
     if pool.gpus:
-        # Several workers share one GPU when each asks for less than one.
-        share = int(gpu_free_bytes() * config.cache.memory_share * min(1.0, pool.gpus))
+        weights = Preflight(config, this_host(), local=False).weight_bytes
+        share = share_of_gpu(config, gpu_free_bytes(), weights, pool.gpus)
     else:
         check = Preflight(config, this_host(), local=False)
         node_id = ray.get_runtime_context().get_node_id()

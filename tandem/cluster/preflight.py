@@ -289,9 +289,13 @@ class Preflight:
         return sum(pool.workers for pool in self._pools.values() if not pool.gpus)
 
     @property
+    def weight_bytes(self) -> int:
+        return self.facts.weight_bytes(self.dtype)
+
+    @property
     def fixed_bytes(self) -> int:
-        """What a worker takes beside its pages."""
-        return self.facts.weight_bytes(self.dtype) + WORKER_OVERHEAD_BYTES
+        """What a worker takes of its host's memory beside its pages."""
+        return self.weight_bytes + WORKER_OVERHEAD_BYTES
 
     def _kv_bytes(self, pool: PoolConfig) -> int:
         """Bytes of pages for one worker of `pool`; 0: its own node decides (GPU memory, or other hosts)."""
@@ -315,6 +319,14 @@ def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_
     rest = max(0, available_bytes - num_workers * fixed_bytes)
     share = int(config.cache.memory_share * rest) // num_workers
     return min(share, config.cache.max_memory_bytes) if config.cache.max_memory_bytes else share
+
+
+def share_of_gpu(config: Config, free_bytes: int, weight_bytes: int, gpus: float) -> int:
+    """Bytes of KV pages for a worker that has `gpus` of a GPU with `free_bytes`; 0 or less where weights fill it.
+
+    Several workers share one GPU when each asks for less than one. The weights come before the pages.
+    """
+    return int((free_bytes * min(1.0, gpus) - weight_bytes) * config.cache.memory_share)
 
 
 def check_room(config: Config, host: Host, kv_bytes: dict[str, int], num_added: dict[str, int]) -> None:

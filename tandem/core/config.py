@@ -70,7 +70,8 @@ class CacheConfig:
     page_size: int = _key(32, "token slots in a page; FlashAttention-2 wants multiples of 256", minimum=1)
     memory_bytes: int = _key(0, "bytes of KV pages of each worker; 0: `memory_share` decides", minimum=0)
     memory_share: float = _key(
-        0.7, "share of the memory free at start that all workers of a node use for KV pages together", minimum=0.001
+        0.7, "share of the memory free at start, less the weights, that all workers of a node use for KV pages",
+        minimum=0.001
     )
     max_memory_bytes: int = _key(
         4 << 30, "upper bound in bytes for what `memory_share` gives one worker on CPU; 0: none", minimum=0

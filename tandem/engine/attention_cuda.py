@@ -22,7 +22,7 @@ from tandem.engine.attention import AttentionBackend
 from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.decode_step import DecodeBackend, DecodeStep
-from tandem.engine.device import to_device
+from tandem.engine.device import current, to_device
 from tandem.engine.layout import KVLayout
 
 _log = logging.getLogger(__name__)
@@ -35,6 +35,11 @@ _PROBE_TOLERANCE = 0.05
 
 def select_cuda_backend(layout: KVLayout, device: torch.device) -> AttentionBackend:
     """Return the kernel for `layout` on `device`. Raises `ConfigError` where no paged kernel takes it."""
+    with current(device):
+        return _select(layout, device)
+
+
+def _select(layout: KVLayout, device: torch.device) -> AttentionBackend:
     reasons: list[str] = []
     for name, offer in (("flash_attn", _flash), ("torch_varlen", _torch_varlen), ("triton", _triton)):
         backend = offer(layout, device)
@@ -231,7 +236,8 @@ class FlashAttention:
             block_table=step.tables,
             softmax_scale=params.scaling,
             causal=True,
-            window_size=_window(params),
+            # Heads of a group are computed together only where no side is bounded; one row is its sequence's last.
+            window_size=_window(params) if params.window else (-1, -1),
             softcap=params.softcap,
         )
         return output.squeeze(1)

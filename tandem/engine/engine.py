@@ -173,6 +173,11 @@ class Engine:
             return self._decode.forward(sequences)
         return self._paged.forward(sequences, on_layer)
 
+    def finish(self) -> None:
+        """Wait until all that `forward` has begun lies in the pages. On a CPU it does as soon as it returns."""
+        if self.arena.device.type == "cuda":
+            torch.cuda.current_stream(self.arena.device).synchronize()
+
     def warmup(self, max_num_seqs: int = 64) -> None:
         """Compile the kernels and touch the weights, on pages of its own: the arena is left as it is.
 
@@ -211,6 +216,8 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} is neither cpu nor cuda", key="device")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: this torch sees no CUDA device", key="device")
+    if device.index is not None:  # streams of graphs and of libraries are made on the current one
+        torch.cuda.set_device(device)
     return device
 
 

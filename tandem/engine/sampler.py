@@ -92,13 +92,14 @@ def sample_rows(
         return []
     chosen, is_nan = _greatest(logits)
     failed = {index: InternalError("the model gave NaN logits") for index, bad in enumerate(is_nan) if bad}
-    for index, row in enumerate(rows):
-        if index not in failed and (not row.params.is_greedy or _changes_logits(row)):
-            try:
-                chosen[index] = _sample_row(logits[index], row, eos_token_ids)
-            except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
-                failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
-                failed[index].__cause__ = error
+    drawn = [i for i, row in enumerate(rows) if i not in failed and (not row.params.is_greedy or _changes_logits(row))]
+    on_host = logits.cpu() if drawn else logits  # of a GPU one copy, and so one wait for it
+    for index in drawn:
+        try:
+            chosen[index] = _sample_row(on_host[index], rows[index], eos_token_ids)
+        except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
+            failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
+            failed[index].__cause__ = error
     tokens = _with_logprobs(logits, rows, chosen)
     return [failed.get(index, token) for index, token in enumerate(tokens)]
 
@@ -122,7 +123,7 @@ def _changes_logits(row: SampleRow) -> bool:
 
 
 def _sample_row(logits: torch.Tensor, row: SampleRow, eos_token_ids: Sequence[int]) -> int:
-    values = logits.double().cpu().numpy()
+    values = logits.double().numpy()
     if _changes_logits(row):
         values = values.copy()  # `double()` copied float32, not float64
         _change_logits(values, row, eos_token_ids)

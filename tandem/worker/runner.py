@@ -154,6 +154,8 @@ class Runner:
             on_layer = role.before_forward(batch)
             logits = self.engine.forward(_inputs(batch), on_layer)
             sampled: Sequence[int] = role.sample(batch, logits)
+            if not sampled:  # else its tokens were waited for: who frees these pages now may let others write to them
+                self.engine.finish()
         except Exception as error:
             self._num_failed_steps += 1
             _log.exception("a step of %d sequences failed", len(batch.items))

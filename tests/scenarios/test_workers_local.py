@@ -230,6 +230,17 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
     assert [outcome.ids(c) for c in range(2)] == [whole.ids(c) for c in range(2)]
 
 
+async def test_steps_that_give_no_token_are_waited_for(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks before the last: on a GPU their pages are still being written when the forward returns."""
+    waits: list[int] = []
+    monkeypatch.setattr(pair.decode.engine, "finish", lambda: waits.append(1))
+    async with Router(pair) as router:
+        await router.ask(Ask(prompt_of(40)))
+        assert not waits
+        await router.ask(Ask(prompt_of(200), local=ALL))
+        assert waits
+
+
 @pytest.mark.parametrize("params", [greedy(60), SamplingParams(max_tokens=60, seed=11, ignore_eos=True)])
 async def test_a_tight_pool_changes_nothing(pair: WorkerPair, params: SamplingParams) -> None:
     """Just large enough for one choice of the longest request: others are preempted, and come back by chunks."""

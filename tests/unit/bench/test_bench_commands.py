@@ -19,7 +19,7 @@ from bench_peers import REFUSED, STREAM, Peer, chunk, event, serving, usage, wel
 from router_site import Site, opened_site, write_checkpoint
 
 from tandem import cli
-from tandem.bench import results
+from tandem.bench import json_file, results
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:46.{n}00,{80 + n},{24 + n}\n" for n in range(8)
@@ -289,7 +289,7 @@ def changed(path: Path, name: str, change: Callable[[dict[str, Any]], None]) -> 
     content = results.read(path)
     change(content)
     other = path.with_name(name)
-    results.write(other, content)
+    json_file.write(other, content)
     return other
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -86,3 +88,17 @@ def test_what_is_measured_is_one_forward_pass_a_time(monkeypatch: pytest.MonkeyP
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "gpu"]) == 2
     assert "sees no CUDA device" in capsys.readouterr().err
+
+
+def test_it_needs_no_server_and_no_client() -> None:
+    """Machines with GPUs may have torch and transformers, and little else."""
+    code = (
+        "import sys\n"
+        "absent = ('ray', 'fastapi', 'grpc', 'nixl_cu12', 'orjson', 'uvicorn', 'structlog')\n"
+        "sys.modules.update(dict.fromkeys(absent))\n"
+        "from tandem import cli\n"
+        "sys.exit(cli.main(['bench', 'gpu', '--device', 'cuda:99']))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (run.returncode, run.stdout) == (2, ""), run.stderr
+    assert run.stderr.startswith("tandem bench gpu: ")

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.cluster import statefile
 from tandem.cluster.host import Host, human_bytes, this_host
-from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room
+from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
 from tandem.cluster.statefile import ClusterFile
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError
@@ -151,6 +151,13 @@ def test_a_package_that_shadows_ours_is_refused(
     monkeypatch.delitem(__import__("sys").modules, "decode_worker", raising=False)
     with pytest.raises(ConfigError, match="decode_worker comes from"):
         preflight(checkpoint, free_port).plan()
+
+
+def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:
+    config = from_dict({"cache": {"memory_share": 0.5}})
+    assert share_of_gpu(config, free_bytes=80, weight_bytes=30, gpus=2.0) == 25
+    assert share_of_gpu(config, free_bytes=80, weight_bytes=30, gpus=0.5) == 5
+    assert share_of_gpu(config, free_bytes=80, weight_bytes=50, gpus=0.5) < 0
 
 
 def test_memory_is_shared_among_all_workers_and_capped(checkpoint: Path, free_port: int) -> None:

@@ -161,7 +161,7 @@ def drive(
     Request i begins at step `i * stagger`, so the batches mix all phases.
     """
     page_size = engine.layout.page_size
-    free = np.random.default_rng(0).permutation(engine.arena.num_pages).tolist()
+    free = np.random.default_rng(0).permutation(engine.num_pages).tolist()
     requests = []
     for index, prompt in enumerate(prompts):
         count = -(-(len(prompt) + num_new) // page_size)

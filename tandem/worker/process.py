@@ -34,6 +34,7 @@ from tandem.core.config import Config
 from tandem.core.errors import CancelledError, InternalError
 from tandem.core.pages import PageCounts, PagePool
 from tandem.core.version import version
+from tandem.engine.device import use_own_stream
 from tandem.engine.engine import Engine
 from tandem.engine.threads import borrow_from
 from tandem.rpc.channel import bind, make_server
@@ -316,6 +317,7 @@ class WorkerProcess(ABC):
 
     def _register(self, transport: Transport) -> bytes:
         arena = self.engine.arena
+        use_own_stream(arena.device)  # whoever sends pages has been told that they are written
         transport.register(arena.base_address, arena.num_bytes, owner=arena.tensor, device=self._device)
         return transport.metadata()
 

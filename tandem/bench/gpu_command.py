@@ -1,4 +1,4 @@
-"""What `tandem bench gpu` runs; imports neither Ray nor an HTTP client, so that it runs where there is only torch."""
+"""What `tandem bench gpu` runs. Imports no Ray, no gRPC and no HTTP client: where GPUs are they may not be."""
 
 from __future__ import annotations
 

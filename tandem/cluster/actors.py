@@ -125,13 +125,13 @@ class WorkerActor:
 
     def _make(self) -> WorkerProcess:
         spec = self._spec
-        pool = getattr(spec.config.pools, self._role)
+        pool, model_dir = getattr(spec.config.pools, self._role), _model_dir(spec)
         return _worker_class(self._role)(
             spec.config,
             worker_id=self._worker_id,
             incarnation=self._incarnation,
-            model_dir=_model_dir(spec),
-            kv_bytes=spec.kv_bytes[self._role] or kv_bytes_here(spec.config, self._role),
+            model_dir=model_dir,
+            kv_bytes=spec.kv_bytes[self._role] or kv_bytes_here(spec.config, self._role, model_dir),
             num_threads=self._num_threads,
             host=worker_host(spec),
             device="cuda" if pool.gpus else "cpu",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import ray
 
@@ -24,24 +26,28 @@ def threads_for(role: Role) -> int:
     return max(1, int(min(shares, default=1)))
 
 
-def kv_bytes_here(config: Config, role: Role) -> int:
+def kv_bytes_here(config: Config, role: Role, model_dir: Path) -> int:
     """Bytes of KV pages for a worker of `role` in this process, as if this node held as many as it has places.
+
+    `model_dir` is where the model that the configuration names lies here.
 
     Raises:
         ConfigError: nothing is left for pages.
     """
     pool = getattr(config.pools, role)
+    here = replace(config, model=replace(config.model, path=str(model_dir)))
+    check = Preflight(here, this_host(), local=False)
     if pool.gpus:
-        weights = Preflight(config, this_host(), local=False).weight_bytes
-        share = share_of_gpu(config, gpu_free_bytes(), weights, pool.gpus)
+        share = share_of_gpu(config, *gpu_memory_bytes(), check.weight_bytes, pool.gpus)
     else:
-        check = Preflight(config, this_host(), local=False)
         node_id = ray.get_runtime_context().get_node_id()
-        here = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
-        share = share_of_memory(config, check.host.available_bytes, check.fixed_bytes, int(num_places(here)))
+        resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+        share = share_of_memory(config, check.host.available_bytes, check.fixed_bytes, int(num_places(resources)))
     if share <= 0:
         raise ConfigError(
-            "no memory is left for KV pages on this node; set cache.memory_bytes", key="cache.memory_bytes"
+            "no memory is left for KV pages on this node beside the weights; use a smaller model or dtype, "
+            "give each worker more of a GPU (pools.*.gpus), or set cache.memory_bytes",
+            key="cache.memory_bytes",
         )
     return share
 
@@ -51,20 +57,21 @@ def num_places(resources: dict[str, float]) -> float:
     return max(1.0, sum(resources.get(role, 0.0) for role in Role))
 
 
-def gpu_free_bytes() -> int:
-    """Free memory of the first GPU that Ray gave to this process; asked of the driver, so that no context is made.
+def gpu_memory_bytes() -> tuple[int, int]:
+    """All and the free memory of the first GPU that Ray gave to this process; asked of the driver: no context is made.
 
     Raises:
         ConfigError: the driver does not say.
     """
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", device]
+    query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits", "-i", device]
     try:
         said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
-        return int(said.strip().splitlines()[0]) << 20
+        total, free = said.strip().splitlines()[0].split(",")
+        return int(total) << 20, int(free) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"nvidia-smi does not tell the free memory of GPU {device} ({error}); set cache.memory_bytes",
+            f"nvidia-smi does not tell the memory of GPU {device} ({error}); set cache.memory_bytes",
             key="cache.memory_bytes",
         ) from error
 

@@ -321,12 +321,13 @@ def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_
     return min(share, config.cache.max_memory_bytes) if config.cache.max_memory_bytes else share
 
 
-def share_of_gpu(config: Config, free_bytes: int, weight_bytes: int, gpus: float) -> int:
-    """Bytes of KV pages for a worker that has `gpus` of a GPU with `free_bytes`; 0 or less where weights fill it.
+def share_of_gpu(config: Config, total_bytes: int, free_bytes: int, weight_bytes: int, gpus: float) -> int:
+    """Bytes of KV pages for a worker that has `gpus` of a GPU; 0 or less where its weights fill that part.
 
-    Several workers share one GPU when each asks for less than one. The weights come before the pages.
+    Several workers share one GPU when each asks for less than one; of a part that is its own a worker gets as much
+    whether the others have begun or not. The weights come before the pages.
     """
-    return int((free_bytes * min(1.0, gpus) - weight_bytes) * config.cache.memory_share)
+    return int((min(free_bytes, total_bytes * gpus) - weight_bytes) * config.cache.memory_share)
 
 
 def check_room(config: Config, host: Host, kv_bytes: dict[str, int], num_added: dict[str, int]) -> None:

@@ -99,7 +99,7 @@ class Serving:
         self._home: RayHome | None = None
         self._supervisor: Any = None  # its Ray actor
         self._control_address = ""
-        self._has_family = False  # what descends from this process from now on is the cluster's
+        self._starts_ray = False  # from then on this process and its descendants are the cluster's
         self._has_ended = False  # the cluster, as its supervisor has said
         self.left_running = False
         self._news = ClusterNews()
@@ -118,7 +118,7 @@ class Serving:
         self._say_plan(plan)
         if self._address is None:
             self._reporter.step("Starting Ray")
-            self._has_family = True
+            self._starts_ray = True
             processes.adopt_orphans()
             processes.start_guard()
             self._home = ray_home.start_local_ray()
@@ -141,7 +141,7 @@ class Serving:
             asyncio.run(self._shut_down(grace_s=0.0))
         if self._home and not self._ray_lost.is_set():  # a lost Ray does not answer the farewell either
             ray_home.leave_ray()
-        if self._has_family:
+        if self._starts_ray:
             processes.kill_descendants()
 
     # --- starting ------------------------------------------------------------------------------------------------
@@ -350,9 +350,10 @@ class Serving:
     def _force(self) -> None:
         """The second signal: everything of ours ends now."""
         self._reporter.end_steps()
-        statefile.remove(self._config.http.port)
+        if self._progress.ready:
+            statefile.remove(self._config.http.port)
         if self._local:
-            num_killed = processes.kill_descendants()
+            num_killed = processes.kill_descendants() if self._starts_ray else 0
             self._reporter.line(f"Stopped at once: {num_killed} processes were killed, requests under way broke off.")
         else:
             self._reporter.line(

@@ -118,7 +118,7 @@ class SchedulingConfig:
     )
     handoff_wait: float = _key(
         0.05, "share of the time of a decode worker's steps by which they may begin later, all together, for handoffs "
-        "that are about to be complete; never more than half a step for one; 0: they never do", minimum=0
+        "that are about to be complete; never more than half a step before one; 0: they never do", minimum=0
     )
     local_prefill_tokens: int = _key(
         512, "the most tokens of a prompt that decode computes by itself: of a new one, and of what is missing after a "

@@ -216,8 +216,8 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} is neither cpu nor cuda", key="device")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: this torch sees no CUDA device", key="device")
-    if device.index is not None:  # streams of graphs and of libraries are made on the current one
-        torch.cuda.set_device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is none of {torch.cuda.device_count()} GPUs", key="device")
     return device
 
 

@@ -93,10 +93,11 @@ def sample_rows(
     chosen, is_nan = _greatest(logits)
     failed = {index: InternalError("the model gave NaN logits") for index, bad in enumerate(is_nan) if bad}
     drawn = [i for i, row in enumerate(rows) if i not in failed and (not row.params.is_greedy or _changes_logits(row))]
-    on_host = logits.cpu() if drawn else logits  # of a GPU one copy, and so one wait for it
-    for index in drawn:
+    # Of a GPU one copy, and so one wait for it.
+    values = list(logits[drawn].cpu()) if logits.device.type != "cpu" and drawn else [logits[i] for i in drawn]
+    for index, row_values in zip(drawn, values, strict=True):
         try:
-            chosen[index] = _sample_row(on_host[index], rows[index], eos_token_ids)
+            chosen[index] = _sample_row(row_values, rows[index], eos_token_ids)
         except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
             failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
             failed[index].__cause__ = error

@@ -161,6 +161,7 @@ class Runner:
             _log.exception("a step of %d sequences failed", len(batch.items))
             if self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
+            self.engine.finish()  # as above, of what was begun
             role.step_failed(batch, error)
             return
         self._num_failed_steps = 0

@@ -5,7 +5,7 @@ Needs Triton and no GPU: `pip install --no-deps triton` beside a CPU build of to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -41,8 +41,14 @@ class _Target:
 
 
 @pytest.fixture(params=sorted(SHARED_BYTES))
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What is launched meanwhile is compiled for a device, and not run: all variants, in order."""
+def capability(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture
+def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is launched is compiled for the device, and not run: all that was, in order."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -59,22 +65,23 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             return found[-1]
 
         monkeypatch.setattr(kernel, "run", compile_only)
-    monkeypatch.setattr(attention_triton, "_num_processors", lambda _: NUM_PROCESSORS[request.param])
-    monkeypatch.setattr(driver, "_active", _Target(request.param))  # no GPU's driver is looked for meanwhile
-    yield found
-    for kernel in (attention_triton._attend_kernel, attention_triton._combine_kernel):
-        kernel.device_caches.clear()
-    assert found
-    assert {kernel.metadata.target.arch for kernel in found} == {request.param}
-    most = max(kernel.metadata.shared for kernel in found)
-    assert most <= SHARED_BYTES[request.param], f"{most} bytes of shared memory"
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))  # they hold their target
+    monkeypatch.setattr(attention_triton, "_num_processors", lambda _: NUM_PROCESSORS[capability])
+    monkeypatch.setattr(driver, "_active", _Target(capability))  # no GPU's driver is looked for meanwhile
+    return found
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128), (8, 1, 256)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_compile_and_fit(
-    compiled: list[Any], dtype: str, heads: int, kv_heads: int, head_dim: int, params: AttentionParams
+    capability: int,
+    compiled: list[Any],
+    dtype: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    params: AttentionParams,
 ) -> None:
     from tandem.engine.attention_triton import TritonAttention
 
@@ -84,3 +91,5 @@ def test_kernels_compile_and_fit(
     backend.attend_decode(paged.step, paged.arena, 0, paged.query[paged.last_rows], params)
     # Chunks; the parts of a decode step; their combination.
     assert len({kernel.hash for kernel in compiled}) == 3
+    assert {kernel.metadata.target.arch for kernel in compiled} == {capability}
+    assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_BYTES[capability]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -208,10 +209,14 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
             with Gate(decode.engine, "forward", first=1) as generating:
                 elder = await router.begin(Ask(prompt_of(20), greedy(400)))
                 await generating.wait()
-                num_before = decode.runner._inbox.qsize()
-                with Gate(decode.engine, "forward", when=is_computing) as computing:
+                with (
+                    Gate(decode.engine, "forward", when=is_computing) as computing,
+                    mock.patch.object(decode, "command", wraps=decode.command) as commands,
+                ):
                     ask = await router.reserve(Ask(prompt, params, n=2, local=ALL))
-                    await until(lambda: decode.runner._inbox.qsize() > num_before, "the reservation")
+                    await until(
+                        lambda: "reserve" in [c.args[1].WhichOneof("command") for c in commands.mock_calls], "it"
+                    )
                     generating.open()
                     await computing.wait()
                     # The runner stands in a step: nobody else looks at the pool.
@@ -230,15 +235,30 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
     assert [outcome.ids(c) for c in range(2)] == [whole.ids(c) for c in range(2)]
 
 
-async def test_steps_that_give_no_token_are_waited_for(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks before the last: on a GPU their pages are still being written when the forward returns."""
-    waits: list[int] = []
-    monkeypatch.setattr(pair.decode.engine, "finish", lambda: waits.append(1))
+async def test_pages_are_given_up_only_when_what_was_begun_lies_in_them(
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a step that gives no token, and one that fails, may still be written when its forward returns."""
+    decode, order = pair.decode, []
+
+    def noted(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (order.append(name), inner(*args))[1])
+
+    for owner, name in ((decode.engine, "finish"), (decode.scheduler, "apply"), (decode.generations, "step_failed")):
+        noted(owner, name)
     async with Router(pair) as router:
         await router.ask(Ask(prompt_of(40)))
-        assert not waits
+        assert "finish" not in order, "each of its steps gave tokens"
+        order.clear()
         await router.ask(Ask(prompt_of(200), local=ALL))
-        assert waits
+        assert order[:2] == ["finish", "apply"]
+        order.clear()
+        with monkeypatch.context() as broken:
+            broken.setattr(decode.engine, "forward", lambda *_: 1 / 0)
+            ask = await router.reserve(Ask(prompt_of(40), local=ALL))
+            await router.until(lambda: router.outcomes[ask.key].failures, "the failure")
+        assert order == ["finish", "step_failed"]
 
 
 @pytest.mark.parametrize("params", [greedy(60), SamplingParams(max_tokens=60, seed=11, ignore_eos=True)])

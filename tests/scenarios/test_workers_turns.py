@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from decode_worker.upcoming import Patience
 from prefill_worker import prompts
 from tandem.core.sampling import SamplingParams
 from tandem.worker.core_shares import CoreShares
-from tests.scenarios.worker_pair import SHARED_LOOP, Gate, Oracle, WorkerPair, prompt_of, until
+from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, WorkerPair, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -190,25 +190,38 @@ def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
 
     Yields what is set when it is about to step for the first time.
     """
-    inbox, forward = pair.decode.runner._inbox, pair.decode.engine.forward
-    stands, over = threading.Event(), threading.Event()
+    runner, upcoming_ones, forward = pair.decode.runner, pair.decode._upcoming, pair.decode.engine.forward
+    stands, told, over = threading.Event(), threading.Event(), threading.Event()
+
+    def telling(call: Callable[..., None]) -> Callable[..., None]:
+        def called(*args: Any) -> None:
+            call(*args)
+            told.set()
+
+        return called
 
     def told_first(*args: Any) -> Any:
         stands.set()
-        while not (over.is_set() or inbox.qsize() or pair.decode._upcoming._dues):
-            over.wait(0.001)
+        while not (over.is_set() or runner._inbox.qsize() or upcoming_ones._dues):
+            assert told.wait(WAIT_S)
+            told.clear()
         return forward(*args)
 
-    with mock.patch.object(pair.decode.engine, "forward", told_first):
+    with (
+        mock.patch.object(pair.decode.engine, "forward", told_first),
+        mock.patch.object(runner, "submit", telling(runner.submit)),
+        mock.patch.object(upcoming_ones, "foresee", telling(upcoming_ones.foresee)),
+    ):
         try:
             yield stands
         finally:
             over.set()
+            told.set()
 
 
 @contextlib.asynccontextmanager
 async def about_to_be_complete(pair: WorkerPair, router: Router) -> AsyncIterator[tuple[Ask, Ask]]:
-    """Decode generates for the elder; the younger's pages are all written, its first token has not been chosen."""
+    """Decode generates for the elder and foresees the younger, whose first token has not been chosen."""
     with steps_when_told(pair) as stands:
         elder = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
         await until(stands.is_set, "the elder's first step")

@@ -155,9 +155,10 @@ def test_a_package_that_shadows_ours_is_refused(
 
 def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:
     config = from_dict({"cache": {"memory_share": 0.5}})
-    assert share_of_gpu(config, free_bytes=80, weight_bytes=30, gpus=2.0) == 25
-    assert share_of_gpu(config, free_bytes=80, weight_bytes=30, gpus=0.5) == 5
-    assert share_of_gpu(config, free_bytes=80, weight_bytes=50, gpus=0.5) < 0
+    assert share_of_gpu(config, total_bytes=90, free_bytes=80, weight_bytes=30, gpus=2.0) == 25
+    assert share_of_gpu(config, total_bytes=90, free_bytes=80, weight_bytes=25, gpus=0.5) == 10
+    assert share_of_gpu(config, total_bytes=90, free_bytes=50, weight_bytes=25, gpus=0.5) == 10, "the other one runs"
+    assert share_of_gpu(config, total_bytes=90, free_bytes=40, weight_bytes=50, gpus=0.5) < 0
 
 
 def test_memory_is_shared_among_all_workers_and_capped(checkpoint: Path, free_port: int) -> None:

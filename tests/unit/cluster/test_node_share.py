@@ -1,0 +1,56 @@
+"""What a worker takes of a GPU; the driver's own command is played by a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.events import Role
+from tandem.cluster.node_share import gpu_memory_bytes, kv_bytes_here
+from tandem.core.config import EMBEDDED_MODEL, Config, from_dict
+from tandem.core.errors import ConfigError
+from tandem.core.model_path import read_facts, resolve_model
+
+MIB = 1 << 20
+CONFIG = {"pools": {"decode": {"gpus": 0.5}}, "cache": {"memory_share": 0.5}, "model": {"path": "org/not-here"}}
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    return script
+
+
+def says(script: Path, answer: str) -> None:
+    script.write_text(f'#!/bin/sh\n[ "$4" = 3 ] && printf "{answer}"\n')
+    script.chmod(0o755)
+
+
+def config() -> Config:
+    return from_dict(CONFIG)
+
+
+def test_pages_get_a_share_of_the_workers_part_of_its_gpu(smi: Path) -> None:
+    """The checkpoint that lies here is read, and not the one that is named: that may be on a hub."""
+    model = resolve_model(EMBEDDED_MODEL)
+    weights = read_facts(EMBEDDED_MODEL, model).weight_bytes("float32")
+    says(smi, "1000, 900\\n")
+    assert kv_bytes_here(config(), Role.DECODE, model) == (500 * MIB - weights) // 2
+    says(smi, "1000, 420\\n")
+    assert kv_bytes_here(config(), Role.DECODE, model) == (420 * MIB - weights) // 2
+
+
+def test_weights_that_fill_the_part_are_said(smi: Path) -> None:
+    says(smi, "1000, 0\\n")
+    with pytest.raises(ConfigError, match="beside the weights"):
+        kv_bytes_here(config(), Role.DECODE, resolve_model(EMBEDDED_MODEL))
+
+
+@pytest.mark.parametrize("answer", ["", "900\\n", "[N/A], [N/A]\\n"])
+def test_a_driver_that_does_not_say_is_named(smi: Path, answer: str) -> None:
+    says(smi, answer)
+    with pytest.raises(ConfigError, match="nvidia-smi does not tell the memory of GPU 3"):
+        gpu_memory_bytes()

@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -40,6 +40,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public by docum
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import TransportEvent, WriteArrived, WriteCompleted, WriteFailed, WriteHandle
+from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.pair_wire import Header, frames
 from tandem.core.errors import TransportError
 
@@ -107,13 +108,6 @@ class Side:
         group: ProcessGroup = gloo(store, rank, 2, gloo_options)
         return group
 
-    def own_stream(self) -> AbstractContextManager[object]:
-        """Where a thread of ours copies and waits, and not behind what the model computes."""
-        if not self.arena.is_cuda:
-            return nullcontext()
-        stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(self.arena.device))
-        return stream
-
     def finish(self) -> None:
         """NCCL's waits are on the stream; the bytes are there when the stream says so."""
         if self.arena.is_cuda:
@@ -149,8 +143,8 @@ class PairThread(ABC):
             raise TransportError(f"{self._thread.name} did not end")
 
     def _run(self) -> None:
-        with self._side.own_stream():
-            self._main()
+        use_own_stream(self._side.arena.device)
+        self._main()
 
     @abstractmethod
     def _main(self) -> None: ...

@@ -30,7 +30,6 @@ from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
 
 _INTERRUPTED = 130
-_WRONG_USAGE = 2
 
 T = TypeVar("T")
 

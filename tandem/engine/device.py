@@ -13,13 +13,6 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def use_own_stream(device: torch.device) -> None:
-    """Let what this thread copies from and to a GPU wait for nothing that the model computes; for good."""
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # makes its device the current one, too
-        torch.cuda.synchronize(device)  # and this its context, which libraries may want that register memory
-
-
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return a copy of `array` on `device`, through pinned memory where that is a GPU; on the CPU, the same memory.
 

@@ -29,12 +29,12 @@ from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from kvtransfer.transfer_thread import ThreadEvent, TransferThread
 from kvtransfer.transports.base import Transport
+from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
 from tandem.core.config import Config
 from tandem.core.errors import CancelledError, InternalError
 from tandem.core.pages import PageCounts, PagePool
 from tandem.core.version import version
-from tandem.engine.device import use_own_stream
 from tandem.engine.engine import Engine
 from tandem.engine.threads import borrow_from
 from tandem.rpc.channel import bind, make_server

@@ -214,9 +214,7 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
                     mock.patch.object(decode, "command", wraps=decode.command) as commands,
                 ):
                     ask = await router.reserve(Ask(prompt, params, n=2, local=ALL))
-                    await until(
-                        lambda: "reserve" in [c.args[1].WhichOneof("command") for c in commands.mock_calls], "it"
-                    )
+                    await until(lambda: any(c.args[1].HasField("reserve") for c in commands.mock_calls), "the command")
                     generating.open()
                     await computing.wait()
                     # The runner stands in a step: nobody else looks at the pool.

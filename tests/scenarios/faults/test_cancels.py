@@ -14,11 +14,9 @@ from tests.scenarios.faults.site import ALLOWED, Site, assert_begins_alike, asse
 
 FREE_S = 1.0
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
-"""Much longer than the bound allows."""
+"""Much longer than the bounds and the deadline allow, and not too long for the reference."""
 BIG = {"n": 8, "max_tokens": 1400, "ignore_eos": True, "logprobs": 5}
 """More bytes than the sockets on the way take in."""
-LONG = {"max_tokens": 1500, "ignore_eos": True}
-"""Longer than the deadline, and not too long for the reference."""
 
 
 def every_point() -> list[pytest.ParameterSet]:
@@ -49,7 +47,7 @@ def test_a_deadline_ends_a_request_in_time(ready_site: Site, case: Case) -> None
     site.points.arm(case.process, case.point, "hold", case.nth)
     began = time.time()
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, site.cluster.url, prompt, streamed=case.streamed, timeout=timeout_s, **LONG)
+        asked = pool.submit(ask, site.cluster.url, prompt, streamed=case.streamed, timeout=timeout_s, **ENDLESS)
         site.points.wait_hit(case.process, case.point)
         time.sleep(max(0.0, began + timeout_s + 0.2 - time.time()))
         site.points.go(case.process, case.point)
@@ -59,7 +57,7 @@ def test_a_deadline_ends_a_request_in_time(ready_site: Site, case: Case) -> None
     assert answer.error["code"] == "deadline"
     took_s = answer.ended - began
     assert took_s < timeout_s + ALLOWED * FREE_S, f"{took_s:.2f} s; {site.stall_note(began)}"
-    assert_begins_alike(answer, ask(site.reference_url, prompt, streamed=False, **LONG))
+    assert_begins_alike(answer, ask(site.reference_url, prompt, streamed=False, **ENDLESS))
     site.check_baseline(ALLOWED * FREE_S)
 
 

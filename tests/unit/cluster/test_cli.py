@@ -214,3 +214,14 @@ def test_serve_checks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: pytest.fail("others were killed"))
     with pytest.raises(ConfigError, match=r"cache\.max_context"):
         serve.serve(cli.load(None, {"cache.max_context": 10**9, "http.port": 18765}), None)
+
+
+def test_a_second_signal_before_anything_started_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.cluster import serve
+
+    monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: pytest.fail("others were killed"))
+    monkeypatch.setattr("tandem.cluster.statefile.remove", lambda _: pytest.fail("another cluster was forgotten"))
+    monkeypatch.setattr("os._exit", sys.exit)
+    with serve.Reporter() as reporter, pytest.raises(SystemExit) as caught:
+        serve.Serving(cli.load(None, {}), None, reporter)._force()
+    assert caught.value.code == 130

@@ -1,4 +1,8 @@
-"""The streams on which prefill workers commit: one for each of them, open for as long as both live."""
+"""What prefill workers say of the pages that they have written, and its answers.
+
+It comes behind the pages, as messages of the transport, or on a stream that each prefill worker keeps open. All answers
+go out on the streams.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from decode_worker.receiving import Answer, ReceivingDesk
-from tandem.core.errors import IncompatibleError, TransportError
-from tandem.rpc.convert import error_to_proto
+from kvtransfer.protocol.messages import Commit, CommitPart
+from kvtransfer.transports.base import MessageArrived
+from tandem.core.errors import TransportError
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.sessions import Session, reading
-from tandem.worker.wire import commit_from_proto, part_from_proto, refusal_to_proto
+from tandem.worker.wire import call_from_message, call_from_proto, refusal_to_proto
 
 _log = logging.getLogger(__name__)
 
@@ -30,12 +35,19 @@ class AsksDesk(Protocol):
 
 
 class CommitStreams:
-    """All of one worker; lives in the event loop. Calls are asked in the order in which they come, and each is answered
-    when its answer is there."""
+    """All of one worker. Lives in the event loop, but for `heard`. Calls are asked in the order in which they come, and
+    each is answered when its answer is there.
 
-    def __init__(self, worker: AsksDesk) -> None:
+    Args:
+        loop: the worker's event loop.
+    """
+
+    def __init__(self, worker: AsksDesk, loop: asyncio.AbstractEventLoop) -> None:
         self._worker = worker
+        self._loop = loop
         self._streams: set[Stream] = set()
+        # By incarnation of the sender: its newest stream. Invariant: all of them are in `_streams`.
+        self._of_senders: dict[str, Stream] = {}
         self._numbers = itertools.count()
 
     async def run(self, calls: AsyncIterator[decode_pb.CommitCall]) -> AsyncIterator[decode_pb.CommitAnswer]:
@@ -55,26 +67,47 @@ class CommitStreams:
         finally:
             stream.drop()
             self._streams.discard(stream)
+            self._of_senders = {sender: other for sender, other in self._of_senders.items() if other is not stream}
 
     def close(self) -> None:
         """End every stream, once what is answered has gone out."""
         for stream in list(self._streams):
             stream.end()
 
-    def _take(self, stream: Stream, call: decode_pb.CommitCall) -> None:
-        arrived_s, loop = time.monotonic(), asyncio.get_running_loop()
+    def heard(self, desk: ReceivingDesk, message: MessageArrived) -> None:
+        """Something was said behind the pages. On the transfer thread.
+
+        Answered is only who proves that he was given the grant: a forger would have the writer hear that it is refused.
+        """
+        arrived_s = time.monotonic()
         try:
-            match call.WhichOneof("call"):
-                case "commit":
-                    commit, request_id = commit_from_proto(call.commit), call.commit.request_id
-                    asked = self._worker.ask_desk(lambda desk: desk.commit(commit, arrived_s))
-                case "part":
-                    part, request_id = part_from_proto(call.part), call.part.request_id
-                    asked = self._worker.ask_desk(lambda desk: desk.commit_part(part))
-                case _:
-                    error = error_to_proto(IncompatibleError("this version knows no such call"))
-                    stream.put(decode_pb.CommitAnswer(number=call.number, error=error))
-                    return
+            call = call_from_message(message.content)
+        except ValueError as error:
+            desk.ignore(message.peer, str(error))
+            return
+        proven = call.opened(desk.capability_of(call.said.grant_id))
+        answer = _ask(desk, proven or call.said, arrived_s)
+        if proven is not None and (reply := _to_proto(proven, answer)) is not None:
+            self._loop.call_soon_threadsafe(self._tell, proven.sender, reply)
+
+    def _tell(self, sender: str, answer: decode_pb.CommitAnswer) -> None:
+        stream = self._of_senders.get(sender)
+        if stream is None:
+            _log.info("%s has no stream to hear of %s: it will ask again", sender, answer.grant_id)
+        else:
+            stream.put(answer)
+
+    def _take(self, stream: Stream, call: decode_pb.CommitCall) -> None:
+        if call.HasField("opened"):
+            self._of_senders[call.opened.sender_incarnation] = stream
+            stream.put(decode_pb.CommitAnswer())
+            return
+        arrived_s, said = time.monotonic(), call_from_proto(call)
+        if said is None:
+            _log.warning("a call of a prefill worker is ignored: this version does not know it")
+            return
+        try:
+            asked = self._worker.ask_desk(lambda desk: _ask(desk, said, arrived_s))
         except TransportError as stops:  # of the transfer thread; the prefill worker asks again, or elsewhere
             _log.info("a stream of commits ends: %s", stops)
             stream.drop()
@@ -82,18 +115,28 @@ class CommitStreams:
 
         def answer(asked: Future[Answer]) -> None:
             if asked.cancelled() or asked.exception() is not None:  # the worker itself ends
-                loop.call_soon_threadsafe(stream.end)
-                return
-            message = _to_proto(call.number, asked.result(), request_id)
-            loop.call_soon_threadsafe(stream.put, message)
+                self._loop.call_soon_threadsafe(stream.end)
+            elif (reply := _to_proto(said, asked.result())) is not None:
+                self._loop.call_soon_threadsafe(stream.put, reply)
 
         asked.add_done_callback(answer)
 
 
-def _to_proto(number: int, answer: Answer, request_id: str) -> decode_pb.CommitAnswer:
-    error = error_of(answer, request_id)
+def _ask(desk: ReceivingDesk, said: Commit | CommitPart, arrived_s: float) -> Answer:
+    return desk.commit(said, arrived_s) if isinstance(said, Commit) else desk.commit_part(said)
+
+
+def _to_proto(said: Commit | CommitPart, answer: Answer) -> decode_pb.CommitAnswer | None:
+    """`None`: a part that is right needs no answer."""
+    if isinstance(said, CommitPart) and answer.refusal is None:
+        return None
     return decode_pb.CommitAnswer(
-        number=number, ok=answer.refusal is None, error=error, verified_at_s=answer.verified_at_s
+        request_id=said.key.request_id,
+        attempt=said.key.attempt,
+        grant_id=said.grant_id,
+        ok=answer.refusal is None,
+        error=error_of(answer, said.key.request_id),
+        verified_at_s=answer.verified_at_s,
     )
 
 

@@ -138,7 +138,7 @@ class ReceivingDesk:
         self._transport: Transport | None = None
         # By grant. Invariant: all and only grants with a writer that are neither admitted nor over.
         self._arriving: dict[str, _Arriving] = {}
-        # Writes that said that they had arrived, and are of no grant here that still counts.
+        # Writes that said that they had arrived, and are of no grant here that still counts; messages that say nothing.
         self.num_arrivals_ignored = 0
         # From the arrival of a handoff's last layer to its admission, lately.
         self._closings_s: deque[float] = deque(maxlen=_NUM_CLOSINGS)
@@ -175,6 +175,10 @@ class ReceivingDesk:
             points.reach("decode.verified")
         return replace(answer, verified_at_s=self._verified_at_s)
 
+    def capability_of(self, grant_id: str) -> bytes | None:
+        """What whoever was given this grant has; `None`: no such grant is known."""
+        return self._handoffs.capability_of(grant_id)
+
     def confirm_idle(self, grant_id: str, sender: str, capability: bytes) -> Answer:
         """A sender says that nothing of the grant is outstanding and it will never be committed."""
         return self._answer_sender(ev.WriterConfirmedIdle(grant_id, sender, capability), f"{sender}, {grant_id}")
@@ -196,13 +200,13 @@ class ReceivingDesk:
         try:
             tag = WriteTag.unpack(event.tag)
         except ValueError as error:
-            self._ignore_arrival(event.peer, str(error))
+            self.ignore(event.peer, str(error))
             return
         arriving = self._arriving.get(self._handoffs.grant_id(tag.epoch))
         if arriving is None:  # it has ended meanwhile
             self.num_arrivals_ignored += 1
         elif arriving.sender != event.peer or not arriving.digests.covers(tag.runs):
-            self._ignore_arrival(event.peer, f"epoch {tag.epoch} gives it no {tag.runs[:4]}")
+            self.ignore(event.peer, f"epoch {tag.epoch} gives it no {tag.runs[:4]}")
         else:
             arriving.digests.read(tag.runs, self._take_digests)
             if layers := {run.layer for run in tag.runs if run.first_index + run.num_pages == arriving.num_pages}:
@@ -214,9 +218,10 @@ class ReceivingDesk:
         completes = ((arriving.forecast.complete_s(), arriving.sender) for arriving in self._arriving.values())
         self._outlet.foresee([(when_s + closing_s, sender) for when_s, sender in completes if when_s is not None])
 
-    def _ignore_arrival(self, peer: str, why: str) -> None:
+    def ignore(self, peer: str, why: str) -> None:
+        """Something came from `peer` on the KV plane that is of no use."""
         self.num_arrivals_ignored += 1
-        _log.warning("an arrived write of %s is ignored: %s", peer, why)
+        _log.warning("what came from %s is ignored: %s", peer, why)
 
     def _take_digests(self, layer: int, pages: Sequence[int]) -> tuple[int, ...]:
         return digest_pages(self._read_extent, layer, pages)

@@ -22,7 +22,7 @@ from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from kvtransfer.transfer_thread import ThreadEvent
-from kvtransfer.transports.base import PeerId, Transport
+from kvtransfer.transports.base import MessageArrived, PeerId, Transport
 from kvtransfer.transports.envelope import unpack
 from tandem.core import points
 from tandem.core.errors import IncompatibleError, TandemError, TransportError, WorkerLostError
@@ -62,7 +62,7 @@ class DecodeWorker(WorkerProcess):
             interval_s=self.config.metrics.worker_interval_s,
         )
         self.hub.attach(self, self.loop)
-        self.commits = CommitStreams(self)
+        self.commits = CommitStreams(self, self.loop)
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._channels: dict[str, aio.Channel] = {}
@@ -101,8 +101,12 @@ class DecodeWorker(WorkerProcess):
             await channel.close(grace=None)
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
-        """A decode worker posts nothing: that a write arrived is all that it hears of."""
-        self.desk.on_transport(event)
+        """A decode worker posts nothing: it hears of writes that have arrived, and of what comes behind them."""
+        if isinstance(event, MessageArrived):
+            self.commits.heard(self.desk, event)
+            self._note_refusals()
+        else:
+            self.desk.on_transport(event)
 
     def num_held(self) -> int:
         return len(self.generations.jobs) + len(self.generations.reservations.granted)
@@ -275,12 +279,15 @@ class DecodeWorker(WorkerProcess):
 
         def ask(_: Transport) -> _T:
             answer = question(self.desk)
-            if self.desk.num_refused > sum(self.num_refused.values()):
-                self.num_refused = {reason.value: number for reason, number in self.desk.refusals.items()}
-                self.hub.status_changed()
+            self._note_refusals()
             return answer
 
         return self._on_transfer(ask)
+
+    def _note_refusals(self) -> None:
+        if self.desk.num_refused > sum(self.num_refused.values()):
+            self.num_refused = {reason.value: number for reason, number in self.desk.refusals.items()}
+            self.hub.status_changed()
 
 
 class _QueuedDesk:

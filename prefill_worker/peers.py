@@ -15,17 +15,17 @@ from grpc import aio
 
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId, check_compatible
-from kvtransfer.protocol.messages import Commit, CommitPart, Grant
+from kvtransfer.protocol.messages import Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.base import PeerId
-from prefill_worker.commits import CommitStream
+from prefill_worker.commit_stream import CommitStream
 from tandem.core.errors import IncompatibleError, TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_from_proto, error_from_rpc
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc
-from tandem.worker.wire import commit_to_proto, layout_from_proto, part_to_proto
+from tandem.worker.wire import layout_from_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -62,6 +62,7 @@ class DecodePeers:
         connect: makes the transport know a peer by its metadata.
         paired: called with each new peer, which has just spoken to us.
         lost: called when an incarnation is known to have ended.
+        answered: called with a decode worker's incarnation and each of its answers to commits.
         call_timeout_s: for one call to decode, in seconds.
         confirm_for_s: how long decode is told that nothing is outstanding; after that it asks by itself.
     """
@@ -73,6 +74,7 @@ class DecodePeers:
         connect: Callable[[bytes], Awaitable[PeerId]],
         paired: Callable[[Peer], None],
         lost: Callable[[Peer], None],
+        answered: Callable[[str, decode_pb.CommitAnswer], None],
         *,
         call_timeout_s: float,
         confirm_for_s: float,
@@ -82,6 +84,7 @@ class DecodePeers:
         self._connect = connect
         self._paired = paired
         self._lost = lost
+        self._answered = answered
         self._timeout_s = call_timeout_s
         self._confirm_for_s = confirm_for_s
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -123,7 +126,6 @@ class DecodePeers:
             self._lost(peer)
             raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended while it was paired with")
         self.peers[info.incarnation] = peer
-        peer.commits.open()
         self._paired(peer)
         if info.incarnation in self._ended:  # seen by whoever looks at its process from now on
             raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended since it answered")
@@ -150,7 +152,14 @@ class DecodePeers:
         check_compatible(self._layout, self._info.worker_id, layout, info.worker_id)
         name = await self._connect(info.transport_metadata)
         shape = ArenaShape(layout.num_layers, info.num_pages, layout.extent_bytes)
-        commits = CommitStream(stub, info.worker_id, self._timeout_s)
+        commits = CommitStream(
+            stub,
+            info.worker_id,
+            self._info.incarnation,
+            lambda answer: self._answered(info.incarnation, answer),
+            self._timeout_s,
+        )
+        await commits.open()
         return Peer(info, name, layout, shape, channel, stub, commits)
 
     def ended(self, incarnation: str) -> None:
@@ -176,26 +185,10 @@ class DecodePeers:
         )
         return await self._call(peer, "attach", lambda: peer.stub.Attach(request, timeout=self._timeout_s))
 
-    async def commit_part(self, part: CommitPart) -> decode_pb.CommitAnswer:
-        """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
-        call = decode_pb.CommitCall(part=part_to_proto(part, self._info.worker_id))
-        return await self._of(part.receiver).commits.ask(call, "part of a commit")
-
-    async def commit(self, commit: Commit) -> decode_pb.CommitAnswer:
-        """Raises `WorkerLostError` or `TransportError` when decode does not answer."""
-        call = decode_pb.CommitCall(commit=commit_to_proto(commit, self._info.worker_id))
-        return await self._of(commit.receiver).commits.ask(call, "commit")
-
     def is_here(self, receiver: str) -> bool:
         """Whether this decode worker is known to run on this host."""
         peer = self.peers.get(receiver)
         return peer is not None and peer.info.host_id == self._info.host_id
-
-    def _of(self, receiver: str) -> Peer:
-        peer = self.peers.get(receiver)
-        if peer is None:
-            raise WorkerLostError(f"decode worker {receiver} is gone")
-        return peer
 
     async def _call(self, peer: Peer, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
         """Call a peer; that its channel is closed, before or meanwhile, says what a call that nobody answers says.

@@ -21,7 +21,7 @@ from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transfer_thread import ThreadEvent, WritePosted
-from kvtransfer.transports.base import PeerId, WriteArrived, WriteCompleted, WriteFailed
+from kvtransfer.transports.base import MessageArrived, PeerId, WriteArrived, WriteCompleted, WriteFailed
 from prefill_worker.sealed_digests import SealedDigests
 from tandem.core import points
 
@@ -55,7 +55,8 @@ class SendingOutlet(Protocol):
 
     def commit_part(self, part: CommitPart) -> None: ...
 
-    def commit(self, commit: Commit) -> None: ...
+    def commit(self, commit: Commit, *, again: bool) -> None:
+        """`again`: it has gone unanswered."""
 
     def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         """Tell the receiver that nothing of the grant is outstanding, until it has heard."""
@@ -210,7 +211,8 @@ class SendingDesk:
 
     def on_transport(self, event: ThreadEvent) -> None:
         """A write was posted, ended or failed."""
-        if isinstance(event, WriteArrived):
+        if isinstance(event, WriteArrived | MessageArrived):
+            _log.warning("%s says something to a worker that takes no pages: ignored", event.peer)
             return
         tag = WriteTag.unpack(event.handle.tag)
         entry = self._by_number.get(tag.handoff)
@@ -277,10 +279,10 @@ class SendingDesk:
             case ev.SendCommitPart():
                 self._outlet.commit_part(instruction.part)
             case ev.SendCommit():
-                if not entry.has_committed:
-                    entry.has_committed = True
+                again, entry.has_committed = entry.has_committed, True
+                if not again:
                     points.reach("prefill.written")
-                self._outlet.commit(instruction.commit)
+                self._outlet.commit(instruction.commit, again=again)
             case ev.ConfirmIdle():
                 self._outlet.confirm_idle(instruction)
             case ev.IgnoreStop():

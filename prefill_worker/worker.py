@@ -17,6 +17,7 @@ from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, FirstToken, Grant, RefusalReason
 from kvtransfer.transfer_thread import ThreadEvent
 from kvtransfer.transports.base import PeerId, Transport
+from prefill_worker.commits import Commits
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.prompts import Prompts
 from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
@@ -24,6 +25,7 @@ from tandem.core import points
 from tandem.core.errors import HandoffError, TandemError, TransportError, WorkerLostError
 from tandem.core.pages import pages_for
 from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.rpc.v1 import prefill_pb2_grpc
 from tandem.worker.process import WorkerProcess
@@ -58,9 +60,14 @@ class PrefillWorker(WorkerProcess):
             self._connect,
             self._watch_peer,
             self._peer_lost,
+            self._answered,
             call_timeout_s=transport.lease_s,
             confirm_for_s=transport.lease_s + transport.grace_s,
         )
+        self.commits = Commits(
+            self.worker_id, lambda receiver: self.peers.peers.get(receiver), self.loop.call_soon_threadsafe
+        )
+        self._on_transfer(self.commits.bind)
         self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
         limits = SenderLimits(
             lease_margin_s=min(0.5, transport.lease_s / 10),
@@ -228,37 +235,22 @@ class PrefillWorker(WorkerProcess):
     # -- what the desk says; on the transfer thread
 
     def commit_part(self, part: CommitPart) -> None:
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self._commit_part(part)))
+        self.commits.send(part)
 
-    async def _commit_part(self, part: CommitPart) -> None:
-        try:
-            reply = await self.peers.commit_part(part)
-        except TandemError as error:
-            _log.info("a part of %s went unanswered: %s", part.grant_id, error)  # best effort; the commit names all
-            return
-        if not reply.ok:
-            event = ev.RefusalReceived(*refusal_from_proto(reply.error))
-            self.on_transfer(lambda _: self.desk.happened(part.key, event))
+    def commit(self, commit: Commit, *, again: bool) -> None:
+        self.commits.send(commit, again=again)
 
-    def commit(self, commit: Commit) -> None:
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self._commit(commit)))
-
-    async def _commit(self, commit: Commit) -> None:
-        try:
-            reply = await self.peers.commit(commit)
-        except TandemError as error:
-            # The protocol sends the commit again, or gives up, by its own clock.
-            _log.warning("commit of %s went unanswered: %s", commit.grant_id, error)
-            return
+    def _answered(self, receiver: str, answer: decode_pb.CommitAnswer) -> None:
+        """What decode says of a commit, or against a part; in the event loop."""
+        key = AttemptKey(answer.request_id, answer.attempt)
         event: ev.SenderEvent = (
-            ev.AckReceived(commit.grant_id) if reply.ok else ev.RefusalReceived(*refusal_from_proto(reply.error))
+            ev.AckReceived(answer.grant_id) if answer.ok else ev.RefusalReceived(*refusal_from_proto(answer.error))
         )
         # Hosts do not agree in their monotonic clocks; processes of one host do.
-        is_here = self.peers.is_here(commit.receiver)
-        self.on_transfer(lambda _: self._answered(commit.key, event, reply.verified_at_s if is_here else 0.0))
+        verified_at_s = answer.verified_at_s if self.peers.is_here(receiver) else 0.0
+        self.on_transfer(lambda _: self._take_answer(key, event, verified_at_s))
 
-    def _answered(self, key: AttemptKey, event: ev.SenderEvent, verified_at_s: float) -> None:
-        """Decode's answer to a commit; on the transfer thread."""
+    def _take_answer(self, key: AttemptKey, event: ev.SenderEvent, verified_at_s: float) -> None:
         points.reach("prefill.committed")
         if verified_at_s:
             self.desk.verified(key, verified_at_s)
@@ -302,6 +294,7 @@ class PrefillWorker(WorkerProcess):
             self.runner.submit(lambda: self.prompts.release(pages))
 
     def closed(self, key: AttemptKey) -> None:
+        self.commits.closed(key)
         self.loop.call_soon_threadsafe(self.forget_target, key)
         self.runner.submit(lambda: self.prompts.closed(key))
 

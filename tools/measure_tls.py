@@ -67,8 +67,8 @@ async def _attach(_request: decode_pb2.AttachRequest, _context: Any) -> decode_p
 async def _commits(
     calls: AsyncIterator[decode_pb2.CommitCall], _context: Any
 ) -> AsyncIterator[decode_pb2.CommitAnswer]:
-    async for call in calls:
-        yield decode_pb2.CommitAnswer(number=call.number, ok=True)
+    async for _ in calls:
+        yield decode_pb2.CommitAnswer(ok=True)
 
 
 def _handlers() -> grpc.GenericRpcHandler[Any, Any]:

@@ -2,7 +2,8 @@
 
 It names the one grant of one epoch of one incarnation for one attempt, with its pages, so it is good for nothing else;
 the lease and the record's end make it worthless in time. It tells peers and requests apart, it does not hide anything:
-grants travel inside the control plane only.
+grants travel inside the control plane only. What a sender says beside its pages, on the KV plane, has no channel that
+proves who it is: there it is sealed with the capability, which itself does not travel.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import hmac
 import struct
 
 from kvtransfer.protocol.messages import Grant
+
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 
 def make_capability(grant: Grant, secret: bytes) -> bytes:
@@ -27,3 +30,28 @@ def make_capability(grant: Grant, secret: bytes) -> bytes:
 def is_capability_of(grant: Grant, capability: bytes) -> bool:
     """Whether `capability` is the one that `grant` was given out with; takes the same time wherever they differ."""
     return hmac.compare_digest(grant.capability, capability)
+
+
+def seal(capability: bytes, body: bytes) -> bytes:
+    """`body` behind its HMAC-SHA256 by `capability`."""
+    return _mac(capability, body) + body
+
+
+def split_seal(sealed: bytes) -> tuple[bytes, bytes]:
+    """Take apart what `seal` gave, or what somebody says it gave: (seal, body).
+
+    Raises:
+        ValueError: it is too short.
+    """
+    if len(sealed) < _SEAL_BYTES:
+        raise ValueError(f"{len(sealed)} bytes bear no seal")
+    return sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+
+
+def is_seal_of(capability: bytes, found: bytes, body: bytes) -> bool:
+    """Whether who sealed `body` has `capability`; takes the same time wherever they differ."""
+    return hmac.compare_digest(_mac(capability, body), found)
+
+
+def _mac(capability: bytes, body: bytes) -> bytes:
+    return hmac.new(capability, body, hashlib.sha256).digest()

@@ -45,6 +45,11 @@ class GrantBook:
         """The record of an attempt; `None` when it was never seen or is forgotten."""
         return self._records.get(key)
 
+    def capability_of(self, grant_id: str) -> bytes | None:
+        """Of a grant that is known; `None` for others."""
+        record = self._by_grant.get(grant_id)
+        return record.held.capability if record is not None else None
+
     def records(self) -> list[GrantRecord]:
         return list(self._records.values())
 

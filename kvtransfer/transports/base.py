@@ -1,4 +1,4 @@
-"""What every transport offers: one-sided writes into a peer's registered memory.
+"""What every transport offers: one-sided writes into a peer's registered memory; some carry messages as well.
 
 One transfer thread owns a transport and alone calls it (see `kvtransfer.transfer_thread`). Nothing here blocks.
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NewType
 
 from kvtransfer.extents import Descriptor
+from tandem.core.errors import TransportError
 
 PeerId = NewType("PeerId", str)
 """A peer's agent name: one for each incarnation."""
@@ -54,7 +55,15 @@ class WriteArrived:
     tag: bytes
 
 
-TransportEvent = WriteCompleted | WriteFailed | WriteArrived
+@dataclass(frozen=True, slots=True)
+class MessageArrived:
+    """At the target of `send`: `content` as it was sent. Who sent it is what the transport says, and no proof."""
+
+    peer: PeerId
+    content: bytes
+
+
+TransportEvent = WriteCompleted | WriteFailed | WriteArrived | MessageArrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
+    carries_messages: ClassVar[bool] = False  # whether there is `send`
 
     def __init__(self, agent_name: str) -> None:
         self.agent_name = agent_name
@@ -120,6 +130,17 @@ class Transport(ABC):
         Raises:
             TransportError: misuse only: unknown peer, no descriptors, a range outside registered memory, closed.
         """
+
+    def send(self, peer: PeerId, content: bytes) -> None:
+        """Send a message: behind the writes to this peer that have completed, whole, at most once, and maybe never.
+
+        Poll until it is known by other means that it has arrived: a long one, or the first to a peer, takes progress.
+
+        Raises:
+            TransportError: nothing was sent: an unknown peer, one that is known to be gone, closed, or this transport
+                carries no messages.
+        """
+        raise TransportError(f"{self.name} carries no messages: {len(content)} bytes to {peer} are not sent")
 
     @abstractmethod
     def poll(self) -> list[TransportEvent]:

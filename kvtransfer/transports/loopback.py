@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import (
+    MessageArrived,
     PeerId,
     Transport,
     TransportEvent,
@@ -57,10 +58,15 @@ NO_FAULT = Fault()
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults by the number of the write in its agent, from 0; `default` for all others."""
+    """Faults by the number of the write in its agent, from 0; `default` for all others.
+
+    Attributes:
+        lose_messages: no message arrives, and nobody hears of it.
+    """
 
     faults: Mapping[int, Fault] = field(default_factory=dict)
     default: Fault = NO_FAULT
+    lose_messages: bool = False
 
     def of(self, number: int) -> Fault:
         return self.faults.get(number, self.default)
@@ -128,6 +134,7 @@ class LoopbackTransport(Transport):
     """An agent on a `LoopbackNetwork`; by default on the one that all agents of the process share."""
 
     name: ClassVar[str] = "loopback"
+    carries_messages: ClassVar[bool] = True
 
     def __init__(
         self, agent_name: str, *, network: LoopbackNetwork | None = None, faults: FaultPlan | None = None
@@ -141,7 +148,7 @@ class LoopbackTransport(Transport):
         self._numbers = itertools.count()
         self._pending: list[_Pending] = []
         self._ready: list[TransportEvent] = []
-        self._arrived: list[WriteArrived] = []  # filled by writers, under the network's lock
+        self._arrived: list[WriteArrived | MessageArrived] = []  # filled by peers, under the network's lock
         self._is_open = True
         self._network.join(self)
 
@@ -172,6 +179,16 @@ class LoopbackTransport(Transport):
         fault = self.faults.of(handle.number)
         self._pending.append(_Pending(handle, tuple(descriptors), fault, fault.delay_polls))
         return handle
+
+    def send(self, peer: PeerId, content: bytes) -> None:
+        self._require_open()
+        self._peers.get(peer)
+        with self._network.lock:
+            there = self._network.find(peer)
+            if there is None or self._network.find(self.agent_name) is not self:
+                raise TransportError(f"{peer} is gone")
+            if not self.faults.lose_messages:
+                there._arrived.append(MessageArrived(PeerId(self.agent_name), content))
 
     def poll(self) -> list[TransportEvent]:
         self._require_open()

@@ -23,7 +23,7 @@ from kvtransfer.transports.base import (
     PeerId,
     Transport,
     TransportEvent,
-    WriteArrived,
+    WriteCompleted,
     WriteFailed,
     WriteHandle,
     check_descriptors,
@@ -113,7 +113,7 @@ class NcclTransport(Transport):
         with self._lock:
             events, self._events = self._events, []
             for event in events:
-                if not isinstance(event, WriteArrived):
+                if isinstance(event, WriteCompleted | WriteFailed):
                     self._outgoing.discard(event.handle)
         return events
 

@@ -12,6 +12,7 @@ outstanding or expected. Measured on one host over shared memory:
 - Nor is an error: over TCP, when the connection to a living peer broke, a whole MiB landed after NIXL had reported the
   write as failed. So an error is reported as not settled. NIXL never connects to that peer again: later writes to it
   are failed here, before anything is posted, so that one broken connection costs only the writes that were under way.
+- A notification of its own takes 0.15 ms between two processes that poll every 50 µs, 1 MB of it some 3 ms.
 - On one host too, TCP carries the set-up of a connection, the notifications and the news of a peer's death; the bytes
   go by process_vm_writev.
 - A peer that connects to us and is killed before we connect to it: UCX 1.23 takes over its dead socket, is reset,
@@ -32,6 +33,7 @@ import numpy as np
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import (
+    MessageArrived,
     PeerId,
     Transport,
     TransportEvent,
@@ -57,6 +59,9 @@ DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "UCX_TCP_CONN_NB": "y",
     "NIXL_LOG_LEVEL": "WARN",
 }
+
+# What a notification of NIXL is, by its first byte.
+_TAG, _MESSAGE = b"t", b"m"
 
 
 @contextmanager
@@ -88,6 +93,7 @@ class UcxTransport(Transport):
     """
 
     name: ClassVar[str] = "ucx"
+    carries_messages: ClassVar[bool] = True
 
     def __init__(self, agent_name: str) -> None:
         super().__init__(agent_name)
@@ -151,13 +157,21 @@ class UcxTransport(Transport):
             with _translated(f"write to {peer}"):
                 local = self._descs(table[:, 0], table[:, 2], me)
                 remote = self._descs(table[:, 1], table[:, 2], there)
-                raw = agent.initialize_xfer("WRITE", local, remote, str(peer), tag)
+                raw = agent.initialize_xfer("WRITE", local, remote, str(peer), _TAG + tag if tag else b"")
         except TransportError as error:
             self._ready.append(WriteFailed(handle, str(error), settled=True))  # nothing was posted
             return handle
         self._handles[handle] = raw
         self._advance(handle, lambda: agent.transfer(raw))
         return handle
+
+    def send(self, peer: PeerId, content: bytes) -> None:
+        agent = self._open()
+        self._peers.get(peer)
+        if peer in self._broken:
+            raise TransportError(f"the connection to {peer} is broken")
+        with _translated(f"message to {peer}"):
+            agent.send_notif(str(peer), _MESSAGE + content)
 
     def poll(self) -> list[TransportEvent]:
         agent = self._open()
@@ -166,8 +180,11 @@ class UcxTransport(Transport):
         for handle, raw in list(self._handles.items()):
             self._advance(handle, lambda raw=raw: agent.check_xfer_state(raw))
         events, self._ready = self._ready, []
-        for name, tags in arrived.items():
-            events += [WriteArrived(PeerId(_text(name)), tag) for tag in tags]
+        for name, notifications in arrived.items():
+            peer = PeerId(_text(name))
+            for notification in notifications:
+                is_message = notification[:1] == _MESSAGE
+                events.append((MessageArrived if is_message else WriteArrived)(peer, notification[1:]))
         return events
 
     def _advance(self, handle: WriteHandle, ask: Any) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from google.protobuf.message import DecodeError
+
 from kvtransfer.layout import LayoutId
+from kvtransfer.protocol.capability import is_seal_of, seal, split_seal
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from tandem.core.errors import HandoffError
 from tandem.rpc.convert import error_to_proto
@@ -130,6 +135,55 @@ def part_from_proto(message: decode_pb.CommitPart) -> CommitPart:
         digests=tuple(tuple(layer.xxh3) for layer in message.layers),
         capability=message.capability,
     )
+
+
+def call_to_proto(said: Commit | CommitPart, sender_worker_id: str) -> decode_pb.CommitCall:
+    if isinstance(said, Commit):
+        return decode_pb.CommitCall(commit=commit_to_proto(said, sender_worker_id))
+    return decode_pb.CommitCall(part=part_to_proto(said, sender_worker_id))
+
+
+def call_from_proto(call: decode_pb.CommitCall) -> Commit | CommitPart | None:
+    """`None`: neither."""
+    match call.WhichOneof("call"):
+        case "commit":
+            return commit_from_proto(call.commit)
+        case "part":
+            return part_from_proto(call.part)
+    return None
+
+
+def call_to_message(said: Commit | CommitPart, sender_worker_id: str) -> bytes:
+    """For a channel that proves nothing about who speaks: sealed with the capability instead of carrying it."""
+    body = call_to_proto(replace(said, capability=b""), sender_worker_id).SerializeToString()
+    return seal(said.capability, body)
+
+
+@dataclass(frozen=True, slots=True)
+class SealedCall:
+    """What came as a message; `said` has no capability."""
+
+    said: Commit | CommitPart
+    found: bytes
+    body: bytes
+
+    def opened(self, capability: bytes | None) -> Commit | CommitPart | None:
+        """What was said, with `capability`, if that is what it is sealed with."""
+        if capability is None or not is_seal_of(capability, self.found, self.body):
+            return None
+        return replace(self.said, capability=capability)
+
+
+def call_from_message(content: bytes) -> SealedCall:
+    """Raises `ValueError` for what is neither a part nor a commit."""
+    found, body = split_seal(content)
+    try:
+        said = call_from_proto(decode_pb.CommitCall.FromString(body))
+    except DecodeError as error:
+        raise ValueError(f"{len(body)} bytes are no call: {error}") from error
+    if said is None:
+        raise ValueError("it is neither a part nor a commit")
+    return SealedCall(said, found, body)
 
 
 def refusal_to_proto(reason: RefusalReason, detail: str, request_id: str) -> pb.Error:

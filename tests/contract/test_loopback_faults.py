@@ -9,7 +9,7 @@ from transport_peer import EMPTY, Agent, Pair
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import TransportEvent, WriteCompleted, WriteFailed, WriteHandle
-from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork
+from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
 
 WRITE = [Descriptor(0, 100, 10), Descriptor(50, 200, 10)]
@@ -147,3 +147,23 @@ def test_a_name_is_taken_once_on_a_network(make: Callable[[Fault], Pair], networ
     make(Fault())
     with pytest.raises(TransportError, match="is taken"):
         Agent.make("loopback", "reader#1", {"network": network})
+
+
+def test_messages_get_lost_without_a_word(make: Callable[[Fault], Pair]) -> None:
+    pair = make(Fault())
+    transport = pair.writer.transport
+    assert isinstance(transport, LoopbackTransport)
+    transport.faults = FaultPlan(lose_messages=True)
+    transport.send(pair.peer, b"lost")
+    transport.faults = FaultPlan()
+    transport.send(pair.peer, b"found")
+    assert pair.reader.came() == [("writer#1", b"found")]
+
+
+def test_a_message_to_an_agent_that_is_gone_is_refused(
+    make: Callable[[Fault], Pair], network: LoopbackNetwork
+) -> None:
+    pair = make(Fault())
+    network.kill("reader#1")
+    with pytest.raises(TransportError, match="reader#1 is gone"):
+        pair.writer.transport.send(pair.peer, b"hello")

@@ -90,6 +90,77 @@ def test_a_page_may_be_written_again(pair: Pair) -> None:
         assert pair.reader.read(0, 64) == bytes([value]) * 64
 
 
+# ---- messages
+
+SPEAKING = [place for place in PLACES if place[0] != "nccl"]
+
+
+@pytest.fixture(params=SPEAKING, ids=["-".join(p) for p in SPEAKING])
+def speaking(request: pytest.FixtureRequest, make_pair: Callable[..., Pair], peer_process: PeerProcess) -> Pair:
+    name, place = request.param
+    return make_pair(name, peer_process if place == "process" else None)
+
+
+def test_messages_arrive_whole_and_once_behind_the_writes_that_have_completed(speaking: Pair) -> None:
+    pair, sender = speaking, str(speaking.writer.transport.agent_name)
+    assert pair.writer.transport.carries_messages
+    for tag in (b"first", b"second"):
+        handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)], tag)
+        assert isinstance(pair.end_of(handle), WriteCompleted)
+        pair.writer.transport.send(pair.peer, b"after " + tag)
+    assert pair.wait(lambda: len(pair.reader.came()) >= 4)
+    for _ in range(20):
+        pair.writer.poll()
+    expected = [b"first", b"after first", b"second", b"after second"]
+    assert pair.reader.came() == [(sender, content) for content in expected]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 8192, 100_000, 3 << 20])
+def test_a_message_of_any_size_before_any_write(speaking: Pair, num_bytes: int) -> None:
+    content = np.random.default_rng(3).bytes(num_bytes)
+    speaking.writer.transport.send(speaking.peer, content)
+    assert speaking.wait(lambda: bool(speaking.reader.came()))
+    assert speaking.reader.came() == [(speaking.writer.transport.agent_name, content)]
+
+
+def test_a_message_to_nobody_is_refused(speaking: Pair) -> None:
+    with pytest.raises(TransportError, match="not connected"):
+        speaking.writer.transport.send(PeerId("nobody#1"), b"hello")
+    speaking.writer.transport.disconnect(speaking.peer)
+    with pytest.raises(TransportError, match="not connected"):
+        speaking.writer.transport.send(speaking.peer, b"hello")
+    speaking.writer.close()
+    with pytest.raises(TransportError):
+        speaking.writer.transport.send(speaking.peer, b"hello")
+
+
+def test_a_message_to_a_killed_peer_is_refused_once_that_is_known(
+    make_pair: Callable[..., Pair], own_process: PeerProcess
+) -> None:
+    pair = make_pair("ucx", own_process)
+    pair.writer.transport.send(pair.peer, b"alive")
+    assert pair.wait(lambda: bool(pair.reader.came()))
+    own_process.process.kill()
+    own_process.process.join()
+    pair.writer.expect("answer", str(pair.peer), ())
+
+    def is_refused() -> bool:
+        try:
+            pair.writer.transport.send(pair.peer, b"dead")
+        except TransportError:
+            return True
+        return False
+
+    assert pair.wait(is_refused)
+
+
+def test_a_transport_without_messages_says_so(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("nccl")
+    assert not pair.writer.transport.carries_messages
+    with pytest.raises(TransportError, match="nccl carries no messages: 5 bytes"):
+        pair.writer.transport.send(pair.peer, b"hello")
+
+
 # ---- peers
 
 

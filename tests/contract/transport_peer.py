@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import PeerId, Transport, TransportEvent, WriteArrived, WriteHandle
+from kvtransfer.transports.base import MessageArrived, PeerId, Transport, TransportEvent, WriteArrived, WriteHandle
 from kvtransfer.transports.registry import create_transport
 
 ARENA_BYTES = 24 << 20
@@ -68,6 +68,15 @@ class Agent:
         self.poll()
         return [e.tag for e in self.events if isinstance(e, WriteArrived)]
 
+    def came(self) -> list[tuple[str, bytes]]:
+        """Tags and messages, in the order in which they came, and from whom."""
+        self.poll()
+        return [
+            (e.peer, e.tag if isinstance(e, WriteArrived) else e.content)
+            for e in self.events
+            if isinstance(e, WriteArrived | MessageArrived)
+        ]
+
     def poll(self) -> None:
         if not self.is_closed:
             self.events += self.transport.poll()
@@ -115,7 +124,9 @@ class Agent:
         return self.transport.post_write(peer, descriptors, tag)
 
     def ends(self, handle: WriteHandle) -> list[TransportEvent]:
-        return [e for e in self.events if not isinstance(e, WriteArrived) and e.handle == handle]
+        return [
+            e for e in self.events if not isinstance(e, WriteArrived | MessageArrived) and e.handle == handle
+        ]
 
 
 def host_agents(conn: Connection) -> None:
@@ -203,6 +214,9 @@ class RemoteAgent:
 
     def read(self, offset: int = 0, num_bytes: int = ARENA_BYTES) -> bytes:
         return self.host.call("read", self.agent_name, offset, num_bytes)
+
+    def came(self) -> list[tuple[str, bytes]]:
+        return self.host.call("came", self.agent_name)
 
     def arrived(self) -> list[bytes]:
         return self.host.call("arrived", self.agent_name)

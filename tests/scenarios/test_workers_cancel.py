@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from tandem.core.sampling import SamplingParams
-from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, Stash, WorkerPair, prompt_of, until
+from tests.scenarios.worker_pair import SHARED_LOOP, Gate, Oracle, Stash, WorkerPair, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -69,23 +66,11 @@ async def written_and_not_committed(pair: WorkerPair, router: Router) -> AsyncIt
 
 @asynccontextmanager
 async def committed_and_not_acknowledged(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-    inner = pair.prefill.peers.commit
-    answered, go_on = threading.Event(), threading.Event()
-
-    async def held(commit: Any) -> Any:
-        reply = await inner(commit)
-        answered.set()
-        await asyncio.get_running_loop().run_in_executor(None, go_on.wait, WAIT_S)
-        return reply
-
-    pair.prefill.peers.commit = held  # type: ignore[method-assign]
-    try:
+    with Stash(pair.prefill, "_take_answer") as stash:
         ask = await router.begin(an_ask())
         await router.heard(ask, "decode.admitted")
+        await stash.wait()
         yield ask
-    finally:
-        go_on.set()
-        del pair.prefill.peers.commit
 
 
 @asynccontextmanager

@@ -13,11 +13,11 @@ import prefill_worker.sending
 from decode_worker.commits import Stream
 from kvtransfer.extents import Descriptor
 from kvtransfer.protocol.arrivals import ArrivedDigests
-from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken
+from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, RefusalReason
 from tandem.core.errors import TransportError
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2
-from tandem.worker.wire import commit_to_proto
+from tandem.worker.wire import call_to_message, commit_to_proto
 from tests.scenarios.worker_pair import (
     CONFIG,
     PAGE,
@@ -57,8 +57,11 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
     try:
         async with Router(pair) as router:
             with Gate(pair.decode.engine, "forward") as gate:
-                for ask in asks:
-                    await router.begin(ask)
+                with Stash(pair.prefill, "commit"):  # a runner that is held in its first step grants nothing more
+                    for ask in asks:
+                        await router.begin(ask)
+                    for ask in asks:
+                        await router.heard(ask, "decode.granted")
                 for ask in asks:
                     await router.until(
                         lambda a=ask: (
@@ -298,36 +301,127 @@ async def test_strangers_cannot_touch_a_grant(pair: WorkerPair, oracle: Oracle) 
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
 
 
-async def test_a_call_that_decode_does_not_know_is_answered_and_the_next_one_too(pair: WorkerPair) -> None:
+async def test_a_call_that_decode_does_not_know_is_ignored_and_the_next_one_answered(pair: WorkerPair) -> None:
     async with Router(pair) as router:
-        part = decode_pb2.CommitPart(grant_id="none/1")
-        calls = decode_pb2.CommitCall(number=7), decode_pb2.CommitCall(number=8, part=part)
-        unknown, known = await ask_commits(router.stub("decode"), *calls)
-    assert (unknown.number, unknown.ok, unknown.error.code) == (7, False, "incompatible")
-    assert (known.number, known.ok, known.error.reason) == (8, False, "wrong_receiver")
+        stream = router.stub("decode").Commits(timeout=10)
+        await stream.write(decode_pb2.CommitCall())
+        await stream.write(decode_pb2.CommitCall(part=decode_pb2.CommitPart(grant_id="none/1")))
+        answer = await stream.read()
+        stream.cancel()
+    assert (answer.grant_id, answer.ok, answer.error.reason) == ("none/1", False, "wrong_receiver")
+
+
+# ---- which way commits go
+
+
+class Ways:
+    """What comes to decode, and which way: `message` or `stream`."""
+
+    def __init__(self, pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.came: list[str] = []
+        commits = pair.decode.commits
+        heard, take = commits.heard, commits._take
+
+        def hear(desk: Any, message: Any) -> None:
+            self.came.append("message")
+            heard(desk, message)
+
+        def take_call(stream: Stream, call: decode_pb2.CommitCall) -> None:
+            if not call.HasField("opened"):
+                self.came.append("stream")
+            take(stream, call)
+
+        monkeypatch.setattr(commits, "heard", hear)
+        monkeypatch.setattr(commits, "_take", take_call)
+
+
+async def test_commits_and_parts_come_behind_the_pages(
+    pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways, ask = Ways(pair, monkeypatch), Ask(prompt_of(400))
+    async with Router(pair) as router:
+        (outcome,) = await router.ask(ask)
+        await router.heard(ask, "prefill.handoff_done")
+    assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+    assert len(ways.came) > 1, "parts, and the commit"
+    assert set(ways.came) == {"message"}
+    await pair.settled()
+    assert not pair.prefill.commits._under_way
+    assert not pair.prefill.transfer._transport.wants_polling
+
+
+@pytest.mark.parametrize("fate", ["lost", "refused by the transport", "not carried", "no stream"])
+async def test_what_cannot_go_behind_the_pages_goes_on_the_stream(
+    pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    transport = pair.prefill.transfer._transport
+    async with Router(pair) as router:
+        await router.ask(Ask(prompt_of(20)))  # they are paired from now on
+    (peer,) = pair.prefill.peers.peers.values()
+
+    def refuse(*_: Any) -> None:
+        raise TransportError("out of order")
+
+    match fate:
+        case "lost":
+            monkeypatch.setattr(transport, "send", lambda *_: None)
+        case "refused by the transport":
+            monkeypatch.setattr(transport, "send", refuse)
+        case "not carried":
+            monkeypatch.setattr(type(transport), "carries_messages", False)
+        case "no stream":
+            monkeypatch.setattr(peer.commits, "is_open", False)
+    ways, ask = Ways(pair, monkeypatch), Ask(prompt_of(60, seed=3))
+    async with Router(pair) as router:
+        (outcome,) = await router.ask(ask)
+        await router.heard(ask, "prefill.handoff_done")
+    assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+    assert set(ways.came) == {"stream"}
+    await pair.settled()
 
 
 async def test_a_commit_whose_answer_is_lost_with_its_stream_is_repeated_on_another(
     pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = []
-    take = pair.decode.commits._take
+    streams: list[Stream] = []
+    tell = pair.decode.commits._tell
 
-    def take_and_break(stream: Stream, call: decode_pb2.CommitCall) -> None:
-        take(stream, call)
-        if call.HasField("commit"):
-            if not streams:
-                stream.drop()
-            streams.append(stream)
+    def break_and_tell(sender: str, answer: decode_pb2.CommitAnswer) -> None:
+        streams.append(pair.decode.commits._of_senders[sender])
+        streams[0].drop()
+        tell(sender, answer)
 
-    monkeypatch.setattr(pair.decode.commits, "_take", take_and_break)
-    ask = Ask(prompt_of(60))
+    monkeypatch.setattr(pair.decode.commits, "_tell", break_and_tell)
+    ways, ask = Ways(pair, monkeypatch), Ask(prompt_of(60, seed=4))
     async with Router(pair) as router:
         (outcome,) = await router.ask(ask)
         await router.heard(ask, "prefill.handoff_done")
+        assert pair.decode.commits._of_senders[pair.prefill.incarnation] is not streams[0]
     assert outcome.ids() == oracle.greedy(ask.prompt, 12)
-    assert len(streams) == 2
-    assert streams[0] is not streams[1]
+    assert ways.came[-2:] == ["message", "stream"]
+
+
+async def test_a_forged_message_changes_nothing_and_nobody_hears_of_it(
+    pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that says nothing. The writer would give up, were it told that its commit is refused."""
+    ask, desk = Ask(prompt_of(60, seed=5)), pair.decode.desk
+    told = Stash(pair.decode.commits, "_tell")
+    async with Router(pair) as router:
+        with Stash(pair.prefill, "commit") as stash, told:
+            await router.begin(ask)
+            await stash.wait()
+            commit: Commit = stash.first_argument
+            wrong = dataclasses.replace(commit, digests=commit.digests[::-1], capability=bytes(32))
+            before, ignored = desk.refusals[RefusalReason.BAD_CAPABILITY], desk.num_arrivals_ignored
+            name = next(iter(pair.prefill.peers.peers.values())).name
+            for content in (call_to_message(wrong, "prefill-0"), b"nothing"):
+                pair.prefill.transfer.submit(lambda t, c=content: t.send(name, c)).result()
+            await until(lambda: desk.num_arrivals_ignored > ignored, "both messages")
+            assert desk.refusals[RefusalReason.BAD_CAPABILITY] == before + 1
+            assert told.num_calls == 0
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+    await until(lambda: pair.decode.read_status().refused["bad_capability"] > before, "its counter")
 
 
 async def test_a_grant_of_another_request_is_not_written_into(pair: WorkerPair) -> None:

@@ -237,8 +237,8 @@ async def test_a_stop_ends_the_streams_of_commits_in_order(life: WorkerPair) -> 
     """It does not wait until the server cuts them off."""
     async with Router(life) as router:
         commits = router.stub("decode").Commits()
-        await commits.write(decode_pb2.CommitCall(number=1))
-        assert (await commits.read()).number == 1
+        await commits.write(decode_pb2.CommitCall(opened=decode_pb2.CommitsOpened(sender_incarnation="prefill-7#1")))
+        assert await commits.read() == decode_pb2.CommitAnswer()
         await in_thread(life.decode.stop)
         assert await commits.code() is grpc.StatusCode.OK
 

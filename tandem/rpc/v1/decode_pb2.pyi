@@ -404,11 +404,11 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 class CommitCall(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUMBER_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    """of the call on its stream"""
+    @_builtins.property
+    def opened(self) -> Global___CommitsOpened: ...
     @_builtins.property
     def commit(self) -> Global___Commit: ...
     @_builtins.property
@@ -416,30 +416,56 @@ class CommitCall(_message.Message):
     def __init__(
         self,
         *,
-        number: _builtins.int = ...,
+        opened: Global___CommitsOpened | None = ...,
         commit: Global___Commit | None = ...,
         part: Global___CommitPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "commit", b"commit", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "commit", b"commit", "opened", b"opened", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "commit", b"commit", "number", b"number", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "commit", b"commit", "opened", b"opened", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["commit", "part"]  # noqa: Y015
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["opened", "commit", "part"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
 Global___CommitCall: _TypeAlias = CommitCall  # noqa: Y015
 
 @_typing.final
-class CommitAnswer(_message.Message):
+class CommitsOpened(_message.Message):
+    """The sender's answers go to this stream from now on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUMBER_FIELD_NUMBER: _builtins.int
+    SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    sender_incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        sender_incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender_incarnation", b"sender_incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitsOpened: _TypeAlias = CommitsOpened  # noqa: Y015
+
+@_typing.final
+class CommitAnswer(_message.Message):
+    """Of a commit, or of a part that is refused; empty: of `opened`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    GRANT_ID_FIELD_NUMBER: _builtins.int
     OK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     VERIFIED_AT_S_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    """of the call"""
+    request_id: _builtins.str
+    attempt: _builtins.int
+    grant_id: _builtins.str
     ok: _builtins.bool
     verified_at_s: _builtins.float
     """when the commit's pages were verified, by this host's monotonic clock;"""
@@ -450,14 +476,16 @@ class CommitAnswer(_message.Message):
     def __init__(
         self,
         *,
-        number: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        grant_id: _builtins.str = ...,
         ok: _builtins.bool = ...,
         error: _common_pb2.Error | None = ...,
         verified_at_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "number", b"number", "ok", b"ok", "verified_at_s", b"verified_at_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "grant_id", b"grant_id", "ok", b"ok", "request_id", b"request_id", "verified_at_s", b"verified_at_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -491,7 +519,7 @@ class Commit(_message.Message):
     sender_worker_id: _builtins.str
     sender_incarnation: _builtins.str
     capability: _builtins.bytes
-    """of the grant"""
+    """of the grant; in a message of the transport it is the seal's key instead"""
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -558,7 +586,7 @@ class CommitPart(_message.Message):
     first_index: _builtins.int
     """in the grant's pages, of the first page of this part"""
     capability: _builtins.bytes
-    """of the grant"""
+    """of the grant; as in `Commit`"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerDigests]:
         """one a layer, each with as many digests as the part has pages"""

@@ -80,9 +80,10 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commits(self, request_iterator, context):
-        """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-        message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
-        be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
+        """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
+        worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
+        unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
+        answered may be asked again on a new one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

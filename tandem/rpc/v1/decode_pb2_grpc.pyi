@@ -38,9 +38,10 @@ class DecodeServiceStub:
     Pair: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]
     """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
     Commits: _grpc.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]
-    """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-    message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
-    be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
+    """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
+    worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
+    unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
+    answered may be asked again on a new one.
     """
     Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]
     """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
@@ -59,9 +60,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Pair: _aio.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]  # type: ignore[assignment]
     """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
     Commits: _aio.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]  # type: ignore[assignment]
-    """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-    message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
-    be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
+    """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
+    worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
+    unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
+    answered may be asked again on a new one.
     """
     Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]  # type: ignore[assignment]
     """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
@@ -95,9 +97,10 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_decode_pb2.CommitCall],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.CommitAnswer], _abc.AsyncIterator[_decode_pb2.CommitAnswer]]:
-        """One stream per prefill worker, open for as long as both live: what comes when a computation has ended takes one
-        message there, where a call of its own takes longer. Each message is answered when its answer is there, which may
-        be before that of an earlier one. When the stream breaks, what was not answered may be asked again on a new one.
+        """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
+        worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
+        unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
+        answered may be asked again on a new one.
         """
 
     @_abc_1.abstractmethod

@@ -110,8 +110,8 @@ class Sending(End):
         if self.world.parts_arrive:
             self.world.answer(part.key, lambda desk: desk.commit_part(part), None)
 
-    def commit(self, commit: Commit) -> None:
-        self.tell("commit", commit)
+    def commit(self, commit: Commit, *, again: bool) -> None:
+        self.tell("commit", commit, again)
         if self.world.commits_arrive:
             self.world.answer(
                 commit.key, lambda desk: desk.commit(commit, time.monotonic()), sev.AckReceived(commit.grant_id)

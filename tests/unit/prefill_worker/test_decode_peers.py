@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvtransfer.layout import LayoutId
-from kvtransfer.protocol.messages import AttemptKey, Commit, Grant
+from kvtransfer.protocol.messages import AttemptKey, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.base import PeerId
 from prefill_worker.peers import DecodePeers, Peer
@@ -28,15 +28,14 @@ WAIT_S = 5.0
 
 
 class Decode(decode_pb2_grpc.DecodeServiceServicer):
-    """Pairs, and answers of the other calls only commits, as long as `answers` says so."""
+    """Pairs, and answers of the other calls only commits."""
 
     def __init__(self) -> None:
         self.info = pb.WorkerInfo()
         self.called = asyncio.Event()
-        self.answers = True
+        self.knows_streams = True
         self.num_streams = 0
-        self.unanswered: list[decode_pb.CommitCall] = []
-        self.broken = asyncio.Event()  # set: the stream that is open breaks
+        self.broken = asyncio.Event()  # set: a stream breaks with its next commit
 
     async def Pair(self, _request: decode_pb.PairRequest, _: Any) -> decode_pb.PairReply:
         return decode_pb.PairReply(decode=self.info)
@@ -54,15 +53,15 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb.CommitAnswer]:
         self.num_streams += 1
         async for call in request_iterator:
+            if call.HasField("opened"):
+                if self.knows_streams:
+                    assert call.opened.sender_incarnation == "prefill-0#1"
+                    yield decode_pb.CommitAnswer()
+                continue
             self.called.set()
-            if self.answers:
-                for known in (call, *self.unanswered):  # those that waited come last, and so too late or out of order
-                    yield decode_pb.CommitAnswer(number=known.number, ok=True, verified_at_s=known.commit.epoch)
-                self.unanswered.clear()
-            else:
-                self.unanswered.append(call)
             if self.broken.is_set():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+            yield decode_pb.CommitAnswer(request_id=call.commit.request_id, ok=True)
 
     async def _hang(self) -> None:
         self.called.set()
@@ -74,6 +73,7 @@ class Site:
     decode: Decode
     closing: list[asyncio.Task[None]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    answers: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)  # (who, of which request)
 
     def make(
         self, paired: Callable[[DecodePeers, Peer], None] = lambda _peers, _peer: None, call_timeout_s: float = 60
@@ -92,6 +92,7 @@ class Site:
             connect,
             lambda peer: paired(peers, peer),
             lose,
+            lambda receiver, answer: self.answers.put_nowait((receiver, answer.request_id)),
             call_timeout_s=call_timeout_s,
             confirm_for_s=60,
         )
@@ -126,9 +127,12 @@ def a_grant() -> Grant:
     return Grant("decode-0#1/1", KEY, 1, "decode-0#1", LAYOUT, (1,), 10.0, capability=b"given")
 
 
-def a_commit(epoch: int) -> Commit:
-    pages, digests = (1,), ((1,), (2,))
-    return Commit("decode-0#1/1", KEY, epoch, "decode-0#1", "prefill-0#1", LAYOUT, pages, digests, capability=b"given")
+def a_call(request_id: str) -> decode_pb.CommitCall:
+    return decode_pb.CommitCall(commit=decode_pb.Commit(request_id=request_id))
+
+
+async def answer(site: Site) -> tuple[str, str]:
+    return await asyncio.wait_for(site.answers.get(), WAIT_S)
 
 
 async def test_a_process_that_ends_between_its_answer_and_the_look_at_it_is_no_peer(site: Site) -> None:
@@ -202,45 +206,52 @@ async def test_a_new_incarnation_proves_nothing_about_an_older_one(site: Site) -
     await peers.close()
 
 
-# -- commits, on their stream
+# -- the stream of commits
 
 
-async def test_commits_share_one_stream_and_each_gets_its_own_answer(site: Site) -> None:
+async def test_a_peer_knows_where_its_answers_go_before_anything_is_sent_to_it(site: Site) -> None:
     peers = site.make()
-    await peers.get(site.decode.info)
-    site.decode.answers = False
-    first = asyncio.create_task(peers.commit(a_commit(1)))
-    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
-    site.decode.answers = True
-    assert (await asyncio.wait_for(peers.commit(a_commit(2)), WAIT_S)).verified_at_s == 2
-    assert (await asyncio.wait_for(first, WAIT_S)).verified_at_s == 1
+    peer = await peers.get(site.decode.info)
+    assert peer.commits.is_open
     assert site.decode.num_streams == 1
     await peers.close()
+    assert not peer.commits.is_open
 
 
-async def test_a_commit_without_an_answer_fails_in_time_and_its_late_answer_is_nobodys(site: Site) -> None:
+async def test_a_peer_that_does_not_take_the_stream_is_none(site: Site) -> None:
+    site.decode.knows_streams = False
     peers = site.make(call_timeout_s=0.2)
-    await peers.get(site.decode.info)
-    site.decode.answers = False
-    with pytest.raises(WorkerLostError, match=r"commit to decode-0: no answer in 0\.2 s"):
-        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)
-    site.decode.answers = True
-    assert (await peers.commit(a_commit(2))).verified_at_s == 2
-    assert (await peers.commit(a_commit(3))).verified_at_s == 3, "behind the late answer"
+    with pytest.raises(WorkerLostError, match=r"commits to decode-0: no answer in 0\.2 s"):
+        await asyncio.wait_for(peers.get(site.decode.info), WAIT_S)
+    assert peers.peers == {}
+
+
+async def test_commits_share_one_stream_and_answers_tell_who_gives_them(site: Site) -> None:
+    peers = site.make()
+    stream = (await peers.get(site.decode.info)).commits
+    for name in ("a", "b"):
+        stream.put(a_call(name))
+    assert [await answer(site), await answer(site)] == [("decode-0#1", "a"), ("decode-0#1", "b")]
     assert site.decode.num_streams == 1
     await peers.close()
 
 
-async def test_a_stream_that_breaks_fails_what_is_unanswered_and_the_next_commit_opens_another(site: Site) -> None:
+async def test_a_stream_that_breaks_is_not_open_and_the_next_commit_opens_another(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
     peers = site.make()
-    await peers.get(site.decode.info)
-    site.decode.answers = False
+    stream = (await peers.get(site.decode.info)).commits
     site.decode.broken.set()
-    with pytest.raises(WorkerLostError, match="commits to decode-0: broken"):
-        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)
-    site.decode.answers = True
+    stream.put(a_call("lost"))
+    while stream._running is not None:
+        await asyncio.wait([stream._running], timeout=WAIT_S)
+        await asyncio.sleep(0)
+    assert not stream.is_open
+    assert "commits to decode-0: broken; what is unanswered is asked again" in caplog.text
     site.decode.broken.clear()
-    assert (await asyncio.wait_for(peers.commit(a_commit(2)), WAIT_S)).verified_at_s == 2
+    stream.put(a_call("again"))
+    assert await answer(site) == ("decode-0#1", "again")
+    assert stream.is_open
     assert site.decode.num_streams == 2
     await peers.close()
 
@@ -248,53 +259,54 @@ async def test_a_stream_that_breaks_fails_what_is_unanswered_and_the_next_commit
 async def test_a_stream_that_ends_leaves_no_task(site: Site) -> None:
     peers = site.make()
     before = asyncio.all_tasks()
-    await peers.get(site.decode.info)
-    assert (await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)).ok
+    stream = (await peers.get(site.decode.info)).commits
+    stream.put(a_call("a"))
+    await answer(site)
     listening = "AioServer"  # gRPC's own, of the server that plays decode
     of_stream = {task for task in asyncio.all_tasks() - before if listening not in repr(task)}
     site.decode.broken.set()
-    site.decode.answers = False
-    with pytest.raises(WorkerLostError, match="commits to decode-0: broken"):
-        await asyncio.wait_for(peers.commit(a_commit(2)), WAIT_S)
+    stream.put(a_call("b"))
     _, left = await asyncio.wait(of_stream, timeout=WAIT_S)
     assert left == set()
     await peers.close()
 
 
-async def test_a_call_on_a_stream_that_is_closed_before_it_begins_fails_at_once(site: Site) -> None:
+async def test_a_stream_that_is_closed_before_it_begins_is_not_opened(site: Site) -> None:
     peers = site.make()
-    await peers.get(site.decode.info)
-    stream = peers.peers["decode-0#1"].commits
+    stream = (await peers.get(site.decode.info)).commits
+    await stream.close()
+    with pytest.raises(WorkerLostError, match="commits to decode-0: the connection has been closed"):
+        await stream.open()
+    stream.put(a_call("a"))
+    assert stream._running is None
+    await peers.close()
+    assert site.decode.num_streams == 1
+
+
+async def test_a_stream_that_is_closed_while_it_opens_fails_as_lost(site: Site) -> None:
+    peers = site.make()
+    stream = (await peers.get(site.decode.info)).commits
     site.decode.broken.set()
-    site.decode.answers = False
-    with pytest.raises(WorkerLostError, match="broken"):
-        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)
-    asked = asyncio.create_task(peers.commit(a_commit(2)))  # opens a stream
-    closed = asyncio.create_task(stream.close())  # and ends it before its task has begun
+    stream.put(a_call("a"))
+    while stream._running is not None:
+        await asyncio.wait([stream._running], timeout=WAIT_S)
+        await asyncio.sleep(0)
+    opening = asyncio.create_task(stream.open())
+    closing = asyncio.create_task(stream.close())  # ends it before its task has begun
     with pytest.raises(WorkerLostError, match="the stream ended"):
-        await asyncio.wait_for(asked, WAIT_S)
-    await closed
-    with pytest.raises(WorkerLostError, match="the connection has been closed"):
-        await peers.commit(a_commit(3))
+        await asyncio.wait_for(opening, WAIT_S)
+    await closing
     await peers.close()
 
 
-async def test_a_commit_under_way_ends_when_its_peer_does(site: Site) -> None:
-    peers = site.make()
-    await peers.get(site.decode.info)
-    site.decode.answers = False
-    commit = asyncio.create_task(peers.commit(a_commit(1)))
-    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
-    peers.ended("decode-0#1")
-    await asyncio.wait([commit], timeout=WAIT_S)
-    assert isinstance(commit.exception(), WorkerLostError), "not cancelled: somebody waits for the answer"
-    with pytest.raises(WorkerLostError, match="is gone"):
-        await peers.commit(a_commit(2))
-
-
-async def test_a_commit_on_a_channel_that_is_closed_before_its_end_is_known_fails_as_lost(site: Site) -> None:
+async def test_a_channel_that_is_closed_before_its_end_is_known_breaks_the_stream_as_lost(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
     peers = site.make()
     peer = await peers.get(site.decode.info)
     await peer.channel.close(grace=None)
+    while peer.commits._running is not None:
+        await asyncio.wait([peer.commits._running], timeout=WAIT_S)
+        await asyncio.sleep(0)
     with pytest.raises(WorkerLostError, match="commits to decode-0"):
-        await asyncio.wait_for(peers.commit(a_commit(1)), WAIT_S)
+        await asyncio.wait_for(peer.commits.open(), WAIT_S)

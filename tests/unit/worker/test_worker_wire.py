@@ -21,10 +21,15 @@ from tandem.rpc.convert import (
     sampling_to_proto,
 )  # fmt: skip
 from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import decode_pb2
 from tandem.worker.intake import check_prompt, open_journals
 from tandem.worker.sequence import FinishReason
 from tandem.worker.tokens import token_event
 from tandem.worker.wire import (
+    call_from_message,
+    call_from_proto,
+    call_to_message,
+    call_to_proto,
     commit_from_proto,
     commit_to_proto,
     grant_from_proto,
@@ -51,21 +56,66 @@ def test_layouts_and_grants() -> None:
     assert grant_from_proto(grant_to_proto(grant), LAYOUT) == grant
 
 
+COMMIT = Commit(
+    "g/1", KEY, 1, "decode-0#1", "prefill-0#1", LAYOUT, (7, 3), ((2**64 - 1, 0), (1, 2), (3, 4)),
+    (FirstToken(0, 17), FirstToken(3, 0)), b"capability",
+)  # fmt: skip
+PART = CommitPart("g/1", KEY, 1, "decode-0#1", "prefill-0#1", 5, ((2**64 - 1, 0), (1, 2), (3, 4)), b"capability")
+
+
 def test_commits() -> None:
-    commit = Commit(
-        "g/1", KEY, 1, "decode-0#1", "prefill-0#1", LAYOUT, (7, 3), ((2**64 - 1, 0), (1, 2), (3, 4)),
-        (FirstToken(0, 17), FirstToken(3, 0)), b"capability",
-    )  # fmt: skip
-    message = commit_to_proto(commit, "prefill-0")
+    message = commit_to_proto(COMMIT, "prefill-0")
     assert message.sender_worker_id == "prefill-0"
-    assert commit_from_proto(type(message).FromString(message.SerializeToString())) == commit
+    assert commit_from_proto(type(message).FromString(message.SerializeToString())) == COMMIT
 
 
 def test_parts_of_commits() -> None:
-    part = CommitPart("g/1", KEY, 1, "decode-0#1", "prefill-0#1", 5, ((2**64 - 1, 0), (1, 2), (3, 4)), b"capability")
-    message = part_to_proto(part, "prefill-0")
+    message = part_to_proto(PART, "prefill-0")
     assert message.sender_worker_id == "prefill-0"
-    assert part_from_proto(type(message).FromString(message.SerializeToString())) == part
+    assert part_from_proto(type(message).FromString(message.SerializeToString())) == PART
+
+
+@pytest.mark.parametrize("said", [COMMIT, PART])
+def test_calls(said: Commit | CommitPart) -> None:
+    call = call_to_proto(said, "prefill-0")
+    assert call_from_proto(type(call).FromString(call.SerializeToString())) == said
+
+
+def test_a_call_that_is_neither_is_none() -> None:
+    opened = decode_pb2.CommitCall(opened=decode_pb2.CommitsOpened(sender_incarnation="x"))
+    assert call_from_proto(opened) is call_from_proto(decode_pb2.CommitCall()) is None
+
+
+@pytest.mark.parametrize("said", [COMMIT, PART])
+def test_a_sealed_message_is_opened_with_its_capability_which_it_does_not_show(said: Commit | CommitPart) -> None:
+    content = call_to_message(said, "prefill-0")
+    assert said.capability not in content
+    call = call_from_message(content)
+    assert call.said.grant_id == "g/1"
+    assert call.said.capability == b""
+    assert call.opened(said.capability) == said
+    assert call.opened(b"another") is call.opened(b"") is call.opened(None) is None
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, 40, -1])
+def test_a_sealed_message_that_was_changed_is_not_opened(at: int) -> None:
+    content = bytearray(call_to_message(PART, "prefill-0"))
+    content[at] ^= 1
+    try:
+        call = call_from_message(bytes(content))
+    except ValueError:
+        return
+    assert call.opened(PART.capability) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"short", bytes(31), bytes(32), bytes(32) + b"\xff junk",
+     bytes(32) + decode_pb2.CommitCall(opened=decode_pb2.CommitsOpened()).SerializeToString()],
+)  # fmt: skip
+def test_what_is_no_sealed_message_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"seal|neither|no call"):
+        call_from_message(content)
 
 
 @pytest.mark.parametrize("reason", RefusalReason)

@@ -1,9 +1,10 @@
 """The one thread that owns a transport: it alone posts and polls.
 
-While nothing is outstanding or expected it sleeps on a condition. While something is, it polls with pauses of an eighth
-of the time since the last event or command: 50 µs to 1 ms and, after a second, 5 ms. So what comes soon is seen soon,
-and what takes long is seen about as late as it took. No transport here offers a file descriptor that could be awaited
-with its progress thread off, a busy loop would take a core from the model, and 50 µs is what a timed wait costs anyway.
+While nothing is outstanding or expected it sleeps. While something is, it polls when the doorbell rings, and with
+pauses of an eighth of the time since the last event, command or ring, 50 µs to 5 ms: what comes soon is seen soon, and
+what takes long, and whose ring got lost, about as late as it took. No library here offers a file descriptor that could
+be awaited with its progress thread off, a busy loop would take a core from the model, and 50 µs is what a timed wait
+costs anyway.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORTEST_PAUSE_S = 50e-6
-LONGEST_PAUSE_S = 1e-3
-QUIET_PAUSE_S = 5e-3
-QUIET_AFTER_S = 1.0
+LONGEST_PAUSE_S = 5e-3
 # Of the time since something happened, the pause until the next poll.
 PAUSE_SHARE = 1 / 8
 
@@ -73,8 +72,8 @@ class TransferThread:
         self._on_event = on_event
         self._on_error = on_error
         self._idle_poll_s = idle_poll_s
-        self._changed = threading.Condition()
-        # Guarded by _changed. Invariant: empty for ever once _stopping and the thread has ended.
+        self._lock = threading.Lock()
+        # Guarded by _lock. Invariant: empty for ever once _stopping and the thread has ended.
         self._commands: deque[_Command] = deque()
         self._taken: deque[_Command] = deque()  # from there by the thread, and not run yet
         self._stopping = False
@@ -101,9 +100,9 @@ class TransferThread:
         Raises:
             TransportError: the thread did not end in time: the transport hangs in a call.
         """
-        with self._changed:
+        with self._lock:
             self._stopping = True
-            self._changed.notify()
+        self._transport.doorbell.ring()
         if self._thread.ident is None:
             self._end()
             return
@@ -118,11 +117,11 @@ class TransferThread:
             TransportError: the thread is stopping or has ended.
         """
         future: Future[T] = Future()
-        with self._changed:
+        with self._lock:
             if self._stopping:
                 raise TransportError("the transfer thread has stopped")
             self._commands.append(_Command(command, future))
-            self._changed.notify()
+        self._transport.doorbell.ring()
         return future
 
     def write(
@@ -185,10 +184,11 @@ class TransferThread:
         last_event_s = time.monotonic()
         while True:
             self.busy_since_s = None
-            if not self._take_commands(pause_s):
+            has_rung = self._transport.doorbell.wait(pause_s if self._transport.wants_polling else self._idle_poll_s)
+            if not self._take_commands():
                 return
             self.busy_since_s = time.monotonic()
-            is_busy = self._turn()
+            is_busy = self._turn() or has_rung
             now_s = time.monotonic()
             if is_busy:
                 last_event_s = now_s
@@ -216,12 +216,9 @@ class TransferThread:
             self._deliver(event)
         return bool(events)
 
-    def _take_commands(self, pause_s: float) -> bool:
-        """Wait for a command or until the next poll is due, and take what there is; `False`: the thread is to end."""
-        timeout_s = pause_s if self._transport.wants_polling else self._idle_poll_s
-        with self._changed:
-            if not self._commands and not self._stopping:
-                self._changed.wait(timeout_s)
+    def _take_commands(self) -> bool:
+        """Take what there is; `False`: the thread is to end."""
+        with self._lock:
             if self._stopping:
                 return False
             self._taken.extend(self._commands)
@@ -237,7 +234,7 @@ class TransferThread:
 
     def _end(self) -> None:
         """Close the transport and fail what was queued."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
             commands = [*self._taken, *self._commands]
             self._taken.clear()
@@ -253,8 +250,7 @@ class TransferThread:
 
 def _pause_s(quiet_s: float) -> float:
     """Until the next poll, when nothing has happened for `quiet_s`."""
-    longest_s = LONGEST_PAUSE_S if quiet_s < QUIET_AFTER_S else QUIET_PAUSE_S
-    return min(max(SHORTEST_PAUSE_S, quiet_s * PAUSE_SHARE), longest_s)
+    return min(max(SHORTEST_PAUSE_S, quiet_s * PAUSE_SHARE), LONGEST_PAUSE_S)
 
 
 def _run(command: _Command, transport: Transport) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NewType
 
+from kvtransfer.doorbell import Doorbell
 from kvtransfer.extents import Descriptor
 from tandem.core.errors import TransportError
 
@@ -83,14 +84,21 @@ class Transport(ABC):
     """One worker's end of the KV plane.
 
     Args of every implementation begin with `agent_name`, which must be new for each incarnation of a worker: peers
-    refuse a restarted one under an old name.
+    refuse a restarted one under an old name. `host` is this host's address, as peers reach it.
+
+    Attributes:
+        doorbell: rung when it is worth polling at once.
+
+    Raises:
+        TransportError: the library is missing or cannot start, or `host` is not this host.
     """
 
     name: ClassVar[str]
     carries_messages: ClassVar[bool] = False  # whether there is `send`
 
-    def __init__(self, agent_name: str) -> None:
+    def __init__(self, agent_name: str, host: str) -> None:
         self.agent_name = agent_name
+        self.doorbell = Doorbell(host)
         # Grants whose writes may arrive, by key; while there is one the target must be polled, or writers do not see
         # their completions.
         self._expected: dict[str, Expectation] = {}

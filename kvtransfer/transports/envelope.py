@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import struct
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ class Envelope:
     address: where the arena begins in the agent's own address space.
     num_bytes: size of the arena.
     device: where it lies, `cpu` or `cuda:N`.
+    host, door: where the agent's doorbell is.
     """
 
     transport: str
@@ -26,14 +28,19 @@ class Envelope:
     address: int
     num_bytes: int
     device: str
+    host: str
+    door: int
 
     def check(self) -> None:
         """Raises `ValueError` where a peer's header says what no arena can be."""
-        if not all(isinstance(text, str) for text in (self.transport, self.agent_name, self.device)):
+        if not all(isinstance(text, str) for text in (self.transport, self.agent_name, self.device, self.host)):
             raise ValueError("names must be texts")
-        for number in (self.address, self.num_bytes):
+        ipaddress.ip_address(self.host)
+        for number in (self.address, self.num_bytes, self.door):
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ValueError(f"{number!r} is neither an address nor a size")
+                raise ValueError(f"{number!r} is neither an address nor a size, nor a port")
+        if self.door > 0xFFFF:
+            raise ValueError(f"{self.door} is no port")
         if self.address + self.num_bytes > 1 << 64:
             raise ValueError(f"{self.num_bytes} bytes from {self.address} on are beyond all memory")
 

@@ -137,9 +137,14 @@ class LoopbackTransport(Transport):
     carries_messages: ClassVar[bool] = True
 
     def __init__(
-        self, agent_name: str, *, network: LoopbackNetwork | None = None, faults: FaultPlan | None = None
+        self,
+        agent_name: str,
+        *,
+        host: str = "127.0.0.1",
+        network: LoopbackNetwork | None = None,
+        faults: FaultPlan | None = None,
     ) -> None:
-        super().__init__(agent_name)
+        super().__init__(agent_name, host)
         self.faults = faults or FaultPlan()
         self._network = network or _DEFAULT_NETWORK
         self._peers = PeerBook(self.name, agent_name)
@@ -159,7 +164,9 @@ class LoopbackTransport(Transport):
         if device != "cpu":
             raise TransportError(f"loopback cannot register memory of device {device!r}")
         self._owner = owner
-        self._me = Envelope(self.name, self.agent_name, address, num_bytes, device)
+        self._me = Envelope(
+            self.name, self.agent_name, address, num_bytes, device, self.doorbell.host, self.doorbell.port
+        )
 
     def metadata(self) -> bytes:
         return self._registered().pack()
@@ -189,6 +196,7 @@ class LoopbackTransport(Transport):
                 raise TransportError(f"{peer} is gone")
             if not self.faults.lose_messages:
                 there._arrived.append(MessageArrived(PeerId(self.agent_name), content))
+                there.doorbell.ring()
 
     def poll(self) -> list[TransportEvent]:
         self._require_open()
@@ -223,6 +231,7 @@ class LoopbackTransport(Transport):
         self._ready.append(WriteCompleted(pending.handle))
         if pending.handle.tag:
             peer._arrived.append(WriteArrived(PeerId(self.agent_name), pending.handle.tag))
+            peer.doorbell.ring()
         if fault.duplicate_after_polls is None:
             return True
         pending.reported, pending.landed, pending.polls_left = True, False, fault.duplicate_after_polls
@@ -266,6 +275,7 @@ class LoopbackTransport(Transport):
             return
         self._is_open = False
         self._network.leave(self)
+        self.doorbell.close()
         self._owner = None
         self._pending.clear()
         self._ready.clear()

@@ -35,7 +35,6 @@ from tandem.core.errors import TransportError
 
 class NcclTransport(Transport):
     """Args:
-        host: address of this host that peers can reach.
         timeout_s: bound of each blocking step of a transfer; a stopped peer fails a write after it.
         frame_bytes: bytes that are packed and sent at once.
 
@@ -48,8 +47,7 @@ class NcclTransport(Transport):
     def __init__(
         self, agent_name: str, *, host: str = "127.0.0.1", timeout_s: float = 10.0, frame_bytes: int = 16 << 20
     ) -> None:
-        super().__init__(agent_name)
-        self._host = host
+        super().__init__(agent_name, host)
         self._timeout_s = timeout_s
         self._frame_bytes = frame_bytes
         with translated(f"cannot serve a store on {host}"):
@@ -77,20 +75,21 @@ class NcclTransport(Transport):
             raise TransportError(f"{self.agent_name} has registered its arena already")
         arena = _as_bytes(address, num_bytes, owner, device)
         self._owner = owner
-        self._me = Envelope(self.name, self.agent_name, address, num_bytes, device)
+        self._me = Envelope(
+            self.name, self.agent_name, address, num_bytes, device, self.doorbell.host, self.doorbell.port
+        )
         self._side = Side(
-            self.agent_name, arena, self._host, self._timeout_s, self._frame_bytes, self._report
+            self.agent_name, arena, self.doorbell.host, self._timeout_s, self._frame_bytes, self._report
         )
 
     def metadata(self) -> bytes:
-        return self._registered().pack(json.dumps([self._host, self._open().port]).encode())
+        return self._registered().pack(json.dumps(self._open().port).encode())
 
     def connect(self, metadata: bytes) -> PeerId:
         self._open()
         envelope, blob, is_new = self._peers.enter(metadata)
         if is_new:
-            host, port = json.loads(blob)
-            self._stores[envelope.agent_name] = (host, int(port))
+            self._stores[envelope.agent_name] = (envelope.host, int(json.loads(blob)))
         return PeerId(envelope.agent_name)
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
@@ -120,6 +119,7 @@ class NcclTransport(Transport):
     def _report(self, event: TransportEvent) -> None:
         with self._lock:
             self._events.append(event)
+        self.doorbell.ring()
 
     def abort(self, handle: WriteHandle) -> None:
         """Takes back a write that has not begun; one that has ends by itself within the time-out."""
@@ -144,6 +144,7 @@ class NcclTransport(Transport):
             for thread in self._leaving:
                 thread.join()
         finally:
+            self.doorbell.close()
             self._store = self._side = self._owner = None
             self._leaving.clear()
 

@@ -19,11 +19,12 @@ def transport_names() -> list[str]:
     return sorted(_CLASSES)
 
 
-def create_transport(name: str, agent_name: str, **options: Any) -> Transport:
+def create_transport(name: str, agent_name: str, *, host: str = "127.0.0.1", **options: Any) -> Transport:
     """Make the transport called `name`.
 
     Args:
         agent_name: one for each incarnation of a worker.
+        host: address of this host that peers can reach.
         options: passed to the transport's constructor.
 
     Raises:
@@ -36,4 +37,4 @@ def create_transport(name: str, agent_name: str, **options: Any) -> Transport:
         )
     module, _, attribute = _CLASSES[name].partition(":")
     cls: type[Transport] = getattr(import_module(module), attribute)
-    return cls(agent_name, **options)
+    return cls(agent_name, host=host, **options)

@@ -86,17 +86,13 @@ def _memory(device: str) -> tuple[str, int]:
 
 
 class UcxTransport(Transport):
-    """NIXL's UCX backend.
-
-    Raises:
-        TransportError: NIXL is not installed or cannot start.
-    """
+    """NIXL's UCX backend. Rings at a peer that it has written or sent something to, for the peer must poll."""
 
     name: ClassVar[str] = "ucx"
     carries_messages: ClassVar[bool] = True
 
-    def __init__(self, agent_name: str) -> None:
-        super().__init__(agent_name)
+    def __init__(self, agent_name: str, *, host: str = "127.0.0.1") -> None:
+        super().__init__(agent_name, host)
         for key, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         with _translated("cannot start NIXL"):
@@ -125,7 +121,9 @@ class UcxTransport(Transport):
             self._registration = self._open().register_memory([(address, num_bytes, number, "")], kind)
             self._blob = self._agent.get_agent_metadata()
         self._owner = owner
-        self._me = Envelope(self.name, self.agent_name, address, num_bytes, device)
+        self._me = Envelope(
+            self.name, self.agent_name, address, num_bytes, device, self.doorbell.host, self.doorbell.port
+        )
 
     def metadata(self) -> bytes:
         return self._registered().pack(self._blob)
@@ -163,6 +161,8 @@ class UcxTransport(Transport):
             return handle
         self._handles[handle] = raw
         self._advance(handle, lambda: agent.transfer(raw))
+        if handle in self._handles:  # else it has rung already
+            self._ring(peer)
         return handle
 
     def send(self, peer: PeerId, content: bytes) -> None:
@@ -172,6 +172,7 @@ class UcxTransport(Transport):
             raise TransportError(f"the connection to {peer} is broken")
         with _translated(f"message to {peer}"):
             agent.send_notif(str(peer), _MESSAGE + content)
+        self._ring(peer)
 
     def poll(self) -> list[TransportEvent]:
         agent = self._open()
@@ -202,6 +203,11 @@ class UcxTransport(Transport):
             self._ready.append(WriteFailed(handle, str(error), settled=False))
             self._broken.add(handle.peer)
         self._release(handle)
+        self._ring(handle.peer)  # its tag is on the way only now
+
+    def _ring(self, peer: PeerId) -> None:
+        there = self._peers.get(peer)
+        self.doorbell.ring_at(there.host, there.door)
 
     def _release(self, handle: WriteHandle) -> None:
         raw = self._handles.pop(handle)
@@ -229,6 +235,7 @@ class UcxTransport(Transport):
         if self._agent is None:
             return
         agent = self._agent
+        self.doorbell.close()
         for handle in list(self._handles):
             self._release(handle)
         try:

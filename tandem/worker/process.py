@@ -283,7 +283,7 @@ class WorkerProcess(ABC):
             page_size=layout.page_size,
         )
         self.arena_shape = ArenaShape(layout.num_layers, arena.num_pages, layout.extent_bytes)
-        transport = create_transport(config.transport.name, self.incarnation)
+        transport = create_transport(config.transport.name, self.incarnation, host=self._host)
         self.transfer = TransferThread(transport, self.on_transfer_event, self.fail, name=f"kv-{self.worker_id}")
 
     def _note_work(self) -> None:

@@ -346,8 +346,8 @@ async def test_commits_and_parts_come_behind_the_pages(
     assert len(ways.came) > 1, "parts, and the commit"
     assert set(ways.came) == {"message"}
     await pair.settled()
-    assert not pair.prefill.commits._under_way
-    assert not pair.prefill.transfer._transport.wants_polling
+    await until(lambda: not pair.prefill.commits._under_way, "the end of the commit")
+    await until(lambda: not pair.prefill.transfer._transport.wants_polling, "rest")
 
 
 @pytest.mark.parametrize("fate", ["lost", "refused by the transport", "not carried", "no stream"])

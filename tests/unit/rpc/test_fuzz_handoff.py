@@ -170,10 +170,10 @@ def bad_metadata(good: bytes) -> st.SearchStrategy[bytes]:
     )
 
     def with_field(name: str, value: Any) -> bytes:
-        fields = {"transport": "ucx", "agent_name": "x", "address": 0, "num_bytes": 1, "device": "cpu", name: value}
-        return Envelope(**fields).pack(blob)
+        fields = {"transport": "ucx", "agent_name": "x", "address": 0, "num_bytes": 1, "device": "cpu"}
+        return Envelope(**fields | {"host": "127.0.0.1", "door": 9, name: value}).pack(blob)  # type: ignore[arg-type]
 
-    names = st.sampled_from(["transport", "agent_name", "address", "num_bytes", "device"])
+    names = st.sampled_from(["transport", "agent_name", "address", "num_bytes", "device", "host", "door"])
     return st.one_of(
         st.binary(max_size=60),
         st.builds(lambda n: good[:n], st.integers(0, len(good) - 1)),

@@ -325,14 +325,14 @@ class Prompts:
         going_on = self._going_on(job)
         now_s = time.monotonic()
         job.sealed_s = now_s
+        if going_on and job.attached:  # first: the transfer thread wakes up while the rest is done
+            self._desk.computed(job.key, going_on, now_s)
         if job.computed_s is None:
             job.computed_s = now_s
             self._tell(job, ends=not going_on)
         if not going_on:
             self.cancel(job.key)
             self.kept.drop(job.key.request_id)
-        elif job.attached:
-            self._desk.computed(job.key, going_on, now_s)
 
     def _going_on(self, job: PromptJob) -> tuple[FirstToken, ...]:
         """What decode continues: choices that did not end with their first token."""

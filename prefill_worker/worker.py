@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,9 @@ from tandem.worker.runner import Role
 from tandem.worker.sessions import SessionHub
 from tandem.worker.ticker import Ticker
 from tandem.worker.wire import grant_from_proto, refusal_from_proto
+
+# For so long the runner waits for the commit of a prompt to go out before it goes on.
+COMMIT_FIRST_S = 2e-3
 
 _log = logging.getLogger(__name__)
 
@@ -320,7 +324,11 @@ class _QueuedDesk:
         self._worker.on_transfer(lambda _: self._worker.desk.sealed(pages))
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None:
-        self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens, computed_s))
+        taken = self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens, computed_s))
+        if taken is not None:
+            # Threads of a process that computes get Python's lock when this one rests: decode would wait for all that
+            # the runner has to do behind a step.
+            wait([taken], COMMIT_FIRST_S)
 
     def cancel(self, key: AttemptKey) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.happened(key, ev.CancelRequested()))

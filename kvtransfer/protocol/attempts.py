@@ -41,7 +41,7 @@ class SenderLimits:
     grace_s: float = 15.0
     quarantine_cap_pages: int = 1024
     batch_bytes: int = 8 << 20
-    last_batch_bytes: int = 1 << 20
+    last_batch_bytes: int = 4 << 20
 
 
 class SealedExtents:

@@ -24,7 +24,7 @@ def make_capability(grant: Grant, secret: bytes) -> bytes:
     # Each text behind its length, so that no two grants have the same encoding.
     encoded = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
     encoded += struct.pack(f"<{len(numbers)}Q", *numbers)
-    return hmac.new(secret, encoded, hashlib.sha256).digest()
+    return hmac.digest(secret, encoded, "sha256")
 
 
 def is_capability_of(grant: Grant, capability: bytes) -> bool:
@@ -54,4 +54,4 @@ def is_seal_of(capability: bytes, found: bytes, body: bytes) -> bool:
 
 
 def _mac(capability: bytes, body: bytes) -> bytes:
-    return hmac.new(capability, body, hashlib.sha256).digest()
+    return hmac.digest(capability, body, "sha256")

@@ -91,6 +91,8 @@ class GrantRecord:
         Returns:
             The pages: their sender says now that something else should be in them.
         """
+        if not self.verified:
+            return []
         said = dict(enumerate(zip(*digests, strict=True), start=first_index))
         wrong = [index for index, digest in self.verified.items() if said.get(index, digest) != digest]
         for index in wrong:
@@ -129,14 +131,14 @@ def find_contradiction(said: Commit | CommitPart, record: GrantRecord | None, in
 
 def find_problem(commit: Commit, grant: Grant) -> tuple[RefusalReason, str] | None:
     """Why the contents of a commit cannot be admitted into `grant`; `None` when its digests decide."""
-    names = differences(commit.layout, grant.layout)
-    if names:
+    if commit.layout != grant.layout:
+        names = differences(commit.layout, grant.layout)
         both = "; ".join(f"{n}: {getattr(commit.layout, n)!r} is not {getattr(grant.layout, n)!r}" for n in names)
         return RefusalReason.LAYOUT_MISMATCH, both
-    foreign = set(commit.pages) - set(grant.pages)
-    if foreign:
-        return RefusalReason.OUTSIDE_GRANT, f"pages {sorted(foreign)[:8]} were not granted"
     if commit.pages != grant.pages:
+        foreign = set(commit.pages) - set(grant.pages)
+        if foreign:
+            return RefusalReason.OUTSIDE_GRANT, f"pages {sorted(foreign)[:8]} were not granted"
         return RefusalReason.INCOMPLETE, f"{len(commit.pages)} of {len(grant.pages)} pages, or not in their order"
     return _find_missing(commit.digests, grant.layout.num_layers, len(grant.pages))
 

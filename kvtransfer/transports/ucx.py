@@ -170,6 +170,7 @@ class UcxTransport(Transport):
         self._peers.get(peer)
         if peer in self._broken:
             raise TransportError(f"the connection to {peer} is broken")
+        self._ring(peer)  # it wakes up meanwhile, which takes as long
         with _translated(f"message to {peer}"):
             agent.send_notif(str(peer), _MESSAGE + content)
         self._ring(peer)

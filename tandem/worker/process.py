@@ -372,10 +372,9 @@ class WorkerProcess(ABC):
         future.add_done_callback(self._report_failure)
         return future
 
-    def on_transfer(self, command: Callable[[Transport], None]) -> None:
-        """Run on the transfer thread, in order; from any thread. Nothing happens once the worker is stopping."""
-        if not self._stopping:
-            self._on_transfer(command)
+    def on_transfer(self, command: Callable[[Transport], None]) -> Future[None] | None:
+        """Run on the transfer thread, in order; from any thread. `None`: nothing happens, the worker is stopping."""
+        return None if self._stopping else self._on_transfer(command)
 
     def _report_failure(self, future: Future[Any]) -> None:
         if not future.cancelled() and (error := future.exception()) is not None and not self._stopping:

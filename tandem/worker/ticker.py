@@ -15,7 +15,7 @@ class Ticker:
         fire: called in the event loop at the deadline; it hands over to the thread that owns the machine.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fire: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fire: Callable[[], object]) -> None:
         self._loop = loop
         self._fire = fire
         self._timer: asyncio.TimerHandle | None = None

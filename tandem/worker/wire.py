@@ -155,8 +155,9 @@ def call_from_proto(call: decode_pb.CommitCall) -> Commit | CommitPart | None:
 
 def call_to_message(said: Commit | CommitPart, sender_worker_id: str) -> bytes:
     """For a channel that proves nothing about who speaks: sealed with the capability instead of carrying it."""
-    body = call_to_proto(replace(said, capability=b""), sender_worker_id).SerializeToString()
-    return seal(said.capability, body)
+    call = call_to_proto(said, sender_worker_id)
+    (call.commit if isinstance(said, Commit) else call.part).ClearField("capability")
+    return seal(said.capability, call.SerializeToString())
 
 
 @dataclass(frozen=True, slots=True)

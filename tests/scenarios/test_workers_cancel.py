@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.core.sampling import SamplingParams
-from tests.scenarios.worker_pair import SHARED_LOOP, Gate, Oracle, Stash, WorkerPair, prompt_of, until
+from tests.scenarios.worker_pair import SHARED_LOOP, Gate, HeldCommits, Oracle, Stash, WorkerPair, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -58,7 +58,7 @@ async def between_two_writes(pair: WorkerPair, router: Router) -> AsyncIterator[
 
 @asynccontextmanager
 async def written_and_not_committed(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-    with Stash(pair.prefill, "commit") as stash:
+    with HeldCommits(pair.prefill) as stash:
         ask = await router.begin(an_ask())
         await stash.wait()
         yield ask

@@ -23,6 +23,7 @@ from tests.scenarios.worker_pair import (
     PAGE,
     SHARED_LOOP,
     Gate,
+    HeldCommits,
     Oracle,
     Stash,
     WorkerPair,
@@ -57,7 +58,7 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
     try:
         async with Router(pair) as router:
             with Gate(pair.decode.engine, "forward") as gate:
-                with Stash(pair.prefill, "commit"):  # a runner that is held in its first step grants nothing more
+                with HeldCommits(pair.prefill):  # a runner that is held in its first step grants nothing more
                     for ask in asks:
                         await router.begin(ask)
                     for ask in asks:
@@ -235,7 +236,7 @@ async def commit_by_hand(pair: WorkerPair, router: Router, stash: Stash, change:
 async def test_a_commit_that_is_not_this_grants_changes_nothing(pair: WorkerPair, oracle: Oracle, reason: str) -> None:
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
-        with Stash(pair.prefill, "commit") as stash:
+        with HeldCommits(pair.prefill) as stash:
             await router.begin(ask)
             await stash.wait()
             reply = await commit_by_hand(pair, router, stash, HARMLESS[reason])
@@ -248,7 +249,7 @@ async def test_a_commit_of_something_else_ends_the_attempt(pair: WorkerPair, nam
     reason, change = FATAL[name]
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
-        with Stash(pair.prefill, "commit") as stash:
+        with HeldCommits(pair.prefill) as stash:
             await router.begin(ask)
             await stash.wait()
             reply = await commit_by_hand(pair, router, stash, change)
@@ -267,7 +268,7 @@ async def test_first_tokens_that_make_no_sense_end_the_attempt(
 ) -> None:
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
-        with Stash(pair.prefill, "commit") as stash:
+        with HeldCommits(pair.prefill) as stash:
             await router.begin(ask)
             await stash.wait()
             await commit_by_hand(pair, router, stash, lambda _: {"first_tokens": tokens})
@@ -279,7 +280,7 @@ async def test_strangers_cannot_touch_a_grant(pair: WorkerPair, oracle: Oracle) 
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
         stub = router.stub("decode")
-        with Stash(pair.prefill, "commit") as stash:
+        with HeldCommits(pair.prefill) as stash:
             await router.begin(ask)
             await stash.wait()
             grant_id = stash.first_argument.grant_id
@@ -408,7 +409,7 @@ async def test_a_forged_message_changes_nothing_and_nobody_hears_of_it(
     ask, desk = Ask(prompt_of(60, seed=5)), pair.decode.desk
     told = Stash(pair.decode.commits, "_tell")
     async with Router(pair) as router:
-        with Stash(pair.prefill, "commit") as stash, told:
+        with HeldCommits(pair.prefill) as stash, told:
             await router.begin(ask)
             await stash.wait()
             commit: Commit = stash.first_argument

@@ -135,7 +135,25 @@ class Stash(Gate):
             self._is_open = True
             kept, self._kept = self._kept, []
         for args, options in kept:
-            self._inner(*args, **options)
+            self._let_go(args, options)
+
+    def _let_go(self, args: Any, options: Any) -> None:
+        self._inner(*args, **options)
+
+
+class HeldCommits(Stash):
+    """Commits of a prefill worker. Opened, it sends those of attempts that go on, from the thread that sends them."""
+
+    def __init__(self, prefill: PrefillWorker) -> None:
+        super().__init__(prefill, "commit")
+        self._prefill = prefill
+
+    def _let_go(self, args: Any, options: Any) -> None:
+        def send(_: Any) -> None:
+            if args[0].key in self._prefill.desk._entries:
+                self._inner(*args, **options)
+
+        self._prefill.on_transfer(send)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What wakes a transfer thread: at once, from anywhere, never twice for nothing, and at the latest when its time comes."""
+"""What wakes a transfer thread: at once, from anywhere, once for each ring, and at the latest when its time comes."""
 
 from __future__ import annotations
 

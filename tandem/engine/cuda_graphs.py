@@ -98,13 +98,16 @@ class _Step:
             block_tables=self._inputs.host.tables.numpy(),
             sequences=(),  # what a step holds is known to its fixed tensors alone
         )
-        fixed = PagedModel(paged.model, arena, _FixedStep(backend, step), paged.vocab_size, paged.max_context)
+        fixed = PagedModel(
+            paged.model, arena, _FixedStep(backend, step), paged.vocab_size, paged.max_context, decoder=paged.decoder
+        )
         self._inputs.load(())
         self._repeat = capture(lambda: fixed.compute(batch))
 
     def run(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
         self._inputs.load(sequences)
-        return self._repeat()[: len(sequences)].clone()  # the next step writes over the graph's own
+        # A copy in any case: the next step writes over the graph's own.
+        return self._repeat()[: len(sequences)].to(torch.float32, copy=True)
 
 
 class _FixedStep:

@@ -20,9 +20,10 @@ from tandem.engine.cuda_graphs import CudaCapture, DecodeGraphs
 from tandem.engine.decode_programs import DecodePrograms
 from tandem.engine.decode_step import DecodeBackend
 from tandem.engine.fused import fuse, fuse_decoder
+from tandem.engine.fused_decoder import FusedDecoder
 from tandem.engine.layout import KVLayout
 from tandem.engine.packed_linear import pack
-from tandem.engine.paged_model import PagedModel
+from tandem.engine.paged_model import Decoder, PagedModel
 from tandem.engine.probe import probe_architecture
 
 __all__ = ["Engine", "SequenceInput"]
@@ -74,10 +75,15 @@ class Engine:
         self.model_dtype = arena.layout.dtype
         self.weights_sha256 = loader.weights_sha256(model)
         self.attention = backend.name
-        self.fused = fuse(model, arena.layout, num_threads)
-        self.linear = pack(model, num_threads)
-        self._fused_decoder = fuse_decoder(model, arena.layout)
-        if self._fused_decoder is not None:
+        self._decoder: Decoder | None
+        if arena.device.type == "cuda":
+            self.fused, self._decoder = _fuse_on_cuda(model, arena.layout, max_context)
+            self.linear = "torch"
+        else:
+            self.fused = fuse(model, arena.layout, num_threads)
+            self.linear = pack(model, num_threads)
+            self._decoder = fuse_decoder(model, arena.layout)
+        if self._decoder is not None:
             self.fused += ", decoder"
         self._model = model
         self._backend = backend
@@ -88,11 +94,11 @@ class Engine:
             self.vocab_size,
             max_context,
             num_pages=self.num_pages,
-            decoder=self._fused_decoder,
+            decoder=self._decoder,
         )
         self._decode: DecodeGraphs | DecodePrograms | None = None
-        if self._fused_decoder is not None and isinstance(backend, CPUAttention):
-            self._decode = DecodePrograms(self._paged, self._fused_decoder, backend)
+        if isinstance(self._decoder, FusedDecoder) and isinstance(backend, CPUAttention):
+            self._decode = DecodePrograms(self._paged, self._decoder, backend)
 
     @classmethod
     def load(
@@ -192,7 +198,7 @@ class Engine:
         half = scratch.num_pages // 2
         first, second = range(half), range(half, 2 * half)
         paged = PagedModel(
-            self._model, scratch, self._backend, self.vocab_size, self.max_context, decoder=self._fused_decoder
+            self._model, scratch, self._backend, self.vocab_size, self.max_context, decoder=self._decoder
         )
         chunk = SequenceInput([0] * prompt, 0, first)
         paged.forward([chunk, SequenceInput([0], 0, second)])
@@ -201,6 +207,16 @@ class Engine:
             self._decode = DecodeGraphs(
                 self._paged, max_num_seqs=max_num_seqs, scratch_page=self.num_pages, capture=CudaCapture()
             )
+
+
+def _fuse_on_cuda(model: PreTrainedModel, layout: KVLayout, max_context: int) -> tuple[str, Decoder | None]:
+    """How many parts of which kind are replaced, and what computes in the model's place, if anything does."""
+    try:
+        from tandem.engine import fused_cuda  # imports a compiler
+    except ImportError as error:
+        _log.warning("decode is slow: fused kernels cannot be imported (%s)", error)
+        return "none", None
+    return fused_cuda.fuse(model, layout), fused_cuda.fuse_decoder(model, layout, max_context)
 
 
 def _has_scratch_page(backend: AttentionBackend, device: torch.device) -> bool:

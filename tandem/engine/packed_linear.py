@@ -6,7 +6,6 @@ does all the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tandem.engine.fused_parts import replace_modules
 from tandem.engine.memory import weight_memory
 from tandem.engine.packed_kernel import PANEL, arrange_rows, arranged_features, multiply
 from tandem.engine.threads import run
@@ -87,22 +87,6 @@ def _pack_layer(module: Any, num_threads: int) -> PackedLinear | None:
     if type(module) is Conv1D:  # as nn.Linear, transposed
         return PackedLinear(module.weight.T, module.bias, num_threads)
     return None
-
-
-def replace_modules(model: nn.Module, attempt: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Replace each part of `model` that `attempt` gives something for, parents before their parts; how many.
-
-    An original is dropped before the next is looked at, so no more than one of them is in memory twice.
-    """
-    done: list[str] = []
-    for name in [name for name, _ in model.named_modules() if name]:
-        if done and name.startswith(f"{done[-1]}."):
-            continue  # it went with its parent
-        replacement = attempt(model.get_submodule(name))
-        if replacement is not None:
-            model.set_submodule(name, replacement)
-            done.append(name)
-    return len(done)
 
 
 def can_pack(model: PreTrainedModel) -> bool:

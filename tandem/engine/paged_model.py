@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -14,9 +15,16 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_sequence
 from tandem.engine.device import current
-from tandem.engine.fused_decoder import FusedDecoder
 
 LayerCallback = Callable[[int], None]
+
+
+class Decoder(Protocol):
+    """Computes logits in a model's place."""
+
+    def logits(self, batch: PagedBatch) -> torch.Tensor:
+        """`[R, vocab]`, of the model's type or float32, for the rows `batch.logit_rows` of the running forward."""
+        ...
 
 
 class PagedModel:
@@ -31,7 +39,7 @@ class PagedModel:
         max_context: int,
         *,
         num_pages: int | None = None,
-        decoder: FusedDecoder | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         """Sequences may have the pages `[0, num_pages)`, by default all of the arena.
 
@@ -43,7 +51,7 @@ class PagedModel:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.num_pages = arena.num_pages if num_pages is None else num_pages
-        self._decoder = decoder
+        self.decoder = decoder
         # Models differ in what they do after the last layer (head bias, soft capping, scaling): all of it is theirs,
         # on the rows that are asked for.
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -52,7 +60,8 @@ class PagedModel:
         """Compute all `sequences` in one batch; see `Engine.forward`."""
         self.check(sequences)
         with current(self.arena.device):
-            return self.compute(build_batch(sequences, self.arena.layout.page_size, self.arena.device), on_layer)
+            batch = build_batch(sequences, self.arena.layout.page_size, self.arena.device)
+            return self.compute(batch, on_layer).float()
 
     def check(self, sequences: Sequence[SequenceInput]) -> None:
         """Raise `ValueError` for a batch that is empty or has a sequence outside of its pages or of the model."""
@@ -62,16 +71,16 @@ class PagedModel:
             check_sequence(sequence, self.arena.layout, self.num_pages, self.vocab_size, self.max_context)
 
     def compute(self, batch: PagedBatch, on_layer: LayerCallback | None = None) -> torch.Tensor:
-        """Compute a batch that is checked and laid out; float32 `[logit_rows, vocab]`."""
+        """Compute a batch that is checked and laid out; `[logit_rows, vocab]` in the model's type or float32."""
         notifier = _notifier(on_layer, self.arena.device)
         context = ForwardContext(batch, self.arena, self.backend, notifier)
         token = current_forward.set(context)
         try:
             with torch.inference_mode():
-                if self._decoder is None:
+                if self.decoder is None:
                     logits = self._logits(batch.token_ids, batch.positions, batch.logit_rows)
                 else:
-                    logits = self._decoder.logits(batch)
+                    logits = self.decoder.logits(batch)
         finally:
             current_forward.reset(token)
         if isinstance(notifier, _DeviceLayers):
@@ -82,12 +91,11 @@ class PagedModel:
     def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if self._selects_rows:
             output = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
-            logits = output.logits[0]
+            logits: torch.Tensor = output.logits[0]
         else:
             output = self.model(input_ids=token_ids, position_ids=positions, use_cache=False)
             logits = output.logits[0][rows]
-        result: torch.Tensor = logits.float()
-        return result
+        return logits
 
     def _check_layers(self, seen: list[int]) -> None:
         # A layer that never came keeps no KV here: whatever it remembers is not in the pages.

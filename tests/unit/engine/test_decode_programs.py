@@ -73,7 +73,7 @@ def test_a_sequence_grows_over_the_borders_of_pages(engine: Engine) -> None:
 def test_a_program_is_made_once_for_each_size(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(decode_programs, "_FixedInputs", _recording(made))
-    fresh = DecodePrograms(engine._paged, engine._fused_decoder, engine._backend)  # type: ignore[arg-type]
+    fresh = DecodePrograms(engine._paged, engine._decoder, engine._backend)  # type: ignore[arg-type]
     steps = prefilled(engine, range(NUM_PAGES), STARTS)
     for number in (1, 3, 3, 1, 6, 3):
         fresh.forward(steps[:number])
@@ -95,15 +95,15 @@ def test_memory_that_has_moved_is_not_used(llama_dir: Path, monkeypatch: pytest.
     engine = load_engine(llama_dir)
     first, others = SequenceInput([3], 0, [0]), range(1, 20)
     expected = engine.forward([first]).clone()
-    places = engine._fused_decoder._places()  # type: ignore[union-attr]
+    places = engine._decoder._places()  # type: ignore[union-attr]
     if grows == "workspace":
         engine.forward([SequenceInput(make_prompt(300, 1), 0, others)])
     else:
         engine.forward([SequenceInput([4], 300, others)])
-    assert engine._fused_decoder._places() != places  # type: ignore[union-attr]
+    assert engine._decoder._places() != places  # type: ignore[union-attr]
     logits = engine.forward([first])
     assert torch.equal(logits, expected)
-    assert logits.data_ptr() == engine._fused_decoder._logits.data_ptr(), "all programs share it"  # type: ignore[union-attr]
+    assert logits.data_ptr() == engine._decoder._logits.data_ptr(), "all programs share it"  # type: ignore[union-attr]
 
 
 def test_threads_that_come_and_go_change_no_bit(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

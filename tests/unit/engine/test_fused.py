@@ -23,8 +23,9 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
-from tandem.engine.fused import fuse, fuse_attention, fuse_gated_mlp, fuse_rms_norm
+from tandem.engine.fused import CPUKit, fuse
 from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
+from tandem.engine.fused_parts import fuse_attention, fuse_gated_mlp, fuse_rms_norm
 from tandem.engine.layout import KVLayout
 from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
@@ -69,7 +70,7 @@ def assert_rows_stand_alone(module: nn.Module, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("make", [LlamaRMSNorm, Qwen3RMSNorm, Gemma2RMSNorm])
 def test_norms_are_those_of_torch(make: type[nn.Module], width: int, num_threads: int) -> None:
     norm = randomize(make(width, eps=1e-5))
-    fused = fuse_rms_norm(norm, num_threads)
+    fused = fuse_rms_norm(norm, CPUKit(num_threads))
     assert type(fused) is FusedRMSNorm
     with torch.inference_mode():
         for rows in ROWS:
@@ -105,14 +106,14 @@ class _NormThatMayBeGated(LlamaRMSNorm):
     ids=lambda module: type(module).__name__,
 )
 def test_other_norms_are_left_alone(module: nn.Module) -> None:
-    assert fuse_rms_norm(module, 1) is None
+    assert fuse_rms_norm(module, CPUKit(1)) is None
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("hidden", "inner", "bias"), [(64, 96, False), (40, 50, True), (32, 8, False)])
 def test_gated_mlps_are_those_of_torch(hidden: int, inner: int, bias: bool, num_threads: int) -> None:
     mlp = randomize(LlamaMLP(small_config(hidden_size=hidden, intermediate_size=inner, mlp_bias=bias)))
-    fused = fuse_gated_mlp(mlp, num_threads)
+    fused = fuse_gated_mlp(mlp, CPUKit(num_threads))
     assert type(fused) is FusedGatedMLP
     with torch.inference_mode():
         for rows in ROWS:
@@ -140,12 +141,12 @@ class _MLPThatMayBeScaled(LlamaMLP):
 
 def test_other_mlps_are_left_alone() -> None:
     for activation in ("gelu", "gelu_pytorch_tanh", "relu"):
-        assert fuse_gated_mlp(randomize(LlamaMLP(small_config(hidden_act=activation))), 1) is None
+        assert fuse_gated_mlp(randomize(LlamaMLP(small_config(hidden_act=activation))), CPUKit(1)) is None
     for make in (_AnotherMLP, _ClampedMLP, _MLPThatMayBeScaled):
-        assert fuse_gated_mlp(randomize(make(small_config())), 1) is None, make.__name__
+        assert fuse_gated_mlp(randomize(make(small_config())), CPUKit(1)) is None, make.__name__
     extended = randomize(LlamaMLP(small_config()))
     extended.gate_norm = nn.Identity()
-    assert fuse_gated_mlp(extended, 1) is None
+    assert fuse_gated_mlp(extended, CPUKit(1)) is None
 
 
 class _NegatedKeys(LlamaAttention):
@@ -167,15 +168,15 @@ class _Raises(LlamaAttention):
 
 def test_other_attentions_are_left_alone() -> None:
     config, layout = small_config(), KVLayout(2, 2, 16, 16, "float32")
-    assert type(fuse_attention(randomize(LlamaAttention(config, 1)), layout, 16, 1)) is FusedAttention
+    assert type(fuse_attention(randomize(LlamaAttention(config, 1)), layout, 16, CPUKit(1))) is FusedAttention
     for make in (_NegatedKeys, _AnotherOutput, _Raises):
-        assert fuse_attention(randomize(make(config, 1)), layout, 16, 1) is None, make.__name__
-    assert fuse_attention(randomize(LlamaAttention(config, 1)), layout, None, 1) is None
+        assert fuse_attention(randomize(make(config, 1)), layout, 16, CPUKit(1)) is None, make.__name__
+    assert fuse_attention(randomize(LlamaAttention(config, 1)), layout, None, CPUKit(1)) is None
     narrow = LlamaAttention(small_config(hidden_size=32), 1)  # heads of 8: half of one is no whole vector
-    assert fuse_attention(randomize(narrow), KVLayout(2, 2, 8, 16, "float32"), 8, 1) is None
+    assert fuse_attention(randomize(narrow), KVLayout(2, 2, 8, 16, "float32"), 8, CPUKit(1)) is None
     biased = randomize(LlamaAttention(config, 1))
     biased.get_submodule("q_proj").bias = nn.Parameter(torch.zeros(64))
-    assert fuse_attention(biased, layout, 16, 1) is None
+    assert fuse_attention(biased, layout, 16, CPUKit(1)) is None
 
 
 def test_attentions_that_clip_are_left_alone() -> None:
@@ -184,9 +185,9 @@ def test_attentions_that_clip_are_left_alone() -> None:
     for clip, fits in ((None, True), (64.0, False)):  # a few times what rows of a norm reach
         config = OlmoConfig(clip_qkv=clip, **sizes)
         config._attn_implementation = ATTENTION_NAME
-        attention = fuse_attention(randomize(OlmoAttention(config, 0)), layout, 16, 1)
+        attention = fuse_attention(randomize(OlmoAttention(config, 0)), layout, 16, CPUKit(1))
         assert (attention is not None) == fits, f"clip_qkv={clip}"
-        assert fuse_gated_mlp(randomize(OlmoMLP(config)), 1) is not None
+        assert fuse_gated_mlp(randomize(OlmoMLP(config)), CPUKit(1)) is not None
 
 
 class _WrittenElements(TorchDispatchMode):
@@ -207,7 +208,7 @@ def test_a_trial_costs_the_same_in_a_model_of_many_layers() -> None:
     for num_layers in (2, 200):
         layout = KVLayout(num_layers, 2, 16, 16, "float32")
         with _WrittenElements() as written:
-            assert fuse_attention(randomize(LlamaAttention(small_config(), 1)), layout, 16, 1) is not None
+            assert fuse_attention(randomize(LlamaAttention(small_config(), 1)), layout, 16, CPUKit(1)) is not None
         totals.append(written.total)
     assert totals[0] == totals[1]
 

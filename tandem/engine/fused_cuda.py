@@ -1,0 +1,124 @@
+"""Parts of a model on CUDA are replaced by `fused_cuda_modules`, and the way through them by `fused_cuda_decoder`.
+
+Importing this takes Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.batch import SequenceInput, build_batch
+from tandem.engine.device import current
+from tandem.engine.fused_cuda_decoder import CudaDecoder
+from tandem.engine.fused_cuda_modules import CudaAttention, CudaDecoderLayer, CudaGatedMLP, CudaRMSNorm
+from tandem.engine.fused_parts import DecoderParts, decoder_parts, fuse_parts, has_type_of, logits_of
+from tandem.engine.fused_trial import attempted
+from tandem.engine.fused_triton import WIDEST_NORM
+from tandem.engine.layout import KVLayout
+
+#: Greatest difference between the logits of two ways through the same layers, as a share of the greatest of a row: a
+#: norm that is made together with a sum may add its squares in another order.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+#: Heads lie in registers, a few at once.
+_WIDEST_HEAD = 512
+#: Of the trial of a model's ends.
+_NUM_TOKENS = 5
+#: Of a layer, in the order in which they compute.
+_LAYER_PARTS: dict[str, type[nn.Module]] = {
+    "input_layernorm": CudaRMSNorm,
+    "self_attn": CudaAttention,
+    "post_attention_layernorm": CudaRMSNorm,
+    "mlp": CudaGatedMLP,
+}
+
+
+class CudaKit:
+    """The replacements for CUDA."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.layer_parts: Mapping[str, type[nn.Module]] = _LAYER_PARTS
+        self.attention_backend: AttentionBackend = ReferenceAttention()
+
+    def takes_rows(self, num_features: int) -> bool:
+        """What one program can hold."""
+        return num_features <= WIDEST_NORM
+
+    def takes_heads(self, head_dim: int, rotary_dim: int) -> bool:
+        """What one program can hold, turned in pairs."""
+        return head_dim <= _WIDEST_HEAD and rotary_dim % 2 == 0
+
+    def norm(self, scale: torch.Tensor, eps: float) -> CudaRMSNorm:
+        return CudaRMSNorm(scale, eps)
+
+    def gated_mlp(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> CudaGatedMLP:
+        return CudaGatedMLP(gate, up, down)
+
+    def attention(
+        self, original: Any, params: AttentionParams, head_dim: int, rotary_dim: int, norms: Any
+    ) -> CudaAttention:
+        return CudaAttention(original, params, head_dim, rotary_dim, norms)
+
+    def layer(self, attention_norm: Any, attention: Any, mlp_norm: Any, mlp: Any) -> CudaDecoderLayer:
+        return CudaDecoderLayer(attention_norm, attention, mlp_norm, mlp)
+
+
+def fuse(model: PreTrainedModel, layout: KVLayout) -> str:
+    """Replace what can be replaced; say how many parts of which kind that were, for people."""
+    if not has_type_of(model, layout):
+        return "none"
+    with current(model.device):
+        fused = fuse_parts(model, layout, CudaKit(model.dtype, model.device))
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # of originals and trials: others shall have it
+    return fused
+
+
+def fuse_decoder(model: PreTrainedModel, layout: KVLayout, max_context: int) -> CudaDecoder | None:
+    """The model's way from token ids to logits, if all of its layers are fused; `None` for anything else.
+
+    It must give the logits that the model's own way gives over the same parts; and without any layers the same bits,
+    which shows what else the model does to embeddings or logits.
+    """
+    parts = decoder_parts(model, CudaDecoderLayer, CudaRMSNorm, nn.Linear)
+    if parts is None:
+        return None
+    with current(model.device):
+        fused = attempted(model, lambda: _make(parts, parts.layers, max_context))
+        if fused is None or not _agree(model, layout, fused) or not attempted(model, lambda: _same_ends(model, parts)):
+            return None
+    return fused
+
+
+def _make(parts: DecoderParts, layers: list[CudaDecoderLayer], max_context: int) -> CudaDecoder:
+    return CudaDecoder(parts.embedding, parts.rotary, layers, parts.norm, parts.head, max_context)
+
+
+def _agree(model: PreTrainedModel, layout: KVLayout, fused: CudaDecoder) -> bool:
+    expected, found = (logits_of(model, layout, ReferenceAttention(), decoder) for decoder in (None, fused))
+    if expected is None or found is None:
+        return False
+    allowed = _TOLERANCES[model.dtype] * expected.abs().amax(dim=-1, keepdim=True)
+    return bool(((found - expected).abs() <= allowed).all())
+
+
+def _same_ends(model: PreTrainedModel, parts: DecoderParts) -> bool:
+    """Whether the model and a decoder of the same ends, both without layers, give the same bits."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(parts.embedding.num_embeddings, (_NUM_TOKENS,), generator=generator).tolist()
+    batch = build_batch([SequenceInput(tokens, 0, (0,), len(tokens))], len(tokens), model.device)
+    base: Any = model.base_model
+    layers, base.layers = base.layers, nn.ModuleList()
+    try:
+        with torch.inference_mode():
+            output = model(input_ids=batch.token_ids, position_ids=batch.positions, use_cache=False)
+            return torch.equal(output.logits[0], _make(parts, [], len(tokens)).logits(batch))
+    finally:
+        base.layers = layers

@@ -1,0 +1,53 @@
+"""A whole decoder on CUDA, from token ids to logits, past `transformers`' way through its parts.
+
+Sums go from layer to layer as two tensors that are still to be added, so that each is made by the kernel that needs its
+norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tandem.engine.batch import PagedBatch
+from tandem.engine.fused_cuda_modules import CudaDecoderLayer, CudaRMSNorm
+from tandem.engine.fused_triton import Rotary
+
+
+class CudaDecoder:
+    """`head(norm(layers(embedding(ids))))`.
+
+    Args:
+        rotary: `rotary(x, positions)` gives the cosines and sines of each position, for all layers; those of a position
+            depend on nothing else.
+        max_context: positions are below it. A table of all of them is kept, in the model's type: it must not move while
+            there are graphs, and is small beside the KV of such a context.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        rotary: nn.Module,
+        layers: Sequence[CudaDecoderLayer],
+        norm: CudaRMSNorm,
+        head: nn.Linear,
+        max_context: int,
+    ) -> None:
+        self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
+        weight = embedding.weight
+        with torch.inference_mode():
+            positions = torch.arange(max_context, device=weight.device)[None]
+            cos, sin = rotary(weight.new_empty(1, 1, 1), positions)
+        self._cos, self._sin = cos.contiguous(), sin.contiguous()
+
+    def logits(self, batch: PagedBatch) -> torch.Tensor:
+        """`[R, vocab]` in the model's type for the rows `batch.logit_rows`; `batch` is that of the running forward."""
+        rotary = Rotary(self._cos, self._sin, batch.positions)
+        x: torch.Tensor = self._embedding(batch.token_ids)
+        added: torch.Tensor | None = None
+        for layer in self._layers:
+            x, added = layer.advance(x, added, rotary)
+        logits: torch.Tensor = self._head(self._norm.rows(x, added, batch.logit_rows))
+        return logits[0]

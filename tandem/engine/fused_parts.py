@@ -1,0 +1,338 @@
+"""Where parts of a model are replaced by ones that compute the same in fewer passes over memory, for any device.
+
+A part is found by its structure, and replaced only if its replacement gives on random input what it gives itself, up
+to rounding. All else stays as it is. What replaces it, a `Kit` makes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.engine.arena import TORCH_DTYPES, KVArena
+from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.fused_trial import (
+    NUM_PAGES,
+    NUM_ROW_SCALES,
+    PAGE_SIZE,
+    SEQUENCES,
+    AttentionTrial,
+    attempted,
+    proved,
+    random,
+    same_rows,
+    scale_rows,
+)
+from tandem.engine.layout import KVLayout
+from tandem.engine.paged_model import Decoder, PagedModel
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+_DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+# Beyond the contexts of all models.
+_GREAT_POSITION = 1 << 24
+
+
+class Kit(Protocol):
+    """Makes the replacements for models of one type on one device, as modules that are called like the originals."""
+
+    dtype: torch.dtype
+    device: torch.device
+    #: The children of a layer that `layer` takes, in the order in which they compute.
+    layer_parts: Mapping[str, type[nn.Module]]
+    #: With which layers are tried.
+    attention_backend: AttentionBackend
+
+    def takes_rows(self, num_features: int) -> bool:
+        """Whether `norm` can be of rows of so many features."""
+        ...
+
+    def takes_heads(self, head_dim: int, rotary_dim: int) -> bool:
+        """Whether `attention` can be of such heads."""
+        ...
+
+    def norm(self, scale: torch.Tensor, eps: float) -> Any:
+        """An RMSNorm; it has a `width` and an `eps`."""
+        ...
+
+    def gated_mlp(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Any:
+        """An MLP with SiLU; it has `in_features` and `down`."""
+        ...
+
+    def attention(
+        self, original: Any, params: AttentionParams, head_dim: int, rotary_dim: int, norms: tuple[Any, ...]
+    ) -> Any:
+        """A rotary attention; it has `qkv`, `o_proj`, `layer_idx` and `rotary_dim`. `norms` are none or two."""
+        ...
+
+    def layer(self, attention_norm: Any, attention: Any, mlp_norm: Any, mlp: Any) -> Any:
+        """A decoder layer of these parts, which it takes over."""
+        ...
+
+
+def fuse_parts(model: PreTrainedModel, layout: KVLayout, kit: Kit) -> str:
+    """Replace what can be replaced; say how many parts of which kind that were, for people."""
+    rotary_dim = _rotary_dim(model)
+    attempts: tuple[tuple[str, Callable[[nn.Module], nn.Module | None]], ...] = (
+        ("attention", lambda module: fuse_attention(module, layout, rotary_dim, kit)),
+        ("mlp", lambda module: fuse_gated_mlp(module, kit)),
+        ("norm", lambda module: fuse_rms_norm(module, kit)),
+    )
+    counts = {kind: replace_modules(model, _Attempt(attempt)) for kind, attempt in attempts}
+    counts["layer"] = replace_modules(model, lambda module: fuse_decoder_layer(module, layout, kit))
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
+
+
+def replace_modules(model: nn.Module, attempt: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Replace each part of `model` that `attempt` gives something for, parents before their parts; how many.
+
+    An original is dropped before the next is looked at, so no more than one of them is in memory twice.
+    """
+    done: list[str] = []
+    for name in [name for name, _ in model.named_modules() if name]:
+        if done and name.startswith(f"{done[-1]}."):
+            continue  # it went with its parent
+        replacement = attempt(model.get_submodule(name))
+        if replacement is not None:
+            model.set_submodule(name, replacement)
+            done.append(name)
+    return len(done)
+
+
+class _Attempt:
+    """`attempt`, but not of modules like one that was refused: a trial copies their weights, and does so for nothing.
+
+    Where the first of them was fused, each is tried by itself: layers of one class may differ.
+    """
+
+    def __init__(self, attempt: Callable[[nn.Module], nn.Module | None]) -> None:
+        self._attempt = attempt
+        self._first_was_fused: dict[tuple[type, tuple[torch.Size, ...]], bool] = {}
+
+    def __call__(self, module: nn.Module) -> nn.Module | None:
+        kind = type(module), tuple(parameter.shape for parameter in module.parameters())
+        if not self._first_was_fused.get(kind, True):
+            return None
+        fused = self._attempt(module)
+        self._first_was_fused.setdefault(kind, fused is not None)
+        return fused
+
+
+def fuse_rms_norm(module: nn.Module, kit: Kit) -> Any:
+    """The replacement of an RMSNorm, whatever its class; `None` for anything else."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if list(module.state_dict()) != ["weight"] or not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+        return None
+    if weight.dim() != 1 or not kit.takes_rows(len(weight)) or not _takes_rows_alone(module):
+        return None
+    rows = scale_rows(random(NUM_ROW_SCALES, len(weight)).add(0.5)).to(kit.device, kit.dtype)
+
+    def call(part: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [part(rows.to(dtype))]
+
+    # Some classes store the difference to one.
+    return proved(module, lambda part: kit.norm(part.weight.float(), eps), call, kit.dtype) or proved(
+        module, lambda part: kit.norm(1.0 + part.weight.float(), eps), call, kit.dtype
+    )
+
+
+def fuse_gated_mlp(module: nn.Module, kit: Kit) -> Any:
+    """The replacement of a gated MLP with SiLU; `None` for anything else."""
+    parts = _linear_children(module, _MLP_PARTS)
+    if parts is None or set(dict(module.named_children())) - {*_MLP_PARTS, "act_fn"} or not _takes_rows_alone(module):
+        return None
+    gate, up, _ = parts
+    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+        return None
+    if not _may_have_silu(module, kit):
+        return None
+    rows = scale_rows(random(1, NUM_ROW_SCALES, gate.in_features)).to(kit.device, kit.dtype)
+    return proved(
+        module,
+        lambda part: kit.gated_mlp(*(getattr(part, name) for name in _MLP_PARTS)),
+        lambda part, dtype: [part(rows.to(dtype))],
+        kit.dtype,
+    )
+
+
+def _may_have_silu(module: nn.Module, kit: Kit) -> bool:
+    """Whether the activation is SiLU, which is sooner tried than the whole; without an `act_fn` only that tells."""
+    activation = getattr(module, "act_fn", None)
+    if activation is None:
+        return True
+    rows = scale_rows(random(NUM_ROW_SCALES, 8)).to(kit.device)
+
+    def is_silu() -> bool:
+        with torch.inference_mode():
+            return same_rows(nn.functional.silu(rows), activation(rows))
+
+    return attempted(module, is_silu) is True
+
+
+def fuse_attention(module: nn.Module, layout: KVLayout, rotary_dim: int | None, kit: Kit) -> Any:
+    """The replacement of an attention with rotary embedding, and maybe norms of heads; `None` for anything else.
+
+    What the original asks of the attention function (scale, window, soft cap) is learnt by calling it.
+    """
+    parts = _linear_children(module, _PROJECTIONS)
+    head_dim = layout.head_dim
+    if parts is None or rotary_dim is None or rotary_dim > head_dim or not kit.takes_heads(head_dim, rotary_dim):
+        return None
+    others = {name: child for name, child in module.named_children() if name not in _PROJECTIONS}
+    if set(others) - set(_HEAD_NORMS) or "position_embeddings" not in inspect.signature(module.forward).parameters:
+        return None
+    query, key, value, _ = parts
+    if len({projection.bias is None for projection in (query, key, value)}) != 1 or query.out_features % head_dim:
+        return None
+    if {key.out_features, value.out_features} != {layout.num_kv_heads * head_dim}:
+        return None
+    norms = _head_norms(others, head_dim, kit)
+    if norms is None:
+        return None
+    trial = AttentionTrial.make(layout, query.in_features, rotary_dim, kit.device)
+
+    def params_asked() -> AttentionParams:
+        with torch.inference_mode():
+            return trial.run(module, kit.dtype).params
+
+    params = attempted(module, params_asked)
+    if params is None:
+        return None
+    return proved(
+        module,
+        lambda part: kit.attention(part, params, head_dim, rotary_dim, norms),
+        lambda part, dtype: trial.run(part, dtype).parts,
+        kit.dtype,
+    )
+
+
+def _head_norms(children: dict[str, nn.Module], head_dim: int, kit: Kit) -> tuple[Any, ...] | None:
+    """Replacements of the norms of a query's and a key's head, or nothing if there are none; `None` if unknown."""
+    if not children:
+        return ()
+    query, key = (fuse_rms_norm(children[name], kit) if name in children else None for name in _HEAD_NORMS)
+    if query is None or key is None or query.eps != key.eps or not query.width == key.width == head_dim:
+        return None
+    return query, key
+
+
+def fuse_decoder_layer(module: nn.Module, layout: KVLayout, kit: Kit) -> Any:
+    """The replacement of a layer of fused parts: norm, attention, sum, norm, MLP, sum; `None` for anything else.
+
+    It takes the parts over: a layer that is not replaced still has them.
+    """
+    if {name: type(child) for name, child in module.named_children()} != kit.layer_parts:
+        return None
+    attention_norm, attention, mlp_norm, mlp = _parts_of(module, kit)
+    widths = attention_norm.width, attention.qkv.in_features, attention.o_proj.out_features
+    if len({*widths, mlp_norm.width, mlp.in_features, mlp.down.out_features}) != 1:
+        return None
+    trial = AttentionTrial.make(layout, attention_norm.width, attention.rotary_dim, kit.device)
+    return proved(
+        module,
+        lambda part: kit.layer(*_parts_of(part, kit)),
+        lambda part, dtype: trial.run_layer(part, attention.layer_idx, kit.attention_backend, dtype),
+        kit.dtype,
+    )
+
+
+def _parts_of(layer: nn.Module, kit: Kit) -> list[Any]:
+    children = dict(layer.named_children())
+    return [children[name] for name in kit.layer_parts]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """What a decoder is made of, and nothing else."""
+
+    embedding: nn.Embedding
+    rotary: nn.Module  # a position's numbers depend on nothing else
+    layers: list[Any]
+    norm: Any
+    head: Any
+
+
+def decoder_parts(model: PreTrainedModel, layer: type, norm: type, head: type) -> DecoderParts | None:
+    """The parts of a model whose layers, last norm and head are of these types; `None` for anything else.
+
+    That the model computes them one after the other, and nothing besides, is not known yet.
+    """
+    base = model.base_model
+    children, outer = dict(base.named_children()), dict(model.named_children())
+    layers = children.get("layers")
+    if set(children) != _DECODER_PARTS or set(outer) != {model.base_model_prefix, "lm_head"}:
+        return None
+    if not isinstance(layers, nn.ModuleList) or {type(part) for part in layers} != {layer}:
+        return None
+    embedding, rotary = children["embed_tokens"], children["rotary_emb"]
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        return None
+    if type(children["norm"]) is not norm or type(outer["lm_head"]) is not head:
+        return None
+    if not attempted(rotary, lambda: _takes_positions_alone(rotary, model.device)):
+        return None
+    return DecoderParts(embedding, rotary, list(layers), children["norm"], outer["lm_head"])
+
+
+def _takes_positions_alone(rotary: nn.Module, device: torch.device) -> bool:
+    """Whether a position's embedding is the same beside a great one: with some kinds of RoPE it is not."""
+    x, near = torch.empty(1, 1, 1, dtype=torch.float32, device=device), torch.arange(PAGE_SIZE, device=device)[None]
+    great = torch.tensor([[_GREAT_POSITION]], device=device)
+    positions = near, torch.cat([near, great], dim=1), near
+    with torch.inference_mode():
+        cosines = [rotary(x, those)[0][:, :PAGE_SIZE] for those in positions]
+    return all(torch.equal(cosines[0], others) for others in cosines)
+
+
+def logits_of(
+    model: PreTrainedModel, layout: KVLayout, backend: AttentionBackend, decoder: Decoder | None
+) -> torch.Tensor | None:
+    """Of some rows of random tokens, by the model's own way or by `decoder`; `None` if it raises."""
+
+    def compute() -> torch.Tensor:
+        arena = KVArena(replace(layout, page_size=PAGE_SIZE), NUM_PAGES, model.device)
+        arena.tensor.copy_(random(*arena.tensor.shape))
+        vocab_size, context = model.get_input_embeddings().weight.shape[0], PAGE_SIZE * NUM_PAGES
+        tokens = torch.randint(vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+        step = [
+            replace(sequence, token_ids=tokens[sequence.start : sequence.end], num_logits=num_logits)
+            for sequence, num_logits in zip(SEQUENCES, (3, 1), strict=True)
+        ]
+        return PagedModel(model, arena, backend, vocab_size, context, decoder=decoder).forward(step)
+
+    return attempted(model, compute)
+
+
+def has_type_of(model: PreTrainedModel, layout: KVLayout) -> bool:
+    """Whether K and V have the model's type: the fused parts write them as they are."""
+    return TORCH_DTYPES[layout.dtype] is model.dtype
+
+
+def _rotary_dim(model: PreTrainedModel) -> int | None:
+    """How many numbers of a head the model's rotary embeddings turn; `None` if there are none, or they differ."""
+    dims = {
+        2 * len(module.inv_freq)
+        for module in model.modules()
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+    }
+    return dims.pop() if len(dims) == 1 else None
+
+
+def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
+    children = dict(module.named_children())
+    found = [children.get(name) for name in names]
+    return found if all(type(child) is nn.Linear for child in found) else None  # type: ignore[return-value]
+
+
+def _takes_rows_alone(module: nn.Module) -> bool:
+    """Whether `forward` has one parameter: with another, optional, a model may ask for more than the trial does."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    return len(parameters) == 1 and parameters[0].kind not in (parameters[0].VAR_POSITIONAL, parameters[0].VAR_KEYWORD)

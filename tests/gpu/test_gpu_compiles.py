@@ -1,17 +1,32 @@
-"""The Triton kernels compiled for GPUs that need not be there: what an interpreter cannot show, and what they take.
+"""The Triton kernels compiled for GPUs that need not be there: what an interpreter cannot show, what they take, and how
+many of them a decode step has.
 
 Needs Triton and no GPU: `pip install --no-deps triton` beside a CPU build of torch is enough.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import os
+import re
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tandem.engine.arena import TORCH_DTYPES, KVArena
+from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.batch import SequenceInput, build_batch
+from tandem.engine.cuda_graphs import DecodeGraphs
+from tandem.engine.layout import KVLayout
+from tandem.engine.paged_model import PagedModel
 from tests.gpu.test_gpu_attention import PARAMS, Paged
 
 triton = pytest.importorskip("triton", reason="no Triton to compile its kernels")
@@ -52,16 +67,18 @@ def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from tandem.engine import attention_triton
+    from tandem.engine import attention_triton, fused_triton
 
     found: list[Any] = []
-    for kernel in (attention_triton._attend_kernel, attention_triton._combine_kernel):
+    of_attention = attention_triton._attend_kernel, attention_triton._combine_kernel
+    for kernel in (*of_attention, fused_triton._norm_kernel, fused_triton._gate_kernel, fused_triton._place_kernel):
         if not isinstance(kernel, JITFunction):
             pytest.skip("TRITON_INTERPRET is set: kernels are interpreted and not compiled")
 
         def compile_only(*args: Any, run: Any = kernel.run, **options: Any) -> Any:
             options["warmup"] = True
-            found.append(run(*args, **options))
+            with _disable_current_modes():  # who counts torch's operations shall not see the compiler's
+                found.append(run(*args, **options))
             return found[-1]
 
         monkeypatch.setattr(kernel, "run", compile_only)
@@ -93,3 +110,118 @@ def test_kernels_compile_and_fit(
     assert len({kernel.hash for kernel in compiled}) == 3
     assert {kernel.metadata.target.arch for kernel in compiled} == {capability}
     assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_BYTES[capability]
+
+
+#: A Llama of 1 B, Qwen3 of 0.6 B with its norms of heads, and heads of 96 and 256.
+SHAPES = {
+    "llama": (2048, 8192, 32, 8, 64, 64, False),
+    "qwen3": (1024, 3072, 16, 8, 128, 128, True),
+    "phi3": (3072, 8192, 32, 32, 96, 96, False),
+    "gemma": (3072, 24_576, 16, 16, 256, 256, False),
+    "partial": (4096, 14_336, 48, 8, 128, 64, False),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_fused_kernels_compile_without_spills(
+    capability: int, compiled: list[Any], shape: tuple[Any, ...], dtype: str, tmp_path: Path
+) -> None:
+    from tandem.engine import fused_triton as kernels
+
+    hidden, inner, num_heads, num_kv_heads, head_dim, rotary_dim, has_norms = shape
+    batch = build_batch([SequenceInput([0] * 3, 2, (1, 0))], 16, torch.device("cpu"))
+    arena = KVArena(KVLayout(1, num_kv_heads, head_dim, 16, dtype), 2)
+
+    def empty(*sizes: int) -> torch.Tensor:
+        return torch.empty(*sizes, dtype=TORCH_DTYPES[dtype])
+
+    x, scale = empty(1, 3, hidden), torch.ones(hidden)
+    kernels.normalize(x, scale, 1e-5)
+    kernels.add_and_normalize(x, x, scale, 1e-5)
+    kernels.normalize_rows(x, x, batch.logit_rows, scale, 1e-5)
+    kernels.gate(empty(1, 3, 2 * inner))
+    heads = empty(1, 3, (num_heads + 2 * num_kv_heads) * head_dim)
+    norms = torch.ones(2, head_dim) if has_norms else None
+    for rows in (None, batch.positions):
+        rotary = kernels.Rotary(empty(3, rotary_dim), empty(3, rotary_dim), rows)
+        shape_ = kernels.HeadShape(num_heads, num_kv_heads, head_dim, rotary_dim)
+        kernels.place_heads(heads, shape_, rotary, norms, 1e-6, batch, arena, 0)
+    assert len({kernel.hash for kernel in compiled}) == 6
+    for kernel in compiled:
+        assert kernel.metadata.shared <= SHARED_BYTES[capability]
+        registers, spilled = resources(kernel, tmp_path)
+        assert spilled == 0, kernel.metadata.name
+        assert registers * 32 * kernel.metadata.num_warps <= 65_536, kernel.metadata.name
+
+
+def resources(kernel: Any, directory: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it keeps in memory for want of them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not os.access(tool, os.X_OK):
+        pytest.skip("this Triton brings no cuobjdump")
+    file = directory / f"{kernel.hash}.cubin"
+    file.write_bytes(kernel.asm["cubin"])
+    told = subprocess.run([tool, "-res-usage", file], check=True, capture_output=True, text=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+class _Operations(TorchDispatchMode):
+    """What torch runs that is neither a view nor an allocation: on a GPU at least one kernel each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        inputs = {part.untyped_storage().data_ptr() for part in tree_leaves(args) if isinstance(part, torch.Tensor)}
+        is_view = not func._schema.is_mutable and result.untyped_storage().data_ptr() in inputs
+        if not is_view and "empty" not in func.name():
+            self.seen[func.name()] += 1
+        return result
+
+
+def launches_of_a_step(num_layers: int, compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of a decode step of 4 sequences, from its inputs on the device to logits; by name."""
+    from tandem.engine import fused_parts
+    from tandem.engine.attention_triton import TritonAttention
+    from tandem.engine.fused_cuda import CudaKit
+    from tandem.engine.fused_cuda_decoder import CudaDecoder
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=num_layers, vocab_size=64)
+    config._attn_implementation = ATTENTION_NAME
+    model = LlamaForCausalLM(config).eval()
+    layout = KVLayout(num_layers, 2, 32, 16, "float32")
+    # Kernels that are not run prove nothing.
+    monkeypatch.setattr(fused_parts, "proved", lambda module, make, call, dtype: make(module))
+    assert fused_parts.fuse_parts(model, layout, CudaKit(torch.float32, torch.device("cpu"))).endswith("layer")
+    base = model.model
+    decoder = CudaDecoder(base.embed_tokens, base.rotary_emb, list(base.layers), base.norm, model.lm_head, 64)
+    paged = PagedModel(model, KVArena(layout, 8), TritonAttention(), 64, 64, decoder=decoder)
+    steps: list[Any] = []
+    DecodeGraphs(paged, max_num_seqs=4, scratch_page=7, capture=lambda compute: steps.append(compute) or compute)
+    return launches_of(steps[0], compiled)
+
+
+def launches_of(compute: Callable[[], object], compiled: list[Any]) -> Counter[str]:
+    compiled.clear()
+    with _Operations() as torchs_own:
+        compute()
+    return torchs_own.seen + Counter(kernel.metadata.name for kernel in compiled)
+
+
+def test_kernels_of_a_decode_step(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = (launches_of_a_step(num_layers, compiled, monkeypatch) for num_layers in (1, 2))
+    assert long - short == {
+        "_norm_kernel": 2,
+        "aten::linear": 4,
+        "_place_kernel": 1,
+        "_attend_kernel": 1,
+        "_combine_kernel": 1,
+        "_gate_kernel": 1,
+    }
+    around = short - (long - short)
+    assert around == {"aten::embedding": 1, "_norm_kernel": 1, "aten::linear": 1}

@@ -9,6 +9,7 @@ import engine_helpers as helpers
 import pytest
 import torch
 
+from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
@@ -37,7 +38,9 @@ def load(model_dir: Path, device: torch.device, dtype: str) -> Engine:
     return engine
 
 
-def prefill(engine: Engine, prompts: list[list[int]], chunk: int = 10_000) -> tuple[list[SequenceInput], torch.Tensor]:
+def prefill(
+    engine: helpers.Computes, prompts: list[list[int]], chunk: int = 10_000
+) -> tuple[list[SequenceInput], torch.Tensor]:
     """Compute all but the last token of each; return the step that comes next, and the logits of the last chunks."""
     steps, logits = [], []
     for index, prompt in enumerate(prompts):
@@ -59,6 +62,23 @@ def test_greedy_tokens_are_those_of_transformers(engine: Engine, model_dir: Path
     for index, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert got.token_ids == want.token_ids, f"request {index}"
         assert (got.logits.cpu() - want.logits).abs().max() <= TOLERANCE, f"request {index}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_whole_model_is_fused(gpu: torch.device, model_dir: Path, dtype: str) -> None:
+    """Of each kind all, and in float32 the logits of the model's own parts."""
+    pytest.importorskip("triton")
+    source = load(model_dir, gpu, dtype)
+    assert source.fused == "3 attention, 3 mlp, 7 norm, 3 layer, decoder"
+    if dtype == "float32":
+        own = loader.load_model(model_dir, loader.load_config(model_dir), dtype, gpu)
+        arena = KVArena(source.layout, NUM_PAGES, gpu)
+        backend = select_backend(source.layout, gpu, 1)
+        steps, logits = prefill(source, PROMPTS)
+        unfused = PagedModel(own, arena, backend, source.vocab_size, source.max_context)
+        own_steps, expected = prefill(unfused, PROMPTS)
+        assert (logits - expected).abs().max() <= TOLERANCE
+        assert (source.forward(steps) - unfused.forward(own_steps)).abs().max() <= TOLERANCE
 
 
 def test_bfloat16_is_near_float32(gpu: torch.device, engine: Engine, model_dir: Path) -> None:
@@ -87,7 +107,7 @@ def test_a_graph_gives_the_bits_of_what_it_was_captured_from(gpu: torch.device, 
     arena = KVArena(source.layout, NUM_PAGES + 1, gpu)
     arena.tensor.copy_(source.arena.tensor)
     backend = select_backend(source.layout, gpu, 1)
-    paged = PagedModel(source._model, arena, backend, source.vocab_size, source.max_context)
+    paged = PagedModel(source._model, arena, backend, source.vocab_size, source.max_context, decoder=source._decoder)
     graphs, plain = (
         DecodeGraphs(paged, max_num_seqs=MAX_NUM_SEQS, scratch_page=NUM_PAGES, capture=capture)
         for capture in (CudaCapture(), run_again)

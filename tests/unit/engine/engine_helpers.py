@@ -11,8 +11,9 @@ from typing import Protocol
 import llvmlite.binding
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.random_model import ModelSpec, save
 
@@ -24,6 +25,8 @@ WINDOW = 24
 LONG_PROMPT = 300
 NUM_NEW = 64
 PROMPT_LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, LONG_PROMPT)
+#: Of `small_model`.
+SMALL_LAYERS, SMALL_VOCAB = 3, 320
 #: Two logits may differ by this much in float32 (other row counts round otherwise).
 LOGIT_TOLERANCE = 1e-4
 
@@ -63,6 +66,19 @@ def load_engine(
 def make_prompt(length: int, seed: int, vocab_size: int = 320) -> list[int]:
     """Return `length` random token ids, none of them special."""
     return np.random.default_rng([seed, length]).integers(2, vocab_size, length).tolist()
+
+
+def small_model(**options: object) -> LlamaForCausalLM:
+    """A Llama of three layers, whose every weight is random."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**(sizes | {"num_hidden_layers": SMALL_LAYERS, "vocab_size": SMALL_VOCAB} | options))
+    config._attn_implementation = ATTENTION_NAME
+    model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
 
 
 class Computes(Protocol):

@@ -9,6 +9,16 @@ from weakref import ref
 import engine_helpers as helpers
 import pytest
 import torch
+from odd_models import (
+    AnotherMLP,
+    AnotherOutput,
+    ClampedMLP,
+    MLPThatMayBeScaled,
+    NegatedKeys,
+    NormOfAnotherKind,
+    NormThatMayBeGated,
+    Raises,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, PreTrainedModel
@@ -82,16 +92,6 @@ def test_norms_are_those_of_torch(make: type[nn.Module], width: int, num_threads
         torch.testing.assert_close(fused(x), norm(x), rtol=1e-5, atol=1e-6)
 
 
-class _NormOfAnotherKind(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states) + 0.01
-
-
-class _NormThatMayBeGated(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(hidden_states if gate is None else hidden_states * gate)
-
-
 @pytest.mark.parametrize(
     "module",
     [
@@ -99,8 +99,8 @@ class _NormThatMayBeGated(LlamaRMSNorm):
         nn.LayerNorm(64, bias=False),
         nn.RMSNorm(64),  # its epsilon is not known
         LlamaRMSNorm(12),
-        _NormOfAnotherKind(64),
-        _NormThatMayBeGated(64),
+        NormOfAnotherKind(64),
+        NormThatMayBeGated(64),
         nn.Linear(8, 8),
     ],
     ids=lambda module: type(module).__name__,
@@ -123,53 +123,20 @@ def test_gated_mlps_are_those_of_torch(hidden: int, inner: int, bias: bool, num_
         assert_rows_stand_alone(fused, draw(65, hidden))
 
 
-class _AnotherMLP(LlamaMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-
-
-class _ClampedMLP(LlamaMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.act_fn(self.gate_proj(x)).clamp(max=200), self.up_proj(x).clamp(min=-200, max=200)
-        return self.down_proj(gate * up)
-
-
-class _MLPThatMayBeScaled(LlamaMLP):
-    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return super().forward(x) * scale
-
-
 def test_other_mlps_are_left_alone() -> None:
     for activation in ("gelu", "gelu_pytorch_tanh", "relu"):
         assert fuse_gated_mlp(randomize(LlamaMLP(small_config(hidden_act=activation))), CPUKit(1)) is None
-    for make in (_AnotherMLP, _ClampedMLP, _MLPThatMayBeScaled):
+    for make in (AnotherMLP, ClampedMLP, MLPThatMayBeScaled):
         assert fuse_gated_mlp(randomize(make(small_config())), CPUKit(1)) is None, make.__name__
     extended = randomize(LlamaMLP(small_config()))
     extended.gate_norm = nn.Identity()
     assert fuse_gated_mlp(extended, CPUKit(1)) is None
 
 
-class _NegatedKeys(LlamaAttention):
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):  # type: ignore[no-untyped-def]
-        cos, sin = position_embeddings
-        return super().forward(hidden_states, (cos, -sin), attention_mask, **kwargs)
-
-
-class _AnotherOutput(LlamaAttention):
-    def forward(self, hidden_states, position_embeddings, **kwargs):  # type: ignore[no-untyped-def]
-        output, weights = super().forward(hidden_states, position_embeddings, **kwargs)
-        return output * 1.01, weights
-
-
-class _Raises(LlamaAttention):
-    def forward(self, hidden_states, position_embeddings, **kwargs):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-
 def test_other_attentions_are_left_alone() -> None:
     config, layout = small_config(), KVLayout(2, 2, 16, 16, "float32")
     assert type(fuse_attention(randomize(LlamaAttention(config, 1)), layout, 16, CPUKit(1))) is FusedAttention
-    for make in (_NegatedKeys, _AnotherOutput, _Raises):
+    for make in (NegatedKeys, AnotherOutput, Raises):
         assert fuse_attention(randomize(make(config, 1)), layout, 16, CPUKit(1)) is None, make.__name__
     assert fuse_attention(randomize(LlamaAttention(config, 1)), layout, None, CPUKit(1)) is None
     narrow = LlamaAttention(small_config(hidden_size=32), 1)  # heads of 8: half of one is no whole vector
@@ -271,7 +238,7 @@ def test_what_cannot_be_fused_is_packed_once(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(fusing, kind.__name__, counting(kind))
     model = small_model(hidden_act="gelu")
     for layer in model.model.layers:
-        layer.self_attn.__class__ = _AnotherOutput
+        layer.self_attn.__class__ = AnotherOutput
     assert fuse(model, LAYOUT, 1) == "7 norm"
     assert attempts == ["FusedAttention"]
 

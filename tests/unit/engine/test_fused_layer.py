@@ -10,14 +10,26 @@ import engine_helpers as helpers
 import numpy as np
 import pytest
 import torch
+from engine_helpers import small_model
+from odd_models import (
+    HalvedSum,
+    NoFirstSum,
+    NormsTheOtherWayRound,
+    ParallelParts,
+    Tuple,
+    add_a_part,
+    add_between_layers,
+    bound_embedding,
+    scale_embedding,
+    scale_logits,
+    use_two_layers,
+)
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine import fused_decoder, fused_layer, loader, threads
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_reference import ReferenceAttention
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
@@ -28,21 +40,9 @@ from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
 
 CPU = torch.device("cpu")
-NUM_LAYERS, VOCAB, NUM_PAGES = 3, 320, 24
+NUM_LAYERS, VOCAB, NUM_PAGES = helpers.SMALL_LAYERS, helpers.SMALL_VOCAB, 24
 LAYOUT = KVLayout(NUM_LAYERS, 2, 16, helpers.PAGE_SIZE, "float32")
 FUSED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
-
-
-def small_model(**options: object) -> LlamaForCausalLM:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**(sizes | {"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB} | options))
-    config._attn_implementation = ATTENTION_NAME
-    model = LlamaForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
 
 
 def paged(model: PreTrainedModel, layout: KVLayout = LAYOUT, num_threads: int = 1, **options: Any) -> PagedModel:
@@ -205,37 +205,7 @@ def test_threads_are_borrowed_for_each_step_and_for_each_layer_of_a_prompt() -> 
         threads.borrow_from(None)
 
 
-class _HalvedSum(LlamaDecoderLayer):
-    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
-        return 0.5 * super().forward(hidden_states, **kwargs)
-
-
-class _NormsTheOtherWayRound(LlamaDecoderLayer):
-    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
-        attended, _ = self.self_attn(hidden_states=self.post_attention_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.input_layernorm(hidden_states))
-
-
-class _ParallelParts(LlamaDecoderLayer):
-    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
-        normed = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-        return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-class _Tuple(LlamaDecoderLayer):
-    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
-        return (super().forward(hidden_states, **kwargs),)
-
-
-class _NoFirstSum(LlamaDecoderLayer):
-    def forward(self, hidden_states, **kwargs):  # type: ignore[no-untyped-def]
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        return attended + self.mlp(self.post_attention_layernorm(attended))
-
-
-@pytest.mark.parametrize("kind", [_HalvedSum, _NormsTheOtherWayRound, _ParallelParts, _NoFirstSum])
+@pytest.mark.parametrize("kind", [HalvedSum, NormsTheOtherWayRound, ParallelParts, NoFirstSum])
 def test_a_layer_that_differs_is_left_alone(kind: type[nn.Module]) -> None:
     def make() -> LlamaForCausalLM:
         model = small_model()
@@ -253,7 +223,7 @@ def test_a_layer_that_differs_is_left_alone(kind: type[nn.Module]) -> None:
 def test_a_layer_with_more_parts_or_another_output_is_left_alone() -> None:
     model = small_model()
     model.model.layers[0].extra_norm = nn.Identity()
-    model.model.layers[2].__class__ = _Tuple
+    model.model.layers[2].__class__ = Tuple
     assert fuse(model, LAYOUT, 1).endswith("7 norm, 1 layer")
     assert type(model.model.layers[1]) is FusedDecoderLayer
 
@@ -267,44 +237,8 @@ def test_layers_refuse_what_their_attention_does_not_do() -> None:
         run(paged(model))
 
 
-class _ScaledLogits(LlamaForCausalLM):
-    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits / 8
-        return output
-
-
-class _ScaledEmbedding(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) * 8
-
-
-def _scale_logits(model: LlamaForCausalLM) -> None:
-    model.__class__ = _ScaledLogits
-
-
-def _scale_embedding(model: LlamaForCausalLM) -> None:
-    model.model.embed_tokens.__class__ = _ScaledEmbedding
-
-
-def _bound_embedding(model: LlamaForCausalLM) -> None:
-    model.model.embed_tokens.max_norm = 1.0
-
-
-def _use_two_layers(model: LlamaForCausalLM) -> None:
-    model.config.num_hidden_layers = 2
-
-
-def _add_a_part(model: LlamaForCausalLM) -> None:
-    model.model.adapter = nn.Identity()
-
-
-def _add_between_layers(model: LlamaForCausalLM) -> None:
-    model.model.layers[1].register_forward_hook(lambda _module, _inputs, output: output + 1.0)
-
-
 @pytest.mark.parametrize(
-    "change", [_scale_logits, _scale_embedding, _bound_embedding, _use_two_layers, _add_a_part, _add_between_layers]
+    "change", [scale_logits, scale_embedding, bound_embedding, use_two_layers, add_a_part, add_between_layers]
 )
 def test_a_decoder_that_does_more_is_left_alone(change: Callable[[LlamaForCausalLM], None]) -> None:
     model = small_model()

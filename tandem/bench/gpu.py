@@ -77,6 +77,7 @@ class Report:
     device: dict[str, Any]
     limits: GpuLimits
     attention: str
+    fused: str  # which parts of a model are
     figures: tuple[Figure, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -88,6 +89,7 @@ class Report:
             "device": self.device,
             "limits": asdict(self.limits),
             "attention": self.attention,
+            "fused": self.fused,
             "figures": [figure.as_json() for figure in self.figures],
         }
 
@@ -100,16 +102,16 @@ def measure(device_name: str, names: Sequence[str]) -> Report:
     device = gpu_measure.find_device(device_name)
     limits = GpuLimits(gpu_measure.matrix_rate(device, _DTYPE), gpu_measure.memory_bandwidth(device))
     figures: list[Figure] = []
-    attention = ""
+    attention = fused = ""
     for name in names:
         engine = gpu_measure.random_engine(
             SIZES[name], device, dtype=_DTYPE, page_size=_PAGE_SIZE, num_pages=_num_pages(),
             max_num_seqs=max(_BATCHES),
         )  # fmt: skip
-        attention = engine.attention
+        attention, fused = engine.attention, engine.fused
         figures += _figures(name, engine, limits)
         del engine  # before the next one needs the memory
-    return Report(gpu_measure.describe(device), limits, attention, tuple(figures))
+    return Report(gpu_measure.describe(device), limits, attention, fused, tuple(figures))
 
 
 def _figures(name: str, engine: Engine, limits: GpuLimits) -> Iterator[Figure]:
@@ -169,5 +171,6 @@ def heading(report: Report) -> str:
     """What was measured, and its limits."""
     return (
         f"{report.device['name']}: {report.limits.flop_per_s / 1e12:,.0f} TFLOP/s in {_DTYPE}, "
-        f"{report.limits.bytes_per_s / 1e9:,.0f} GB/s, {report.attention} attention"
+        f"{report.limits.bytes_per_s / 1e9:,.0f} GB/s, {report.attention} attention, "
+        f"fused: {report.fused}"
     )

@@ -61,7 +61,10 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=is_column)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Each is a row of one tensor, and aligned where the tokens are even in number: one variant must do for all batches.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=("rotary_rows", "write_pages", "write_slots")
+)
 def _place_kernel(  # type: ignore[no-untyped-def]
     heads, query, pages, cos, sin, rotary_rows, norms, eps, write_pages, write_slots,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,

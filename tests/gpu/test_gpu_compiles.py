@@ -130,23 +130,26 @@ def test_fused_kernels_compile_without_spills(
     from tandem.engine import fused_triton as kernels
 
     hidden, inner, num_heads, num_kv_heads, head_dim, rotary_dim, has_norms = shape
-    batch = build_batch([SequenceInput([0] * 3, 2, (1, 0))], 16, torch.device("cpu"))
+    # Their positions lie at odd and at even multiples of 8 bytes.
+    batches = [build_batch([SequenceInput([0] * num, 2, (1, 0))], 16, torch.device("cpu")) for num in (3, 4)]
     arena = KVArena(KVLayout(1, num_kv_heads, head_dim, 16, dtype), 2)
 
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=TORCH_DTYPES[dtype])
 
-    x, scale = empty(1, 3, hidden), torch.ones(hidden)
-    kernels.normalize(x, scale, 1e-5)
-    kernels.add_and_normalize(x, x, scale, 1e-5)
-    kernels.normalize_rows(x, x, batch.logit_rows, scale, 1e-5)
-    kernels.gate(empty(1, 3, 2 * inner))
-    heads = empty(1, 3, (num_heads + 2 * num_kv_heads) * head_dim)
-    norms = torch.ones(2, head_dim) if has_norms else None
-    for rows in (None, batch.positions):
-        rotary = kernels.Rotary(empty(3, rotary_dim), empty(3, rotary_dim), rows)
-        shape_ = kernels.HeadShape(num_heads, num_kv_heads, head_dim, rotary_dim)
-        kernels.place_heads(heads, shape_, rotary, norms, 1e-6, batch, arena, 0)
+    scale, norms = torch.ones(hidden), torch.ones(2, head_dim) if has_norms else None
+    for batch in batches:
+        num = batch.num_tokens
+        x = empty(1, num, hidden)
+        kernels.normalize(x, scale, 1e-5)
+        kernels.add_and_normalize(x, x, scale, 1e-5)
+        kernels.normalize_rows(x, x, batch.logit_rows, scale, 1e-5)
+        kernels.gate(empty(1, num, 2 * inner))
+        heads = empty(1, num, (num_heads + 2 * num_kv_heads) * head_dim)
+        for rows in (None, batch.positions):
+            rotary = kernels.Rotary(empty(num, rotary_dim), empty(num, rotary_dim), rows)
+            shape_ = kernels.HeadShape(num_heads, num_kv_heads, head_dim, rotary_dim)
+            kernels.place_heads(heads, shape_, rotary, norms, 1e-6, batch, arena, 0)
     assert len({kernel.hash for kernel in compiled}) == 6
     for kernel in compiled:
         assert kernel.metadata.shared <= SHARED_BYTES[capability]

@@ -75,14 +75,8 @@ class Engine:
         self.model_dtype = arena.layout.dtype
         self.weights_sha256 = loader.weights_sha256(model)
         self.attention = backend.name
-        self._decoder: Decoder | None
-        if arena.device.type == "cuda":
-            self.fused, self._decoder = _fuse_on_cuda(model, arena.layout, max_context)
-            self.linear = "torch"
-        else:
-            self.fused = fuse(model, arena.layout, num_threads)
-            self.linear = pack(model, num_threads)
-            self._decoder = fuse_decoder(model, arena.layout)
+        fuse_here = _fuse_on_cuda if arena.device.type == "cuda" else _fuse_on_cpu
+        self.fused, self.linear, self._decoder = fuse_here(model, arena.layout, max_context, num_threads)
         if self._decoder is not None:
             self.fused += ", decoder"
         self._model = model
@@ -209,14 +203,23 @@ class Engine:
             )
 
 
-def _fuse_on_cuda(model: PreTrainedModel, layout: KVLayout, max_context: int) -> tuple[str, Decoder | None]:
-    """How many parts of which kind are replaced, and what computes in the model's place, if anything does."""
+def _fuse_on_cpu(
+    model: PreTrainedModel, layout: KVLayout, _max_context: int, num_threads: int
+) -> tuple[str, str, Decoder | None]:
+    """How many parts of which kind are replaced, whose linear layers serve, and what computes in the model's place."""
+    return fuse(model, layout, num_threads), pack(model, num_threads), fuse_decoder(model, layout)
+
+
+def _fuse_on_cuda(
+    model: PreTrainedModel, layout: KVLayout, max_context: int, _num_threads: int
+) -> tuple[str, str, Decoder | None]:
+    """The same."""
     try:
         from tandem.engine import fused_cuda  # imports a compiler
     except ImportError as error:
-        _log.warning("decode is slow: fused kernels cannot be imported (%s)", error)
-        return "none", None
-    return fused_cuda.fuse(model, layout), fused_cuda.fuse_decoder(model, layout, max_context)
+        _log.warning("the model's own parts serve: fused ones cannot be imported (%s)", error)
+        return "none", "torch", None
+    return fused_cuda.fuse(model, layout), "torch", fused_cuda.fuse_decoder(model, layout, max_context)
 
 
 def _has_scratch_page(backend: AttentionBackend, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import engine_helpers as helpers
 import odd_models as odd
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, NemotronConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronAttention
 
+from tandem.engine import engine as engine_module
 from tandem.engine import fused_trial, loader
 from tandem.engine.arena import TORCH_DTYPES, KVArena
 from tandem.engine.attention import ATTENTION_NAME, AttentionBackend
@@ -180,6 +182,29 @@ def test_padded_decode_steps(triton_device: torch.device, dtype: str) -> None:
     assert written.sum() == 1 + sum(len(step.pages) for step in ready)
 
 
+def test_an_engine_of_fused_parts_gives_transformers_tokens(
+    triton_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks beside decodes, and decodes alone in fixed buffers. Without a GPU all but the graphs is as on one."""
+    from tandem.engine.attention_triton import TritonAttention
+
+    if triton_device.type == "cpu":
+        monkeypatch.setattr(engine_module, "_fuse_on_cpu", engine_module._fuse_on_cuda)
+        monkeypatch.setattr(engine_module, "select_backend", lambda *_: TritonAttention())
+        monkeypatch.setattr(engine_module, "_has_scratch_page", lambda *_: True)
+        monkeypatch.setattr(engine_module, "CudaCapture", lambda: run_again)
+    model_dir = helpers.save_model("llama", tmp_path / "llama")
+    engine = helpers.load_engine(model_dir, num_pages=12, device=str(triton_device), dtype="float32")
+    assert engine.fused == f"{WHOLE}, decoder"
+    engine.warmup(2)
+    prompts = [helpers.make_prompt(length, seed=length) for length in (1, 17, 30)]
+    expected = helpers.eager_greedy(model_dir, prompts, num_new=6)
+    found = helpers.drive(engine, prompts, chunk=13, num_new=6)
+    for index, (got, want) in enumerate(zip(found, expected, strict=True)):
+        assert got.token_ids == want.token_ids, f"request {index}"
+        torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=1e-4, atol=1e-4)
+
+
 def test_only_one_copy_of_the_weights_is_left(triton_device: torch.device) -> None:
     def num_bytes(model: nn.Module) -> int:
         storages = {parameter.untyped_storage() for parameter in model.parameters()}
@@ -188,7 +213,11 @@ def test_only_one_copy_of_the_weights_is_left(triton_device: torch.device) -> No
     for tie in (False, True):
         model = small_model(triton_device, tie_word_embeddings=tie)
         before = num_bytes(model)
+        layer = model.model.layers[0]
+        merged = [ref(part) for part in (layer.self_attn, layer.self_attn.q_proj, layer.mlp, layer.mlp.up_proj)]
+        del layer
         fused(model)
+        assert [part() for part in merged] == [None] * len(merged)
         norms = (2 * NUM_LAYERS + 1) * model.config.hidden_size * 4  # which are no parameters any more
         assert num_bytes(model) == before - norms
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie

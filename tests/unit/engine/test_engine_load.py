@@ -338,3 +338,15 @@ def test_random_checkpoints_bring_a_tokenizer(llama_dir: Path, tmp_path: Path) -
     assert tokenizer.decode([319]) == " w319"
     small = helpers.save_model("llama", tmp_path / "small", vocab=50)
     assert Tokenizer.from_file(str(small / "tokenizer.json")).encode("w7 w9").ids == [7, 9]
+
+
+def test_the_engine_needs_no_triton() -> None:
+    """On CUDA the model's own parts serve then. A process of its own: here somebody may have imported it."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from tandem.engine import engine\n"
+        "print(engine._fuse_on_cuda(None, None, 1, 1))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(helpers.REPOSITORY)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.strip() == "('none', 'torch', None)"

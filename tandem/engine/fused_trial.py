@@ -47,31 +47,27 @@ def proved(module: nn.Module, make: Callable[[Any], _Fused], call: Call, dtype: 
 
     Args:
         module: has weights of the type `dtype`.
-        make: is given `module`, or a copy of it in float32.
+        make: what it makes in 16 bits has all its weights as parameters and buffers.
         call: makes the same input each time, but for its type, whose numbers `dtype` can hold.
     """
 
     def attempt() -> _Fused | None:
-        if dtype is not torch.float32 and not _same_in_float32(module, make, call):
-            return None
         expected = _called(call, module, dtype)
-        fused = make(module)
-        found = _called(call, fused, dtype)
         if dtype is torch.float32:
-            return fused if _all_of(same_rows, expected, found) else None
-        exact = _called(call, _in_float32(module), torch.float32)
-        return fused if _all_of(_no_worse_rows, exact, expected, found) else None
+            fused = make(module)
+            return fused if _all_of(same_rows, expected, _called(call, fused, dtype)) else None
+        exact = _called_in_float32(call, module)
+        fused = make(module)
+        if not _all_of(same_rows, exact, _called_in_float32(call, fused)):
+            return None
+        return fused if _all_of(_no_worse_rows, exact, expected, _called(call, fused, dtype)) else None
 
     return attempted(module, attempt)
 
 
-def _same_in_float32(module: nn.Module, make: Callable[[Any], nn.Module], call: Call) -> bool:
-    precise = _in_float32(module)
-    return _all_of(same_rows, *(_called(call, part, torch.float32) for part in (precise, make(precise))))
-
-
-def _in_float32(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).float()
+def _called_in_float32(call: Call, module: nn.Module) -> list[torch.Tensor]:
+    """Of a copy, which is gone afterwards."""
+    return _called(call, copy.deepcopy(module).float(), torch.float32)
 
 
 def _called(call: Call, module: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -102,7 +98,7 @@ def _no_worse_rows(exact: torch.Tensor, original: torch.Tensor, found: torch.Ten
         return False
     is_bound = exact.isfinite() & original.isfinite()
     allowed, error = (torch.where(is_bound, part.float() - exact, 0.0).abs().amax(dim=-1) for part in (original, found))
-    scale = exact.nan_to_num(0.0).abs().amax(dim=-1)
+    scale = torch.where(is_bound, exact, 0.0).abs().amax(dim=-1)
     return bool((error <= _ERROR_RATIO * allowed + _ROUNDINGS * torch.finfo(found.dtype).eps * scale).all())
 
 

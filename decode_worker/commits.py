@@ -33,6 +33,8 @@ class AsksDesk(Protocol):
 
     def ask_desk(self, question: Callable[[ReceivingDesk], Answer]) -> Future[Answer]: ...
 
+    def has_paired(self, incarnation: str) -> bool: ...
+
 
 class CommitStreams:
     """All of one worker. Lives in the event loop, but for `heard`. Calls are asked in the order in which they come, and
@@ -77,7 +79,7 @@ class CommitStreams:
     def heard(self, desk: ReceivingDesk, message: MessageArrived) -> None:
         """Something was said behind the pages. On the transfer thread.
 
-        Answered is only who proves that he was given the grant: a forger would have the writer hear that it is refused.
+        Only what is proven is answered: a forger would have the writer hear that it is refused.
         """
         arrived_s = time.monotonic()
         try:
@@ -85,10 +87,11 @@ class CommitStreams:
         except ValueError as error:
             desk.ignore(message.peer, str(error))
             return
-        proven = call.opened(desk.capability_of(call.said.grant_id))
-        answer = _ask(desk, proven or call.said, arrived_s)
-        if proven is not None and (reply := _to_proto(proven, answer)) is not None:
-            self._loop.call_soon_threadsafe(self._tell, proven.sender, reply)
+        said = call.opened(desk.capability_of(call.grant_id))
+        if said is None:
+            desk.refuse_unproven(message.peer)
+        elif (reply := _to_proto(said, _ask(desk, said, arrived_s))) is not None:
+            self._loop.call_soon_threadsafe(self._tell, said.sender, reply)
 
     def _tell(self, sender: str, answer: decode_pb.CommitAnswer) -> None:
         stream = self._of_senders.get(sender)
@@ -97,10 +100,17 @@ class CommitStreams:
         else:
             stream.put(answer)
 
+    def _open(self, stream: Stream, sender: str) -> None:
+        if not self._worker.has_paired(sender) or stream in self._of_senders.values():
+            _log.warning("a stream of commits ends: %.100r has not paired, or the stream has another's name", sender)
+            stream.end()
+            return
+        self._of_senders[sender] = stream
+        stream.put(decode_pb.CommitAnswer())
+
     def _take(self, stream: Stream, call: decode_pb.CommitCall) -> None:
         if call.HasField("opened"):
-            self._of_senders[call.opened.sender_incarnation] = stream
-            stream.put(decode_pb.CommitAnswer())
+            self._open(stream, call.opened.sender_incarnation)
             return
         arrived_s, said = time.monotonic(), call_from_proto(call)
         if said is None:

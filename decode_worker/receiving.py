@@ -136,6 +136,7 @@ class ReceivingDesk:
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
         self._committed_s = self._verified_at_s = 0.0  # when the commit under way arrived, and was verified
         self._transport: Transport | None = None
+        self._deliver: Callable[[ThreadEvent], None] = self.on_transport
         # By grant. Invariant: all and only grants with a writer that are neither admitted nor over.
         self._arriving: dict[str, _Arriving] = {}
         # Writes that said that they had arrived, and are of no grant here that still counts; messages that say nothing.
@@ -151,9 +152,9 @@ class ReceivingDesk:
     def num_refused(self) -> int:
         return self.refusals.total()
 
-    def bind(self, transport: Transport) -> None:
-        """Give it the transport; once, on the transfer thread."""
-        self._transport = transport
+    def bind(self, transport: Transport, deliver: Callable[[ThreadEvent], None]) -> None:
+        """Give it the transport; once, on the transfer thread. What it finds there itself goes to `deliver`."""
+        self._transport, self._deliver = transport, deliver
 
     # -- what others say
 
@@ -221,7 +222,12 @@ class ReceivingDesk:
     def ignore(self, peer: str, why: str) -> None:
         """Something came from `peer` on the KV plane that is of no use."""
         self.num_arrivals_ignored += 1
-        _log.warning("what came from %s is ignored: %s", peer, why)
+        _log.warning("what came from %.100r is ignored: %s", peer, why)
+
+    def refuse_unproven(self, peer: str) -> None:
+        """Something was said on the KV plane about a grant, and not by who was given it."""
+        self.refusals[RefusalReason.BAD_CAPABILITY] += 1
+        _log.warning("what %.100r says of a grant is refused: it is not sealed with the grant's capability", peer)
 
     def _take_digests(self, layer: int, pages: Sequence[int]) -> tuple[int, ...]:
         return digest_pages(self._read_extent, layer, pages)
@@ -251,7 +257,7 @@ class ReceivingDesk:
             assert self._transport is not None
             while events := self._transport.poll():
                 for event in events:
-                    self.on_transport(event)
+                    self._deliver(event)
         for sender in due:
             del self._exited[sender]
             self.happened(ev.WriterExited(sender))

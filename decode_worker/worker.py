@@ -84,7 +84,7 @@ class DecodeWorker(WorkerProcess):
             self,
             secrets.token_bytes(32),
         )
-        self._on_transfer(self.desk.bind)
+        self._on_transfer(lambda transport: self.desk.bind(transport, self.on_transfer_event))
         self._upcoming = Upcoming()
         self.generations = Generations(self, _QueuedDesk(self), self._upcoming, self._emit)
         return self.generations

@@ -100,6 +100,11 @@ class Doorbell:
                 self._socket.close()
                 os.close(self._own)
 
+    def __del__(self) -> None:
+        """As a socket does: a transport that could not start has nobody to close it."""
+        if hasattr(self, "_lock"):
+            self.close()
+
     def _take_rings(self) -> None:
         for _ in range(_MAX_RINGS):
             try:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from tandem.core.dtypes import DTYPE_BYTES
 from tandem.core.errors import IncompatibleError
 
-PROTOCOL_VERSION = 1
+# 2: parts and commits come behind the pages; answers name the grant.
+PROTOCOL_VERSION = 2
 
 # Beyond what weights may have: KV that is quantised.
 _ITEM_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}

@@ -150,7 +150,6 @@ class DecodePeers:
             )
         layout = layout_from_proto(info.layout)
         check_compatible(self._layout, self._info.worker_id, layout, info.worker_id)
-        name = await self._connect(info.transport_metadata)
         shape = ArenaShape(layout.num_layers, info.num_pages, layout.extent_bytes)
         commits = CommitStream(
             stub,
@@ -160,6 +159,8 @@ class DecodePeers:
             self._timeout_s,
         )
         await commits.open()
+        # Last: what the transport knows is forgotten with a peer only.
+        name = await self._connect(info.transport_metadata)
         return Peer(info, name, layout, shape, channel, stub, commits)
 
     def ended(self, incarnation: str) -> None:

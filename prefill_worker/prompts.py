@@ -49,6 +49,9 @@ class Desk(Protocol):
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None: ...
 
+    def let_it_speak(self) -> None:
+        """Give it time to take in which prompts are computed, a little of it."""
+
     def cancel(self, key: AttemptKey) -> None:
         """Nothing more comes of this attempt, or nothing ever did."""
 
@@ -312,23 +315,30 @@ class Prompts:
             elif item.start + item.num_tokens == item.sequence.num_prompt:
                 self._finish(job)
                 ended.append(job)
+        if ended:
+            self._desk.let_it_speak()
+        for job in ended:
+            self._give_out(job)
         self._let_go_first(counts, (job for job in ended if job.attached and not job.over))
         self.snapshot()
 
     def _finish(self, job: PromptJob) -> None:
-        """The prompt is computed: give out the first tokens, and let the handoff end."""
+        """The prompt is computed: let the handoff end."""
         sequence = job.sequence
         del sequence.token_ids[sequence.num_prompt :]
         sequence.samples = False
         self._scheduler.park(sequence)
         self.kept.keep(job.session, sequence, job.first_tokens)
+        job.sealed_s = time.monotonic()
         going_on = self._going_on(job)
-        now_s = time.monotonic()
-        job.sealed_s = now_s
-        if going_on and job.attached:  # first: the transfer thread wakes up while the rest is done
-            self._desk.computed(job.key, going_on, now_s)
+        if going_on and job.attached:
+            self._desk.computed(job.key, going_on, job.sealed_s)
+
+    def _give_out(self, job: PromptJob) -> None:
+        """Its first tokens; its end, where they are the last ones."""
+        going_on = self._going_on(job)
         if job.computed_s is None:
-            job.computed_s = now_s
+            job.computed_s = job.sealed_s
             self._tell(job, ends=not going_on)
         if not going_on:
             self.cancel(job.key)

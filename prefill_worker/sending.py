@@ -187,6 +187,12 @@ class SendingDesk:
         if entry is not None:
             entry.verified_at_s = verified_at_s
 
+    def has_asked(self, key: AttemptKey, receiver: str, grant_id: str) -> bool:
+        """Whether this decode worker may answer for this grant of this attempt, which goes on."""
+        entry = self._entries.get(key)
+        grant = entry.handoff.grant if entry is not None else None
+        return grant is not None and (grant.receiver, grant.grant_id) == (receiver, grant_id)
+
     def happened(self, key: AttemptKey, event: ev.SenderEvent) -> None:
         """Any other event: answers of decode, a cancel."""
         if key in self._entries:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,9 @@ from tandem.worker.sessions import SessionHub
 from tandem.worker.ticker import Ticker
 from tandem.worker.wire import grant_from_proto, refusal_from_proto
 
-# For so long the runner waits for the commit of a prompt to go out before it goes on.
-COMMIT_FIRST_S = 2e-3
+# So long a runner waits at most, once a step, for the desk to take in which prompts it has computed. Their commits go
+# out meanwhile, where all is written.
+SPEAK_FIRST_S = 2e-3
 
 _log = logging.getLogger(__name__)
 
@@ -252,9 +253,14 @@ class PrefillWorker(WorkerProcess):
         )
         # Hosts do not agree in their monotonic clocks; processes of one host do.
         verified_at_s = answer.verified_at_s if self.peers.is_here(receiver) else 0.0
-        self.on_transfer(lambda _: self._take_answer(key, event, verified_at_s))
+        self.on_transfer(lambda _: self._take_answer(key, receiver, answer.grant_id, event, verified_at_s))
 
-    def _take_answer(self, key: AttemptKey, event: ev.SenderEvent, verified_at_s: float) -> None:
+    def _take_answer(
+        self, key: AttemptKey, receiver: str, grant_id: str, event: ev.SenderEvent, verified_at_s: float
+    ) -> None:
+        if not self.desk.has_asked(key, receiver, grant_id):
+            _log.info("%s answers for %.100r of %s, which is over or was never asked", receiver, grant_id, key)
+            return
         points.reach("prefill.committed")
         if verified_at_s:
             self.desk.verified(key, verified_at_s)
@@ -316,6 +322,7 @@ class _QueuedDesk:
 
     def __init__(self, worker: PrefillWorker) -> None:
         self._worker = worker
+        self._untaken: list[Future[None]] = []  # prompts of the step that has just been computed
 
     def computed_layer(self, layer: int, pages: tuple[int, ...]) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.computed_layer(layer, pages))
@@ -326,9 +333,13 @@ class _QueuedDesk:
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None:
         taken = self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens, computed_s))
         if taken is not None:
-            # Threads of a process that computes get Python's lock when this one rests: decode would wait for all that
-            # the runner has to do behind a step.
-            wait([taken], COMMIT_FIRST_S)
+            self._untaken.append(taken)
+
+    def let_it_speak(self) -> None:
+        # Other threads get Python's lock when this one rests: decode would wait for all that the runner has to do
+        # behind a step.
+        wait(self._untaken, SPEAK_FIRST_S)
+        self._untaken.clear()
 
     def cancel(self, key: AttemptKey) -> None:
         self._worker.on_transfer(lambda _: self._worker.desk.happened(key, ev.CancelRequested()))

@@ -162,21 +162,26 @@ def call_to_message(said: Commit | CommitPart, sender_worker_id: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SealedCall:
-    """What came as a message; `said` has no capability."""
+    """What came as a message, and whoever sent it."""
 
-    said: Commit | CommitPart
-    found: bytes
-    body: bytes
+    _said: Commit | CommitPart
+    _seal: bytes
+    _body: bytes
+
+    @property
+    def grant_id(self) -> str:
+        """Which grant it says that it is about."""
+        return self._said.grant_id
 
     def opened(self, capability: bytes | None) -> Commit | CommitPart | None:
         """What was said, with `capability`, if that is what it is sealed with."""
-        if capability is None or not is_seal_of(capability, self.found, self.body):
+        if capability is None or not is_seal_of(capability, self._seal, self._body):
             return None
-        return replace(self.said, capability=capability)
+        return replace(self._said, capability=capability)
 
 
 def call_from_message(content: bytes) -> SealedCall:
-    """Raises `ValueError` for what is neither a part nor a commit."""
+    """Raises `ValueError` for what is neither a part nor a commit, or shows a capability."""
     found, body = split_seal(content)
     try:
         said = call_from_proto(decode_pb.CommitCall.FromString(body))
@@ -184,6 +189,8 @@ def call_from_message(content: bytes) -> SealedCall:
         raise ValueError(f"{len(body)} bytes are no call: {error}") from error
     if said is None:
         raise ValueError("it is neither a part nor a commit")
+    if said.capability:
+        raise ValueError("it shows a capability")
     return SealedCall(said, found, body)
 
 

@@ -253,6 +253,22 @@ def test_it_wants_polling_exactly_while_something_may_happen(pair: Pair) -> None
         assert not transport.wants_polling
 
 
+def test_it_rings_at_a_reader_when_a_write_has_arrived(pair: Pair) -> None:
+    assert not pair.reader.hears(0.0)
+    for tag in (b"first", b"second"):
+        assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 1000)], tag)), WriteCompleted)
+        assert pair.reader.hears(5.0)
+        assert not pair.reader.hears(0.0)
+        assert pair.wait(lambda t=tag: t in pair.reader.arrived())  # type: ignore[misc]
+
+
+def test_it_rings_at_a_reader_with_every_message(speaking: Pair) -> None:
+    for content in (b"", b"hello"):
+        speaking.writer.transport.send(speaking.peer, content)
+        assert speaking.reader.hears(5.0)
+        assert not speaking.reader.hears(0.0)
+
+
 # ---- trouble
 
 

@@ -68,6 +68,10 @@ class Agent:
         self.poll()
         return [e.tag for e in self.events if isinstance(e, WriteArrived)]
 
+    def hears(self, timeout_s: float) -> bool:
+        """Whether somebody rings, or has rung since the last time."""
+        return self.transport.doorbell.wait(timeout_s)
+
     def came(self) -> list[tuple[str, bytes]]:
         """Tags and messages, in the order in which they came, and from whom."""
         self.poll()
@@ -220,6 +224,9 @@ class RemoteAgent:
 
     def arrived(self) -> list[bytes]:
         return self.host.call("arrived", self.agent_name)
+
+    def hears(self, timeout_s: float) -> bool:
+        return self.host.call("hears", self.agent_name, timeout_s)
 
     def poll(self) -> None:
         """Its process polls."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import prefill_worker.sending
+import prefill_worker.worker
 from decode_worker.commits import Stream
 from kvtransfer.extents import Descriptor
 from kvtransfer.protocol.arrivals import ArrivedDigests
@@ -351,6 +352,39 @@ async def test_commits_and_parts_come_behind_the_pages(
     await until(lambda: not pair.prefill.transfer._transport.wants_polling, "rest")
 
 
+async def begin_attached(pair: WorkerPair, router: Router, ask: Ask) -> None:
+    """With a place at decode before the last of its steps."""
+    with Gate(pair.prefill.engine, "forward") as computing:
+        await router.begin(ask)
+        await computing.wait()
+        await until(lambda: ask.key in pair.prefill.prompts._newly_attached, "a place at decode")
+
+
+async def test_the_runner_goes_on_when_the_desk_knows_what_is_computed(
+    pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the commit does not wait for Python's lock behind all that follows a step."""
+    monkeypatch.setattr(prefill_worker.worker, "SPEAK_FIRST_S", 20.0)
+    ask = Ask(prompt_of(60, seed=7))
+    async with Router(pair) as router:
+        with Gate(pair.prefill.desk, "computed") as gate:
+            await begin_attached(pair, router, ask)
+            await gate.wait()
+            with pytest.raises(TimeoutError):
+                await router.until(lambda: router.outcomes[ask.key].tokens, "the first token", 0.3)
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+
+
+async def test_a_desk_that_hangs_does_not_hold_the_first_token(pair: WorkerPair, oracle: Oracle) -> None:
+    ask = Ask(prompt_of(60, seed=8))
+    async with Router(pair) as router:
+        with Gate(pair.prefill.desk, "computed") as gate:
+            await begin_attached(pair, router, ask)
+            await gate.wait()
+            await router.until(lambda: router.outcomes[ask.key].tokens, "the first token")
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
+
+
 @pytest.mark.parametrize("fate", ["lost", "refused by the transport", "not carried", "no stream"])
 async def test_what_cannot_go_behind_the_pages_goes_on_the_stream(
     pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fate: str
@@ -423,6 +457,23 @@ async def test_a_forged_message_changes_nothing_and_nobody_hears_of_it(
             assert told.num_calls == 0
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
     await until(lambda: pair.decode.read_status().refused["bad_capability"] > before, "its counter")
+
+
+async def test_only_the_decode_worker_that_was_asked_answers_a_commit(pair: WorkerPair, oracle: Oracle) -> None:
+    ask = Ask(prompt_of(60, seed=6))
+    async with Router(pair) as router:
+        with HeldCommits(pair.prefill) as stash:
+            await router.begin(ask)
+            await stash.wait()
+            commit: Commit = stash.first_argument
+            for receiver, grant_id in (("decode-9#1", commit.grant_id), (commit.receiver, "another")):
+                answer = decode_pb2.CommitAnswer(
+                    request_id=commit.key.request_id, attempt=commit.key.attempt, grant_id=grant_id, ok=True
+                )
+                pair.prefill._answered(receiver, answer)
+                pair.prefill.transfer.submit(lambda _: None).result()
+                assert commit.key in pair.prefill.desk._entries, "its pages would be free before decode has read them"
+        assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
 
 
 async def test_a_grant_of_another_request_is_not_written_into(pair: WorkerPair) -> None:

@@ -233,11 +233,34 @@ async def test_stop_with_work_in_hand(life: WorkerPair, held: str) -> None:
         assert not own_threads()
 
 
+def opens(sender: str) -> decode_pb2.CommitCall:
+    return decode_pb2.CommitCall(opened=decode_pb2.CommitsOpened(sender_incarnation=sender))
+
+
+async def test_a_stream_of_commits_is_of_one_writer_that_has_paired(life: WorkerPair) -> None:
+    async with Router(life) as router:
+        await router.ask(Ask(prompt_of(20)))
+        mine = life.prefill.incarnation
+        for names in (["prefill-7#1"], [""], [mine, mine], [mine, "prefill-7#1"]):
+            commits = router.stub("decode").Commits()
+            for name in names:
+                await commits.write(opens(name))
+            async with asyncio.timeout(10):
+                answers = [answer async for answer in commits]
+            assert answers == [decode_pb2.CommitAnswer()] * (len(names) - 1)
+            assert await commits.code() is grpc.StatusCode.OK
+        ask = Ask(prompt_of(30))
+        (outcome,) = await router.ask(ask)  # its answer finds no stream, and is asked for on another
+        await router.heard(ask, "prefill.handoff_done")
+        assert outcome.finished
+
+
 async def test_a_stop_ends_the_streams_of_commits_in_order(life: WorkerPair) -> None:
     """It does not wait until the server cuts them off."""
     async with Router(life) as router:
+        await router.ask(Ask(prompt_of(20)))  # they are paired from now on
         commits = router.stub("decode").Commits()
-        await commits.write(decode_pb2.CommitCall(opened=decode_pb2.CommitsOpened(sender_incarnation="prefill-7#1")))
+        await commits.write(opens(life.prefill.incarnation))
         assert await commits.read() == decode_pb2.CommitAnswer()
         await in_thread(life.decode.stop)
         assert await commits.code() is grpc.StatusCode.OK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import threading
 import time
@@ -103,18 +105,30 @@ def test_it_closes_twice_and_rings_no_more(door: Doorbell, far: Doorbell) -> Non
     far.ring_at(door.host, door.port)
 
 
-def test_nobody_rings_at_a_descriptor_that_is_closed() -> None:
-    """It might belong to somebody else by then."""
-    for _ in range(20):
-        door, over = Doorbell("127.0.0.1"), threading.Event()
+def test_nobody_rings_at_a_descriptor_that_is_closed(door: Doorbell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might belong to somebody else by then: a close waits for rings that are under way."""
+    rings, goes_on, write = threading.Event(), threading.Event(), os.eventfd_write
 
-        def ring(door: Doorbell = door, over: threading.Event = over) -> None:
-            while not over.is_set():
-                door.ring()
+    def slow_write(descriptor: int, value: int) -> None:
+        rings.set()
+        assert goes_on.wait(5)
+        write(descriptor, value)
 
-        with ThreadPoolExecutor(2) as pool:
-            ringing = [pool.submit(ring) for _ in range(2)]
-            door.close()
-            over.set()
-            for one in ringing:
-                one.result(5)
+    monkeypatch.setattr(os, "eventfd_write", slow_write)
+    with ThreadPoolExecutor(2) as pool:
+        ringing = pool.submit(door.ring)
+        assert rings.wait(5)
+        closing = pool.submit(door.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.1)
+        goes_on.set()
+        ringing.result(5)
+        closing.result(5)
+
+
+def test_one_that_nobody_closes_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        Doorbell("127.0.0.1")
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -22,7 +22,7 @@ from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transfer_thread import TransferThread
-from kvtransfer.transports.base import PeerId
+from kvtransfer.transports.base import MessageArrived, PeerId
 from kvtransfer.transports.loopback import FaultPlan, LoopbackNetwork, LoopbackTransport
 from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
 
@@ -150,8 +150,12 @@ class Receiving(End):
         self.stops = True
         self.hears_arrivals = True
         self.num_arrived = 0
+        self.messages: list[bytes] = []
 
     def on_event(self, event: Any) -> None:
+        if isinstance(event, MessageArrived):  # the worker's, not the desk's
+            self.messages.append(event.content)
+            return
         if self.hears_arrivals:
             self.desk.on_transport(event)
             self.num_arrived += 1
@@ -215,7 +219,8 @@ class World:
         for end, other in ((self.sending, self.receiving), (self.receiving, self.sending)):
             end.transport.connect(other.transport.metadata())
             end.thread.start()
-        self.receiving.thread.submit(self.receiving.desk.bind).result()
+        receiving = self.receiving
+        receiving.thread.submit(lambda transport: receiving.desk.bind(transport, receiving.on_event)).result()
 
     def answer(self, key: AttemptKey, ask: Callable[[ReceivingDesk], Answer], yes: sev.SenderEvent | None) -> None:
         """Ask the receiving desk, and tell the sending one what it said."""

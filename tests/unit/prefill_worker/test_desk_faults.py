@@ -12,7 +12,7 @@ from desk_ends import GRACE_S, KEY, LAYOUT, SENDER, THEIRS, World
 from decode_worker.receiving import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol.messages import FailureReason, RefusalReason
-from kvtransfer.transports.base import PeerId, WriteArrived
+from kvtransfer.transports.base import MessageArrived, PeerId, TransportEvent, WriteArrived
 from kvtransfer.transports.loopback import Fault, FaultPlan
 
 EXTENT = LAYOUT.extent_bytes
@@ -147,9 +147,10 @@ def test_an_exit_frees_nothing_before_the_transport_was_polled(world: World) -> 
 
 @pytest.mark.parametrize("world", [plan("none")], indirect=True)
 def test_what_arrives_with_the_last_polls_for_a_departed_writer_is_heard(world: World) -> None:
-    """It may be of another writer, whose commit would have to read it all."""
+    """It may be of another writer, whose commit would have to read it all; or that commit itself."""
     receiving, desk = world.receiving, world.receiving.desk
-    arrived = [WriteArrived(PeerId("another"), b"no tag of ours")]
+    arrived: list[TransportEvent] = [WriteArrived(PeerId("another"), b"no tag of ours")]
+    arrived.append(MessageArrived(PeerId("another"), b"its commit"))
 
     def tick() -> None:
         inner = receiving.transport.poll
@@ -160,3 +161,4 @@ def test_what_arrives_with_the_last_polls_for_a_departed_writer_is_heard(world: 
     receiving.run(lambda: (desk.writer_exited("departed", is_here=True), time.sleep(IN_FLIGHT_S + 0.05), tick()))
     assert not arrived
     assert desk.num_arrivals_ignored == 1
+    assert receiving.messages == [b"its commit"]

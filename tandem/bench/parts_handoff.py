@@ -39,7 +39,7 @@ class HandoffSizes:
     short_prompt: int = 64
     num_running: int = 8
     running_tokens: int = 512
-    kv_bytes: int = 768 << 20
+    kv_bytes: int = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ async def measure_handoffs(
         async with PairSession(prefill.facts["address"], decode.facts["address"]) as session:
             info = await session.decode_info
             # First: in pools that nothing has scattered, pages are neighbours.
-            overlapped, ready = await _hand_off_long(session, sizes, tell) if with_transfers else ([], [])
+            overlapped, ready = await _hand_off_long(session, info, sizes, tell) if with_transfers else ([], [])
             if with_admissions:
                 admissions = await _measure_admissions(session, sizes, tell)
     if with_transfers:
@@ -129,13 +129,20 @@ async def measure_handoffs(
 # --- transfers --------------------------------------------------------------------------------------------------------
 
 
-async def _hand_off_long(session: PairSession, sizes: HandoffSizes, tell: Tell) -> tuple[list[Handoff], list[Handoff]]:
+async def _hand_off_long(
+    session: PairSession, info: pb.WorkerInfo, sizes: HandoffSizes, tell: Tell
+) -> tuple[list[Handoff], list[Handoff]]:
     """Long prompts, handed off while they are computed, and again when all is computed.
 
-    Prefill keeps a prefix cache: the second handoff of a prompt computes its last page only, and gets its grant when
-    that is done.
+    All into pages that have been used before, as those of the raw writes: a page's first use makes the operating system
+    clear memory beside what is measured. Prefill keeps a prefix cache: the second handoff of a prompt computes its last
+    page only, and gets its grant when that is done.
     """
     draw = random.Random(1)
+    num_first = -(-info.num_pages * info.layout.page_size // sizes.prompt)
+    for number in range(num_first):
+        tell(f"prompt {number + 1} of {num_first}: through all pages once")
+        await _hand_off(session, _prompt(draw, sizes.prompt))
     prompts = [_prompt(draw, sizes.prompt) for _ in range(1 + sizes.num_prompts)]  # the first does not count
     overlapped, ready = [], []
     for number, prompt in enumerate(prompts):

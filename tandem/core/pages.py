@@ -123,7 +123,8 @@ class PagePool:
             return None
         while len(self._free) < num_pages:
             self._evict_one()
-        taken = [self._free.popitem(last=False)[0] for _ in range(num_pages)]
+        # The cache gives up a prompt from its end: in their own order neighbours are neighbours again.
+        taken = sorted(self._free.popitem(last=False)[0] for _ in range(num_pages))
         for page in taken:
             self._set(page, state)
             self._references[page] = 1

@@ -248,6 +248,17 @@ def test_neighbours_are_handed_out_together() -> None:
     assert pool.reserve(2) == [3, 4]
 
 
+def test_neighbours_are_neighbours_again_after_the_cache_gave_them_up() -> None:
+    """From a prompt's end, so that what is left of it can still be found: their extents would merge no more."""
+    pool = cached_pool(4, num_cached=0)
+    prompt = taken(pool.allocate(4))
+    for page, key in zip(prompt, KEYS, strict=False):
+        pool.publish(page, key)
+    pool.release(prompt)
+    assert pool.allocate(2) == [2, 3]
+    assert pool.reserve(2) == [0, 1]
+
+
 def test_all_pages_or_none() -> None:
     pool = PagePool(4, PAGE_SIZE)
     pool.allocate(2)

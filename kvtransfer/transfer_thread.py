@@ -10,10 +10,11 @@ costs anyway.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -57,6 +58,7 @@ class TransferThread:
             thread goes on, or of the transport's `poll`, after which it ends and every further command fails.
         idle_poll_s: between polls while nothing is outstanding, so that the library notices departed peers;
             `None` for none at all.
+        cores: where it may run; `None`: wherever the process may.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class TransferThread:
         *,
         name: str = "kv-transfer",
         idle_poll_s: float | None = 1.0,
+        cores: Collection[int] | None = None,
     ) -> None:
         self._transport = transport
         self._on_event = on_event
         self._on_error = on_error
         self._idle_poll_s = idle_poll_s
+        self._cores = cores
         self._lock = threading.Lock()
         # Guarded by _lock. Invariant: empty for ever once _stopping and the thread has ended.
         self._commands: deque[_Command] = deque()
@@ -172,12 +176,20 @@ class TransferThread:
 
     def _main(self) -> None:
         try:
+            self._stay_on_cores()
             self._loop()
         except Exception as error:  # noqa: BLE001 - handed on; nobody is above a thread
             _log.exception("the transfer thread ends")
             self._on_error(error)
         finally:
             self._end()
+
+    def _stay_on_cores(self) -> None:
+        if self._cores is not None:
+            try:
+                os.sched_setaffinity(0, self._cores)
+            except OSError as error:  # taken away since they were looked up
+                _log.warning("the transfer thread runs on any core, as it may not on %s: %s", self._cores, error)
 
     def _loop(self) -> None:
         pause_s = SHORTEST_PAUSE_S

@@ -48,6 +48,7 @@ from tandem.worker.pages_ahead import PagesAhead
 from tandem.worker.runner import Role, Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sessions import SessionHub
+from tandem.worker.transfer_cores import transfer_cores
 from tandem.worker.watchdog import Watchdog
 from tandem.worker.wire import layout_to_proto
 
@@ -284,7 +285,13 @@ class WorkerProcess(ABC):
         )
         self.arena_shape = ArenaShape(layout.num_layers, arena.num_pages, layout.extent_bytes)
         transport = create_transport(config.transport.name, self.incarnation, host=self._host)
-        self.transfer = TransferThread(transport, self.on_transfer_event, self.fail, name=f"kv-{self.worker_id}")
+        self.transfer = TransferThread(
+            transport,
+            self.on_transfer_event,
+            self.fail,
+            name=f"kv-{self.worker_id}",
+            cores=transfer_cores(self.role, os.sched_getaffinity(0)) if self._on_cpu else None,
+        )
 
     def _note_work(self) -> None:
         if self.pages_ahead is not None:

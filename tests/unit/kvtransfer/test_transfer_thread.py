@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -266,3 +267,20 @@ def test_stopping_before_the_start_closes_the_transport() -> None:
     thread.stop()
     with pytest.raises(TransportError, match="closed"):
         transport.poll()
+
+
+def test_it_stays_on_its_cores() -> None:
+    thread = TransferThread(LoopbackTransport("stays#1", network=LoopbackNetwork()), lambda e: None, lambda e: None,
+                            cores={min(os.sched_getaffinity(0))})  # fmt: skip
+    thread.start()
+    assert thread.submit(lambda _: os.sched_getaffinity(0)).result(5) == {min(os.sched_getaffinity(0))}
+    thread.stop()
+
+
+def test_cores_that_are_gone_are_said_and_not_kept_to(caplog: pytest.LogCaptureFixture) -> None:
+    transport = LoopbackTransport("strays#1", network=LoopbackNetwork())
+    thread = TransferThread(transport, lambda e: None, lambda e: None, cores={1 << 12})
+    thread.start()
+    assert thread.submit(lambda _: os.sched_getaffinity(0)).result(5) == os.sched_getaffinity(0)
+    thread.stop()
+    assert "runs on any core" in caplog.text

@@ -1,0 +1,21 @@
+"""Keeps the two ends of a handoff off each other's core, where both are on one host.
+
+A datagram that wakes a thread draws it to the sender's core, as if the sender were about to sleep. But it goes on,
+copying the next pages, and the receiver waits for slices of that core while another idles (seen on a virtual machine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+def transfer_cores(role: str, cores: Collection[int]) -> frozenset[int]:
+    """Of a worker's `cores` those for its transfer thread: one half for prefill's, the other for decode's.
+
+    Halves, not single cores: whoever computes for long on one shall not hold it up.
+    """
+    ordered = sorted(cores)
+    middle = len(ordered) // 2
+    if middle == 0:
+        return frozenset(ordered)
+    return frozenset(ordered[:middle] if role == "prefill" else ordered[middle:])

@@ -72,12 +72,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All figures of one GPU."""
+    """All figures of one GPU.
+
+    Attributes:
+        attention, fused: of each model the kernel, and which parts are fused.
+    """
 
     device: dict[str, Any]
     limits: GpuLimits
-    attention: str
-    fused: str  # which parts of a model are
+    attention: dict[str, str]
+    fused: dict[str, str]
     figures: tuple[Figure, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -102,13 +106,14 @@ def measure(device_name: str, names: Sequence[str]) -> Report:
     device = gpu_measure.find_device(device_name)
     limits = GpuLimits(gpu_measure.matrix_rate(device, _DTYPE), gpu_measure.memory_bandwidth(device))
     figures: list[Figure] = []
-    attention = fused = ""
+    attention: dict[str, str] = {}
+    fused: dict[str, str] = {}
     for name in names:
         engine = gpu_measure.random_engine(
             SIZES[name], device, dtype=_DTYPE, page_size=_PAGE_SIZE, num_pages=_num_pages(),
             max_num_seqs=max(_BATCHES),
         )  # fmt: skip
-        attention, fused = engine.attention, engine.fused
+        attention[name], fused[name] = engine.attention, engine.fused
         figures += _figures(name, engine, limits)
         del engine  # before the next one needs the memory
     return Report(gpu_measure.describe(device), limits, attention, fused, tuple(figures))
@@ -169,8 +174,9 @@ def table(report: Report) -> Table:
 
 def heading(report: Report) -> str:
     """What was measured, and its limits."""
-    return (
+    limits = (
         f"{report.device['name']}: {report.limits.flop_per_s / 1e12:,.0f} TFLOP/s in {_DTYPE}, "
-        f"{report.limits.bytes_per_s / 1e9:,.0f} GB/s, {report.attention} attention, "
-        f"fused: {report.fused}"
+        f"{report.limits.bytes_per_s / 1e9:,.0f} GB/s"
     )
+    models = [f"{name}: {report.attention[name]} attention, fused: {report.fused[name]}" for name in report.fused]
+    return "; ".join([limits, *models])

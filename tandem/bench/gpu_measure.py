@@ -99,8 +99,10 @@ def random_engine(
             )
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit on {device}: {error}") from error
-    arena = KVArena(layout, num_pages, device)
-    engine = Engine(model.eval(), arena, backend, (), loader.context_of(config, None), num_threads=1)
+    context = loader.context_of(config, None)
+    engine = Engine(
+        model.eval(), layout, lambda: KVArena(layout, num_pages, device), backend, (), context, num_threads=1
+    )
     engine.warmup(max_num_seqs)
     return engine
 

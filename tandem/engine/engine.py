@@ -58,27 +58,29 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        arena: KVArena,
+        layout: KVLayout,
+        make_arena: Callable[[], KVArena],
         backend: AttentionBackend,
         eos_token_ids: tuple[int, ...],
         max_context: int,
         num_threads: int,
     ) -> None:
-        self.arena = arena
-        # On a GPU the last page is what the padding of captured decode steps writes to.
-        self._has_scratch_page = _has_scratch_page(backend, arena.device)
-        self.num_pages = arena.num_pages - self._has_scratch_page
-        self.layout: KVLayout = arena.layout
+        """`make_arena` is called when the weights are as they stay: what was needed on the way there is free again."""
+        self.layout = layout
         self.vocab_size = loader.vocab_size_of(model)
         self.eos_token_ids = eos_token_ids
         self.max_context = max_context
-        self.model_dtype = arena.layout.dtype
+        self.model_dtype = layout.dtype
         self.weights_sha256 = loader.weights_sha256(model)
         self.attention = backend.name
-        fuse_here = _fuse_on_cuda if arena.device.type == "cuda" else _fuse_on_cpu
-        self.fused, self.linear, self._decoder = fuse_here(model, arena.layout, max_context, num_threads)
+        fuse_here = _fuse_on_cuda if model.device.type == "cuda" else _fuse_on_cpu
+        self.fused, self.linear, self._decoder = fuse_here(model, layout, max_context, num_threads)
         if self._decoder is not None:
             self.fused += ", decoder"
+        self.arena = arena = make_arena()
+        # On a GPU the last page is what the padding of captured decode steps writes to.
+        self._has_scratch_page = _has_scratch_page(backend, arena.device)
+        self.num_pages = arena.num_pages - self._has_scratch_page
         self._model = model
         self._backend = backend
         self._paged = PagedModel(
@@ -137,8 +139,11 @@ class Engine:
             probe_architecture(config, num_threads=threads)
         model = loader.load_model(model_dir, config, resolved, target)
         num_scratch = int(_has_scratch_page(backend, target))
-        arena = KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
-        engine = cls(model, arena, backend, loader.eos_of(model_dir, config), context, threads)
+
+        def make_arena() -> KVArena:
+            return KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
+
+        engine = cls(model, layout, make_arena, backend, loader.eos_of(model_dir, config), context, threads)
         _log.info(
             "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, "
             "fused: %s; %d threads",
@@ -147,7 +152,7 @@ class Engine:
             target,
             engine.num_pages,
             page_size,
-            arena.num_bytes,
+            engine.arena.num_bytes,
             engine.attention,
             engine.linear,
             engine.fused,
@@ -219,7 +224,10 @@ def _fuse_on_cuda(
     except ImportError as error:
         _log.warning("the model's own parts serve: fused ones cannot be imported (%s)", error)
         return "none", "torch", None
-    return fused_cuda.fuse(model, layout), "torch", fused_cuda.fuse_decoder(model, layout, max_context)
+    fused, decoder = fused_cuda.fuse(model, layout), fused_cuda.fuse_decoder(model, layout, max_context)
+    if decoder is None:
+        _log.warning("not all of the model is computed in fused parts, but: %s; a step takes more kernels", fused)
+    return fused, "torch", decoder
 
 
 def _has_scratch_page(backend: AttentionBackend, device: torch.device) -> bool:

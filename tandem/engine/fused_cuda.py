@@ -5,6 +5,7 @@ Importing this takes Triton.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,15 +20,22 @@ from tandem.engine.device import current
 from tandem.engine.fused_cuda_decoder import CudaDecoder
 from tandem.engine.fused_cuda_modules import CudaAttention, CudaDecoderLayer, CudaGatedMLP, CudaRMSNorm
 from tandem.engine.fused_parts import DecoderParts, decoder_parts, fuse_parts, has_type_of, logits_of
-from tandem.engine.fused_trial import attempted
+from tandem.engine.fused_trial import NUM_PAGES, PAGE_SIZE, attempted
 from tandem.engine.fused_triton import WIDEST_NORM
 from tandem.engine.layout import KVLayout
+from tandem.engine.loader import derive_layout
+from tandem.engine.probe_config import shrink_config
+from tandem.engine.probe_models import draw_twins
 
-#: Greatest difference between the logits of two ways through the same layers, as a share of the greatest of a row: a
-#: norm that is made together with a sum may add its squares in another order.
+_log = logging.getLogger(__name__)
+
+#: Greatest difference between the logits of two ways through the same layers, as a share of the greatest of a row. In
+#: 16 bits it hides small mistakes, so there a small copy in float32 must have a decoder too.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 #: Heads lie in registers, a few at once.
 _WIDEST_HEAD = 512
+#: The trial's positions are below it.
+TRIAL_CONTEXT = PAGE_SIZE * NUM_PAGES
 #: Of the trial of a model's ends.
 _NUM_TOKENS = 5
 #: Of a layer, in the order in which they compute.
@@ -85,16 +93,29 @@ def fuse_decoder(model: PreTrainedModel, layout: KVLayout, max_context: int) -> 
     """The model's way from token ids to logits, if all of its layers are fused; `None` for anything else.
 
     It must give the logits that the model's own way gives over the same parts; and without any layers the same bits,
-    which shows what else the model does to embeddings or logits.
+    which shows what else the model does to embeddings or logits. In 16 bits all that must hold of a small copy in
+    float32 as well.
     """
     parts = decoder_parts(model, CudaDecoderLayer, CudaRMSNorm, nn.Linear)
     if parts is None:
         return None
     with current(model.device):
-        fused = attempted(model, lambda: _make(parts, parts.layers, max_context))
+        if model.dtype is not torch.float32 and not attempted(model, lambda: _small_copy_has_one(model)):
+            _log.info("%s has no fused decoder: its small copy in float32 has none", type(model).__name__)
+            return None
+        fused = attempted(model, lambda: _make(parts, parts.layers, max(max_context, TRIAL_CONTEXT)))
         if fused is None or not _agree(model, layout, fused) or not attempted(model, lambda: _same_ends(model, parts)):
+            _log.info("%s has no fused decoder: the logits of both ways differ", type(model).__name__)
             return None
     return fused
+
+
+def _small_copy_has_one(model: PreTrainedModel) -> bool:
+    config = shrink_config(model.config)
+    small = draw_twins(config)[1].to(model.device)
+    layout = derive_layout(config, PAGE_SIZE, "float32")
+    fuse_parts(small, layout, CudaKit(torch.float32, model.device))
+    return fuse_decoder(small, layout, TRIAL_CONTEXT) is not None
 
 
 def _make(parts: DecoderParts, layers: list[CudaDecoderLayer], max_context: int) -> CudaDecoder:

@@ -15,6 +15,9 @@ from tandem.engine.batch import PagedBatch
 from tandem.engine.fused_cuda_modules import CudaDecoderLayer, CudaRMSNorm
 from tandem.engine.fused_triton import Rotary
 
+#: Positions.
+_TABLE_SLICE = 1 << 14
+
 
 class CudaDecoder:
     """`head(norm(layers(embedding(ids))))`.
@@ -38,9 +41,10 @@ class CudaDecoder:
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         weight = embedding.weight
         with torch.inference_mode():
-            positions = torch.arange(max_context, device=weight.device)[None]
-            cos, sin = rotary(weight.new_empty(1, 1, 1), positions)
-        self._cos, self._sin = cos.contiguous(), sin.contiguous()
+            x, positions = weight.new_empty(1, 1, 1), torch.arange(max_context, device=weight.device)
+            # In slices, as a rotary takes several times a slice's memory on the way.
+            slices = [rotary(x, some[None]) for some in positions.split(_TABLE_SLICE)]
+        self._cos, self._sin = (torch.cat(parts, dim=1) for parts in zip(*slices, strict=True))
 
     def logits(self, batch: PagedBatch) -> torch.Tensor:
         """`[R, vocab]` in the model's type for the rows `batch.logit_rows`; `batch` is that of the running forward."""

@@ -94,7 +94,7 @@ def fuse_parts(model: PreTrainedModel, layout: KVLayout, kit: Kit) -> str:
 def replace_modules(model: nn.Module, attempt: Callable[[nn.Module], nn.Module | None]) -> int:
     """Replace each part of `model` that `attempt` gives something for, parents before their parts; how many.
 
-    An original is dropped before the next is looked at, so no more than one of them is in memory twice.
+    An original is dropped before the next is looked at, so no more than one of them is in memory several times.
     """
     done: list[str] = []
     for name in [name for name, _ in model.named_modules() if name]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import TORCH_DTYPES, KVArena
 from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
 from tandem.engine.attention_reference import AttentionParams
@@ -40,6 +41,9 @@ NUM_ROW_SCALES = len(_ROW_SCALES)
 #: Two requests in the midst of their contexts, their pages out of order.
 SEQUENCES = (SequenceInput([0] * 5, 2, (3, 0)), SequenceInput([0], 6, (2, 1)))
 PAGE_SIZE, NUM_PAGES = 4, 4
+#: What modules raise that are called like those that can be replaced, and are not like them. All else should not be:
+#: memory that is not enough, a compiler that is not there.
+_OF_OTHER_CLASSES = (TypeError, AttributeError, LookupError, ValueError, NotImplementedError, UnsupportedModelError)
 
 
 def proved(module: nn.Module, make: Callable[[Any], _Fused], call: Call, dtype: torch.dtype) -> _Fused | None:
@@ -55,12 +59,16 @@ def proved(module: nn.Module, make: Callable[[Any], _Fused], call: Call, dtype: 
         expected = _called(call, module, dtype)
         if dtype is torch.float32:
             fused = make(module)
-            return fused if _all_of(same_rows, expected, _called(call, fused, dtype)) else None
-        exact = _called_in_float32(call, module)
-        fused = make(module)
-        if not _all_of(same_rows, exact, _called_in_float32(call, fused)):
+            is_same = _all_of(same_rows, expected, _called(call, fused, dtype))
+        else:
+            exact = _called_in_float32(call, module)
+            fused = make(module)
+            is_same = _all_of(same_rows, exact, _called_in_float32(call, fused))
+            is_same = is_same and _all_of(_no_worse_rows, exact, expected, _called(call, fused, dtype))
+        if not is_same:
+            _log.info("%s is not replaced by %s: the numbers differ", type(module).__name__, type(fused).__name__)
             return None
-        return fused if _all_of(_no_worse_rows, exact, expected, _called(call, fused, dtype)) else None
+        return fused
 
     return attempted(module, attempt)
 
@@ -107,7 +115,8 @@ def attempted(module: nn.Module, attempt: Callable[[], _Output]) -> _Output | No
     try:
         return attempt()
     except Exception as error:  # noqa: BLE001 - of any class, since the module may be of any class
-        _log.info("%s is left as it is: %s: %s", type(module).__name__, type(error).__name__, error)
+        level = logging.INFO if isinstance(error, _OF_OTHER_CLASSES) else logging.WARNING
+        _log.log(level, "%s is left as it is: %s: %s", type(module).__name__, type(error).__name__, error)
         return None
 
 
@@ -162,7 +171,7 @@ class AttentionTrial:
         self, module: nn.Module, index: int, backend: AttentionBackend, content: torch.Tensor, dtype: torch.dtype
     ) -> tuple[Any, torch.Tensor]:
         arena = KVArena(replace(self.layout, dtype=str(dtype).removeprefix("torch.")), NUM_PAGES, self.device)
-        # Only its own layer is touched: memory of the others is never taken.
+        # Only its own layer is touched: on a CPU memory of the others is never taken.
         pages = arena.layer(index)
         pages.copy_(content)
         cos, sin = self.rotary

@@ -1,7 +1,7 @@
 """What lies between the products of a decoder layer, as a few Triton kernels for CUDA.
 
-Each reads its input once and computes in float32, whatever the type of the tensors. Rows are tokens, and no row's
-result depends on another. Nothing is read on the host, so all of it can be captured into a graph.
+Each goes through its input once and computes in float32, whatever the type of the tensors. Rows are tokens, and no
+row's result depends on another. Nothing is read on the host, so all of it can be captured into a graph.
 """
 
 from __future__ import annotations

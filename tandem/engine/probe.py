@@ -7,29 +7,27 @@ gives for each request alone. What differs would be wrong answers, so it is refu
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.core.errors import ModelLoadError, UnsupportedModelError
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
 from tandem.engine.fused import fuse, fuse_decoder
 from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
 from tandem.engine.probe_config import shrink_config
+from tandem.engine.probe_models import draw_twins
 
 #: Two logits agree if they differ by less than this share of the standard deviation of all logits.
 TOLERANCE = 1e-3
 #: Another history must move the last logits by this many tolerances, or the probe could not fail.
 SENSITIVITY = 100
 
-_WEIGHT_STD = 0.25
 _PAGE_SIZE = 16
 _LONG, _SHORT = 75, 21
 # Each step: (request, first token, end); 0 is the long request, 1 the short one. Prefill beside prefill, a chunk over a
@@ -51,7 +49,7 @@ def probe_architecture(config: PreTrainedConfig, num_threads: int = 1) -> None:
     name = _name(config)
     try:
         small = shrink_config(config)
-        eager, paged = _twins(small)
+        eager, paged = draw_twins(small)
         model = _paged_model(paged, small, num_threads)
         generator = torch.Generator().manual_seed(1)
         prompts = [torch.randint(0, model.vocab_size, (n,), generator=generator).tolist() for n in (_LONG, _SHORT)]
@@ -73,29 +71,6 @@ def probe_architecture(config: PreTrainedConfig, num_threads: int = 1) -> None:
 def _name(config: PreTrainedConfig) -> str:
     architectures = getattr(config, "architectures", None)
     return f"{architectures[0]} ({config.model_type})" if architectures else str(config.model_type)
-
-
-def _twins(config: PreTrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return two models with the same weights: one with eager attention, one with ours.
-
-    Two and not one, because some models change themselves in a forward (dynamic RoPE).
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        models = [
-            AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=torch.float32, attn_implementation=implementation
-            ).eval()
-            for implementation in ("eager", ATTENTION_NAME)
-        ]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in models[0].parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * _WEIGHT_STD
-            # Norm weights stay near what they are; matrices are drawn wide, so that attention decides the output.
-            parameter.copy_(noise if parameter.dim() > 1 else parameter + 0.5 * noise)
-    models[1].load_state_dict(models[0].state_dict())
-    return models[0], models[1]
 
 
 def _paged_model(model: PreTrainedModel, config: PreTrainedConfig, num_threads: int) -> PagedModel:

@@ -32,7 +32,7 @@ def two_gpus() -> tuple[torch.device, torch.device]:
 
 @pytest.fixture(scope="session")
 def triton_device() -> torch.device:
-    """A GPU; without one the CPU, where Triton is told to interpret its kernels (which it cannot do with bfloat16)."""
+    """A GPU; without one the CPU, where Triton is told to interpret its kernels (it cuts bfloat16 off, unrounded)."""
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     pytest.importorskip("triton", reason="no GPU, and no Triton to interpret its kernels")

@@ -6,6 +6,7 @@ Without a GPU Triton interprets the kernels (`TRITON_INTERPRET=1`). Attention is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -332,6 +333,41 @@ def test_a_decoder_that_does_more_is_left_alone(
     change(model)
     assert fuse_decoder(model, LAYOUT, MAX_CONTEXT) is None
     assert len(model.model.layers) == NUM_LAYERS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_way_that_does_slightly_more_has_no_decoder(
+    triton_device: torch.device, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits as well, where that is not greater than roundings: a small copy in float32 shows it."""
+    from tandem.engine.fused_cuda import fuse, fuse_decoder
+    from tandem.engine.fused_cuda_modules import CudaDecoderLayer
+
+    model, layout = small_model(triton_device, dtype), replace(LAYOUT, dtype=dtype)
+    fuse(model, layout)
+    assert fuse_decoder(model, layout, MAX_CONTEXT) is not None
+    own = CudaDecoderLayer.forward
+
+    def forward(self: CudaDecoderLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return own(self, *args, **kwargs) * (1.01 if self.self_attn.layer_idx == 1 else 1.0)
+
+    monkeypatch.setattr(CudaDecoderLayer, "forward", forward)
+    assert fuse_decoder(model, layout, MAX_CONTEXT) is None
+
+
+@pytest.mark.parametrize("max_context", [1, 4, 7, 20_000])
+def test_a_decoder_of_any_context(triton_device: torch.device, max_context: int) -> None:
+    """Shorter than its trial; longer than what its table is made of at once."""
+    from tandem.engine.fused_cuda import fuse, fuse_decoder
+
+    model = small_model(triton_device)
+    fuse(model, LAYOUT)
+    decoder = fuse_decoder(model, LAYOUT, max_context)
+    assert decoder is not None
+    positions = torch.arange(max_context, device=triton_device)[None]
+    cos, sin = model.model.rotary_emb(torch.empty(1, 1, 1, device=triton_device), positions)
+    assert torch.equal(decoder._cos[:, :max_context], cos)
+    assert torch.equal(decoder._sin[:, :max_context], sin)
 
 
 def test_rotary_embeddings_of_a_whole_batch_are_no_table(triton_device: torch.device) -> None:

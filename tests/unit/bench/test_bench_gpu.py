@@ -51,12 +51,12 @@ def test_the_table_says_what_is_met() -> None:
         gpu.Figure("1b", "prefill of 4,096 tokens", 4096, seconds=0.020, least_s=0.010, goal=0.5),
         gpu.Figure("8b", "decode, batch 1, context 512", 1, seconds=0.010, least_s=0.004, goal=0.6),
     )
-    report = gpu.Report({"name": "a GPU"}, gpu.GpuLimits(8e14, 4e12), "triton", "16 layer", figures)
+    report = gpu.Report({"name": "a GPU"}, gpu.GpuLimits(8e14, 4e12), {"1b": "triton"}, {"1b": "16 layer"}, figures)
     columns = [list(column.cells) for column in gpu.table(report).columns]
     assert columns[4] == ["50%", "40%"]
     assert columns[6] == ["met", "missed"]
     assert columns[7] == ["204,800", "100"]
-    assert gpu.heading(report) == "a GPU: 800 TFLOP/s in bfloat16, 4,000 GB/s, triton attention, fused: 16 layer"
+    assert gpu.heading(report) == "a GPU: 800 TFLOP/s in bfloat16, 4,000 GB/s; 1b: triton attention, fused: 16 layer"
     assert [figure["is_met"] for figure in report.as_json()["figures"]] == [True, False]
 
 

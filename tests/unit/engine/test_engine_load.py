@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import engine_helpers as helpers
 import pytest
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from tandem.engine import engine as engine_module
 from tandem.engine.engine import Engine, SequenceInput, _count_pages
 from tandem.engine.paged_model import PagedModel
 
@@ -59,6 +61,20 @@ def test_kv_bytes_are_counted_in_pages(llama_dir: Path) -> None:
     assert engine.arena.num_pages == 5
     with pytest.raises(ConfigError, match="do not hold one page"):
         Engine.load(llama_dir, kv_bytes=1, num_threads=1, probe=False)
+
+
+def test_the_arena_is_made_of_what_the_weights_leave(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trials of fused parts took on the way is free again by then."""
+    calls: list[str] = []
+
+    def watched(name: str) -> Any:
+        inner = getattr(engine_module, name)
+        return lambda *args: (calls.append(name), inner(*args))[1]
+
+    for name in ("_count_pages", "_fuse_on_cpu", "KVArena"):
+        monkeypatch.setattr(engine_module, name, watched(name))
+    Engine.load(llama_dir, num_pages=4, num_threads=1, probe=False)
+    assert calls == ["_fuse_on_cpu", "_count_pages", "KVArena"]
 
 
 def test_a_page_of_the_engines_own_is_within_the_bytes(engine: Engine) -> None:

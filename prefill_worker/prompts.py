@@ -109,7 +109,7 @@ class Prompts:
         points.reach("prefill.queued")
         if is_kept:
             self._begin(job)
-            self._finish(job)
+            self._finish([job])
 
     def _make_job(self, key: AttemptKey, session: int, command: prefill_pb.StartPrefill) -> PromptJob:
         if self._worker.draining:
@@ -313,17 +313,21 @@ class Prompts:
             if job.error is not None:
                 self._fail_sampling(job, job.error)
             elif item.start + item.num_tokens == item.sequence.num_prompt:
-                self._finish(job)
                 ended.append(job)
-        if ended:
-            self._desk.let_it_speak()
-        for job in ended:
-            self._give_out(job)
+        self._finish(ended)
         self._let_go_first(counts, (job for job in ended if job.attached and not job.over))
         self.snapshot()
 
-    def _finish(self, job: PromptJob) -> None:
-        """The prompt is computed: let the handoff end."""
+    def _finish(self, jobs: list[PromptJob]) -> None:
+        """They are computed: let their handoffs end, and then give out their first tokens."""
+        for job in jobs:
+            self._hand_over(job)
+        if jobs:
+            self._desk.let_it_speak()
+        for job in jobs:
+            self._give_out(job)
+
+    def _hand_over(self, job: PromptJob) -> None:
         sequence = job.sequence
         del sequence.token_ids[sequence.num_prompt :]
         sequence.samples = False

@@ -8,7 +8,6 @@ it is ignored and named in the answer.
 from __future__ import annotations
 
 import re
-import secrets
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,7 +60,8 @@ class ParsedRequest:
     model: str
     prompts: tuple[str | tuple[int, ...], ...]  # of a completion: texts or token ids
     messages: tuple[dict[str, Any], ...]  # of a chat
-    sampling: SamplingParams  # `max_tokens` holds only where `max_tokens_field` names one
+    sampling: SamplingParams  # `max_tokens` holds only where `max_tokens_field` names one, `seed` where `has_seed`
+    has_seed: bool  # `False`: each prompt is to draw its own
     max_tokens_field: str | None  # the field that set `max_tokens`; `None`: the default is to be found
     num_choices: int
     stop: tuple[str, ...]
@@ -164,6 +164,7 @@ def _common(
         prompts=prompts,
         messages=messages,
         sampling=sampling,
+        has_seed=fields.raw("seed") is not None,
         max_tokens_field=max_tokens_field,
         num_choices=num_choices,
         stop=stop,
@@ -192,7 +193,7 @@ def _sampling(fields: Fields, num_logprobs: int, max_tokens: int | None) -> Samp
     repetition_penalty = fields.number("repetition_penalty", 1.0, maximum=_MAX_PENALTY)
     if repetition_penalty <= 0:
         raise fields.error("repetition_penalty", f"must be above 0, not {repetition_penalty:g}")
-    seed = fields.integer("seed", minimum=-(1 << 63), maximum=MAX_SEED)
+    seed = fields.integer("seed", 0, minimum=-(1 << 63), maximum=MAX_SEED) or 0
     min_tokens = fields.integer("min_tokens", 0, minimum=0, maximum=_MAX_INT32) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise fields.error("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {min_tokens}")
@@ -205,8 +206,7 @@ def _sampling(fields: Fields, num_logprobs: int, max_tokens: int | None) -> Samp
         presence_penalty=fields.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
         logit_bias=_logit_bias(fields),
-        # Drawn here and not by a worker, so that a retry elsewhere repeats it.
-        seed=secrets.randbits(63) if seed is None else seed & MAX_SEED,
+        seed=seed & MAX_SEED,
         stop_token_ids=_token_ids(fields, "stop_token_ids", fields.raw("stop_token_ids") or []),
         max_tokens=max(max_tokens or 1, min_tokens, 1),
         min_tokens=min_tokens,

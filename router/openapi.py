@@ -166,6 +166,10 @@ def _unsupported(values: tuple[Any, ...]) -> Schema:
     return {"enum": [*values, None], "description": "Not supported yet: only what asks for nothing is taken."}
 
 
+_SEED = (
+    "64 bits, with or without sign. It holds for every prompt of the body, so equal prompts get equal samples; "
+    "without one, each prompt draws its own. The `n` choices of a prompt always differ."
+)
 _BOOLEAN = _maybe({"type": "boolean"})
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
 
@@ -199,7 +203,7 @@ def _common(limits: LimitsConfig, card: ModelCard) -> Schema:
                 "additionalProperties": _number(minimum=-100, maximum=100),
             }
         ),
-        "seed": _integer(-(1 << 63), MAX_SEED),
+        "seed": _integer(-(1 << 63), MAX_SEED, _SEED),
         "ignore_eos": _BOOLEAN,
         "return_token_ids": _BOOLEAN,
         "priority": _integer(-_MAX_INT32, _MAX_INT32, "Lower goes first."),

@@ -40,12 +40,13 @@ def requests_from(
         if not prompt_ids:
             raise InvalidRequestError(f"{field} holds no token", field=field)
         max_tokens = _max_tokens(parsed, len(prompt_ids), max_context, field)
+        sampling = dataclasses.replace(parsed.sampling, max_tokens=max_tokens, seed=_seed(parsed))
         requests.append(
             Request(
                 # Workers remember ids, and clients reuse theirs: ours is never used twice.
                 request_id=f"{client_request_id}#{_PROCESS_TAG}{next(_counter):x}",
                 prompt_ids=tuple(prompt_ids),
-                sampling=dataclasses.replace(parsed.sampling, max_tokens=max_tokens),
+                sampling=sampling,
                 arrived_s=arrived_s,
                 num_choices=parsed.num_choices,
                 stop=parsed.stop,
@@ -54,6 +55,11 @@ def requests_from(
             )
         )
     return requests
+
+
+def _seed(parsed: ParsedRequest) -> int:
+    """The client's, or a new one. Drawn here and not by a worker, so that a retry elsewhere repeats it."""
+    return parsed.sampling.seed if parsed.has_seed else secrets.randbits(63)
 
 
 def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:

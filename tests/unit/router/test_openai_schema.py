@@ -277,6 +277,18 @@ def test_each_prompt_becomes_a_request_with_an_id_of_its_own(card_and_tokenizer:
     assert all(i.startswith("r#") for i in ids)
 
 
+def test_each_prompt_draws_a_seed_of_its_own(card_and_tokenizer: Any) -> None:
+    seeds = {r.sampling.seed for r in made(completion(prompt=["a", "a", "a"]), card_and_tokenizer)}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, (1 << 64) - 1, -(1 << 63)])
+def test_a_given_seed_holds_for_every_prompt(seed: int, card_and_tokenizer: Any) -> None:
+    requests = made(completion(prompt=["a", "a"], seed=seed), card_and_tokenizer)
+    assert [r.sampling.seed for r in requests] == [seed % (1 << 64)] * 2
+
+
 def test_a_chat_has_one_beginning(card_and_tokenizer: Any) -> None:
     (request,) = made(chat(), card_and_tokenizer)
     assert request.prompt_ids.count(BOS) == 1

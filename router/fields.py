@@ -29,9 +29,8 @@ class Fields:
         return self._body.get(name)
 
     def unknown(self) -> list[str]:
-        """The fields that are set and that nobody asked for, sorted, with their full names."""
-        names = (name for name, value in self._body.items() if name not in self._known and value is not None)
-        return sorted(self.path(name) for name in names)
+        """The fields that are set and that nobody asked for, sorted."""
+        return sorted(name for name, value in self._body.items() if name not in self._known and value is not None)
 
     def boolean(self, name: str, default: bool = False) -> bool:
         value = self.raw(name)

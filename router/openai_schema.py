@@ -1,8 +1,8 @@
 """The bodies of `/v1/completions` and `/v1/chat/completions`: what they may hold, and what it means.
 
-Every field falls in one of four classes: it is obeyed; it cannot change the output and is accepted; it would change
-the output and is not there yet, so it is refused by name unless its value asks for nothing; or we do not know it, so
-it is ignored and named in the answer.
+Every field falls in one of four classes: it is obeyed, here; it cannot change the answer and is accepted; it would
+change the answer and is not there yet, so it is refused by name unless its value asks for nothing (both in
+`router.known_fields`); or nobody knows it, so it is ignored and named in the answer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from router.fields import Fields, shown, whole
+from router.known_fields import KNOWN_FIELDS, REASONING_FIELDS, STREAM_OPTIONS, Rule, is_harmless
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError
 from tandem.core.sampling import SamplingParams
@@ -24,30 +25,6 @@ MAX_TIMEOUT_S = 7 * 24 * 3600.0
 _MAX_INT32 = (1 << 31) - 1
 _MAX_PENALTY = 100.0  # of a repetition: beyond, float32 logits overflow
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-
-#: Of OpenAI's, without influence on the output.
-ACCEPTED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction")
-
-
-_EMPTY: tuple[Any, ...] = ([], {}, "")
-
-#: Of OpenAI's, would change the output, not there yet; each with the values that ask for nothing.
-REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "tools": _EMPTY,
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": _EMPTY,
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": _EMPTY,
-    "web_search_options": _EMPTY,
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "suffix": _EMPTY,
-    "echo": (False,),
-    "best_of": (1,),
-}
 
 MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -70,6 +47,8 @@ class ParsedRequest:
     return_token_ids: bool
     priority: int
     timeout_s: float | None
+    add_special_tokens: bool  # to the text of a prompt, by the tokenizer
+    reasoning_fields: tuple[str, ...]  # those that are set; the model may have no such thing
     ignored_fields: tuple[str, ...]
 
 
@@ -155,9 +134,8 @@ def _common(
     sampling = _sampling(fields, num_logprobs, max_tokens)
     priority = fields.integer("priority", 0, minimum=-_MAX_INT32, maximum=_MAX_INT32) or 0
     return_token_ids = fields.boolean("return_token_ids")
-    _refuse_unsupported(fields)
-    for name in ACCEPTED_FIELDS:
-        fields.raw(name)
+    # A chat's template writes the special tokens.
+    add_special_tokens = fields.boolean("add_special_tokens", kind == "completion")
     return ParsedRequest(
         kind=kind,
         model=model,
@@ -173,16 +151,21 @@ def _common(
         return_token_ids=return_token_ids,
         priority=priority,
         timeout_s=timeout_s or None,
-        ignored_fields=(*fields.unknown(), *ignored_options),
+        add_special_tokens=add_special_tokens,
+        reasoning_fields=tuple(name for name in REASONING_FIELDS if fields.raw(name) is not None),
+        ignored_fields=(*_ignored(fields, KNOWN_FIELDS), *ignored_options),
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    for name, allowed in REFUSED_FIELDS.items():
-        value = fields.raw(name)
-        # In Python True is 1; in JSON it is not.
-        if value is not None and (value, isinstance(value, bool)) not in [(v, isinstance(v, bool)) for v in allowed]:
-            raise fields.error(name, "is not supported yet and would change the output; leave it out")
+def _ignored(fields: Fields, known: dict[str, Rule]) -> list[str]:
+    """The full names of the fields that nobody knows; raises for one that is known and would change the answer."""
+    ignored = []
+    for name in fields.unknown():
+        if name not in known:
+            ignored.append(fields.path(name))
+        elif not is_harmless(known[name], fields.raw(name)):
+            raise fields.error(name, "is not supported yet and would change the answer; leave it out")
+    return ignored
 
 
 def _sampling(fields: Fields, num_logprobs: int, max_tokens: int | None) -> SamplingParams:
@@ -244,8 +227,7 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, list[str]]:
         raise fields.error("stream_options", "needs stream to be true")
     nested = Fields(options, "stream_options")
     include_usage = nested.boolean("include_usage")
-    nested.raw("include_obfuscation")  # padding against traffic analysis: none of the output
-    return include_usage, nested.unknown()
+    return include_usage, _ignored(nested, STREAM_OPTIONS)
 
 
 # -- prompts

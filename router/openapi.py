@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from router.known_fields import ACCEPTED, EMPTY, KNOWN_FIELDS, REASONING, STREAM_OPTIONS, Rule
 from router.model_card import ModelCard
-from router.openai_schema import ACCEPTED_FIELDS, MAX_SEED, MAX_STOPS, MAX_TIMEOUT_S, MESSAGE_ROLES, REFUSED_FIELDS
+from router.openai_schema import MAX_SEED, MAX_STOPS, MAX_TIMEOUT_S, MESSAGE_ROLES
 from tandem.core.config import Config, LimitsConfig
 from tandem.core.version import version
 
 Schema = dict[str, Any]
 
 _MAX_INT32 = (1 << 31) - 1
-_ANYTHING: Schema = {}
 
 _STATUSES = {
     400: "The request is wrong; `param` names the field.",
@@ -162,8 +162,14 @@ def _number(**bounds: float) -> Schema:
     return _maybe({"type": "number", **bounds})
 
 
-def _unsupported(values: tuple[Any, ...]) -> Schema:
-    return {"enum": [*values, None], "description": "Not supported yet: only what asks for nothing is taken."}
+def _known(rule: Rule) -> Schema:
+    """A field that is known and not obeyed."""
+    if rule is ACCEPTED:
+        return {"description": "Accepted; it does not change the answer."}
+    if rule is REASONING:
+        return {"description": "Accepted where the model's chat template has no switch for reasoning; else refused."}
+    assert isinstance(rule, tuple)
+    return {"enum": [*rule, *EMPTY], "description": "Not supported yet: only what asks for nothing is taken."}
 
 
 _SEED = (
@@ -171,6 +177,11 @@ _SEED = (
     "without one, each prompt draws its own. The `n` choices of a prompt always differ."
 )
 _BOOLEAN = _maybe({"type": "boolean"})
+_SPECIAL_TOKENS = {
+    **_BOOLEAN,
+    "description": "Whether the tokenizer adds its own (a BOS, say) to a text. Absent: to the prompt of a completion, "
+    "not to a chat, whose template writes them.",
+}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
 
 
@@ -187,7 +198,14 @@ def _common(limits: LimitsConfig, card: ModelCard) -> Schema:
         "stop_token_ids": _maybe({"type": "array", "items": token_id}),
         "stream": _BOOLEAN,
         "stream_options": _maybe(
-            {"type": "object", "description": "Needs `stream`.", "properties": {"include_usage": _BOOLEAN}}
+            {
+                "type": "object",
+                "description": "Needs `stream`.",
+                "properties": {
+                    "include_usage": _BOOLEAN,
+                    **{name: _known(rule) for name, rule in STREAM_OPTIONS.items()},
+                },
+            }
         ),
         "temperature": _number(minimum=0, maximum=100),
         "top_p": _number(exclusiveMinimum=0, maximum=1),
@@ -210,8 +228,8 @@ def _common(limits: LimitsConfig, card: ModelCard) -> Schema:
         "timeout": _maybe(
             {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S, "description": "Seconds; then 504."}
         ),
-        **dict.fromkeys(ACCEPTED_FIELDS, _ANYTHING),
-        **{name: _unsupported(values) for name, values in REFUSED_FIELDS.items()},
+        "add_special_tokens": _SPECIAL_TOKENS,
+        **{name: _known(rule) for name, rule in KNOWN_FIELDS.items()},
     }
 
 

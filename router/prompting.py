@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import secrets
 
+from router.known_fields import REASONING_SWITCHES
 from router.model_card import ModelCard
 from router.openai_schema import ParsedRequest
 from router.request import Request
@@ -34,6 +35,7 @@ def requests_from(
     """
     field = "messages" if parsed.kind == "chat" else "prompt"
     _check_vocabulary(parsed, card.vocab_size)
+    _check_reasoning(parsed, tokenizer)
     prompts = _token_ids(parsed, tokenizer)
     requests = []
     for prompt_ids in prompts:
@@ -63,13 +65,22 @@ def _seed(parsed: ParsedRequest) -> int:
 
 
 def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    if parsed.kind == "chat":
-        text = tokenizer.render_chat(parsed.messages)
-        return [tokenizer.encode(text, add_special_tokens=False)]
+    prompts = (tokenizer.render_chat(parsed.messages),) if parsed.kind == "chat" else parsed.prompts
     return [
-        tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        for prompt in parsed.prompts
+        tokenizer.encode(prompt, add_special_tokens=parsed.add_special_tokens)
+        if isinstance(prompt, str)
+        else list(prompt)
+        for prompt in prompts
     ]
+
+
+def _check_reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+    """A model without a switch for reasoning gives the same answer whatever effort is asked for."""
+    if parsed.kind == "chat" and parsed.reasoning_fields and tokenizer.chat_variables & REASONING_SWITCHES:
+        name = parsed.reasoning_fields[0]
+        raise InvalidRequestError(
+            f"{name} is not supported yet and would change the answer of this model; leave it out", field=name
+        )
 
 
 def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,8 +23,11 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         """Raises `ModelLoadError` where `source` is not a template."""
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            #: The names that it reads of what it is given.
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the chat template cannot be compiled: {error}") from error
 

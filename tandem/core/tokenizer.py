@@ -85,6 +85,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_variables(self) -> frozenset[str]:
+        """The names that the chat template reads, `enable_thinking` say; none where there is no template."""
+        return self._chat_template.variables if self._chat_template is not None else frozenset()
+
     def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation.
 

@@ -113,7 +113,13 @@ def cluster(site: Site) -> Any:
 BOS, EOS = 300, 0
 
 
-def write_checkpoint(directory: Path, *, context: int = 256) -> Path:
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def write_checkpoint(directory: Path, *, context: int = 256, template: str = CHAT_TEMPLATE) -> Path:
     """A checkpoint without weights: a token for each byte (NUL is 299), `</s>`, `<s>`, and a chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -127,8 +133,6 @@ def write_checkpoint(directory: Path, *, context: int = 256) -> Path:
         "model": {"type": "BPE", "vocab": vocab | {"</s>": EOS, "<s>": BOS}, "merges": []},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template})
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_site import BOS, Site, write_checkpoint
+from router_site import BOS, CHAT_TEMPLATE, Site, write_checkpoint
 
 from router.model_card import ModelCard
 from router.openai_schema import ParsedRequest, PromptBounds, parse_body, parse_chat, parse_completion
@@ -84,8 +84,9 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"best_of": 2}, "best_of"),
     ({"modalities": ["audio"]}, "modalities"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"web_search_options": {"a": 1}}, "web_search_options"),
+    ({"add_special_tokens": 1}, "add_special_tokens"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -160,6 +161,55 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
     assert chat(**nothing, parallel_tool_calls=True, user="u", metadata={}, store=False).ignored_fields == ()
     assert completion(suffix="", echo=False, best_of=1, functions=None, logit_bias=None).ignored_fields == ()
+
+
+ASKING_FOR_SOMETHING: dict[str, Any] = {
+    # vLLM's, now and earlier
+    "guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a"], "guided_grammar": "root ::= a",
+    "guided_decoding_backend": "outlines", "guided_whitespace_pattern": " ", "structured_outputs": {"regex": "a+"},
+    "structural_tag": "{}", "bad_words": ["a"], "allowed_token_ids": [1], "chat_template_kwargs": {"a": 1},
+    "continue_final_message": True, "add_generation_prompt": False, "truncate_prompt_tokens": 5, "prompt_logprobs": 0,
+    "logprob_token_ids": [1], "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True, "use_beam_search": True, "length_penalty": 0.5, "chat_template": "x",
+    "documents": [{"text": "x"}], "mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": {}},
+    "return_tokens_as_token_ids": True, "kv_transfer_params": {"a": 1}, "ec_transfer_params": {"a": 1},
+    "logits_processors": ["a"], "vllm_xargs": {"a": 1}, "thinking_token_budget": 5, "cache_salt": "x",
+    "prompt_embeds": "x", "include_reasoning": False, "repetition_detection": {"a": 1}, "watermarking": True,
+    "return_prompt_text": True, "request_id": "x",
+    # SGLang's
+    "regex": "a+", "ebnf": "root ::= a", "json_schema": "{}", "lora_path": "x", "session_params": {"a": 1},
+    "no_stop_trim": True, "stop_regex": "a", "custom_logit_processor": "x", "custom_params": {"a": 1},
+    "input_ids": [1], "rid": "x", "extra_key": "x", "return_hidden_states": "last", "return_routed_experts": True,
+    "return_cached_tokens_details": True, "return_prompt_token_ids": True, "return_meta_info": True, "task": "title",
+    "bootstrap_host": "x", "bootstrap_port": 1, "bootstrap_room": 1, "images_config": {"a": 1},
+    "use_audio_in_video": True, "max_dynamic_patch": 1,
+    # others'
+    "typical_p": 0.9, "mirostat": 2, "grammar": "root ::= a", "max_new_tokens": 5,
+    "moderation": {"model": "x"}, "verbosity": "low", "function_call": {"name": "x"}, "audio": {"voice": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+@pytest.mark.parametrize("name", ASKING_FOR_SOMETHING)
+def test_what_would_change_the_answer_is_refused_by_name(name: str, parse: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is not supported yet") as caught:
+        parse(**{name: ASKING_FOR_SOMETHING[name]})
+    assert caught.value.field == name
+    for nothing in (None, [], {}):
+        assert parse(**{name: nothing}).ignored_fields == ()
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_defaults_of_other_servers_are_taken(parse: Any) -> None:
+    flags = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True}
+    flags |= {"use_beam_search": False, "continue_final_message": False, "no_stop_trim": False}
+    flags |= {"separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False}
+    numbers = {"typical_p": 1, "length_penalty": 1.0, "n": 1, "best_of": 1, "thinking_token_budget": -1}
+    harmless = {"session_id": "x", "prompt_cache_retention": "24h", "stream_interval": 4, "custom_labels": {"a": "b"}}
+    assert parse(**flags, **numbers, **harmless, tool_choice="auto", reasoning_effort="high").ignored_fields == ()
+    for wrong in ({"length_penalty": True}, {"use_beam_search": 0}):
+        with pytest.raises(InvalidRequestError):
+            parse(**wrong)
 
 
 def test_unknown_fields_are_named() -> None:
@@ -275,6 +325,35 @@ def test_each_prompt_becomes_a_request_with_an_id_of_its_own(card_and_tokenizer:
     ids = {r.request_id for r in requests + again}
     assert len(ids) == 3
     assert all(i.startswith("r#") for i in ids)
+
+
+@pytest.mark.parametrize("source", ["{% if enable_thinking is defined and enable_thinking %}x{% endif %}", ""])
+@pytest.mark.parametrize("field", ["reasoning_effort", "reasoning"])
+def test_reasoning_is_refused_where_the_model_can_switch_it(tmp_path: Path, source: str, field: str) -> None:
+    directory = write_checkpoint(tmp_path / "toy", template=CHAT_TEMPLATE + source)
+    tokenizer = Tokenizer.from_dir(directory)
+    given = (ModelCard.from_dir(directory, configuration.load(None), tokenizer), tokenizer)
+    assert made(completion(**{field: "high"}), given)
+    if not source:
+        assert made(chat(**{field: "high"}), given)
+        return
+    with pytest.raises(InvalidRequestError, match="of this model") as caught:
+        made(chat(**{field: "high"}), given)
+    assert caught.value.field == field
+
+
+def test_special_tokens_are_added_as_asked(card_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        asked.append(add_special_tokens)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    for parsed in (completion(), completion(add_special_tokens=False), chat(), chat(add_special_tokens=True)):
+        made(parsed, card_and_tokenizer)
+    assert asked == [True, False, False, True]
 
 
 def test_each_prompt_draws_a_seed_of_its_own(card_and_tokenizer: Any) -> None:

@@ -25,6 +25,7 @@ class ModelCard:
     own_name: str  # what `/v1/cluster` shows
     max_context: int | None  # tokens of prompt and output; `None`: the workers alone know
     vocab_size: int
+    refused_roles: frozenset[str]  # of messages that its chat template does not know
     created: int  # seconds since the epoch
 
     @classmethod
@@ -46,6 +47,7 @@ class ModelCard:
             own_name=next((name for name in names if name != _ANY_NAME), own),
             max_context=min(limits, default=None),
             vocab_size=int(facts.get("vocab_size") or tokenizer.vocab_size),
+            refused_roles=tokenizer.refused_roles,
             created=int(time.time()),
         )
 

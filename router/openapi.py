@@ -246,7 +246,7 @@ def _completion_request(limits: LimitsConfig, card: ModelCard) -> Schema:
 
 def _chat_request(limits: LimitsConfig, card: ModelCard) -> Schema:
     own = {
-        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
+        "messages": {"type": "array", "minItems": 1, "items": _message(card)},
         "max_completion_tokens": _integer(1, None, "Goes before `max_tokens`."),
         "logprobs": _BOOLEAN,
         "top_logprobs": _integer(0, limits.max_logprobs, "Needs `logprobs`."),
@@ -264,14 +264,17 @@ _PART: Schema = {
         },
     ]
 }
-_MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"enum": list(MESSAGE_ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-    },
-}
+
+
+def _message(card: ModelCard) -> Schema:
+    return {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": [role for role in MESSAGE_ROLES if role not in card.refused_roles]},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+        },
+    }
 
 
 # -- answers

@@ -17,6 +17,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.core.errors import InvalidRequestError, ModelLoadError
 
+#: What a message's role becomes where the template does not know it; `None`: the message is refused. Templates that
+#: write whatever role they are given, or leave out the messages of others, would show the model what it never saw.
+_FALLBACKS = {"developer": "system", "tool": None, "function": None}
+
 
 class ChatTemplate:
     """Turns a list of messages into the text of a prompt."""
@@ -26,10 +30,16 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            #: The names that it reads of what it is given.
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the chat template cannot be compiled: {error}") from error
+        #: The names that it reads of what it is given.
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        # A template knows a role by comparing with its name, so the name stands in it as a constant.
+        constants = {const.value for const in tree.find_all(jinja2.nodes.Const) if isinstance(const.value, str)}
+        self._unknown_roles = _FALLBACKS.keys() - constants
+        #: The roles whose messages it does not know and nobody may speak for.
+        self.refused_roles = frozenset(role for role in self._unknown_roles if _FALLBACKS[role] is None)
 
     @classmethod
     def from_dir(cls, model_dir: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
@@ -45,15 +55,38 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[dict[str, Any]], *, special_tokens: dict[str, str], add_generation_prompt: bool
     ) -> str:
-        """The prompt's text. Raises `InvalidRequestError` where the template refuses the messages."""
+        """The prompt's text. A `developer` whom the template does not know speaks as `system`.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or does not know a `tool` or `function`.
+        """
+        spoken = [self._spoken(number, message) for number, message in enumerate(messages)]
         try:
+            # `None` and not undefined, as in `transformers`: templates ask `tools is not none`.
             return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **special_tokens
+                messages=spoken,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
+
+    def _spoken(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with a role that the template knows."""
+        role = message["role"]
+        if role not in self._unknown_roles:
+            return message
+        if role in self.refused_roles:
+            raise InvalidRequestError(
+                f"messages[{number}].role: the model's chat template knows no messages of the role {role!r}; "
+                "put their text into a `user` message",
+                field=f"messages[{number}].role",
+            )
+        return {**message, "role": _FALLBACKS[role]}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

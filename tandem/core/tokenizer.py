@@ -90,6 +90,11 @@ class Tokenizer:
         """The names that the chat template reads, `enable_thinking` say; none where there is no template."""
         return self._chat_template.variables if self._chat_template is not None else frozenset()
 
+    @property
+    def refused_roles(self) -> frozenset[str]:
+        """The roles whose messages the chat template does not know and nobody may speak for."""
+        return self._chat_template.refused_roles if self._chat_template is not None else frozenset()
+
     def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation.
 

@@ -70,6 +70,48 @@ def test_templates_have_the_usual_helpers() -> None:
     assert text == '{"role": "system", "content": "Be <b>short</b>."}120+'
 
 
+def test_tools_and_documents_are_none_as_in_transformers() -> None:
+    source = "{% if tools is not none or documents is not none %}{{ tools | length }}{% endif %}plain"
+    assert ChatTemplate(source).render(MESSAGES, special_tokens={}, add_generation_prompt=True) == "plain"
+
+
+def said(role: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]
+
+
+PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+DEAF = "{% for m in messages if m.role == 'user' or m.role == 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+STRICT = "{# no developer, no tool #}{{ raise_exception('x') if messages[1].role not in ['user', 'system'] }}"
+OPEN = "{% set roles = ['developer', 'tool', 'function'] %}"
+
+
+@pytest.mark.parametrize("source", [PLAIN, DEAF, STRICT + PLAIN], ids=["passes on", "leaves out", "refuses"])
+def test_a_developer_speaks_as_system_where_the_template_knows_none(source: str) -> None:
+    text = ChatTemplate(source).render(said("developer"), special_tokens={}, add_generation_prompt=True)
+    assert text == "[user]a[system]b"
+
+
+@pytest.mark.parametrize("source", [PLAIN, DEAF, STRICT + PLAIN], ids=["passes on", "leaves out", "refuses"])
+@pytest.mark.parametrize("role", ["tool", "function"])
+def test_a_tool_that_the_template_does_not_know_is_refused(source: str, role: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"no messages of the role '{role}'") as caught:
+        ChatTemplate(source).render(said(role), special_tokens={}, add_generation_prompt=True)
+    assert caught.value.field == "messages[1].role"
+
+
+@pytest.mark.parametrize("role", ["developer", "tool", "function"])
+def test_roles_that_the_template_knows_are_its_own(role: str) -> None:
+    text = ChatTemplate(OPEN + PLAIN).render(said(role), special_tokens={}, add_generation_prompt=True)
+    assert text == f"[user]a[{role}]b"
+
+
+def test_the_shipped_template_takes_a_developer_and_refuses_a_tool() -> None:
+    tiny = Tokenizer.from_dir(TINY)
+    assert tiny.render_chat(said("developer")) == tiny.render_chat(said("system"))
+    with pytest.raises(InvalidRequestError, match="no messages of the role 'tool'"):
+        tiny.render_chat(said("tool"))
+
+
 @pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
     save(tmp_path, {})

@@ -402,6 +402,13 @@ def test_a_star_serves_any_name(tmp_path: Path) -> None:
         ("/v1/completions", b'{"model": "toy", "prompt": [99999]}', 400, "prompt", "invalid_request"),
         ("/v1/chat/completions", b'{"model": "toy", "messages": []}', 400, "messages", "invalid_request"),
         ("/v1/chat/completions", b'{"model":"toy","messages":["x"]}', 400, "messages[0]", "invalid_request"),
+        (
+            "/v1/chat/completions",
+            b'{"model":"toy","messages":[{"role":"tool","content":"x"}]}',
+            400,
+            "messages[0].role",
+            "invalid_request",
+        ),
         ("/v1/nothing", b"{}", 404, None, "not_found"),
         ("/v1/models", b"{}", 405, None, "not_found"),
     ],

@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from router.bodies import Bodies
+from router.fields import shown
 from router.http_protocol import ABORT
 from router.model_card import ModelCard
 from router.openai_schema import ParsedRequest, PromptBounds, parse_body
@@ -26,7 +27,7 @@ from router.responses import DONE_FRAME, Answer, error_body, error_frame, error_
 from router.story import House
 from router.telling import Telling
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import InvalidRequestError, TandemError
+from tandem.core.errors import InvalidRequestError, TandemError, UnsupportedEncodingError
 from tandem.core.logging import get_logger
 
 log = get_logger(__name__)
@@ -53,7 +54,9 @@ class Exchange:
         try:
             # First what costs least: under overload most requests end here, their bodies unread.
             self._house.admission.check()
-            parsed, requests = await self._requests(HttpRequest(scope, receive), request_id, arrived_s)
+            http = HttpRequest(scope, receive)
+            _check_encoding(http)
+            parsed, requests = await self._requests(http, request_id, arrived_s)
             telling = self._admit(parsed, requests)
         except ClientDisconnect:
             self._house.metrics.requests.labels("cancelled").inc()
@@ -170,6 +173,15 @@ class Exchange:
 
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def _check_encoding(http: HttpRequest) -> None:
+    """A compressed body would be bounded by what it was, not by what it becomes: none is taken."""
+    encoding = http.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedEncodingError(
+            f"the body is encoded as {shown(encoding)}; send it as it is, without Content-Encoding"
+        )
 
 
 async def _watch_client(receive: Receive, telling: Telling) -> None:

@@ -48,7 +48,9 @@ class Fields:
             return default
         number = whole(value)
         if number is None:
-            raise self.error(name, f"must be a whole number, not {shown(value)}")
+            is_large = isinstance(value, float) and abs(value) > _MAX_EXACT
+            rule = "must be a whole number" + (" of at most 64 bits, written out" if is_large else "")
+            raise self.error(name, f"{rule}, not {shown(value)}")
         self._check_range(name, number, minimum, maximum)
         return number
 

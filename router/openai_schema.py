@@ -16,7 +16,7 @@ import orjson
 from router.fields import Fields, shown, whole
 from router.known_fields import KNOWN_FIELDS, REASONING_FIELDS, STREAM_OPTIONS, Rule, is_harmless
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import InvalidRequestError
+from tandem.core.errors import ContextLengthError, InvalidRequestError
 from tandem.core.sampling import SamplingParams
 
 MAX_STOPS = 16
@@ -58,6 +58,18 @@ class PromptBounds:
 
     max_prompts: int
     max_context: int | None  # tokens of prompt and output together; `None`: not known
+
+
+def too_long(max_context: int, why: str, field: str | None) -> ContextLengthError:
+    """Clients look for these words to shorten a conversation."""
+    return ContextLengthError(
+        f"This model's maximum context length is {max_context} tokens. However, {why}", field=field
+    )
+
+
+def prompt_too_long(max_context: int, num_tokens: int, field: str) -> ContextLengthError:
+    """Of a prompt that leaves no room for a token of output."""
+    return too_long(max_context, f"{field} has {num_tokens} tokens, and one of output must fit; shorten it", field)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -252,10 +264,7 @@ def _prompts(fields: Fields, bounds: PromptBounds) -> tuple[str | tuple[int, ...
         raise fields.error("prompt", f"holds {len(prompts)} prompts; at most {bounds.max_prompts} are taken at once")
     for prompt in prompts:
         if isinstance(prompt, list) and bounds.max_context is not None and len(prompt) >= bounds.max_context:
-            raise fields.error(
-                "prompt",
-                f"has {len(prompt)} tokens; the context holds {bounds.max_context} with at least one of output",
-            )
+            raise prompt_too_long(bounds.max_context, len(prompt), "prompt")
     return tuple(p if isinstance(p, str) else _token_ids(fields, "prompt", p) for p in prompts)
 
 
@@ -272,7 +281,8 @@ def _token_ids(fields: Fields, name: str, value: Any) -> tuple[int, ...]:
 def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
     value = fields.raw("messages")
     if not isinstance(value, list) or not value:
-        raise fields.error("messages", "must be a list of messages, not empty")
+        example = '[{"role": "user", "content": "Hello"}]'
+        raise fields.error("messages", f"must be a list of at least one message, as {example}; it is {shown(value)}")
     return tuple(_message(message, f"messages[{number}]") for number, message in enumerate(value))
 
 

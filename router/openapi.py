@@ -21,12 +21,13 @@ Schema = dict[str, Any]
 _MAX_INT32 = (1 << 31) - 1
 
 _STATUSES = {
-    400: "The request is wrong; `param` names the field.",
+    400: "The request is wrong; `param` names the field. `context_length_exceeded`: it does not fit the context.",
     401: "No valid API key.",
     404: "The model or path is not served here.",
     405: "The path has no such method.",
     408: "Head or body of the request did not arrive in time.",
     413: "The body is larger than `limits.max_body_bytes`.",
+    415: "The body has a `Content-Encoding`; send it as it is.",
     429: "Too many requests wait; `Retry-After` says for how many seconds to stay away.",
     431: "The head of the request is too large.",
     499: "The request was cancelled.",
@@ -36,7 +37,7 @@ _STATUSES = {
     504: "The request's own `timeout` passed.",
 }
 _EVERYWHERE = (400, 401, 408, 431, 503)
-_GENERATING = (404, 413, 429, 499, 500, 502, 504)
+_GENERATING = (404, 413, 415, 429, 499, 500, 502, 504)
 
 
 def document(config: Config, card: ModelCard) -> Schema:

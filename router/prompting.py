@@ -8,7 +8,7 @@ import secrets
 
 from router.known_fields import REASONING_SWITCHES
 from router.model_card import ModelCard
-from router.openai_schema import ParsedRequest
+from router.openai_schema import ParsedRequest, prompt_too_long, too_long
 from router.request import Request
 from tandem.core.errors import InvalidRequestError
 from tandem.core.tokenizer import Tokenizer
@@ -106,20 +106,15 @@ def _max_tokens(parsed: ParsedRequest, num_prompt_tokens: int, max_context: int 
         return asked or _DEFAULT_COMPLETION_TOKENS
     room = max_context - num_prompt_tokens
     if room < 1:
-        raise InvalidRequestError(
-            f"{field} has {num_prompt_tokens} tokens; the context holds {max_context} with at least one of output",
-            field=field,
-        )
-    if parsed.sampling.min_tokens > room:
-        raise InvalidRequestError(
-            f"min_tokens is {parsed.sampling.min_tokens}, but the context has room for {room}", field="min_tokens"
-        )
-    if asked is None:
-        return room if parsed.kind == "chat" else min(max(_DEFAULT_COMPLETION_TOKENS, parsed.sampling.min_tokens), room)
-    if asked > room:
-        raise InvalidRequestError(
-            f"{parsed.max_tokens_field} is {asked}, but after {num_prompt_tokens} tokens of prompt the context of "
-            f"{max_context} has room for {room}",
-            field=parsed.max_tokens_field,
-        )
-    return asked
+        raise prompt_too_long(max_context, num_prompt_tokens, field)
+    for wish, name in ((parsed.sampling.min_tokens, "min_tokens"), (asked or 0, parsed.max_tokens_field)):
+        if wish > room:
+            raise too_long(
+                max_context,
+                f"you requested {num_prompt_tokens + wish} tokens: {num_prompt_tokens} in {field} and {wish} by "
+                f"{name}; shorten the one, or ask for at most {room}",
+                name,
+            )
+    if asked is not None:
+        return asked
+    return room if parsed.kind == "chat" else min(max(_DEFAULT_COMPLETION_TOKENS, parsed.sampling.min_tokens), room)

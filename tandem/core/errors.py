@@ -3,6 +3,8 @@
     TandemError
     ├── ConfigError                  a key of tandem.yaml or an option is wrong; names key and remedy
     ├── InvalidRequestError          the client's request is wrong; names the field        400
+    │   ├── ContextLengthError       prompt and output together exceed the context         400
+    │   ├── UnsupportedEncodingError the body of the request is compressed                 415
     │   ├── ModelNotFoundError                                                             404
     │   ├── RequestTimeoutError      head or body of the request came too slowly           408
     │   └── RequestTooLargeError     the body of the request exceeds its bound             413
@@ -76,6 +78,19 @@ class InvalidRequestError(TandemError):
     def __init__(self, message: str, *, field: str | None = None, request_id: str | None = None) -> None:
         super().__init__(message, request_id=request_id)
         self.field = field
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together are longer than the context."""
+
+    code = "context_length_exceeded"
+
+
+class UnsupportedEncodingError(InvalidRequestError):
+    """The body of an HTTP request has a `Content-Encoding`."""
+
+    code = "unsupported_content_encoding"
+    http_status = 415
 
 
 class ModelNotFoundError(InvalidRequestError):

@@ -17,6 +17,8 @@ LEAVES = [cls for cls in CLASSES if cls is not TandemError]
 STATUSES = {
     "ConfigError": 500,
     "InvalidRequestError": 400,
+    "ContextLengthError": 400,
+    "UnsupportedEncodingError": 415,
     "ModelNotFoundError": 404,
     "RequestTimeoutError": 408,
     "RequestTooLargeError": 413,

@@ -177,6 +177,7 @@ def test_refusals_are_as_documented(checkpoint: Path, tmp_path: Path) -> None:
         refused(other, 503, json=BODY)
         refused(other, 413, content=b"x" * 2000)
         refused(other, 404, json={**BODY, "model": "none"})
+        refused(other, 415, json=BODY, headers={"content-encoding": "gzip"})
         refused(other, 431, json=BODY, headers={"x-long": "x" * 40_000})
     keys = tmp_path / "keys"
     keys.write_text("sk-0123456789abcdef")

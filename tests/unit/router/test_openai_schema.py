@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from router.prompting import requests_from
 from router.request import Request
 from tandem.core import config as configuration
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import InvalidRequestError, ModelNotFoundError
+from tandem.core.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from tandem.core.tokenizer import Tokenizer
 
 LIMITS = LimitsConfig()
@@ -140,6 +141,18 @@ def test_a_wrong_chat_names_the_field(fields: dict[str, Any], named: str) -> Non
     assert caught.value.field == named
 
 
+@pytest.mark.parametrize("seed", [10**30, -(10**30), 1e300])
+def test_a_seed_of_more_than_64_bits_is_refused_in_words(seed: float) -> None:
+    with pytest.raises(InvalidRequestError, match="seed must be a whole number of at most 64 bits"):
+        completion(seed=parse_body(f'{{"seed": {seed}}}'.encode())["seed"])
+
+
+@pytest.mark.parametrize("messages", ["hi", [], {"role": "user", "content": "hi"}])
+def test_messages_of_another_kind_are_answered_with_an_example(messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r'\[{"role": "user", "content": "Hello"}\]; it is '):
+        chat(messages=messages)
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7", b'{"a": NaN}', b"\xff", b'"\\ud800"'])
 def test_a_body_that_is_no_json_object(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -249,6 +262,7 @@ def test_what_is_too_much_is_refused_before_it_is_looked_at() -> None:
         with pytest.raises(InvalidRequestError, match=why) as caught:
             parse_completion({"model": "toy", "prompt": prompt}, LIMITS, bounds)
         assert caught.value.field == "prompt"
+        assert isinstance(caught.value, ContextLengthError) == (why == "has 32 tokens")
     assert parse_completion({"model": "toy", "prompt": [1] * 31}, LIMITS, bounds).prompts == ((1,) * 31,)
 
 
@@ -303,6 +317,25 @@ def test_chats_that_are_too_long(card_and_tokenizer: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         made(chat(max_completion_tokens=31), card_and_tokenizer)
     assert caught.value.field == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("parsed", "field", "why"),
+    [
+        (completion(prompt="x" * 32), "prompt", "prompt has 32 tokens"),
+        (completion(prompt="x" * 30, max_tokens=3), "max_tokens", "you requested 33 tokens: 30 in prompt and 3 by"),
+        (completion(prompt="x" * 30, min_tokens=3), "min_tokens", "ask for at most 2"),
+        (chat(messages=[{"role": "user", "content": "x" * 40}]), "messages", "messages has 58 tokens"),
+    ],
+)
+def test_an_overflow_of_the_context_has_the_code_that_clients_look_for(
+    parsed: ParsedRequest, field: str, why: str, card_and_tokenizer: Any
+) -> None:
+    with pytest.raises(ContextLengthError, match=why) as caught:
+        made(parsed, card_and_tokenizer)
+    assert caught.value.message.startswith("This model's maximum context length is 32 tokens. However, ")
+    assert (caught.value.code, caught.value.http_status) == ("context_length_exceeded", 400)
+    assert caught.value.field == field
 
 
 def test_max_tokens(card_and_tokenizer: Any) -> None:
@@ -433,3 +466,21 @@ def test_a_body_that_is_too_large(make_site: Any) -> None:
     assert answer.status_code == 413
     assert "2000 bytes" in answer.json()["error"]["message"]
     assert site.post(prompt="x", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, identity", "\xff"])
+def test_a_compressed_body_is_refused_in_words(site: Site, encoding: str) -> None:
+    body = gzip.compress(b'{"model": "toy", "prompt": "x", "max_tokens": 1}')
+    with site.http() as client:
+        answer = client.post("/v1/completions", content=body, headers={"Content-Encoding": encoding.encode("latin-1")})
+        plain = client.post("/v1/completions", json={"model": "toy", "prompt": "x", "max_tokens": 1})
+        named = client.post(
+            "/v1/completions",
+            json={"model": "toy", "prompt": "x", "max_tokens": 1},
+            headers={"Content-Encoding": "Identity"},
+        )
+    assert answer.status_code == 415
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_content_encoding", None)
+    assert "without Content-Encoding" in error["message"]
+    assert (plain.status_code, named.status_code) == (200, 200)

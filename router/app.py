@@ -5,23 +5,27 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.auth import OPEN_PATHS, ApiKeys
 from router.bodies import Bodies
 from router.exchange import Exchange, Parser, send_error
+from router.fields import shown
 from router.model_card import ModelCard
 from router.openai_schema import parse_chat, parse_completion
 from router.openapi import document
 from router.responses import error_body, error_headers
 from router.story import House
+from router.welcome import endpoints, facts, page
 from tandem.core import metrics
 from tandem.core.errors import (
     AuthenticationError,
@@ -36,11 +40,22 @@ log = get_logger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
 _QUIET_PATHS = ("/health", "/metrics")
+#: What a page may read of an answer beside what browsers show it anyway.
+_EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-should-retry",
+    "retry-after",
+    "tandem-ignored-fields",
+    "tandem-prompt-computed-by",
+)
+
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Coroutine[Any, Any, Response]])
 
 
 def create_app(house: House, card: ModelCard, keys: ApiKeys) -> ASGIApp:
     """The ASGI application of one router; `keys` guard every route but `/health`."""
     app = FastAPI(title="Tandem", openapi_url=None)
+    _add_welcome(app, house, card, keys)
     _add_model_routes(app, card)
     _add_cluster_routes(app, house, card)
     bodies = Bodies(house.config.limits.max_body_bytes)
@@ -50,7 +65,36 @@ def create_app(house: House, card: ModelCard, keys: ApiKeys) -> ASGIApp:
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
-    return RequestIds(ApiKeyGate(app, keys))
+    return RequestIds(_with_cors(ApiKeyGate(app, keys), house.config.http.cors_origins))
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Lets pages of these origins call it. Outside the gate: a browser's preflight carries no key."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED_HEADERS,
+    )
+
+
+def _add_get(app: FastAPI, path: str) -> Callable[[_Endpoint], _Endpoint]:
+    """HEAD is GET whose body the server leaves out."""
+    return app.api_route(path, methods=["GET", "HEAD"])
+
+
+def _add_welcome(app: FastAPI, house: House, card: ModelCard, keys: ApiKeys) -> None:
+    served = endpoints(has_metrics=house.config.metrics.enabled)
+
+    @_add_get(app, "/")
+    async def welcome(request: Request) -> Response:
+        if "application/json" in request.headers.get("accept", ""):
+            return _json(facts(card, served))
+        url = str(request.base_url).rstrip("/")
+        return PlainTextResponse(page(card, served, url, needs_key=keys.are_required))
 
 
 def _add_post(app: FastAPI, path: str, exchange: Exchange) -> None:
@@ -59,37 +103,41 @@ def _add_post(app: FastAPI, path: str, exchange: Exchange) -> None:
 
 
 def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
-    @app.get("/v1/models")
+    @_add_get(app, "/v1/models")
     async def models() -> Response:
         return _json({"object": "list", "data": card.listing()})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    @_add_get(app, "/v1/models/{name:path}")
+    async def model(request: Request) -> Response:
+        # Not as the route found it: its pattern leaves out a newline at the end.
+        name = request.scope["path"].removeprefix("/v1/models/").rstrip("/")
+        if not name:
+            return await models()
         card.check_name(name)
         return _json(card.entry(name))
 
 
 def _add_cluster_routes(app: FastAPI, house: House, card: ModelCard) -> None:
-    @app.get("/health")
+    @_add_get(app, "/health")
     async def health() -> Response:
         if house.admission.is_draining:
             raise DrainingError("the router is shutting down")
         house.cluster.check_ready()
         return _json({"status": "ok"})
 
-    @app.get("/v1/cluster")
+    @_add_get(app, "/v1/cluster")
     async def cluster() -> Response:
         return _json(house.cluster.describe(card.own_name))
 
     described = document(house.config, card)
 
-    @app.get("/openapi.json")
+    @_add_get(app, "/openapi.json")
     async def openapi() -> Response:
         return _json(described)
 
     if house.config.metrics.enabled:
 
-        @app.get("/metrics")
+        @_add_get(app, "/metrics")
         async def exposition() -> Response:
             return Response(house.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
 
@@ -103,26 +151,34 @@ async def _tandem_error(request: Request, error: Exception) -> Response:
     return _error_response(request, error)
 
 
-def _error_response(request: Request, error: TandemError, status: int | None = None) -> Response:
+def _error_response(request: Request, error: TandemError) -> Response:
     body = error_body(error, request.scope["state"]["request_id"])
-    return _json(body, status or error.http_status, error_headers(error))
+    return _json(body, error.http_status, error_headers(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    rule = "has no such method" if status == 405 else "is not served here"
-    message = f"{request.method} {request.url.path} {rule}"
-    answer = _error_response(request, NotServedError(message), status)
-    if isinstance(error, HTTPException) and error.headers:  # `Allow`
-        answer.headers.update(error.headers)
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {shown(request.url.path)}"
+    if error.status_code == 404:
+        return _error_response(request, NotServedError(f"{asked} is not served here; GET / says what is"))
+    allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+    answer = _error_response(request, MethodNotAllowedError(f"{asked} is not possible; allowed here: {allowed}"))
+    answer.headers["allow"] = allowed
     return answer
 
 
 class NotServedError(InvalidRequestError):
-    """No such path, or not with this method."""
+    """No such path."""
 
     code = "not_found"
     http_status = 404
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path is served, but not with this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
 
 
 async def _unforeseen(request: Request, _: Exception) -> Response:

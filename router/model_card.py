@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from router.fields import shown
 from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
 from tandem.core.model_path import model_name
@@ -23,6 +24,7 @@ class ModelCard:
 
     names: tuple[str, ...]  # as configured; may hold `*`
     own_name: str  # what `/v1/cluster` shows
+    root: str  # the checkpoint behind all names: a hub id, or a directory's name
     max_context: int | None  # tokens of prompt and output; `None`: the workers alone know
     vocab_size: int
     refused_roles: frozenset[str]  # of messages that its chat template does not know
@@ -45,6 +47,7 @@ class ModelCard:
         return cls(
             names=names,
             own_name=next((name for name in names if name != _ANY_NAME), own),
+            root=own,
             max_context=min(limits, default=None),
             vocab_size=int(facts.get("vocab_size") or tokenizer.vocab_size),
             refused_roles=tokenizer.refused_roles,
@@ -60,7 +63,7 @@ class ModelCard:
         """Raises `ModelNotFoundError` unless requests may use `name`."""
         if name not in self.names and _ANY_NAME not in self.names:
             raise ModelNotFoundError(
-                f"the model {name!r} is not served here; served: {', '.join(self.names)}", field="model"
+                f"the model {shown(name)} is not served here; served: {', '.join(self.names)}", field="model"
             )
 
     def listing(self) -> list[dict[str, Any]]:
@@ -68,6 +71,6 @@ class ModelCard:
         return [self.entry(name) for name in self.names if name != _ANY_NAME] or [self.entry(self.own_name)]
 
     def entry(self, name: str) -> dict[str, Any]:
-        """One model of `GET /v1/models/{id}`."""
+        """One model of `GET /v1/models/{id}`, with vLLM's fields beside OpenAI's."""
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "tandem"}
-        return {**entry, "max_model_len": self.max_context}
+        return {**entry, "root": self.root, "parent": None, "max_model_len": self.max_context}

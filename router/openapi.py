@@ -46,11 +46,12 @@ def document(config: Config, card: ModelCard) -> Schema:
     paths = {
         "/v1/completions": {"post": _generating("completion", "CompletionRequest", "Completion", "CompletionChunk")},
         "/v1/chat/completions": {"post": _generating("chat", "ChatRequest", "ChatCompletion", "ChatChunk")},
+        "/": {"get": _welcome()},
         "/v1/models": {"get": _reading("models", "The served models.", _ref("Models"))},
         "/v1/models/{model}": {
             "get": {
                 **_reading("model", "One served model.", _ref("Model"), (404,)),
-                "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+                "parameters": [{"name": "model", "in": "path", "required": True, "schema": _MODEL_NAME}],
             }
         },
         "/v1/cluster": {"get": _reading("cluster", "The workers and what they do.", _ref("Cluster"))},
@@ -74,6 +75,10 @@ def document(config: Config, card: ModelCard) -> Schema:
             },
         },
     }
+
+
+#: Without a name the path is that of all models.
+_MODEL_NAME: Schema = {"type": "string", "pattern": "[^/]"}
 
 
 # -- operations
@@ -102,6 +107,12 @@ def _reading(operation: str, what: str, schema: Schema, statuses: Iterable[int] 
     content = {"application/json": {"schema": schema}}
     ok = {"description": what, "headers": _REQUEST_ID, "content": content}
     return {"operationId": operation, "responses": {"200": ok, **_errors((*_EVERYWHERE, *statuses))}}
+
+
+def _welcome() -> Schema:
+    said = _reading("welcome", "What this is, and what is served; JSON where `Accept` names it.", _ref("Welcome"))
+    said["responses"]["200"]["content"]["text/plain"] = {"schema": {"type": "string"}}
+    return said
 
 
 def _metrics() -> Schema:
@@ -321,6 +332,8 @@ _MODEL = _object(
         "object": {"const": "model"},
         "created": _COUNT,
         "owned_by": _TEXT,
+        "root": {**_TEXT, "description": "The checkpoint: a hub id, or the name of its directory."},
+        "parent": {"type": "null"},
         "max_model_len": _maybe(_COUNT),
     }
 )
@@ -331,6 +344,9 @@ _ANSWERS: Schema = {
     "ChatChunk": _answer("chat.completion.chunk", _choice({"delta": _DELTA}, _CHUNK_IDS), is_chunk=True),
     "Model": _MODEL,
     "Models": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
+    "Welcome": _object(
+        {"name": {"const": "tandem"}, "version": _TEXT, "model": _TEXT, "endpoints": {"type": "array", "items": _TEXT}}
+    ),
     "Health": _object({"status": {"const": "ok"}}),
     "Cluster": {
         "type": "object",

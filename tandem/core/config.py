@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ import yaml
 from tandem.core.errors import ConfigError
 
 EMBEDDED_MODEL = "embedded"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#]+")
 
 
 def _key(default: Any, help: str, *, minimum: float | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -177,6 +179,10 @@ class HttpConfig:
     )
     allow_anonymous: bool = _key(
         False, "let the router listen beyond loopback without API keys; without this it refuses to start"
+    )
+    cors_origins: tuple[str, ...] = _key(
+        (), "origins whose pages may call the router from a browser (CORS), as `https://app.example`; `*`: any; "
+        "empty: none"
     )
 
 
@@ -360,5 +366,12 @@ def _check_relations(config: Config) -> None:
         raise ConfigError("limits.retry_budget is a share: at most 1", key="limits.retry_budget")
     if config.transport.quarantine_cap > 1:
         raise ConfigError("transport.quarantine_cap is a share: at most 1", key="transport.quarantine_cap")
+    for origin in config.http.cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"http.cors_origins: {origin!r} is no origin; write scheme, host and port alone, as browsers send "
+                "them: https://app.example or http://localhost:3000, or `*` for any",
+                key="http.cors_origins",
+            )
     if config.http.port > 65535:
         raise ConfigError(f"http.port is {config.http.port}, must be at most 65535", key="http.port")

@@ -17,6 +17,7 @@ from tandem.core.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[3]
 
 
+ORIGINS = ("*", "https://app.example", "http://localhost:3000", "http://[::1]:3000", "chrome-extension://abc")
 _UPPER = {
     "http.port": 65535,
     "transport.quarantine_cap": 1,
@@ -108,6 +109,8 @@ def test_whole_numbers_stand_for_numbers() -> None:
 
 
 def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
+    if leaf.path == "http.cors_origins":
+        return st.lists(st.sampled_from(ORIGINS)).map(tuple)
     if leaf.choices:
         return st.sampled_from(leaf.choices)
     least = leaf.minimum or 0
@@ -280,3 +283,14 @@ def test_an_unknown_key_comes_with_a_suggestion(tree: dict[str, Any], says: str)
     with pytest.raises(ConfigError) as caught:
         from_dict(tree)
     assert says in caught.value.message
+
+
+@pytest.mark.parametrize("origin", ["https://app.example/", "app.example", "https://*.example", "https://a/b", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin") as caught:
+        load(None, {"http.cors_origins": [origin]})
+    assert caught.value.key == "http.cors_origins"
+
+
+def test_origins() -> None:
+    assert load(None, {"http.cors_origins": list(ORIGINS)}).http.cors_origins == ORIGINS

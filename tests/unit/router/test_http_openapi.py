@@ -21,7 +21,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS
 
 POSTS = ("/v1/completions", "/v1/chat/completions")
-GETS = ("/v1/models", "/v1/models/{model}", "/v1/cluster", "/health", "/openapi.json", "/metrics")
+GETS = ("/", "/v1/models", "/v1/models/{model}", "/v1/cluster", "/health", "/openapi.json", "/metrics")
 
 #: What JSON Schema cannot say: it depends on the model, or on another field. All else that is allowed must be taken.
 FIELDS_THAT_DEPEND = {

@@ -443,7 +443,7 @@ def test_a_star_serves_any_name(tmp_path: Path) -> None:
             "invalid_request",
         ),
         ("/v1/nothing", b"{}", 404, None, "not_found"),
-        ("/v1/models", b"{}", 405, None, "not_found"),
+        ("/v1/models", b"{}", 405, None, "method_not_allowed"),
     ],
 )
 def test_errors_have_openais_shape(

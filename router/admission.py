@@ -6,10 +6,11 @@ one of these. The workers keep the queues; this keeps them short:
 - Never more than `max_waiting` wait, for either.
 - What comes in steadily must not wait for long: for a prompt's computation as long as that takes, for a place in a
   batch a quarter of what a request takes. Both are learnt while nobody is refused.
-- More may wait only as far as there is *credit*, and never for longer than a few requests take. Each request that ends
-  while nobody waits leaves some credit, up to `max_waiting`; each refusal takes one. So a burst is taken by a cluster
-  that was not overloaded before, and a lasting overload is refused at once instead of being served late (the aim of
-  CoDel: Nichols and Jacobson, ACM Queue 2012).
+- More may wait only as far as there is *credit*. Whoever would wait for longer takes one, where more come than are
+  served; so does each refusal. When a request ends and nobody waits, the credit is `max_waiting` again; where somebody
+  was refused lately it only grows a little. So a burst of up to `max_waiting` is taken by a cluster that was not
+  overloaded before, and a lasting overload is refused at once instead of being served late (the aim of CoDel: Nichols
+  and Jacobson, ACM Queue 2012).
 
 That keeps the waiting short. How slow the tokens of a full batch may come is said by `scheduling.max_num_seqs`.
 """
@@ -26,15 +27,15 @@ from tandem.core.errors import DrainingError, OverloadedError
 _MAX_RETRY_AFTER_S = 60.0
 _WEIGHT = 1 / 32  # of the newest sample in an average
 _SHARE_IN_FRONT_OF_DECODE = 0.25
-#: How long the last of a burst may wait: so many times what a request takes, and this many seconds in any case.
-_BURST_SHARE, _BURST_S = 4.0, 1.0
-#: Credit of a request that ends while nobody waits; 1 where a third and more was refused lately. More than that, so
-#: that a cluster near its capacity keeps some, and one that was overloaded comes by some again.
+#: Credit of a request that ends while nobody waits and somebody was refused lately; 1 where a third and more was. More
+#: than that, so that a cluster near its capacity keeps some.
 _EARNED = 4
 _REFUSAL_WINDOW_S = 1.0
 #: More come than are served when over this time more than so many times as many came as ended, and so many more.
 #: A few dozen clients that wait for their answers before they ask again never do: `max_waiting` alone bounds them.
 _RATE_WINDOW_S, _RATE_RATIO, _RATE_SLACK = 5.0, 1.1, 32
+#: And over this time too, without the slack: while a burst is served, those that come behind it are not to blame.
+_TREND_WINDOW_S = 1.0
 
 
 class Admission:
@@ -65,7 +66,7 @@ class Admission:
         self._wait_s, self._ttft_s, self._whole_s = _Average(), _Average(), _Average()
         # In the current window of refusals, which the first refusal after the last window opens.
         self._num_refused = self._num_let_in = 0
-        self._came, self._ended = _Recent(), _Recent()
+        self._lately, self._just_now = _Balance(_RATE_WINDOW_S), _Balance(_TREND_WINDOW_S)
         self._refusals_since_s = self._last_refusal_s = -math.inf
 
     @property
@@ -85,7 +86,7 @@ class Admission:
         self._credit -= self._check(num_requests, num_choices)
         self._num_let_in += num_requests
         now_s = self._clock.now()
-        self._came.add(now_s, num_requests)
+        self._note_came(now_s, num_requests)
         self._waiting_since_s.extend([now_s] * num_requests)
         self._num_sequences += num_requests * num_choices
         self.look_at_places()
@@ -105,18 +106,21 @@ class Admission:
         if not self._more_come_than_are_served(num_requests):
             return 0
         excess = min(num_requests, max(0, waiting - self._room_for_prefill(), queued - self._room_for_decode()))
-        if excess > self._credit or (excess > 0 and self._burst_wait_s(waiting, queued) > self._longest_burst_s()):
+        if excess > self._credit:
             raise self._refusal("requests come in faster than they are served")
         return math.ceil(excess)
 
     def _more_come_than_are_served(self, num_requests: int) -> bool:
         now_s = self._clock.now()
-        num_came, num_ended = self._came.count(now_s) + num_requests, self._ended.count(now_s)
-        return num_came > _RATE_RATIO * num_ended + _RATE_SLACK
+        return self._lately.exceeds(now_s, num_requests - _RATE_SLACK) and self._just_now.exceeds(now_s, num_requests)
+
+    def _note_came(self, now_s: float, num_requests: int = 1) -> None:
+        for balance in (self._lately, self._just_now):
+            balance.came_s.extend([now_s] * num_requests)
 
     def _refusal(self, why: str) -> OverloadedError:
         now_s = self._clock.now()
-        self._came.add(now_s)
+        self._note_came(now_s)
         if now_s - self._refusals_since_s > _REFUSAL_WINDOW_S:
             self._refusals_since_s, self._num_refused, self._num_let_in = now_s, 0, 0
         self._last_refusal_s = now_s
@@ -160,7 +164,8 @@ class Admission:
     def end(self, after_s: float, num_choices: int = 1) -> None:
         """A request with this many sequences has ended, `after_s` seconds after it was let in."""
         now_s, was_full = self._clock.now(), self._full_since_s is not None
-        self._ended.add(now_s)
+        for balance in (self._lately, self._just_now):
+            balance.ended_s.append(now_s)
         self.look_at_places()
         if was_full and self._full_since_s is not None:
             self._ended_gap_s.add(now_s - max(self._last_ended_s, self._full_since_s))
@@ -170,8 +175,12 @@ class Admission:
         if not self._is_refusing():
             self._whole_s.add(after_s)
         if not self._waiting_since_s and self._num_sequences < self._num_places():
-            earned = 1 if self._is_refusing() and 2 * self._num_refused > self._num_let_in else _EARNED
-            self._credit = min(self._credit + earned, self.max_waiting)
+            self._credit = min(self._credit + self._earned(), self.max_waiting)
+
+    def _earned(self) -> int:
+        if not self._is_refusing():
+            return self.max_waiting
+        return 1 if 2 * self._num_refused > self._num_let_in else _EARNED
 
     # -- how many may wait
 
@@ -189,13 +198,6 @@ class Admission:
         gap_s = self._ended_gap_s.value
         return _SHARE_IN_FRONT_OF_DECODE * self._whole_s.value / gap_s if gap_s else math.inf
 
-    def _burst_wait_s(self, num_waiting: int, num_queued: float) -> float:
-        """How long the last of them waits."""
-        return max(num_waiting * self._left_gap_s.value, num_queued * self._ended_gap_s.value if num_queued > 0 else 0)
-
-    def _longest_burst_s(self) -> float:
-        return max(_BURST_S, _BURST_SHARE * self._whole_s.value)
-
 
 class _Average:
     """An average that forgets."""
@@ -209,16 +211,17 @@ class _Average:
         self._is_empty = False
 
 
-class _Recent:
-    """How many came in the last `_RATE_WINDOW_S`; of very many, those that are kept."""
+class _Balance:
+    """When requests came and ended in the last `window_s`; of very many, those that are kept."""
 
-    def __init__(self) -> None:
-        self._at_s: deque[float] = deque(maxlen=4096)
+    def __init__(self, window_s: float) -> None:
+        self.came_s: deque[float] = deque(maxlen=4096)
+        self.ended_s: deque[float] = deque(maxlen=4096)
+        self._window_s = window_s
 
-    def add(self, now_s: float, num: int = 1) -> None:
-        self._at_s.extend([now_s] * num)
-
-    def count(self, now_s: float) -> int:
-        while self._at_s and self._at_s[0] < now_s - _RATE_WINDOW_S:
-            self._at_s.popleft()
-        return len(self._at_s)
+    def exceeds(self, now_s: float, num_more: int) -> bool:
+        """Whether more came than ended, by `_RATE_RATIO`, if `num_more` are added to those that came."""
+        for at_s in (self.came_s, self.ended_s):
+            while at_s and at_s[0] < now_s - self._window_s:
+                at_s.popleft()
+        return len(self.came_s) + num_more > _RATE_RATIO * len(self.ended_s)

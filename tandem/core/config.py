@@ -96,8 +96,9 @@ class SchedulingConfig:
         minimum=0
     )
     max_queued_requests: int = _key(
-        256, "the most requests that wait, in bursts; beyond that, or when they come faster than they are served: 429",
-        minimum=1,
+        256, "the most requests that wait: so many may come at once where there was no overload before; beyond that, "
+        "or where they keep coming faster than they are served: 429. Less for shorter waits at the worst, more for "
+        "larger bursts", minimum=1
     )
     worker_queue_bound: int = _key(512, "requests that one worker keeps waiting", minimum=1)
     unacknowledged_share: float = _key(

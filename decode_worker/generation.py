@@ -19,7 +19,7 @@ class Generation:
 
     key: AttemptKey
     session: int
-    priority: int
+    turn: float
     arrival: int
     prompt_ids: list[int]
     params: SamplingParams
@@ -68,7 +68,7 @@ class Generation:
             request_id=self.key.request_id,
             attempt=self.key.attempt,
             choice=choice,
-            priority=self.priority,
+            turn=self.turn,
             arrival=self.arrival,
             token_ids=self.prompt_ids + output,
             num_prompt=len(self.prompt_ids),

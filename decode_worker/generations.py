@@ -24,6 +24,7 @@ from tandem.worker.scheduler import Batch, ScheduledSequence
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.sessions import attempt_failed
 from tandem.worker.tokens import token_event
+from tandem.worker.turn import turn_of
 from tandem.worker.wire import grant_to_proto
 
 _log = logging.getLogger(__name__)
@@ -104,16 +105,17 @@ class Generations:
             command.journal, params, len(prompt), engine.vocab_size, limit, self._eos, key.request_id
         )
         num_choices = command.num_choices or 1
-        check_choices(num_choices, self._worker.config.limits.max_choices, key.request_id)
+        config = self._worker.config
+        check_choices(num_choices, config.limits.max_choices, key.request_id)
         if strange := [c for c in (*journal, *finished) if c >= num_choices]:
             raise InvalidRequestError(f"a journal for choices {strange} of {num_choices}", request_id=key.request_id)
-        # The oldest choice alone must be able to end here, or preemption could not help it.
+        # The first in the order alone must be able to end here, or preemption could not help it.
         self._scheduler.check_fits(min(len(prompt) + params.max_tokens, limit), key.request_id)
         self._arrivals += 1
         return Generation(
             key=key,
             session=session,
-            priority=command.priority,
+            turn=turn_of(command.priority, time.monotonic() - command.age_s, config.scheduling.priority_ageing_s),
             arrival=self._arrivals,
             prompt_ids=prompt,
             params=params,
@@ -160,7 +162,7 @@ class Generations:
         keys = tuple(page_keys(job.prompt_ids, self._pool.page_size, salt)) if caching else ()
         reservation = Reservation(
             key,
-            job.priority,
+            job.turn,
             job.arrival,
             len(job.prompt_ids),
             max(1, len(job.going_on)),

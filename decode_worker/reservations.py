@@ -27,7 +27,7 @@ class Reservation:
     """A request for pages; `keys` are those of the prompt's full pages, none without a prefix cache."""
 
     key: AttemptKey
-    priority: int
+    turn: float  # lower goes first: `tandem.worker.turn`
     arrival: int
     num_tokens: int
     num_choices: int  # that will run
@@ -59,7 +59,7 @@ class ReservationQueue:
         self._scheduler = scheduler
         self._pool = scheduler.pool
         self._bound = bound
-        # Invariant: sorted by (priority, arrival).
+        # Invariant: sorted by (turn, arrival).
         self.waiting: list[Reservation] = []
         # Invariant: all and only grants whose pages are still reserved, by attempt.
         self.granted: dict[AttemptKey, Granted] = {}
@@ -76,7 +76,7 @@ class ReservationQueue:
             raise OverloadedError(
                 f"{len(self.waiting)} reservations wait here already", request_id=reservation.key.request_id
             )
-        insort(self.waiting, reservation, key=lambda r: (r.priority, r.arrival))
+        insort(self.waiting, reservation, key=lambda r: (r.turn, r.arrival))
 
     def drop(self, key: AttemptKey) -> None:
         """Nobody waits for this one any more."""

@@ -29,6 +29,7 @@ from tandem.worker.scheduler import Batch, ScheduledSequence
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.sessions import attempt_failed
 from tandem.worker.tokens import token_event
+from tandem.worker.turn import turn_of
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ class Prompts:
         engine, prompt = self._worker.engine, list(command.prompt_ids)
         check_prompt(prompt, engine.vocab_size, engine.max_context, key.request_id)
         num_choices = command.num_choices or 1
-        check_choices(num_choices, self._worker.config.limits.max_choices, key.request_id)
+        config = self._worker.config
+        check_choices(num_choices, config.limits.max_choices, key.request_id)
         params = sampling_from_proto(command.sampling)
         journal, finished = open_journals(
             command.journal, params, len(prompt), engine.vocab_size, engine.max_context, self._eos, key.request_id
@@ -130,7 +132,7 @@ class Prompts:
             request_id=key.request_id,
             attempt=key.attempt,
             choice=0,
-            priority=command.priority,
+            turn=turn_of(command.priority, time.monotonic() - command.age_s, config.scheduling.priority_ageing_s),
             arrival=self._arrivals,
             token_ids=prompt,
             num_prompt=len(prompt),

@@ -95,7 +95,7 @@ class Attempt:
         max_local_tokens = 0 if self._prefill is not None else self._plan.max_local_tokens
         num_tokens = len(request.prompt_ids)
         self._decode.hold(request.request_id, story.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
-        self._decode.send(wire.reserve(request, story.journal, max_local_tokens=max_local_tokens))
+        self._decode.send(wire.reserve(request, story.journal, age_s=story.age_s, max_local_tokens=max_local_tokens))
         if self._prefill is not None:
             self._start_prefill(self._prefill)
         points.reach("router.sent")
@@ -107,7 +107,7 @@ class Attempt:
         if decode_info is None:  # never: placement takes greeted workers only
             raise InternalError(f"{self._decode.key} was chosen before its hello", request_id=request.request_id)
         prefill.hold(request.request_id, story.inbox, len(request.prompt_ids), computes=True)
-        prefill.send(wire.start_prefill(request, story.journal, decode_info))
+        prefill.send(wire.start_prefill(request, story.journal, decode_info, age_s=story.age_s))
         story.pages_kept_at[prefill.key] = prefill
 
     # -- events

@@ -144,7 +144,7 @@ def _common(
     if fields.raw("timeout") is not None and timeout_s <= 0:
         raise fields.error("timeout", f"must be above 0 seconds, not {timeout_s:g}")
     sampling = _sampling(fields, num_logprobs, max_tokens)
-    priority = fields.integer("priority", 0, minimum=-_MAX_INT32, maximum=_MAX_INT32) or 0
+    priority = _priority(fields, limits)
     return_token_ids = fields.boolean("return_token_ids")
     # A chat's template writes the special tokens.
     add_special_tokens = fields.boolean("add_special_tokens", kind == "completion")
@@ -178,6 +178,14 @@ def _ignored(fields: Fields, known: dict[str, Rule]) -> list[str]:
         elif not is_harmless(known[name], fields.raw(name)):
             raise fields.error(name, "is not supported yet and would change the answer; leave it out")
     return ignored
+
+
+def _priority(fields: Fields, limits: LimitsConfig) -> int:
+    priority, most_urgent = fields.integer("priority", 0, maximum=_MAX_INT32) or 0, limits.most_urgent_priority
+    if priority < most_urgent:
+        rule = f"must be at least {most_urgent} (limits.most_urgent_priority), not {priority}; lower is more urgent"
+        raise fields.error("priority", rule)
+    return priority
 
 
 def _sampling(fields: Fields, num_logprobs: int, max_tokens: int | None) -> SamplingParams:

@@ -236,7 +236,7 @@ def _common(limits: LimitsConfig, card: ModelCard) -> Schema:
         "seed": _integer(-(1 << 63), MAX_SEED, _SEED),
         "ignore_eos": _BOOLEAN,
         "return_token_ids": _BOOLEAN,
-        "priority": _integer(-_MAX_INT32, _MAX_INT32, "Lower goes first."),
+        "priority": _integer(limits.most_urgent_priority, _MAX_INT32, "Lower is more urgent."),
         "timeout": _maybe(
             {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S, "description": "Seconds; then 504."}
         ),

@@ -17,7 +17,7 @@ class Request:
     arrived_s: float  # on the router's clock
     num_choices: int = 1
     stop: tuple[str, ...] = ()
-    priority: int = 0  # lower goes first
+    priority: int = 0  # lower is more urgent
     timeout_s: float | None = None  # from arrival
 
 

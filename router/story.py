@@ -164,6 +164,11 @@ class Story:
         self._last_token_s: list[float | None] = [None] * request.num_choices
         house.budget.earn()
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the request came, over all attempts: a retry does not begin to wait anew."""
+        return self.house.clock.now() - self.request.arrived_s
+
     # -- inputs
 
     async def next_event(self) -> Event:
@@ -195,7 +200,7 @@ class Story:
         if self.request.timeout_s is None:
             yield
             return
-        left_s = self.request.timeout_s - (self.house.clock.now() - self.request.arrived_s)
+        left_s = self.request.timeout_s - self.age_s
         timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.inbox.put, DeadlinePassed())
         try:
             yield

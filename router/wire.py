@@ -27,7 +27,9 @@ _FINISH_REASONS = {
 }
 
 
-def reserve(request: Request, journal: Journal, *, max_local_tokens: int = 0) -> decode_pb2.DecodeCommand:
+def reserve(
+    request: Request, journal: Journal, *, age_s: float, max_local_tokens: int = 0
+) -> decode_pb2.DecodeCommand:
     """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead."""
     return decode_pb2.DecodeCommand(
         reserve=decode_pb2.Reserve(
@@ -39,11 +41,14 @@ def reserve(request: Request, journal: Journal, *, max_local_tokens: int = 0) ->
             num_choices=request.num_choices,
             journal=_journal_to_proto(journal),
             max_local_tokens=max_local_tokens,
+            age_s=age_s,
         )
     )
 
 
-def start_prefill(request: Request, journal: Journal, decode: common_pb2.WorkerInfo) -> prefill_pb2.PrefillCommand:
+def start_prefill(
+    request: Request, journal: Journal, decode: common_pb2.WorkerInfo, *, age_s: float
+) -> prefill_pb2.PrefillCommand:
     return prefill_pb2.PrefillCommand(
         start=prefill_pb2.StartPrefill(
             request_id=request.request_id,
@@ -54,6 +59,7 @@ def start_prefill(request: Request, journal: Journal, decode: common_pb2.WorkerI
             num_choices=request.num_choices,
             journal=_journal_to_proto(journal),
             decode=decode,
+            age_s=age_s,
         )
     )
 

@@ -100,6 +100,11 @@ class SchedulingConfig:
         "or where they keep coming faster than they are served: 429. Less for shorter waits at the worst, more for "
         "larger bursts", minimum=1
     )
+    priority_ageing_s: float = _key(
+        10.0, "seconds of waiting that one level of a request's `priority` is worth: a request goes before those that "
+        "are one level more urgent and came so much later. More where urgency matters more than waiting; 0: who comes "
+        "first goes first", minimum=0
+    )
     worker_queue_bound: int = _key(512, "requests that one worker keeps waiting", minimum=1)
     unacknowledged_share: float = _key(
         0.75, "share of a prefill worker's pages in use above which it admits no prompt that decode has no pages for; "
@@ -153,6 +158,10 @@ class LimitsConfig:
 
     max_choices: int = _key(16, "largest `n`", minimum=1)
     max_logprobs: int = _key(20, "largest number of alternatives with log-probabilities", minimum=0)
+    most_urgent_priority: int = _key(
+        0, "the lowest `priority` that a request may ask for: lower is more urgent, and who asks for none has 0. Below "
+        "0 only where every client may go before all others", minimum=-(1 << 31) + 1
+    )
     max_body_bytes: int = _key(8 << 20, "largest HTTP body in bytes", minimum=1024)
     stream_buffer_tokens: int = _key(
         1024, "tokens kept for a client that reads too slowly before its request is cancelled", minimum=1
@@ -362,6 +371,12 @@ def _check_relations(config: Config) -> None:
     if config.scheduling.unacknowledged_share > 1:
         raise ConfigError(
             "scheduling.unacknowledged_share is a share: at most 1", key="scheduling.unacknowledged_share"
+        )
+    if config.limits.most_urgent_priority > 0:
+        raise ConfigError(
+            f"limits.most_urgent_priority is {config.limits.most_urgent_priority}, must be at most 0: requests that "
+            "ask for no priority have 0",
+            key="limits.most_urgent_priority",
         )
     if config.limits.retry_budget > 1:
         raise ConfigError("limits.retry_budget is a share: at most 1", key="limits.retry_budget")

@@ -12,7 +12,7 @@ Where handing off two together is worth it, a step ends two while many wait (`Sc
 A prefill worker feeds it prompts only, so phase 2 is empty; a decode worker feeds it admitted handoffs, and chunks
 serve what must be computed there: replay after a preemption or of a journal, and *paced* prompts, whose chunks only
 fill steps that would be short of work, since the others' next tokens wait for each step. When pages run out, the
-sequence that goes last in the order (lowest priority, latest arrival) gives up its pages and waits to be replayed; the
+sequence that goes last in the order (`Sequence.order`) gives up its pages and waits to be replayed; the
 first in the order is never preempted, so it always ends, and so does everything after it.
 
 *Promoted* is a prompt for which decode holds pages; it goes first and keeps what it has until it is removed. *Parked*
@@ -398,5 +398,5 @@ class BatchScheduler:
         sequence.num_published = num_full
 
 
-def _order(sequence: Sequence) -> tuple[bool, int, int, int]:
+def _order(sequence: Sequence) -> tuple[bool, float, int, int]:
     return sequence.order

@@ -26,7 +26,7 @@ class Sequence:
     request_id: str
     attempt: int
     choice: int
-    priority: int  # lower goes first
+    turn: float  # lower goes first: `tandem.worker.turn`
     arrival: int  # position in the order of arrival at this worker
     token_ids: list[int]
     num_prompt: int
@@ -48,9 +48,9 @@ class Sequence:
     owner: Any = None  # what the role keeps beside it
 
     @property
-    def order(self) -> tuple[bool, int, int, int]:
-        """Who goes first: the promoted ones; then by priority; then first come first served."""
-        return (not self.promoted, self.priority, self.arrival, self.choice)
+    def order(self) -> tuple[bool, float, int, int]:
+        """Who goes first: the promoted ones; then whose turn is earlier; then first come first served."""
+        return (not self.promoted, self.turn, self.arrival, self.choice)
 
     @property
     def num_to_compute(self) -> int:

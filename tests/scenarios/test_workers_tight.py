@@ -116,6 +116,28 @@ async def test_prompts_that_wait_for_decode_give_way_to_the_one_that_decode_wait
         await pair.settled()
 
 
+async def test_urgency_goes_before_age_until_the_age_is_worth_more(pair_for_two: WorkerPair, oracle: Oracle) -> None:
+    """Twenty levels are worth 200 seconds. A retry brings the age of its request along."""
+    pair = pair_for_two
+    low = Ask(prompt_of(20, seed=1), GREEDY, priority=20, age_s=100)
+    urgent = Ask(prompt_of(20, seed=2), GREEDY)
+    retried = Ask(prompt_of(20, seed=3), GREEDY, priority=20, age_s=300, attempt=2)
+    async with Router(pair) as router:
+        with pair.hogged(pair.prefill, num_free=0), pair.hogged(pair.decode, num_free=0):
+            for ask in (low, urgent, retried):
+                await router.begin(ask)
+            waiting = pair.decode.generations.reservations.waiting
+            await until(lambda: len(pair.prefill.scheduler.waiting) == len(waiting) == 3, "all to wait")
+            order = [ask.request_id for ask in (retried, urgent, low)]
+            assert [s.request_id for s in pair.prefill.scheduler.waiting] == order
+            assert [r.key.request_id for r in waiting] == order
+        for worker in (pair.prefill, pair.decode):
+            pair.on_runner(worker, lambda: None)
+        for ask in (low, urgent, retried):
+            assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, NUM_OUTPUT)
+        await pair.settled()
+
+
 async def test_prefill_stops_admitting_above_the_watermark(pair_for_two: WorkerPair, oracle: Oracle) -> None:
     """No grant comes: of three prompts of three pages each, two are computed, and the third waits with no pages."""
     pair = pair_for_two

@@ -31,6 +31,7 @@ class Ask:
     request_id: str = ""
     attempt: int = 1
     priority: int = 0
+    age_s: float = 0.0
     journal: tuple[pb.ChoiceJournal, ...] = ()
     local: int = 0  # tokens that decode may compute by itself
 
@@ -207,6 +208,7 @@ class Router:
             "request_id": ask.request_id,
             "attempt": ask.attempt,
             "priority": ask.priority,
+            "age_s": ask.age_s,
             "prompt_ids": ask.prompt,
             "sampling": sampling_to_proto(ask.params),
             "num_choices": ask.n,

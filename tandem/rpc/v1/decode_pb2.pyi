@@ -59,15 +59,18 @@ class Reserve(_message.Message):
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     JOURNAL_FIELD_NUMBER: _builtins.int
     MAX_LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
-    """lower goes first"""
+    """lower is more urgent; it ages with `age_s`"""
     num_choices: _builtins.int
     max_local_tokens: _builtins.int
     """Decode computes the prompt itself, and samples the first tokens, when at most so many of its tokens are not in its
     cache: then it answers `local` instead of `granted`, and no prefill worker takes part. 0: never.
     """
+    age_s: _builtins.float
+    """Seconds since the router took the request in, whatever came of earlier attempts: hosts' clocks differ."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -87,10 +90,11 @@ class Reserve(_message.Message):
         num_choices: _builtins.int = ...,
         journal: _abc.Iterable[_common_pb2.ChoiceJournal] | None = ...,
         max_local_tokens: _builtins.int = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,6 +24,7 @@ _UPPER = {
     "cache.memory_share": 0.95,
     "scheduling.unacknowledged_share": 1,
     "limits.retry_budget": 1,
+    "limits.most_urgent_priority": 0,
 }
 
 
@@ -116,7 +117,7 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     least = leaf.minimum or 0
     upper = _UPPER.get(leaf.path)
     if leaf.hint is int:
-        return st.integers(int(least), int(upper or 1 << 40))
+        return st.integers(int(least), 1 << 40 if upper is None else int(upper))
     if leaf.hint is float:
         return st.floats(least, upper or 1e9)
     return {bool: st.booleans(), str: st.text(), tuple[str, ...]: st.lists(st.text()).map(tuple)}[leaf.hint]

@@ -13,6 +13,7 @@ from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SamplingParams
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sequence import Sequence
+from tandem.worker.turn import turn_of
 
 PAGE = 4
 
@@ -31,10 +32,13 @@ def reservation(
     n: int = 1,
     tokens: list[int] | None = None,
     local: int = 0,
+    ageing_s: float = 1000.0,
 ) -> Reservation:
+    """`arrival`: its place in the order of arrival, and the second in which it came."""
     keys = tuple(page_keys(tokens, PAGE, b"m")) if tokens else ()
     num_tokens = len(tokens) if tokens else num_pages * PAGE
-    return Reservation(AttemptKey(name, 1), priority, arrival, num_tokens, n, keys, local)
+    turn = turn_of(priority, arrival, ageing_s)
+    return Reservation(AttemptKey(name, 1), turn, arrival, num_tokens, n, keys, local)
 
 
 def push(queue: ReservationQueue, *reservations: Reservation) -> list[str]:
@@ -132,6 +136,19 @@ def test_priority_goes_before_age() -> None:
     push(queue, reservation("blocker", 10))
     push(queue, reservation("old", 1, arrival=1), reservation("urgent", 1, arrival=2, priority=-1))
     assert [r.key.request_id for r in queue.waiting] == ["urgent", "old"]
+
+
+def test_nobody_starves_however_many_urgent_ones_come() -> None:
+    """One comes a second, and one is granted: three levels of ten seconds each are thirty before the low one."""
+    queue = make_queue(4)
+    queue.push(reservation("low", 4, priority=3, ageing_s=10.0))
+    order = []
+    for second in range(1, 60):
+        queue.push(reservation(f"urgent{second}", 4, arrival=second, ageing_s=10.0))
+        (name,) = names(pump(queue))
+        order.append(name)
+        give_back(queue, name)
+    assert order.index("low") == 29
 
 
 def test_what_runs_keeps_a_page_each_to_grow_into() -> None:

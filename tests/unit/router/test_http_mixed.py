@@ -99,10 +99,11 @@ def test_a_decode_worker_that_dies_over_a_prompt_is_replaced(mixed: Site) -> Non
     assert other.wait_for("reserve").max_local_tokens == 0, "a retry is handed off"
 
 
-def test_an_urgent_request_is_not_given_to_the_slower_way(mixed: Site) -> None:
-    with_a_busy_prefill_worker(mixed)
-    in_background(mixed, prompt="x" * 8, priority=-1)
-    assert mixed.decode.wait_for("reserve", 2).max_local_tokens == 0
+def test_an_urgent_request_is_not_given_to_the_slower_way(make_site: MakeSite) -> None:
+    site = make_site({"scheduling.mixed_pool": True, "limits.most_urgent_priority": -1})
+    with_a_busy_prefill_worker(site)
+    in_background(site, prompt="x" * 8, priority=-1)
+    assert site.decode.wait_for("reserve", 2).max_local_tokens == 0
 
 
 def test_a_prompt_longer_than_the_bound_is_handed_off(make_site: MakeSite) -> None:

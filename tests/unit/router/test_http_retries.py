@@ -33,6 +33,7 @@ def test_a_lost_decode_worker_is_replaced_and_the_text_goes_on(site: Site) -> No
         assert command.attempt == 2
         assert command.sampling.seed == reserve.sampling.seed
         assert [(j.choice, list(j.token_ids)) for j in command.journal] == [(0, [97, 98, 99])]
+        assert command.age_s > reserve.age_s + 0.05, "it does not begin to wait anew"
     metrics = site.metrics()
     assert metrics['tandem_retries_total{reason="worker_lost"}'] == 1
     assert metrics['tandem_workers_lost_total{role="decode"}'] == 1

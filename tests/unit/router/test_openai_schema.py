@@ -77,6 +77,8 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"timeout": -1}, "timeout"),
     ({"timeout": "1"}, "timeout"),
     ({"priority": 1.5}, "priority"),
+    ({"priority": -1}, "priority"),
+    ({"priority": 1 << 31}, "priority"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
@@ -484,3 +486,14 @@ def test_a_compressed_body_is_refused_in_words(site: Site, encoding: str) -> Non
     assert (error["code"], error["param"]) == ("unsupported_content_encoding", None)
     assert "without Content-Encoding" in error["message"]
     assert (plain.status_code, named.status_code) == (200, 200)
+
+
+def test_nobody_asks_for_more_urgency_than_is_allowed() -> None:
+    body = {"model": "toy", "prompt": "x", "priority": -3}
+    assert parse_completion(body, LimitsConfig(most_urgent_priority=-3), BOUNDS).priority == -3
+    assert completion(priority=7).priority == 7
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_completion(body, LimitsConfig(most_urgent_priority=-2), BOUNDS)
+    assert refused.value.message == (
+        "priority must be at least -2 (limits.most_urgent_priority), not -3; lower is more urgent"
+    )

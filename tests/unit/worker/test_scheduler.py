@@ -14,6 +14,7 @@ from tandem.core.pages import PagePool
 from tandem.core.sampling import SamplingParams
 from tandem.worker.scheduler import Batch, BatchScheduler, SchedulerLimits
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
+from tandem.worker.turn import turn_of
 
 PAGE = 4
 
@@ -25,12 +26,15 @@ def make_scheduler(
     return BatchScheduler(PagePool(num_pages, PAGE), limits, salt=b"m", prefix_cache=cache)
 
 
-def prompt(name: str, num_tokens: int, *, arrival: int = 0, priority: int = 0, first: int = 0) -> Sequence:
+def prompt(
+    name: str, num_tokens: int, *, arrival: int = 0, priority: int = 0, first: int = 0, ageing_s: float = 1000.0
+) -> Sequence:
+    """`arrival`: its place in the order of arrival, and the second in which it came."""
     return Sequence(
         request_id=name,
         attempt=1,
         choice=0,
-        priority=priority,
+        turn=turn_of(priority, arrival, ageing_s),
         arrival=arrival,
         token_ids=[(first + i) % 1000 for i in range(num_tokens)],
         num_prompt=num_tokens,
@@ -174,6 +178,30 @@ def test_first_come_first_served_within_priority() -> None:
     assert shape(step(scheduler)) == [("urgent", 0, 4, True)]
 
 
+def test_nobody_starves_however_many_urgent_ones_come() -> None:
+    """One comes a second, and one is computed: three levels of ten seconds each are thirty before the low one."""
+    scheduler = make_scheduler(seqs=1)
+    scheduler.add(prompt("low", 4, priority=3, ageing_s=10.0))
+    order = []
+    for second in range(1, 60):
+        scheduler.add(prompt("urgent", 4, arrival=second, ageing_s=10.0))
+        step(scheduler)
+        order.append(scheduler.running[0].request_id)
+        scheduler.pool.release(scheduler.remove(scheduler.running[0]))
+    assert order.index("low") == 29
+
+
+@pytest.mark.parametrize(("came_s", "gives_way"), [(9, "low"), (11, "urgent")])
+def test_who_has_waited_long_enough_gives_way_to_no_urgent_one(came_s: int, gives_way: str) -> None:
+    scheduler = make_scheduler(num_pages=3, tokens=64)
+    scheduler.add(prompt("low", 4, priority=1, ageing_s=10.0))
+    step(scheduler)
+    scheduler.add(prompt("urgent", 4, arrival=came_s, ageing_s=10.0))
+    while not (batch := step(scheduler)).preempted:
+        pass
+    assert [s.request_id for s in batch.preempted] == [gives_way]
+
+
 def test_the_head_of_the_queue_is_not_overtaken() -> None:
     scheduler = make_scheduler(num_pages=8, tokens=64, chunk=32)
     scheduler.add(prompt("a", 16, arrival=0))
@@ -205,7 +233,7 @@ def test_what_can_never_fit_is_refused_with_its_sizes() -> None:
         scheduler.add(prompt("a", 17))
 
 
-def test_preemption_takes_the_latest_of_the_lowest_priority_and_never_the_oldest() -> None:
+def test_preemption_takes_the_last_in_the_order_and_never_the_first() -> None:
     scheduler = make_scheduler(num_pages=4, tokens=64)
     for n, name in enumerate(["old", "mid", "new"]):
         scheduler.add(prompt(name, 4, arrival=n, priority=1 if name == "mid" else 0))

@@ -25,7 +25,7 @@ def test_what_is_left_and_what_is_output() -> None:
     assert repr(one) == "<r#2/1 5/7>"
 
 
-def test_priority_then_arrival_then_choice() -> None:
+def test_the_turn_then_arrival_then_choice() -> None:
     assert sequence(1).order == (True, 5, 3, 1)
 
 

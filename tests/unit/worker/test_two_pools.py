@@ -22,6 +22,7 @@ from tandem.core.pages import PagePool, page_keys, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sequence import Sequence
+from tandem.worker.turn import turn_of
 
 PAGE = 4
 SALT = b"m"
@@ -36,6 +37,7 @@ class Request:
     num_choices: int
     prefill: Prefill
     decode: Decode
+    ageing_s: float = 1000.0
     sequence: Sequence | None = None  # at prefill
     granted: Granted | None = None
     computed: bool = False
@@ -46,12 +48,16 @@ class Request:
     def key(self) -> AttemptKey:
         return AttemptKey(self.name, 1)
 
+    def turn(self, arrival: int) -> float:
+        """At a worker whose clock says so when it comes."""
+        return turn_of(self.priority, arrival, self.ageing_s)
+
     def make_sequence(self, arrival: int, choice: int, output: list[int], pages: list[int]) -> Sequence:
         return Sequence(
             request_id=self.name,
             attempt=1,
             choice=choice,
-            priority=self.priority,
+            turn=self.turn(arrival),
             arrival=arrival,
             token_ids=self.prompt + output,
             num_prompt=len(self.prompt),
@@ -117,10 +123,9 @@ class Decode(Pool):
     def reserve(self, request: Request) -> None:
         self.requests[request.key] = request
         keys = tuple(page_keys(request.prompt, PAGE, SALT)) if self.scheduler.prefix_cache else ()
+        arrival, num_tokens = next(self.arrivals), len(request.prompt)
         self.reservations.push(
-            Reservation(
-                request.key, request.priority, next(self.arrivals), len(request.prompt), request.num_choices, keys
-            )
+            Reservation(request.key, request.turn(arrival), arrival, num_tokens, request.num_choices, keys)
         )
 
     def pump(self) -> list[Request]:
@@ -262,10 +267,11 @@ def states(world: World) -> list[str]:
     cache=st.booleans(),
     share=st.sampled_from([0.01, 0.5, 0.75, 1.0]),
     cancels=st.sampled_from([0.0, 0.02]),
+    ageing_s=st.sampled_from([0.0, 2.5, 1000.0]),
 )
 def test_whatever_comes_all_end(
     seed: int, num_prefills: int, num_decodes: int, slack: tuple[int, int], seqs: int, cache: bool, share: float,
-    cancels: float,
+    cancels: float, ageing_s: float,
 ) -> None:  # fmt: skip
     """Pools from just one largest request on; random prompts (some begin alike), priorities, delays and cancels."""
     rng = random.Random(seed)
@@ -284,6 +290,7 @@ def test_whatever_comes_all_end(
             num_choices=num_choices,
             prefill=rng.choice(prefills),
             decode=rng.choice(decodes),
+            ageing_s=ageing_s,
         )
         for n, (num_prompt, num_output, num_choices) in enumerate(sizes)
     ]

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+from router.auth import digests_of_variable
 from router.server import RouterServer
 from tandem.core import config as configuration
 from tandem.core import points
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             http_port=config.http.port if options.http_port is None else options.http_port,
             control_port=options.control_port,
             control_host=options.control_host,
+            key_digests=digests_of_variable(os.environ),
         )
         stop_asked = _on_signals()
         info = server.start()

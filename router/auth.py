@@ -5,9 +5,10 @@ starts a comment) and from `TANDEM_API_KEYS` (with commas
 between). Only their SHA-256 digests are kept, so a key stands in no log, no `/v1/cluster` and no traceback; digests
 have one length and are compared in constant time, all of them at every request.
 
-The file's path travels to the router, never its content: the file and the variable are read in the router's process.
-A file that changes is read again within a second, so keys are exchanged without a restart; one that has become
-unusable leaves the keys that hold as they are, and the log says so.
+The file's path travels to the router, never its content: the file is read in the router's process. One that changes is
+read again within a second, so keys are exchanged without a restart; one that has become unusable leaves the keys that
+hold as they are, and the log says so. The variable is read by whoever starts the router, which gets the digests: in a
+joined Ray the router's own environment is that of Ray, not of `tandem serve`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 from tandem.core.clock import Clock
@@ -38,14 +39,29 @@ _SCHEME = b"bearer "
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
-def check_exposure(http: HttpConfig, host: str, environment: Mapping[str, str]) -> None:
-    """Whether a router may listen on `host`: beyond loopback only with keys, or when told so.
+def digests_of_variable(environment: Mapping[str, str]) -> frozenset[bytes]:
+    """Of the keys in the variable; none where it is not set, or empty.
 
     Raises:
-        ConfigError: it would serve anybody, or the variable is unusable; names the remedies.
+        ConfigError: it holds no key, or a malformed one.
     """
-    has_keys = http.api_keys_file or _from_variable(environment)
-    if http.allow_anonymous or has_keys or is_loopback(host):
+    text = environment.get(KEYS_VARIABLE, "")
+    digests = _digests((key.strip() for key in text.split(",") if key.strip()), KEYS_VARIABLE)
+    if text and not digests:
+        raise ConfigError(
+            f"{KEYS_VARIABLE} is set but holds no key; name some, with commas between, or unset it",
+            key="http.api_keys_file",
+        )
+    return digests
+
+
+def check_exposure(http: HttpConfig, host: str, digests: Set[bytes]) -> None:
+    """Whether a router that gets `digests` may listen on `host`: beyond loopback only with keys, or when told so.
+
+    Raises:
+        ConfigError: it would serve anybody; names the remedies.
+    """
+    if http.allow_anonymous or http.api_keys_file or digests or is_loopback(host):
         return
     raise ConfigError(
         f"http.host is {host}, beyond loopback, and there are no API keys: whoever reaches the port could use the "
@@ -55,19 +71,35 @@ def check_exposure(http: HttpConfig, host: str, environment: Mapping[str, str]) 
     )
 
 
+def check_not_lost(http: HttpConfig, digests: Set[bytes], environment: Mapping[str, str]) -> None:
+    """Whoever set the variable for Ray alone wants keys, and a router that was given none would serve without.
+
+    Args:
+        environment: the router's own, which is Ray's.
+
+    Raises:
+        ConfigError: that is so.
+    """
+    if not digests and not http.api_keys_file and digests_of_variable(environment):
+        raise ConfigError(
+            f"{KEYS_VARIABLE} is set where Ray was started, but not for `tandem serve`, whose keys count; set it for "
+            "`tandem serve`, name a file in http.api_keys_file, or start Ray without it",
+            key="http.api_keys_file",
+        )
+
+
 class ApiKeys:
     """The keys that hold now. Not thread-safe."""
 
-    def __init__(self, http: HttpConfig, environment: Mapping[str, str], clock: Clock) -> None:
-        """Read both sources.
+    def __init__(self, http: HttpConfig, digests: frozenset[bytes], clock: Clock) -> None:
+        """Read the file, whose keys hold beside those of `digests`.
 
         Raises:
-            ConfigError: the file cannot be read, everybody may read it, file or variable holds no key, or a key is
-                malformed.
+            ConfigError: the file cannot be read, everybody may read it, it holds no key, or a key is malformed.
         """
         self._file = Path(http.api_keys_file).expanduser() if http.api_keys_file else None
         self._clock = clock
-        self._from_environment = _from_variable(environment)
+        self._given = digests
         self._from_file: frozenset[bytes] = frozenset()
         # What the file looked like when it was last read: its times and identity.
         self._seen: tuple[int, ...] | None = None
@@ -78,7 +110,7 @@ class ApiKeys:
     @property
     def are_required(self) -> bool:
         """Whether there are keys, and so every request needs one."""
-        return bool(self._from_environment or self._file is not None)
+        return bool(self._given or self._file is not None)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raises `AuthenticationError` unless the headers carry a key that holds, or none is needed."""
@@ -90,7 +122,7 @@ class ApiKeys:
             raise AuthenticationError("an API key is needed: send the header `Authorization: Bearer KEY`")
         digest = hashlib.sha256(given[0][len(_SCHEME) :].strip()).digest()
         is_known = False
-        for known in (*self._from_environment, *self._from_file):
+        for known in (*self._given, *self._from_file):
             is_known |= hmac.compare_digest(known, digest)
         if not is_known:
             raise AuthenticationError("this API key is not valid here")
@@ -111,18 +143,6 @@ class ApiKeys:
             return
         self._seen = seen
         log.info("API keys read anew", num_keys=len(self._from_file))
-
-
-def _from_variable(environment: Mapping[str, str]) -> frozenset[bytes]:
-    """The digests of the variable's keys; none where it is not set, or empty."""
-    text = environment.get(KEYS_VARIABLE, "")
-    digests = _digests((key.strip() for key in text.split(",") if key.strip()), KEYS_VARIABLE)
-    if text and not digests:
-        raise ConfigError(
-            f"{KEYS_VARIABLE} is set but holds no key; name some, with commas between, or unset it",
-            key="http.api_keys_file",
-        )
-    return digests
 
 
 def _look(file: Path) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +59,14 @@ class RouterServer:
         http_port: int = 0,
         control_port: int = 0,
         control_host: str = "127.0.0.1",
+        key_digests: frozenset[bytes] = frozenset(),
     ) -> None:
-        """Ports of 0 are chosen by the system."""
+        """Ports of 0 are chosen by the system. `key_digests`: of API keys that hold beside those of the file."""
         self._config = config
         self._model_dir = model_dir
         self._host, self._http_port = host, http_port
         self._control_host, self._control_port = control_host, control_port
+        self._key_digests = key_digests
         self._started = threading.Event()
         self._closed = threading.Event()
         self._info: RouterInfo | None = None
@@ -124,8 +125,8 @@ class RouterServer:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_asked = asyncio.Event()
-        check_exposure(self._config.http, self._host, os.environ)
-        keys = ApiKeys(self._config.http, os.environ, MonotonicClock())
+        check_exposure(self._config.http, self._host, self._key_digests)
+        keys = ApiKeys(self._config.http, self._key_digests, MonotonicClock())
         house, card = self._build()
         guard = RoleGuard()
         house.metrics.registry.register(DeniedCalls(guard))

@@ -141,14 +141,24 @@ class WorkerActor:
 
 
 class RouterActor:
-    """One incarnation of the router."""
+    """One incarnation of the router.
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    Args:
+        key_digests: of the API keys in the environment of `tandem serve`; what stands in Ray's own counts for nothing.
+    """
+
+    def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
         from router.server import RouterServer
 
         _begin(spec, "router", PeerRole.ROUTER)
-        http = spec.config.http
-        self._server = RouterServer(spec.config, model_dir=_model_dir(spec), host=http.host, http_port=http.port)
+        self._http, self._key_digests = spec.config.http, key_digests
+        self._server = RouterServer(
+            spec.config,
+            model_dir=_model_dir(spec),
+            host=self._http.host,
+            http_port=self._http.port,
+            key_digests=key_digests,
+        )
         self._addresses: tuple[str, str] | None = None
 
     def state(self) -> ActorState:
@@ -156,7 +166,10 @@ class RouterActor:
 
     def start(self) -> tuple[str, str]:
         """Listen; URL for clients and address of RouterControl. Idempotent."""
+        from router.auth import check_not_lost
+
         if self._addresses is None:
+            check_not_lost(self._http, self._key_digests, os.environ)
             info = self._server.start()
             self._addresses = info.http_url, info.control_address
         return self._addresses
@@ -195,12 +208,12 @@ class SupervisorActor:
     No method is a coroutine: Ray would run its calls elsewhere than in the main thread.
     """
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
         _begin(spec, "supervisor", PeerRole.SUPERVISOR)
         address = f"{worker_host(spec)}:{spec.control_port}"
         self._face = SupervisorFace(address, spec.config.security, os.getpid(), _this_process().started)
         self._ready = threading.Event()
-        threading.Thread(target=self._run, args=(spec,), name="supervisor", daemon=True).start()
+        threading.Thread(target=self._run, args=(spec, key_digests), name="supervisor", daemon=True).start()
 
     def wait_ready(self) -> SupervisorFace:
         """Until it serves."""
@@ -211,11 +224,11 @@ class SupervisorActor:
         """Nothing; the supervisor asks for it all the time, so that Ray leaves the main thread alone."""
         time.sleep(seconds)
 
-    def _run(self, spec: ClusterSpec) -> None:
+    def _run(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
         from tandem.cluster.supervisor_process import serve_supervisor
 
         try:
-            asyncio.run(serve_supervisor(spec, self._face, self._ready.set))
+            asyncio.run(serve_supervisor(spec, key_digests, self._face, self._ready.set))
         except BaseException:
             # Nothing here foresees it: end the process, and Ray starts the next supervisor, which adopts what runs.
             logging.getLogger(__name__).critical("the supervisor failed", exc_info=True)

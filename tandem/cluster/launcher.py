@@ -109,8 +109,8 @@ class RayRouter(_RayHandle):
 class RayLauncher:
     """Implements `tandem.cluster.handles.Launcher`; runs inside the supervisor's actor."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
+        self._spec, self._key_digests = spec, key_digests
         self._watchers = NodeWatchers(spec, self._keep_processes)
         self._memory = threading.Lock()
         self._over = False  # guarded by `_memory`: nothing is remembered any more
@@ -133,7 +133,7 @@ class RayLauncher:
         on_its_node = NodeAffinitySchedulingStrategy(self._spec.node_id, soft=False)
         name = f"router.{incarnation}"
         actor = make_actor(RouterActor, name=name, scheduling_strategy=on_its_node)
-        return RayRouter(actor.remote(self._spec), name, self._watchers)
+        return RayRouter(actor.remote(self._spec, self._key_digests), name, self._watchers)
 
     def find(self) -> Found:
         workers, router, watchers = [], None, []
@@ -196,15 +196,20 @@ class RayLauncher:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def start_supervisor(spec: ClusterSpec) -> Any:
-    """The supervisor's actor, on the node of the spec. Its own death never ends it: Ray starts it again."""
+def start_supervisor(spec: ClusterSpec, key_digests: frozenset[bytes]) -> Any:
+    """The supervisor's actor, on the node of the spec. Its own death never ends it: Ray starts it again.
+
+    Args:
+        key_digests: for the router. They stand in no spec, which every worker gets, and in no `runtime_env`, which
+            Ray shows to whoever asks.
+    """
     return make_actor(
         SupervisorActor,
         name=SUPERVISOR_NAME,
         max_restarts=-1,
         max_task_retries=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
-    ).remote(spec)
+    ).remote(spec, key_digests)
 
 
 def _worker_state(state: ActorState) -> WorkerState:

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -21,13 +21,13 @@ from pathlib import Path
 import psutil
 
 import tandem
-from router.auth import KEYS_VARIABLE, ApiKeys, check_exposure
+from router.auth import ApiKeys, check_exposure, digests_of_variable
 from tandem.cluster import statefile
 from tandem.cluster.certs_check import check_certificates
 from tandem.cluster.finding import Finding
 from tandem.cluster.host import Host, human_bytes
 from tandem.core.clock import MonotonicClock
-from tandem.core.config import Config, PoolConfig, SecurityConfig
+from tandem.core.config import Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
@@ -41,13 +41,20 @@ _TRANSPORT_MODULES = {"ucx": ("nixl_cu12", "nixl-cu12"), "nccl": ("torch", "torc
 
 @dataclass(frozen=True)
 class Plan:
-    """What the checks derived: `config` with its served names filled in, and each worker's share of the host."""
+    """What the checks derived.
+
+    Attributes:
+        config: with its served names filled in, and paths as other processes of this host need them.
+        kv_bytes, num_threads: each worker's share of the host.
+        key_digests: of the API keys in this environment.
+    """
 
     config: Config
     facts: ModelFacts
     dtype: str
     kv_bytes: dict[str, int]
     num_threads: dict[str, int]
+    key_digests: frozenset[bytes] = field(repr=False)
 
 
 class Preflight:
@@ -95,11 +102,12 @@ class Preflight:
         names = self.config.model.served_names or (self.facts.name,)
         model = dataclasses.replace(self.config.model, served_names=names)
         return Plan(
-            config=dataclasses.replace(self.config, model=model, security=self._security),
+            config=dataclasses.replace(self.config, model=model, security=self._security, http=self._http),
             facts=self.facts,
             dtype=self.dtype,
             kv_bytes={role: self._kv_bytes(pool) for role, pool in self._pools.items()},
             num_threads={role: pool.threads or self._equal_share() for role, pool in self._pools.items()},
+            key_digests=digests_of_variable(os.environ),
         )
 
     # --- the checks ----------------------------------------------------------------------------------------------
@@ -141,12 +149,13 @@ class Preflight:
         return Finding("port", "ok", f"{host}:{port} is free")
 
     def check_api_keys(self) -> Finding:
-        """The router does not serve everybody unless it was told so, and its keys can be read (where that is here)."""
-        http = self.config.http
-        check_exposure(http, http.host, os.environ)
-        if not self.local:
-            return Finding("api keys", "ok", f"read on the router's node: {http.api_keys_file or KEYS_VARIABLE}")
-        if ApiKeys(http, os.environ, MonotonicClock()).are_required:
+        """The router does not serve everybody unless it was told so, and its keys can be read.
+
+        It runs on this host, also in a joined Ray: it reads the same file, and gets the variable's keys from here.
+        """
+        http, digests = self._http, digests_of_variable(os.environ)
+        check_exposure(http, http.host, digests)
+        if ApiKeys(http, digests, MonotonicClock()).are_required:
             return Finding("api keys", "ok", "every request but /health needs one")
         if not is_loopback(http.host):
             return Finding(
@@ -279,6 +288,14 @@ class Preflight:
             return security
         path = Path(security.certificates).expanduser()
         return dataclasses.replace(security, certificates=str(path.absolute() if self.local else path))
+
+    @property
+    def _http(self) -> HttpConfig:
+        """With the path of the API keys as the router needs it, which is on this host."""
+        http = self.config.http
+        if not http.api_keys_file:
+            return http
+        return dataclasses.replace(http, api_keys_file=str(Path(http.api_keys_file).expanduser().absolute()))
 
     @property
     def _pools(self) -> dict[str, PoolConfig]:

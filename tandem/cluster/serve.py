@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import psutil
 
+from router.auth import KEYS_VARIABLE
 from tandem.cluster import processes, ray_home, statefile
 from tandem.cluster.banner import ready_banner
 from tandem.cluster.host import human_bytes, this_host
@@ -116,6 +117,7 @@ class Serving:
         self._reporter.line(f"Tandem {version()}", style="bold")
         plan = Preflight(self._config, this_host(), local=self._local).plan()
         self._say_plan(plan)
+        os.environ.pop(KEYS_VARIABLE, None)  # the processes of a Ray of our own get digests, like those of a joined one
         if self._address is None:
             self._reporter.step("Starting Ray")
             self._starts_ray = True
@@ -170,7 +172,7 @@ class Serving:
             ray_address=home.address,
             log_directory=plan.config.logging.directory or (home.log_directory if self._local else ""),
         )
-        self._supervisor = start_supervisor(spec)
+        self._supervisor = start_supervisor(spec, plan.key_digests)
 
     async def _supervise(self, plan: Plan) -> None:
         """Until a signal, the cluster's end or its failure."""

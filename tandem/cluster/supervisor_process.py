@@ -19,10 +19,12 @@ from tandem.rpc.v1 import supervisor_pb2_grpc
 HEARTBEATS_PER_LEASE = 5
 
 
-async def serve_supervisor(spec: ClusterSpec, face: SupervisorFace, on_listening: Callable[[], None]) -> None:
+async def serve_supervisor(
+    spec: ClusterSpec, key_digests: frozenset[bytes], face: SupervisorFace, on_listening: Callable[[], None]
+) -> None:
     """Supervise until a shutdown is complete. Raises `OSError` when the control port is taken."""
     pools, transport = spec.config.pools, spec.config.transport
-    launcher = RayLauncher(spec)
+    launcher = RayLauncher(spec, key_digests)
 
     def room(added: dict[Role, int]) -> None:
         if spec.local:  # else Ray finds a node with room, or has one added

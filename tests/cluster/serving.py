@@ -27,6 +27,8 @@ MARK = "TANDEM_TEST_RUN"
 CACHE_BYTES = 64 << 20
 """KV pages of one worker."""
 
+RAY = str(Path(sys.executable).parent / "ray")
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -42,7 +44,14 @@ def rare(value: object) -> Any:
 class Serve:
     """One `tandem serve` with a small cache and one thread a worker."""
 
-    def __init__(self, directory: Path, *options: str, port: int | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        port: int | None = None,
+        env: dict[str, str] | None = None,
+        **config: Any,
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.mark = uuid.uuid4().hex
@@ -52,6 +61,7 @@ class Serve:
             "XDG_RUNTIME_DIR": str(directory),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
+            **(env or {}),
         }
         pool = {"threads": 1}
         tree = {"cache": {"memory_bytes": CACHE_BYTES}, "pools": {"prefill": pool, "decode": pool}, **config}
@@ -160,6 +170,40 @@ class Serve:
             self.lines.append(line.rstrip())
             self._news.put(line)
         self._news.put(None)
+
+
+class Rays:
+    """Ray nodes made by `ray start`; all of them are killed at the end."""
+
+    def __init__(self, home: Path, mark: str) -> None:
+        self.home, self.mark = home, mark
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", MARK: mark}
+
+    def start(self, *options: str, mode: str) -> None:
+        line = [RAY, "start", *options, "--num-cpus=1", "--object-store-memory=100000000"]
+        run = subprocess.run(
+            line, env={**self.env, "RAY_AUTH_MODE": mode}, capture_output=True, text=True, timeout=90, check=False
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    def tandem(self, *line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tandem.cli", *line],
+            env={**self.env, MARK: "a command", "XDG_RUNTIME_DIR": str(self.home), **variables},
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        return list(_marked(self.mark))
+
+    def end(self) -> None:
+        for process in self.processes():
+            process.kill()
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:

@@ -8,55 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from serving import MARK, ROOT, free_port
+from serving import RAY, Rays, free_port
 
 from tandem.rpc.security import is_loopback
 
 pytestmark = pytest.mark.timeout(240)
-
-RAY = str(Path(sys.executable).parent / "ray")
-
-
-class Rays:
-    """Ray nodes made by `ray start`; all of them are killed at the end."""
-
-    def __init__(self, home: Path, mark: str) -> None:
-        self.home, self.mark = home, mark
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self.env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", MARK: mark}
-
-    def start(self, *options: str, mode: str) -> None:
-        line = [RAY, "start", *options, "--num-cpus=1", "--object-store-memory=100000000"]
-        run = subprocess.run(
-            line, env={**self.env, "RAY_AUTH_MODE": mode}, capture_output=True, text=True, timeout=90, check=False
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-
-    def tandem(self, *line: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "tandem.cli", *line],
-            env={**self.env, MARK: "a command", "XDG_RUNTIME_DIR": str(self.home), **variables},
-            cwd=self.home,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    def end(self) -> None:
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark:
-                    process.kill()
-            except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:

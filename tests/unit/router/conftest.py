@@ -21,8 +21,8 @@ def make_site(checkpoint: Path) -> Iterator[Callable[..., Site]]:
     """Starts routers with `overrides` of the configuration (dotted names); each gets a pair of workers."""
     with contextlib.ExitStack() as sites:
 
-        def make(overrides: dict[str, Any] | None = None, *, with_workers: bool = True) -> Site:
-            return sites.enter_context(opened_site(checkpoint, overrides, with_workers=with_workers))
+        def make(overrides: dict[str, Any] | None = None, **options: Any) -> Site:
+            return sites.enter_context(opened_site(checkpoint, overrides, **options))
 
         yield make
 

@@ -67,12 +67,17 @@ class Site:
 
 @contextlib.contextmanager
 def opened_site(
-    checkpoint: Path, overrides: dict[str, Any] | None = None, *, with_workers: bool = True
+    checkpoint: Path,
+    overrides: dict[str, Any] | None = None,
+    *,
+    with_workers: bool = True,
+    key_digests: frozenset[bytes] = frozenset(),
 ) -> Iterator[Site]:
     """A router with `overrides` of the configuration (dotted names) and a pair of workers, for a `with` block."""
     # Handoffs are scripted here, whatever waits at prefill; test_http_mixed.py has the mixed pool.
     base = {"model.served_names": ["toy", "toy/alias"], "transport.lease_s": 1.0, "scheduling.mixed_pool": False}
-    server = RouterServer(configuration.load(None, {**base, **(overrides or {})}), model_dir=checkpoint)
+    config = configuration.load(None, {**base, **(overrides or {})})
+    server = RouterServer(config, model_dir=checkpoint, key_digests=key_digests)
     info = server.start()
     pool = FakePool(info.control_address)
     site = Site(info.http_url, pool, FakePrefill("prefill-0"), FakeDecode("decode-0"), server)

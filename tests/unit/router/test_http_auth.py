@@ -14,7 +14,7 @@ import openai
 import pytest
 from router_site import Site, wait_until
 
-from router.auth import KEYS_VARIABLE, ApiKeys, check_exposure
+from router.auth import KEYS_VARIABLE, ApiKeys, check_exposure, check_not_lost, digests_of_variable
 from router.server import RouterServer
 from tandem.cluster.host import Host
 from tandem.cluster.preflight import Finding, Preflight
@@ -39,7 +39,8 @@ def bearer(key: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
 
 
 def keys_of(file: Path, environment: str = "", clock: VirtualClock | None = None) -> ApiKeys:
-    return ApiKeys(HttpConfig(api_keys_file=str(file)), {KEYS_VARIABLE: environment}, clock or VirtualClock())
+    digests = digests_of_variable({KEYS_VARIABLE: environment})
+    return ApiKeys(HttpConfig(api_keys_file=str(file)), digests, clock or VirtualClock())
 
 
 # -- the keys
@@ -70,7 +71,7 @@ def test_a_number_sign_within_a_key_is_part_of_it(tmp_path: Path) -> None:
 
 
 def test_without_keys_nobody_is_asked() -> None:
-    keys = ApiKeys(HttpConfig(), {}, VirtualClock())
+    keys = ApiKeys(HttpConfig(), frozenset(), VirtualClock())
     assert not keys.are_required
     keys.check([])
 
@@ -142,39 +143,45 @@ def test_a_file_that_breaks_leaves_the_keys_as_they_are(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_on_loopback_no_key_is_needed(host: str) -> None:
-    check_exposure(HttpConfig(), host, {})
+    check_exposure(HttpConfig(), host, frozenset())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.1.2.3", "router.example", "fe80::1"])
 def test_beyond_loopback_keys_or_a_word_are_needed(host: str) -> None:
     with pytest.raises(ConfigError, match="allow_anonymous") as caught:
-        check_exposure(HttpConfig(), host, {})
+        check_exposure(HttpConfig(), host, frozenset())
     assert KEYS_VARIABLE in caught.value.message
-    check_exposure(HttpConfig(allow_anonymous=True), host, {})
-    check_exposure(HttpConfig(api_keys_file="keys"), host, {})
-    check_exposure(HttpConfig(), host, {KEYS_VARIABLE: FIRST})
+    check_exposure(HttpConfig(allow_anonymous=True), host, frozenset())
+    check_exposure(HttpConfig(api_keys_file="keys"), host, frozenset())
+    check_exposure(HttpConfig(), host, digests_of_variable({KEYS_VARIABLE: FIRST}))
     with pytest.raises(ConfigError, match="allow_anonymous"):
-        check_exposure(HttpConfig(), host, {KEYS_VARIABLE: ""})
+        check_exposure(HttpConfig(), host, digests_of_variable({KEYS_VARIABLE: ""}))
 
 
 @pytest.mark.parametrize("listed", [",", "\n", "  ", " , ,\t"])
-@pytest.mark.parametrize("http", [HttpConfig(), HttpConfig(allow_anonymous=True)], ids=["", "anonymous"])
-def test_a_variable_without_a_key_opens_nothing(listed: str, http: HttpConfig) -> None:
-    environment = {KEYS_VARIABLE: listed}
+def test_a_variable_without_a_key_opens_nothing(listed: str) -> None:
     with pytest.raises(ConfigError, match="is set but holds no key"):
-        ApiKeys(http, environment, VirtualClock())
-    with pytest.raises(ConfigError, match="is set but holds no key"):
-        check_exposure(http, "0.0.0.0", environment)
+        digests_of_variable({KEYS_VARIABLE: listed})
 
 
 def test_a_router_beyond_loopback_refuses_to_start(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
+    """Where no key was given to it: what its own environment holds is of whoever started its process."""
+    monkeypatch.setenv(KEYS_VARIABLE, FIRST)
     with pytest.raises(ConfigError, match="beyond loopback"):
         RouterServer(configuration.load(None), model_dir=checkpoint, host="0.0.0.0").start()
     allowed = configuration.load(None, {"http.allow_anonymous": True})
     server = RouterServer(allowed, model_dir=checkpoint, host="0.0.0.0")
     server.start()
     server.stop()
+
+
+def test_keys_that_only_ray_was_started_with_are_not_lost_in_silence() -> None:
+    environment = {KEYS_VARIABLE: FIRST}
+    with pytest.raises(ConfigError, match="set where Ray was started, but not for `tandem serve`"):
+        check_not_lost(HttpConfig(), frozenset(), environment)
+    check_not_lost(HttpConfig(), digests_of_variable({KEYS_VARIABLE: SECOND}), environment)
+    check_not_lost(HttpConfig(api_keys_file="keys"), frozenset(), environment)
+    check_not_lost(HttpConfig(), frozenset(), {})
 
 
 # -- through HTTP
@@ -216,9 +223,9 @@ def test_an_odd_path_is_no_way_around(locked: Site) -> None:
             assert client.get(path, follow_redirects=False).status_code in (401, 404), path
 
 
-def test_keys_from_the_environment_are_read_in_the_router(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEYS_VARIABLE, f"{FIRST},{SECOND}")
-    site = make_site(with_workers=False)
+def test_keys_from_the_environment_reach_the_router_as_digests(make_site: MakeSite) -> None:
+    digests = digests_of_variable({KEYS_VARIABLE: f"{FIRST},{SECOND}"})
+    site = make_site(with_workers=False, key_digests=digests)
     with site.http() as client:
         assert client.get("/v1/models").status_code == 401
         assert client.get("/v1/models", headers={"Authorization": f"Bearer {SECOND}"}).status_code == 200
@@ -258,12 +265,14 @@ def test_keys_are_exchanged_in_a_running_router(locked: Site) -> None:
 # -- before anything starts
 
 
-def test_preflight_says_what_the_router_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("local", [True, False], ids=["own", "joined"])
+def test_preflight_says_what_the_router_would(local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEYS_VARIABLE, raising=False)
 
     def finding(**http: object) -> Finding:
         config = configuration.load(None, {f"http.{key}": value for key, value in http.items()})
-        return Preflight(config, Host(num_cores=2, num_gpus=0, available_bytes=1 << 30)).check_api_keys()
+        host = Host(num_cores=2, num_gpus=0, available_bytes=1 << 30)
+        return Preflight(config, host, local=local).check_api_keys()
 
     assert finding().status == "ok"
     with pytest.raises(ConfigError, match="beyond loopback"):
@@ -272,3 +281,25 @@ def test_preflight_says_what_the_router_would(tmp_path: Path, monkeypatch: pytes
         finding(api_keys_file=str(tmp_path / "none"))
     assert finding(host="0.0.0.0", allow_anonymous=True).status == "warn"
     assert finding(host="0.0.0.0", api_keys_file=str(key_file(tmp_path, FIRST))).status == "ok"
+    monkeypatch.setenv(KEYS_VARIABLE, FIRST)
+    assert finding().detail == "every request but /health needs one"
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["own", "joined"])
+def test_the_router_reads_the_file_that_was_checked(
+    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose path may be relative; the router runs in a directory of its own."""
+    monkeypatch.chdir(key_file(tmp_path, FIRST).parent)
+    config = configuration.load(None, {"http.api_keys_file": "keys", "http.port": 18765})
+    plan = Preflight(config, Host(num_cores=2, num_gpus=0, available_bytes=8 << 30), local=local).plan()
+    assert plan.config.http.api_keys_file == str(tmp_path / "keys")
+
+
+def test_a_plan_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEYS_VARIABLE, FIRST)
+    config = configuration.load(None, {"http.port": 18765})
+    plan = Preflight(config, Host(num_cores=2, num_gpus=0, available_bytes=8 << 30)).plan()
+    (digest,) = plan.key_digests
+    assert str(digest) not in repr(plan)
+    assert plan.key_digests == digests_of_variable({KEYS_VARIABLE: FIRST})

@@ -1,0 +1,41 @@
+"""The router's actor does not serve without the keys that its cluster was to have. No Ray, but a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+START = """
+import dataclasses, sys
+from tandem.cluster.actors import RouterActor
+from tandem.cluster.spec import ClusterSpec
+from tandem.core.config import from_dict
+from tandem.core.errors import ConfigError
+config = from_dict({"http": {"host": sys.argv[1], "port": 18766}, "model": {"served_names": ["*"]}})
+spec = ClusterSpec(config, "", {}, {}, True, 1, "", "", "")
+try:
+    RouterActor(spec, frozenset()).start()
+except ConfigError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "variable", "says"),
+    [
+        ("0.0.0.0", {}, "beyond loopback, and there are no API keys"),
+        ("127.0.0.1", {"TANDEM_API_KEYS": "sk-of-ray-alone-0123456789"}, "set where Ray was started"),
+        ("0.0.0.0", {"TANDEM_API_KEYS": "sk-of-ray-alone-0123456789"}, "set where Ray was started"),
+    ],
+)
+def test_a_router_that_no_key_has_reached_refuses_to_start(host: str, variable: dict[str, Any], says: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TANDEM_API_KEYS"}
+    run = subprocess.run(
+        [sys.executable, "-c", START, host], env={**environment, **variable}, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    assert says in run.stdout

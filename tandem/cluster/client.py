@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import grpc
 
 from tandem.cluster import statefile
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, SupervisorFace
-from tandem.cluster.statefile import ClusterFile
+from tandem.cluster.statefile import ClusterFile, Stage
 from tandem.core.config import SecurityConfig
 from tandem.core.errors import ConfigError, ForbiddenError, WorkerLostError
 from tandem.rpc.channel import host_of, make_blocking_channel
@@ -25,11 +24,32 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Target:
-    """A supervisor. `file` is absent when it was found through Ray."""
+    """A supervisor. `file` is absent when it was found through Ray; without it, `control_address` is never empty."""
 
     control_address: str
     security: SecurityConfig
     file: ClusterFile | None = None
+
+    @property
+    def starts(self) -> bool:
+        """`tandem serve` lives and its cluster was never ready."""
+        return self.file is not None and self.file.stage is Stage.STARTING and self.file.serve_process is not None
+
+    @property
+    def stops(self) -> bool:
+        """`tandem serve` lives and ends what it has started."""
+        return self.file is not None and self.file.stage is Stage.STOPPING and self.file.serve_process is not None
+
+
+def find_started(port: int | None, address: str | None) -> Target:
+    """As `find_cluster`; of one that still starts `ConfigError` says what it waits for."""
+    target = find_cluster(port, address)
+    if target.starts:
+        assert target.file is not None
+        raise ConfigError(
+            f"the cluster on port {target.file.port} is {target.file.describe()}; try again when it is ready"
+        )
+    return target
 
 
 def find_cluster(port: int | None, address: str | None) -> Target:
@@ -63,10 +83,12 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
     """A stub. gRPC's errors inside the block become ours.
 
     Raises:
-        WorkerLostError: the supervisor does not answer.
+        WorkerLostError: the supervisor does not answer, or there is none yet.
         ForbiddenError: it does not take this host's certificate for a client's.
         ConfigError: it speaks TLS, and there is no certificate of a client here.
     """
+    if not target.control_address:
+        raise WorkerLostError("its supervisor has not been started")
     security = Security(target.security, PeerRole.CLIENT, host_of(target.control_address))
     with make_blocking_channel(target.control_address, security) as channel:
         try:
@@ -96,7 +118,7 @@ def _ask_ray(address: str) -> Target:
     try:
         actor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)
         face = recall_face()
-        if face is None or not _listens(face.address):  # it is being started, perhaps again
+        if face is None or not statefile.listens(face.address):  # it is being started, perhaps again
             face = cast(SupervisorFace, ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S))
         return Target(face.address, face.security)
     except GetTimeoutError as error:
@@ -111,12 +133,3 @@ def _ask_ray(address: str) -> Target:
         ) from error
     finally:
         leave_ray()
-
-
-def _listens(address: str) -> bool:
-    """Whether somebody takes connections there; not whether he answers."""
-    try:
-        socket.create_connection((host_of(address).strip("[]"), int(address.rpartition(":")[2])), TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import suppress
+from dataclasses import asdict
 
+import psutil
 from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
 from tandem.cluster import statefile
-from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, supervisor
+from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, find_started, supervisor
 from tandem.cluster.doctor import examine
 from tandem.cluster.processes import wait_for_exit
 from tandem.cluster.report import ClusterNews, Reporter, cluster_table, make_console, pools_line
@@ -29,14 +32,18 @@ _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "r
 
 def status(port: int | None, address: str | None, *, as_json: bool) -> int:
     target = find_cluster(port, address)
-    with supervisor(target) as stub:
-        cluster = stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=TIMEOUT_S)
-    console = make_console()
+    cluster = _ask(target)
+    state, detail = _state(target, cluster)
     if as_json:
-        print(json.dumps(MessageToDict(cluster, preserving_proto_field_name=True), indent=2))
+        known = MessageToDict(cluster, preserving_proto_field_name=True) if cluster else {}
+        serve = {"serve": asdict(target.file)} if target.file else {}
+        print(json.dumps({"state": state, **known, **serve}, indent=2))
         return 0
-    state = "stopping" if cluster.stopping else "ready" if cluster.settled else "changing"
-    console.print(f"Tandem {cluster.version}, {cluster.model}: {state}; {pools_line(cluster)}")
+    console = make_console()
+    if cluster is None:
+        console.print(detail)
+        return 0
+    console.print(f"Tandem {cluster.version}, {cluster.model}: {detail}; {pools_line(cluster)}")
     console.print(f"router {cluster.router.state} at {cluster.router.url or '-'}; Ray at {cluster.ray_address}")
     if cluster.log_directory:
         console.print(f"logs in {cluster.log_directory}")
@@ -44,10 +51,34 @@ def status(port: int | None, address: str | None, *, as_json: bool) -> int:
     return 0
 
 
+def _ask(target: Target) -> supervisor_pb2.Cluster | None:
+    """`None` while there is no supervisor to ask: not yet, or no more."""
+    try:
+        with supervisor(target) as stub:
+            cluster: supervisor_pb2.Cluster = stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=TIMEOUT_S)
+            return cluster
+    except WorkerLostError:
+        if target.starts or target.stops:
+            return None
+        raise
+
+
+def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str, str]:
+    """One word, and the same with how far it is."""
+    if cluster is not None and cluster.stopping:
+        num = cluster.router.num_under_way
+        return "stopping", f"stopping: {num} request{'' if num == 1 else 's'} under way"
+    if target.file is not None and (target.starts or target.stops):
+        return target.file.stage, target.file.describe()
+    assert cluster is not None
+    state = "ready" if cluster.settled else "changing"
+    return state, state
+
+
 def scale(port: int | None, address: str | None, *, prefill: int | None, decode: int | None, wait: bool) -> int:
     if prefill is None and decode is None:
         raise ConfigError("say how many workers: --prefill N, --decode N, or both")
-    target = find_cluster(port, address)
+    target = find_started(port, address)
     with Reporter() as reporter, supervisor(target) as stub:
         request = supervisor_pb2.ScaleRequest(prefill=prefill, decode=decode)
         reply = stub.Scale(request, timeout=TIMEOUT_S)
@@ -72,7 +103,7 @@ def drain(
     port: int | None, address: str | None, worker_id: str, *, replace_first: bool, timeout_s: float, wait: bool
 ) -> int:
     check_wait(timeout_s, "--timeout", least_s=1e-3)
-    target = find_cluster(port, address)
+    target = find_started(port, address)
     request = supervisor_pb2.DrainRequest(worker_id=worker_id, replace_first=replace_first, timeout_s=timeout_s)
     with Reporter() as reporter, supervisor(target) as stub:
         reply = stub.Drain(request, timeout=TIMEOUT_S)
@@ -103,14 +134,12 @@ def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) ->
     check_wait(grace_s, "--grace")
     target = find_cluster(port, address)
     reporter = Reporter()
-    reporter.line("Stopping at once." if now else "Stopping: requests under way finish first.")
-    grace_s = 0.0 if now else grace_s
-    try:
-        with supervisor(target) as stub:
-            stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
-    except WorkerLostError as error:
-        reporter.line(error.message.partition(";")[0] + ".")
-        _end_without_supervisor(target, error, now=now)
+    if target.starts:
+        reporter.line("Stopping what has been started.")
+        _interrupt_serve(target)
+    else:
+        reporter.line("Stopping at once." if now else "Stopping: requests under way finish first.")
+        _shut_down(target, reporter, now=now, grace_s=0.0 if now else grace_s)
     _wait_for_serve(target)
     reporter.line("Stopped.")
     return 0
@@ -139,17 +168,24 @@ def _find(cluster: supervisor_pb2.Cluster, worker_id: str) -> supervisor_pb2.Clu
     return next(found, supervisor_pb2.ClusterWorker())
 
 
-def _end_without_supervisor(target: Target, error: WorkerLostError, *, now: bool) -> None:
-    """When nobody answers: `tandem serve` itself ends a cluster; without one there is nothing left but its file."""
-    if target.file is None:
-        raise error
-    process = target.file.serve_process
-    if process is None:
-        statefile.remove(target.file.port)
-    elif now:
-        process.send_signal(signal.SIGTERM)
-    else:
-        raise error
+def _shut_down(target: Target, reporter: Reporter, *, now: bool, grace_s: float) -> None:
+    """By the supervisor. When nobody answers, `tandem serve` itself ends its cluster, or is about to."""
+    try:
+        with supervisor(target) as stub:
+            stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
+    except WorkerLostError as error:
+        reporter.line(error.message.partition(";")[0] + ".")
+        if target.file is None or (target.file.serve_process and not now and not target.stops):
+            raise
+        if now:
+            _interrupt_serve(target)
+
+
+def _interrupt_serve(target: Target) -> None:
+    """As Ctrl-C does. Not by SIGTERM, which is Ray's while Ray starts."""
+    if target.file and (process := target.file.serve_process):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            process.send_signal(signal.SIGINT)
 
 
 def _wait_for_serve(target: Target) -> None:
@@ -162,4 +198,4 @@ def _wait_for_serve(target: Target) -> None:
             f"`tandem serve` (pid {process.pid}) still runs {SERVE_END_TIMEOUT_S:.0f} s after its cluster has stopped; "
             f"end it with kill -9 {process.pid}"
         )
-    statefile.remove(target.file.port)
+    statefile.forget(target.file)

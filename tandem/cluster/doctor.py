@@ -95,4 +95,4 @@ def check_clusters() -> Finding:
     clusters = statefile.running()
     if not clusters:
         return Finding("clusters", "ok", "no cluster of this user runs here")
-    return Finding("clusters", "ok", "; ".join(f"{cluster.url} (pid {cluster.pid})" for cluster in clusters))
+    return Finding("clusters", "ok", "; ".join(f"port {cluster.port}: {cluster.describe()}" for cluster in clusters))

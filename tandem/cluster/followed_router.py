@@ -46,6 +46,7 @@ class FollowedRouter:
         self._stub: control_pb2_grpc.RouterControlAsyncStub | None = None  # while it listens
         self._newest: ev.PublishMembership | None = None  # not taken yet
         self._to_publish = asyncio.Event()
+        self.num_under_way = 0  # requests, as of its last heartbeat
         self._to_stop, self._ended = asyncio.Event(), asyncio.Event()
 
     async def follow(self) -> ev.Event:
@@ -128,6 +129,7 @@ class FollowedRouter:
             except grpc.aio.AioRpcError as error:
                 log.warning("the router does not answer: %s", error.code())
             else:
+                self.num_under_way = status.num_under_way
                 self._feed(ev.RouterHeard(self._incarnation))
                 for writer in status.suspected_writers:
                     self._feed(ev.WriterSuspected(writer.worker_id, writer.incarnation))

@@ -139,6 +139,7 @@ class Preflight:
 
     def check_port(self) -> Finding:
         host, port = self.config.http.host, self.config.http.port
+        statefile.check_free(port)
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind, protocol) as probe:
@@ -370,12 +371,6 @@ def _port_error(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EACCES:
         return ConfigError(
             f"http.port {port} is reserved for the administrator; choose one above 1023 with --port", key="http.port"
-        )
-    if any(cluster.port == port for cluster in statefile.running()):
-        return ConfigError(
-            f"http.port {port} is taken by a Tandem cluster of yours; end it with `tandem stop --port {port}`, "
-            "or choose another with --port",
-            key="http.port",
         )
     return ConfigError(
         f"http.port {port} on {host} cannot be used: {error.strerror}{_listener(port)}; "

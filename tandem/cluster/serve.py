@@ -1,6 +1,7 @@
 """`tandem serve`: from a configuration to a cluster that answers, and back to nothing.
 
-    check ─> Ray ─> supervisor ─> workers and router ─> ready ─> (Ctrl-C, `tandem stop`, failure) ─> all stopped
+    claim of the port ─> check ─> Ray ─> supervisor ─> workers and router ─> ready
+          ─> (Ctrl-C, `tandem stop`, failure) ─> all stopped
 
 A local cluster ends with this process, however it ends. In a Ray that was joined, the actors are detached: they end
 with Ctrl-C and `tandem stop`, and go on if this process is killed.
@@ -16,17 +17,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
-import psutil
 
 from router.auth import KEYS_VARIABLE
-from tandem.cluster import processes, ray_home, statefile
+from tandem.cluster import processes, ray_home
 from tandem.cluster.banner import ready_banner
 from tandem.cluster.host import human_bytes, this_host
 from tandem.cluster.preflight import Plan, Preflight
 from tandem.cluster.ray_probe import require_token
 from tandem.cluster.report import ClusterNews, Reporter
 from tandem.cluster.signals import StopRequested, StopSignals
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.statefile import Claim, Stage
 from tandem.cluster.stopping import stop_cluster
 from tandem.cluster.vigil import end_silent_supervisor, watch_ray
 from tandem.core.config import Config
@@ -97,6 +98,7 @@ class Serving:
     def __init__(self, config: Config, address: str | None, reporter: Reporter) -> None:
         self._config, self._address, self._reporter = config, address, reporter
         self._signals = StopSignals(self._say_stopping, self._force)
+        self._claim = Claim(config.http.port, local=address is None)
         self._home: RayHome | None = None
         self._supervisor: Any = None  # its Ray actor
         self._control_address = ""
@@ -114,39 +116,44 @@ class Serving:
 
     def run(self) -> None:
         self._signals.install()
+        self._claim.take(waits_for="the checks of this host and the model")
         self._reporter.line(f"Tandem {version()}", style="bold")
         plan = Preflight(self._config, this_host(), local=self._local).plan()
         self._say_plan(plan)
         os.environ.pop(KEYS_VARIABLE, None)  # the processes of a Ray of our own get digests, like those of a joined one
         if self._address is None:
-            self._reporter.step("Starting Ray")
+            self._begin_step("Starting Ray", waits_for="Ray to start")
             self._starts_ray = True
             processes.adopt_orphans()
             processes.start_guard()
             self._home = ray_home.start_local_ray()
         else:
-            self._reporter.step(f"Joining Ray at {self._address}")
+            self._begin_step(f"Joining Ray at {self._address}", waits_for="Ray to let it in")
             self._home = ray_home.join_ray(self._address, remedy=JOIN_REMEDY)
             require_token(self._home.address)
         self._signals.install()
         self._reporter.line(f"  ray         at {self._home.address}, logs in {self._home.log_directory}")
-        self._reporter.step("Starting the workers")
+        self._begin_step("Starting the workers", waits_for="the supervisor to start")
         self._start_supervisor(plan, self._home)
         asyncio.run(self._supervise(plan))
 
     def clean_up(self) -> None:
         """Stop what has been started, in the order that is kindest; whatever happened before."""
         self._signals.begin_cleanup()
-        if self._progress.ready:
-            statefile.remove(self._config.http.port)
+        self._claim.tell(Stage.STOPPING, "its processes to end")
         if self._home and not self._local and self._supervisor is not None:
             asyncio.run(self._shut_down(grace_s=0.0))
         if self._home and not self._ray_lost.is_set():  # a lost Ray does not answer the farewell either
             ray_home.leave_ray()
         if self._starts_ray:
             processes.kill_descendants()
+        self._claim.release()
 
     # --- starting ------------------------------------------------------------------------------------------------
+
+    def _begin_step(self, text: str, *, waits_for: str) -> None:
+        self._reporter.step(text)
+        self._claim.tell(Stage.STARTING, waits_for)
 
     def _start_supervisor(self, plan: Plan, home: RayHome) -> None:
         import ray
@@ -173,6 +180,13 @@ class Serving:
             log_directory=plan.config.logging.directory or (home.log_directory if self._local else ""),
         )
         self._supervisor = start_supervisor(spec, plan.key_digests)
+        self._claim.tell(
+            Stage.STARTING,
+            "the workers and the router to be ready",
+            control_address=f"{host}:{spec.control_port}",
+            tls=spec.config.security.tls,
+            certificates=spec.config.security.certificates,
+        )
 
     async def _supervise(self, plan: Plan) -> None:
         """Until a signal, the cluster's end or its failure."""
@@ -186,6 +200,7 @@ class Serving:
         outcomes = await asyncio.gather(watching, stopping, lost, return_exceptions=True)
         if not ended:
             self._reporter.end_steps()
+            self._claim.tell(Stage.STOPPING, "requests under way and its processes to end")
             await self._shut_down(GRACE_S if self._progress.ready else 0.0)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
@@ -285,34 +300,18 @@ class Serving:
             self._broken.clear()
         else:
             self._broken.set()
+        if cluster.stopping:  # asked for by `tandem stop`
+            self._claim.tell(Stage.STOPPING, "requests under way and its processes to end")
         if self._progress.ready:
             return
         if cluster.settled:
             self._reporter.end_steps()
             self._progress.ready = True
-            self._announce(cluster, plan)
+            self._claim.tell(Stage.READY)
+            for line in ready_banner(cluster.router.url, self._config.http.port, plan):
+                self._reporter.line(line)
         elif not cluster.stopping:
             _raise_if_hopeless(cluster)
-
-    def _announce(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
-        assert self._home is not None
-        url, port = cluster.router.url, self._config.http.port
-        statefile.write(
-            statefile.ClusterFile(
-                url=url,
-                port=port,
-                control_address=self._control_address,
-                ray_address=self._home.address,
-                namespace=NAMESPACE,
-                pid=os.getpid(),
-                pid_created=psutil.Process().create_time(),
-                local=self._local,
-                tls=plan.config.security.tls,
-                certificates=plan.config.security.certificates,
-            )
-        )
-        for line in ready_banner(url, port, plan):
-            self._reporter.line(line)
 
     # --- stopping ------------------------------------------------------------------------------------------------
 
@@ -352,10 +351,9 @@ class Serving:
     def _force(self) -> None:
         """The second signal: everything of ours ends now."""
         self._reporter.end_steps()
-        if self._progress.ready:
-            statefile.remove(self._config.http.port)
+        num_killed = processes.kill_descendants() if self._starts_ray else 0
+        self._claim.release()
         if self._local:
-            num_killed = processes.kill_descendants() if self._starts_ray else 0
             self._reporter.line(f"Stopped at once: {num_killed} processes were killed, requests under way broke off.")
         else:
             self._reporter.line(

@@ -74,7 +74,10 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
             ray_address=self._spec.ray_address,
             pid=os.getpid(),
         )
-        return fill_cluster(message, self._supervisor.cluster, self._supervisor.loads, self._supervisor.now)
+        fill_cluster(message, self._supervisor.cluster, self._supervisor.loads, self._supervisor.now)
+        if message.HasField("router"):
+            message.router.num_under_way = self._supervisor.num_under_way
+        return message
 
 
 def _error(error: ConfigError) -> common_pb2.Error:

@@ -1,48 +1,71 @@
-"""Where `tandem status`, `scale` and `stop` find the clusters that this user has started on this host.
+"""Where `tandem status`, `scale` and `stop` find this user's clusters on this host, from their first second.
 
-One small JSON file for each HTTP port, written when a cluster is ready and removed when it ends. A file whose
-`tandem serve` has died without removing it is told by its process id and start time.
+One small JSON file for each HTTP port. `tandem serve` claims it before anything else starts, so no two of them take one
+port; it tells there how far it is, and removes it when nothing is left. A file whose `tandem serve` has died without
+removing it is told by its process id and start time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
 import os
+import socket
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from tandem.cluster.node_watcher import started_at
+from tandem.core.errors import ConfigError
+
+_CONNECT_S = 5.0
+
+
+class Stage(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
 
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """How to reach a cluster.
+    """What `tandem serve` tells of itself, and how to reach its cluster.
 
     Attributes:
-        control_address: host:port of SupervisorControl.
-        pid, pid_created: of `tandem serve`; the start time tells it from a later process of the same number.
+        pid, started: of `tandem serve`; the start, in clock ticks since boot, tells it from a later process of the
+            same number.
         local: its Ray dies with it.
+        since_s: seconds since the epoch at which the stage began.
+        waits_for: until the next stage; empty when ready.
+        control_address: host:port of SupervisorControl; empty as long as none has been asked for.
         tls, certificates: the cluster's `security` section.
     """
 
-    url: str
     port: int
-    control_address: str
-    ray_address: str
-    namespace: str
     pid: int
-    pid_created: float
+    started: int
     local: bool
-    tls: str
-    certificates: str
+    stage: Stage
+    since_s: float
+    waits_for: str = ""
+    control_address: str = ""
+    tls: str = "auto"
+    certificates: str = ""
 
     @property
     def serve_process(self) -> psutil.Process | None:
         """`tandem serve` itself, while it lives."""
         try:
             process = psutil.Process(self.pid)
-            alive = process.create_time() == self.pid_created and process.status() != psutil.STATUS_ZOMBIE
+            alive = started_at(self.pid) == self.started and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return None
         return process if alive else None
@@ -50,7 +73,90 @@ class ClusterFile:
     @property
     def running(self) -> bool:
         """A joined cluster goes on without its `tandem serve`; a local one does not."""
-        return not self.local or self.serve_process is not None
+        return self.serve_process is not None or (not self.local and self.control_address != "")
+
+    def describe(self) -> str:
+        """`starting (pid 4711, since 14:03:10, waits for Ray to start)`."""
+        if self.serve_process is None:
+            return "running on without its `tandem serve`"
+        since = time.strftime("%H:%M:%S", time.localtime(self.since_s))
+        waits = f", waits for {self.waits_for}" if self.waits_for else ""
+        return f"{self.stage} (pid {self.pid}, since {since}{waits})"
+
+
+class Claim:
+    """The file of this `tandem serve`: nobody else writes it as long as this process lives."""
+
+    def __init__(self, port: int, *, local: bool) -> None:
+        started = started_at(os.getpid())
+        assert started is not None
+        self._file = ClusterFile(port, os.getpid(), started, local, Stage.STARTING, time.time())
+
+    def take(self, waits_for: str) -> None:
+        """Write the file. Raises `ConfigError` when a cluster of this user has the port."""
+        self._file = dataclasses.replace(self._file, waits_for=waits_for)
+        with _locked():
+            check_free(self._file.port)
+            write(self._file)
+
+    def tell(self, stage: Stage, waits_for: str = "", **facts: Any) -> None:
+        """Say how far it is. Without effect when the file is not ours."""
+        since_s = self._file.since_s if stage is self._file.stage else time.time()
+        news = dataclasses.replace(self._file, stage=stage, since_s=since_s, waits_for=waits_for, **facts)
+        if news != self._file and self._holds():
+            self._file = news
+            write(news)
+
+    def release(self) -> None:
+        """Take no lock: a signal's handler calls it, perhaps while this very thread holds the lock."""
+        if self._holds():
+            _path(self._file.port).unlink()
+
+    def _holds(self) -> bool:
+        found = _read(_path(self._file.port))
+        return found is not None and (found.pid, found.started) == (self._file.pid, self._file.started)
+
+
+def check_free(port: int) -> None:
+    """Raises `ConfigError` when another process's cluster of this user has the HTTP port, or is about to take it."""
+    holder = _read(_path(port))
+    if holder is None or holder.pid == os.getpid() or not holder.running:
+        return
+    is_served = holder.serve_process is not None
+    if not is_served and not listens(holder.control_address):
+        return  # it was in a joined Ray, and has ended since
+    if is_served and holder.stage is Stage.STOPPING:
+        remedy = f"start again when it has ended (`tandem stop --port {port}` waits for that)"
+    else:
+        remedy = f"end it with `tandem stop --port {port}`"
+    raise ConfigError(
+        f"http.port {port} is taken by a Tandem cluster of yours, {holder.describe()}; {remedy}, "
+        "or choose another with --port",
+        key="http.port",
+    )
+
+
+def running() -> list[ClusterFile]:
+    """The clusters that still run, those that start or stop included; files of dead ones are removed."""
+    found = []
+    with _locked() as directory:
+        for path in sorted(directory.glob("*.json")):
+            cluster = _read(path)
+            if cluster is None:
+                continue
+            if cluster.running:
+                found.append(cluster)
+            else:
+                path.unlink()
+    return found
+
+
+def forget(cluster: ClusterFile) -> None:
+    """Remove its file, for one that has ended; not that of another which has taken its port."""
+    with _locked():
+        found = _read(_path(cluster.port))
+        if found is not None and (found.pid, found.started) == (cluster.pid, cluster.started):
+            _path(cluster.port).unlink()
 
 
 def runtime_directory() -> Path:
@@ -63,32 +169,43 @@ def runtime_directory() -> Path:
     return directory
 
 
-def write(cluster: ClusterFile) -> Path:
+def listens(address: str) -> bool:
+    """Whether somebody takes connections at host:port; not whether he answers."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked() -> Iterator[Path]:
+    """What looks and then writes or removes does so alone. The kernel ends the lock of a process that dies."""
+    directory = runtime_directory()
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+    finally:
+        os.close(lock)
+
+
+def _read(path: Path) -> ClusterFile | None:
+    """`None`: there is none, or it is of another version of Tandem, which alone may judge it."""
+    try:
+        kept = json.loads(path.read_text())
+        return ClusterFile(**{**kept, "stage": Stage(kept["stage"])})
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write(cluster: ClusterFile) -> None:
     """Write the file whole or not at all."""
     path = _path(cluster.port)
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(asdict(cluster), indent=2) + "\n")
     draft.replace(path)
-    return path
-
-
-def remove(port: int) -> None:
-    _path(port).unlink(missing_ok=True)
-
-
-def running() -> list[ClusterFile]:
-    """The clusters that still run; files of dead ones are removed."""
-    found = []
-    for path in sorted(runtime_directory().glob("*.json")):
-        try:
-            cluster = ClusterFile(**json.loads(path.read_text()))
-        except (ValueError, TypeError):
-            continue  # of another version of Tandem, which alone may judge it
-        if cluster.running:
-            found.append(cluster)
-        else:
-            path.unlink(missing_ok=True)
-    return found
 
 
 def _path(port: int) -> Path:

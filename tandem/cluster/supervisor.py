@@ -102,6 +102,11 @@ class Supervisor:
         """The last report of each worker that lives, by worker id."""
         return {worker_id: worker.load for (worker_id, _), worker in self._workers.items() if worker.load}
 
+    @property
+    def num_under_way(self) -> int:
+        """Requests that the router has, as of its last heartbeat."""
+        return self._router.num_under_way if self._router else 0
+
     async def scale(self, wanted: dict[ev.Role, int]) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
 

@@ -148,6 +148,9 @@ class Serve:
                     if error.code() is not grpc.StatusCode.UNAVAILABLE:  # its supervisor was killed: ask the next
                         raise
 
+    def state_files(self) -> list[Path]:
+        return list((Path(self.env["XDG_RUNTIME_DIR"]) / "tandem").iterdir())
+
     def processes(self) -> list[psutil.Process]:
         """Everything that this `tandem serve` has started and that lives, itself included."""
         return list(_marked(self.mark))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from serving import ROOT, Serve
+from serving import ROOT, Serve, Stream
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -42,6 +42,54 @@ def test_a_signal_while_it_starts(serves: list[Serve], tmp_path: Path, said: str
     assert serve.processes() == []
     assert "Stopping" in serve.output
     assert "Traceback" not in serve.output
+
+
+def test_a_cluster_that_starts_is_seen_met_and_stopped(serves: list[Serve], tmp_path: Path) -> None:
+    serve = Serve(tmp_path)
+    serves.append(serve)
+    serve.wait_for("Tandem ")
+    run = serve.tandem("status")
+    assert run.returncode == 0, run.stderr
+    assert f"starting (pid {serve.process.pid}, since " in run.stdout
+    told = json.loads(serve.tandem("status", "--json").stdout)
+    assert told["state"] == "starting"
+    assert told["serve"]["since_s"] - psutil.Process(serve.process.pid).create_time() < 5.0  # 0.5 if alone
+    second = Serve(tmp_path, port=serve.port)
+    serves.append(second)
+    assert second.process.wait(timeout=10) == 1
+    assert f"a Tandem cluster of yours, starting (pid {serve.process.pid}" in second.output
+    assert f"end it with `tandem stop --port {serve.port}`, or choose another with --port" in second.output
+    run = serve.tandem("scale", "--decode", "2")
+    assert run.returncode == 1
+    assert "try again when it is ready" in run.stderr
+    run = serve.tandem("stop")
+    assert run.returncode == 0, run.stderr + serve.output
+    assert serve.process.wait(timeout=5) == 0, serve.output
+    assert serve.processes() == []
+    assert serve.state_files() == []
+    assert "Ready" not in serve.output
+
+
+def test_a_cluster_that_stops_says_what_it_waits_for(serves: list[Serve], tmp_path: Path) -> None:
+    serve = Serve(tmp_path)
+    serves.append(serve)
+    serve.wait_ready()
+    decode = psutil.Process(serve.members()["decode-0"]["pid"])
+    stream = Stream(serve, max_tokens=1500)
+    stream.wait_for_token()
+    decode.suspend()  # so that the request does not end
+    serve.process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 15
+    while "stopping: 1 request under way" not in (said := serve.tandem("status").stdout):
+        assert time.monotonic() < deadline, said
+    second = Serve(tmp_path, port=serve.port)
+    serves.append(second)
+    assert second.process.wait(timeout=10) == 1
+    assert f"a Tandem cluster of yours, stopping (pid {serve.process.pid}" in second.output
+    assert f"start again when it has ended (`tandem stop --port {serve.port}` waits for that)" in second.output
+    assert serve.tandem("stop", "--now").returncode == 0
+    assert serve.process.wait(timeout=5) == 0, serve.output
+    assert serve.state_files() == []
 
 
 def test_tandem_stop_ends_it_and_waits_for_the_end(serves: list[Serve], tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ class ClusterRouter(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_UNDER_WAY_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"starting", "ready", "draining", "stopping", "failed" """
     url: _builtins.str
@@ -152,6 +153,8 @@ class ClusterRouter(_message.Message):
     """why its last life ended; empty when none has"""
     failures: _builtins.int
     """ends in a row without a stable run between them"""
+    num_under_way: _builtins.int
+    """requests, as of its last heartbeat"""
     @_builtins.property
     def last_error(self) -> _common_pb2.Error: ...
     def __init__(
@@ -164,10 +167,11 @@ class ClusterRouter(_message.Message):
         detail: _builtins.str = ...,
         last_error: _common_pb2.Error | None = ...,
         failures: _builtins.int = ...,
+        num_under_way: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_error", b"last_error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "detail", b"detail", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "detail", b"detail", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "num_under_way", b"num_under_way", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+
 import pytest
 
 from tandem.cluster.spec import ClusterSpec
@@ -22,3 +25,11 @@ def spec() -> ClusterSpec:
         ray_address="",
         log_directory="",
     )
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])

@@ -6,16 +6,14 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from state_files import cluster_file
 
 from tandem import cli
 from tandem.cluster import statefile
-from tandem.cluster.statefile import ClusterFile
 from tandem.core.errors import ConfigError
 
 COMMANDS = ("serve", "status", "scale", "drain", "stop", "bench", "doctor", "certs", "version")
@@ -24,23 +22,6 @@ COMMANDS = ("serve", "status", "scale", "drain", "stop", "bench", "doctor", "cer
 @pytest.fixture(autouse=True)
 def _own_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-def cluster_file(**changes: Any) -> ClusterFile:
-    me = psutil.Process()
-    file = ClusterFile(
-        url="http://127.0.0.1:8000",
-        port=8000,
-        control_address="127.0.0.1:1",
-        ray_address="127.0.0.1:2",
-        namespace="tandem",
-        pid=me.pid,
-        pid_created=me.create_time(),
-        local=True,
-        tls="auto",
-        certificates="",
-    )
-    return replace(file, **changes)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -143,8 +124,8 @@ def test_status_stop_and_scale_do_without_ray() -> None:
 
 def test_state_files_of_dead_clusters_are_forgotten() -> None:
     statefile.write(cluster_file())
-    statefile.write(cluster_file(port=8001, pid_created=1.0))
-    statefile.write(cluster_file(port=8002, pid_created=1.0, local=False))
+    statefile.write(cluster_file(port=8001, started=1))
+    statefile.write(cluster_file(port=8002, started=1, local=False))
     assert [cluster.port for cluster in statefile.running()] == [8000, 8002]
     assert sorted(path.stem for path in statefile.runtime_directory().glob("*.json")) == ["8000", "8002"]
 
@@ -184,7 +165,7 @@ def test_a_supervisor_that_does_not_answer_is_named(capsys: pytest.CaptureFixtur
 
 
 def test_stop_forgets_a_cluster_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
-    statefile.write(cluster_file(pid_created=1.0, local=False))
+    statefile.write(cluster_file(started=1, local=False))
     assert cli.main(["stop"]) == 0
     assert "does not answer" in capsys.readouterr().out
     assert statefile.running() == []
@@ -220,8 +201,9 @@ def test_a_second_signal_before_anything_started_touches_nothing(monkeypatch: py
     from tandem.cluster import serve
 
     monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: pytest.fail("others were killed"))
-    monkeypatch.setattr("tandem.cluster.statefile.remove", lambda _: pytest.fail("another cluster was forgotten"))
+    statefile.write(cluster_file())
     monkeypatch.setattr("os._exit", sys.exit)
     with serve.Reporter() as reporter, pytest.raises(SystemExit) as caught:
         serve.Serving(cli.load(None, {}), None, reporter)._force()
     assert caught.value.code == 130
+    assert statefile.running() == [cluster_file()]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from state_files import cluster_file
 
 from tandem.cluster import statefile
 from tandem.cluster.host import Host, human_bytes, this_host
 from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
-from tandem.cluster.statefile import ClusterFile
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError
 from tandem.core.model_path import read_facts, resolve_model
@@ -43,14 +41,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield int(listener.getsockname()[1])
 
 
 def preflight(checkpoint: Path, port: int, host: Host = HOST, **sections: Any) -> Preflight:
@@ -111,10 +101,9 @@ def test_a_port_of_ones_own_cluster_is_told_apart(
     checkpoint: Path, taken_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    me = psutil.Process()
-    url = f"http://127.0.0.1:{taken_port}"
-    statefile.write(ClusterFile(url, taken_port, "", "", "tandem", me.pid, me.create_time(), True, "auto", ""))
-    with pytest.raises(ConfigError, match=rf"a Tandem cluster of yours; end it with `tandem stop --port {taken_port}`"):
+    statefile.write(cluster_file(port=taken_port))
+    says = rf"a Tandem cluster of yours, ready \(pid .*\); end it with `tandem stop --port {taken_port}`"
+    with pytest.raises(ConfigError, match=says):
         preflight(checkpoint, taken_port).plan()
 
 

@@ -1,4 +1,4 @@
-"""API keys in a joined Ray, whose processes are no children of `tandem serve`: they reach the router, and no reader."""
+"""In a joined Ray, whose processes are no children of `tandem serve`: API keys, and the end of a start."""
 
 from __future__ import annotations
 
@@ -33,6 +33,21 @@ def rays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rays, str]]
         yield rays, address
     finally:
         rays.end()
+
+
+def test_a_cluster_that_starts_is_stopped_with_all_that_it_has_in_ray(rays: tuple[Rays, str], tmp_path: Path) -> None:
+    serve = Serve(tmp_path, "--address", rays[1], env=TOKEN, security={"tls": "off"})
+    try:
+        serve.wait_for("Starting the workers")
+        run = serve.tandem("stop")
+        assert run.returncode == 0, run.stderr + serve.output
+        assert serve.process.wait(timeout=5) == 0, serve.output
+    finally:
+        serve.clean_up()
+    assert serve.state_files() == []
+    ours = [p for p in rays[0].processes() if re.match(r"ray::\w+Actor", " ".join(p.cmdline()))]
+    _, alive = psutil.wait_procs(ours, timeout=10)
+    assert not alive
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tandem.core.config import Config, load
+from tandem.core.arguments import Parser, port, whole
+from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.errors import TandemError
 from tandem.core.version import version
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_workers = whole(1, MAX_POOL)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tandem",
         description="Serve a language model with prefill and decode on separate workers.",
         epilog="example:\n  tandem serve\n\n`tandem COMMAND --help` explains each command.",
@@ -98,16 +101,16 @@ def _add_config_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dtype", choices=_DTYPES, help="of weights and KV (default: auto)")
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    command.add_argument("--port", type=int, metavar="N", help="HTTP port (default: 8000)")
-    command.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
-    command.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1)")
+    command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
+    command.add_argument("--prefill", type=_workers, metavar="N", help="prefill workers (default: 1)")
+    command.add_argument("--decode", type=_workers, metavar="N", help="decode workers (default: 1)")
     command.add_argument(
         "--address", metavar="RAY", help="join the Ray cluster at this address, `auto`: the one of this host"
     )
 
 
 def _add_target_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--port", type=int, metavar="N", help="HTTP port of the cluster; needed if several run here")
+    command.add_argument("--port", type=port, metavar="N", help="HTTP port of the cluster; needed if several run here")
     command.add_argument(
         "--address", metavar="RAY", help="find the cluster in the Ray cluster at this address, `auto`: of this host"
     )
@@ -128,8 +131,8 @@ def _add_scale(commands: Any) -> None:
         _scale,
     )
     _add_target_options(command)
-    command.add_argument("--prefill", type=int, metavar="N", help="prefill workers; left out: as it is")
-    command.add_argument("--decode", type=int, metavar="M", help="decode workers; left out: as it is")
+    command.add_argument("--prefill", type=_workers, metavar="N", help="prefill workers; left out: as it is")
+    command.add_argument("--decode", type=_workers, metavar="M", help="decode workers; left out: as it is")
     command.add_argument("--no-wait", action="store_true", help="return at once, not when the new size is reached")
 
 

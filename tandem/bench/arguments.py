@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.core.arguments import number, whole
+
 #: Adds a command by its name, help, example and handler, and gives its parser.
 AddCommand = Callable[..., argparse.ArgumentParser]
 
@@ -256,34 +258,20 @@ def duration_s(text: str) -> float:
     return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
 
 
-def _number(text: str, type: Callable[[str], float], is_right: Callable[[float], bool], what: str) -> Any:
-    try:
-        value = type(text)
-    except ValueError:
-        value = float("nan")
-    if not is_right(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
-
-
-def _count(text: str) -> Any:
-    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
-
-
-def _natural(text: str) -> Any:
-    return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
+_count = whole(1)
+_natural = whole(0)
 
 
 def _positive(text: str) -> Any:
-    return _number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
+    return number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
 
 
 def _share(text: str) -> Any:
-    return _number(text, float, lambda value: 0 < value <= 1, "a share, above 0 and at most 1")
+    return number(text, float, lambda value: 0 < value <= 1, "a share, above 0 and at most 1")
 
 
 def _ratio(text: str) -> Any:
-    return _number(text, float, lambda value: 1 < value < float("inf"), "a ratio above 1")
+    return number(text, float, lambda value: 1 < value < float("inf"), "a ratio above 1")
 
 
 def _paths(text: str) -> list[Path]:

@@ -21,6 +21,7 @@ from tandem.cluster.lives import Phase, Policy
 from tandem.cluster.pools import Cluster
 from tandem.cluster.standstill import Standstill
 from tandem.core import points
+from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, TandemError
 from tandem.rpc.v1 import common_pb2
 
@@ -31,9 +32,6 @@ FIND_TIMEOUT_S = 9.0
 counts as one that still starts, also where it is about to stop."""
 
 _UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.RouterHeard, ev.WriterSuspected, ev.Tick)
-
-MAX_POOL = 1024
-"""Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
 
 
 class Supervisor:

@@ -27,6 +27,9 @@ from tandem.core.errors import ConfigError
 EMBEDDED_MODEL = "embedded"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#]+")
 
+MAX_POOL = 1024
+"""Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
+
 
 def _key(default: Any, help: str, *, minimum: float | None = None, choices: tuple[str, ...] = ()) -> Any:
     metadata = {"help": help, "minimum": minimum, "choices": choices}
@@ -246,19 +249,39 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
     Raises:
         ConfigError: unreadable file, unknown key, wrong type or impossible value; names key and remedy.
     """
-    tree: Any = {}
-    if path is not None:
-        try:
-            tree = yaml.safe_load(path.read_text()) or {}
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing file with --config") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not YAML: {error}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must hold keys and values at its top, not {type(tree).__name__}")
+    tree = {} if path is None else _read(path)
     for dotted, value in (overrides or {}).items():
         _lay_over(tree, dotted, value)
     return from_dict(tree)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's keys and values. Raises `ConfigError`, which names the place where it is not YAML."""
+    text = ""
+    try:
+        text = path.read_bytes().decode()
+        tree = yaml.safe_load(text) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing file with --config") from error
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].decode()
+        raise _not_yaml(path, before, "a byte that is not UTF-8") from error
+    except yaml.reader.ReaderError as error:
+        raise _not_yaml(path, text[: error.position], f"the character {chr(error.character)!r}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        before = text[: mark.index] if mark else text
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _not_yaml(path, before, what) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold keys and values at its top, not {type(tree).__name__}")
+    return tree
+
+
+def _not_yaml(path: Path, before: str, what: str) -> ConfigError:
+    """`before`: the text in front of what is wrong."""
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    return ConfigError(f"{path} is not YAML: line {line}, column {column}: {what}")
 
 
 def from_dict(tree: dict[str, Any]) -> Config:

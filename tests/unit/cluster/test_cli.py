@@ -52,6 +52,50 @@ def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixt
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["serve", "--prefill", "-1"], "tandem serve: error: argument --prefill: '-1' is not a whole number from 1 to"),
+        (["serve", "--decode", "0"], "argument --decode: '0' is not a whole number from 1 to 1024"),
+        (["serve", "--port", "0"], "argument --port: '0' is not a whole number from 1 to 65535"),
+        (["serve", "--port", "65536"], "argument --port: '65536' is not"),
+        (["scale", "--prefill", "-1"], "tandem scale: error: argument --prefill: '-1' is not"),
+        (["scale", "--decode", str(1 << 40)], f"argument --decode: '{1 << 40}' is not a whole number from 1 to 1024"),
+        (["status", "--port", "1e3"], "argument --port: '1e3' is not"),
+        (["bench", "run", "--concurrency", "-1"], "tandem bench run: error: argument --concurrency: '-1' is not"),
+        (["bench", "run", "--warmup", "-1"], "argument --warmup: '-1' is not a whole number of at least 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_wrong_usage(
+    line: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(line)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["serve", "--prefil", "2"], "tandem serve: error: unknown: --prefil 2; did you mean --prefill?"),
+        (["serve", "--dcode=2", "--prt", "1"], "did you mean --decode --port?"),
+        (["bench", "run", "--concurency", "2"], "tandem bench run: error: unknown: --concurency 2; did you mean --co"),
+        (["statsu"], "did you mean status?"),
+        (["bench", "rnu"], "did you mean run?"),
+        (["serve", "--dtype", "flot32"], "did you mean float32?"),
+        (["status", "extra"], "tandem status: error: unknown: extra\n"),
+    ],
+)
+def test_a_slip_is_answered_with_the_nearest_name(
+    line: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(line)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_options_lie_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text("http: {port: 9000, host: 0.0.0.0}\npools: {decode: {workers: 3}}\n")
@@ -67,8 +111,6 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (["serve", "--port", "0"], "http.port is 0, must be at least 1"),
-        (["serve", "--prefill", "0"], "pools.prefill.workers is 0"),
         (["serve", "--config", "/no/such.yaml"], "cannot read /no/such.yaml"),
         (["serve", "--model", "/no/such/model"], "there is no directory /no/such/model"),
         (["status"], "no cluster of this user runs on this host; start one with `tandem serve`"),

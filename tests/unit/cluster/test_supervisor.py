@@ -17,6 +17,7 @@ from tandem.cluster.events import Intent, Placement, Role
 from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
 from tandem.cluster.lives import Phase, Policy
 from tandem.cluster.supervisor import Supervisor
+from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerLostError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
@@ -408,10 +409,11 @@ async def test_a_restarted_router_gets_the_membership_again(world: World) -> Non
         assert len(world.memberships[-1].members) == 2
 
 
-async def test_a_size_below_one_is_refused(world: World) -> None:
+@pytest.mark.parametrize(("size", "says"), [(0, "must be at least 1"), (MAX_POOL + 1, "must be at most 1024")])
+async def test_a_size_that_cannot_be_is_refused(world: World, size: int, says: str) -> None:
     async with supervising(world) as supervisor:
-        with pytest.raises(ConfigError, match="at least 1"):
-            await supervisor.scale({Role.PREFILL: 0})
+        with pytest.raises(ConfigError, match=says):
+            await supervisor.scale({Role.PREFILL: size})
 
 
 async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) -> None:

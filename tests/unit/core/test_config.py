@@ -238,6 +238,27 @@ def test_file_that_is_not_yaml(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"http:\n  port: [1, 2\nmodel: {}\n", "line 3, column 6: while parsing a flow sequence, expected ',' or ']'"),
+        (b"http:\n\tport: 1\n", "line 2, column 1: while scanning for the next token, found character"),
+        (b'model: {path: "x', "line 1, column 17: while scanning a quoted scalar, found unexpected end of stream"),
+        (b"http:\n  host: \xff\n", "line 2, column 9: a byte that is not UTF-8"),
+        (b"http:\n  host: \x01\n", "line 2, column 9: the character '\\x01'"),
+        (b"http: !secret x\n", "line 1, column 7: could not determine a constructor for the tag '!secret'"),
+        (b"http: {}\n---\nmodel: {}\n", "line 2, column 1: expected a single document in the stream"),
+    ],
+)
+def test_the_place_where_it_is_not_yaml_is_told_in_one_line(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert caught.value.message.startswith(f"{path} is not YAML: {says}")
+    assert "\n" not in caught.value.message
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "8000\n"])
 def test_file_that_holds_no_keys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list.yaml"

@@ -11,10 +11,9 @@ from typing import Any
 from router.fields import shown
 from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
-from tandem.core.model_path import model_name
+from tandem.core.model_path import ANY_NAME, model_name, shown_name
 from tandem.core.tokenizer import Tokenizer
 
-_ANY_NAME = "*"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
@@ -46,7 +45,7 @@ class ModelCard:
             limits.append(config.cache.max_context)
         return cls(
             names=names,
-            own_name=next((name for name in names if name != _ANY_NAME), own),
+            own_name=shown_name(names, own),
             root=own,
             max_context=min(limits, default=None),
             vocab_size=int(facts.get("vocab_size") or tokenizer.vocab_size),
@@ -61,14 +60,14 @@ class ModelCard:
 
     def check_name(self, name: str) -> None:
         """Raises `ModelNotFoundError` unless requests may use `name`."""
-        if name not in self.names and _ANY_NAME not in self.names:
+        if name not in self.names and ANY_NAME not in self.names:
             raise ModelNotFoundError(
                 f"the model {shown(name)} is not served here; served: {', '.join(self.names)}", field="model"
             )
 
     def listing(self) -> list[dict[str, Any]]:
         """The models of `GET /v1/models`."""
-        return [self.entry(name) for name in self.names if name != _ANY_NAME] or [self.entry(self.own_name)]
+        return [self.entry(name) for name in self.names if name != ANY_NAME] or [self.entry(self.own_name)]
 
     def entry(self, name: str) -> dict[str, Any]:
         """One model of `GET /v1/models/{id}`, with vLLM's fields beside OpenAI's."""

@@ -22,9 +22,7 @@ def program_name() -> str:
 
 def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
     """What a user needs once the cluster answers."""
-    names = plan.config.model.served_names
-    name = plan.facts.name if names[0] == "*" else names[0]
-    body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+    body = f'{{"model": "{plan.model_name}", "prompt": "Once upon a time", "max_tokens": 32}}'
     metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
     pools, program = plan.config.pools, program_name()
     scaled = f"--prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}"

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tandem.core.errors import ConfigError
-from tandem.rpc.identity import AUTHORITY_FILE, ROLE_URI, SERVER_NAME, certificate_file, key_file, load_identity
-from tandem.rpc.permissions import PeerRole
+from tandem.rpc.identity import AUTHORITY_FILE, certificate_file, key_file, load_identity
+from tandem.rpc.permissions import ROLE_URI, SERVER_NAME, PeerRole
 
 AUTHORITY_KEY_FILE: Final = "ca.key"
 WARN_BEFORE: Final = timedelta(days=30)

@@ -8,12 +8,11 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import psutil
-from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
 from tandem.cluster import statefile
 from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, find_started, supervisor
-from tandem.cluster.doctor import examine
+from tandem.cluster.plain import plain
 from tandem.cluster.processes import wait_for_exit
 from tandem.cluster.report import ClusterNews, Reporter, cluster_table, make_console, pools_line
 from tandem.cluster.waits import check_wait
@@ -35,9 +34,8 @@ def status(port: int | None, address: str | None, *, as_json: bool) -> int:
     cluster = _ask(target)
     state, detail = _state(target, cluster)
     if as_json:
-        known = MessageToDict(cluster, preserving_proto_field_name=True) if cluster else {}
-        serve = {"serve": asdict(target.file)} if target.file else {}
-        print(json.dumps({"state": state, **known, **serve}, indent=2))
+        serve = asdict(target.file) if target.file else None
+        print(json.dumps({"state": state, **plain(cluster or supervisor_pb2.Cluster()), "serve": serve}, indent=2))
         return 0
     console = make_console()
     if cluster is None:
@@ -146,6 +144,8 @@ def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) ->
 
 
 def doctor(config: Config, *, address: str | None) -> int:
+    from tandem.cluster.doctor import examine  # it needs more than all other commands together
+
     findings = examine(config, address=address)
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:

@@ -29,7 +29,7 @@ from tandem.cluster.host import Host, human_bytes
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
-from tandem.core.model_path import ModelFacts, read_facts, resolve_model
+from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
 from tandem.rpc.security import is_loopback
 
@@ -55,6 +55,11 @@ class Plan:
     kv_bytes: dict[str, int]
     num_threads: dict[str, int]
     key_digests: frozenset[bytes] = field(repr=False)
+
+    @property
+    def model_name(self) -> str:
+        """One that requests may use."""
+        return shown_name(self.config.model.served_names, self.facts.name)
 
 
 class Preflight:

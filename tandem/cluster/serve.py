@@ -170,6 +170,7 @@ class Serving:
             )
         spec = ClusterSpec(
             config=plan.config,
+            model_name=plan.model_name,
             model_dir=str(plan.facts.directory) if self._local else "",
             kv_bytes=plan.kv_bytes,
             num_threads=plan.num_threads,

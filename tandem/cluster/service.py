@@ -69,7 +69,7 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
     def _cluster(self) -> supervisor_pb2.Cluster:
         message = supervisor_pb2.Cluster(
             version=version(),
-            model=next(name for name in (*self._spec.config.model.served_names, self._spec.config.model.path)),
+            model=self._spec.model_name,
             log_directory=self._spec.log_directory,
             ray_address=self._spec.ray_address,
             pid=os.getpid(),

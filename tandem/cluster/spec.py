@@ -18,6 +18,7 @@ class ClusterSpec:
 
     Attributes:
         config: the whole configuration; `model.served_names` is never empty.
+        model_name: a name that requests may use.
         model_dir: checkpoint on this host; empty when each node resolves `model.path` by itself.
         kv_bytes: of each worker, by role; 0 when the worker's node decides (GPU memory, or several nodes).
         num_threads: CPU threads of each worker, by role; 0 when the worker's node decides.
@@ -28,6 +29,7 @@ class ClusterSpec:
     """
 
     config: Config
+    model_name: str
     model_dir: str
     kv_bytes: dict[str, int]
     num_threads: dict[str, int]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,7 @@ from tandem.core.dtypes import DTYPE_BYTES
 from tandem.core.errors import ModelLoadError
 
 EMBEDDED_NAME = "tandem-tiny"
+ANY_NAME = "*"
 _WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What `snapshot_download` fetches: weights in safetensors, configuration, tokenizer."""
 
@@ -80,6 +82,11 @@ def model_name(path: str, directory: Path) -> str:
         return EMBEDDED_NAME
     is_hub_id = not Path(path).expanduser().is_dir()
     return path if is_hub_id else directory.resolve().name
+
+
+def shown_name(served_names: Iterable[str], own_name: str) -> str:
+    """A name to show that requests may use too: the first that is served, the model's own where `*` accepts any."""
+    return next((name for name in served_names if name != ANY_NAME), own_name)
 
 
 def read_facts(path: str, directory: Path) -> ModelFacts:

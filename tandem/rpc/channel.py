@@ -6,7 +6,7 @@ import grpc
 from grpc import aio
 
 from tandem.rpc.guard import RoleGuard
-from tandem.rpc.identity import SERVER_NAME
+from tandem.rpc.permissions import SERVER_NAME
 from tandem.rpc.security import Security, current
 
 # Prompts of a million tokens fit; nothing larger is ever sent.

@@ -11,8 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from tandem.rpc.identity import role_from_uris
-from tandem.rpc.permissions import PeerRole, may_call
+from tandem.rpc.permissions import PeerRole, may_call, role_from_uris
 
 if TYPE_CHECKING:  # generic in its stubs only
     Handler = grpc.RpcMethodHandler[Any, Any]

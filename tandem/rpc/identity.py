@@ -14,7 +14,6 @@ would have to be parsed out of the certificate there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,14 +24,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from tandem.core.errors import ConfigError
-from tandem.rpc.permissions import PeerRole
+from tandem.rpc.permissions import SERVER_NAME, PeerRole, role_from_uris
 
-SERVER_NAME: Final = "tandem.internal"
-ROLE_URI: Final = "tandem://role/"
 AUTHORITY_FILE: Final = "ca.pem"
-
-_URI_PREFIX: Final = ROLE_URI.encode()
-_ROLES: Final = {f"{ROLE_URI}{role}".encode(): role for role in PeerRole}
 
 
 @dataclass(frozen=True)
@@ -75,12 +69,6 @@ def load_identity(directory: Path, role: PeerRole, *, now: datetime | None = Non
     _check_names(own, role, paths[1])
     _check_time(own, paths[1], now or datetime.now(UTC))
     return Identity(role, authority, certificate, key, own.not_valid_after_utc)
-
-
-def role_from_uris(uris: Iterable[bytes]) -> PeerRole | None:
-    """The role that the URIs of a verified certificate name; `None` unless it is exactly one, and known."""
-    claims = [uri for uri in uris if uri.startswith(_URI_PREFIX)]
-    return _ROLES.get(claims[0]) if len(claims) == 1 else None
 
 
 def _read(path: Path) -> bytes:

@@ -6,7 +6,7 @@ A method that is not in the table is nobody's. The role of a caller stands in it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final
 
@@ -19,6 +19,15 @@ class PeerRole(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     CLIENT = "client"  # `tandem serve`, `status`, `scale`, `drain`, `stop`, and tools that look
+
+
+SERVER_NAME: Final = "tandem.internal"
+"""The DNS name in every certificate."""
+
+ROLE_URI: Final = "tandem://role/"
+
+_URI_PREFIX: Final = ROLE_URI.encode()
+_ROLES: Final = {f"{ROLE_URI}{role}".encode(): role for role in PeerRole}
 
 
 def _only(*roles: PeerRole) -> frozenset[PeerRole]:
@@ -58,3 +67,9 @@ ALLOWED: Final[Mapping[str, frozenset[PeerRole]]] = {
 def may_call(role: PeerRole | None, method: str) -> bool:
     """Whether a peer of this role may call `method`; `None`: its certificate names no role."""
     return role is not None and role in ALLOWED.get(method, ())
+
+
+def role_from_uris(uris: Iterable[bytes]) -> PeerRole | None:
+    """The role that the URIs of a verified certificate name; `None` unless it is exactly one, and known."""
+    claims = [uri for uri in uris if uri.startswith(_URI_PREFIX)]
+    return _ROLES.get(claims[0]) if len(claims) == 1 else None

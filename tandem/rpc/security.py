@@ -18,13 +18,16 @@ import ipaddress
 import logging
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
 from tandem.core.config import SecurityConfig
 from tandem.core.errors import ConfigError
-from tandem.rpc.identity import Identity, load_identity
 from tandem.rpc.permissions import PeerRole
+
+if TYPE_CHECKING:
+    from tandem.rpc.identity import Identity
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +81,8 @@ class Security:
                 "trusted",
                 key="security.certificates",
             )
+        from tandem.rpc.identity import load_identity  # loads `cryptography`, which a plain command does without
+
         return load_identity(Path(self._config.certificates).expanduser(), self._role)
 
     @cached_property

@@ -122,8 +122,8 @@ class Serve:
     def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
         """The cluster's state once `condition` holds: told by the supervisor at each change."""
         import grpc
-        from google.protobuf.json_format import MessageToDict
 
+        from tandem.cluster.plain import plain
         from tandem.core.config import SecurityConfig
         from tandem.rpc.channel import host_of, make_blocking_channel
         from tandem.rpc.permissions import PeerRole
@@ -141,7 +141,7 @@ class Serve:
                 left_s = max(0.1, deadline - time.monotonic())
                 try:
                     for message in stub.WatchCluster(request, timeout=left_s, wait_for_ready=True):
-                        cluster: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
+                        cluster: dict[str, Any] = plain(message)
                         if condition(cluster):
                             return cluster
                 except grpc.RpcError as error:

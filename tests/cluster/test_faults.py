@@ -49,7 +49,7 @@ def pages_held(serve: Serve) -> dict[str, dict[str, int]]:
     """Pages that are neither free nor cached, by worker."""
     held = {}
     for worker in serve.status()["workers"]:
-        pages = {state: n for state, n in worker["load"]["pages"].items() if state not in ("free", "cached")}
+        pages = {state: n for state, n in worker["load"]["pages"].items() if n and state not in ("free", "cached")}
         if pages:
             held[worker["member"]["worker_id"]] = pages
     return held

@@ -125,7 +125,7 @@ class RaySite:
 def incarnation_of(cluster: dict[str, Any], name: str) -> str:
     """Of a worker or `router`; empty where there is none now."""
     if name == "router":
-        return str(cluster.get("router", {}).get("incarnation", ""))
+        return str((cluster["router"] or {}).get("incarnation", ""))
     found = [w["member"]["incarnation"] for w in cluster.get("workers", []) if w["member"]["worker_id"] == name]
     return found[0] if found else ""
 

@@ -16,6 +16,7 @@ def spec() -> ClusterSpec:
     """Of a cluster of which nothing is started here."""
     return ClusterSpec(
         config=Config(),
+        model_name="m",
         model_dir="",
         kv_bytes={},
         num_threads={},

@@ -158,8 +158,10 @@ def test_help_and_version_import_neither_ray_nor_grpc_nor_torch() -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-def test_status_stop_and_scale_do_without_ray() -> None:
-    code = "import sys; import tandem.cluster.commands; print(sorted({'ray', 'torch'} & set(sys.modules)))"
+def test_status_stop_and_scale_load_no_more_than_they_need() -> None:
+    """They answer in a moment: no Ray, no tensors, and no certificates on loopback."""
+    heavy = {"ray", "torch", "numpy", "transformers", "cryptography", "router", "structlog", "prometheus_client"}
+    code = f"import sys; import tandem.cluster.commands; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "[]"
 

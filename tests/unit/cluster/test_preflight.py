@@ -13,6 +13,7 @@ import pytest
 from state_files import cluster_file
 
 from tandem.cluster import statefile
+from tandem.cluster.banner import ready_banner
 from tandem.cluster.host import Host, human_bytes, this_host
 from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
 from tandem.core.config import from_dict, load
@@ -165,6 +166,18 @@ def test_memory_is_shared_among_all_workers_and_capped(checkpoint: Path, free_po
 def test_threads_are_an_equal_share_unless_set(checkpoint: Path, free_port: int) -> None:
     pools = {"prefill": {"workers": 1, "threads": 5}, "decode": {"workers": 2}}
     assert preflight(checkpoint, free_port, pools=pools).plan().num_threads == {"prefill": 5, "decode": 2}
+
+
+@pytest.mark.parametrize(
+    ("served", "shown"), [((), "small"), (("a", "b"), "a"), (("*",), "small"), (("*", "b"), "b")]
+)
+def test_the_name_that_is_shown_is_one_that_requests_may_use(
+    checkpoint: Path, free_port: int, served: tuple[str, ...], shown: str
+) -> None:
+    tree = {"model": {"path": str(checkpoint), "served_names": served}, "http": {"port": free_port}}
+    plan = Preflight(from_dict(tree), HOST).plan()
+    assert plan.model_name == shown
+    assert f'"model": "{shown}"' in "".join(ready_banner("http://127.0.0.1:1", 1, plan))
 
 
 def test_served_names_default_to_the_models_own(checkpoint: Path, free_port: int) -> None:

@@ -19,8 +19,8 @@ from tandem.cluster.host import Host
 from tandem.cluster.preflight import Preflight
 from tandem.core.config import Config, SecurityConfig
 from tandem.core.errors import ConfigError
-from tandem.rpc.identity import AUTHORITY_FILE, SERVER_NAME, certificate_file, key_file, load_identity
-from tandem.rpc.permissions import PeerRole
+from tandem.rpc.identity import AUTHORITY_FILE, certificate_file, key_file, load_identity
+from tandem.rpc.permissions import SERVER_NAME, PeerRole
 
 ALL_FILES = {AUTHORITY_FILE, AUTHORITY_KEY_FILE} | {f"{role}.{kind}" for role in PeerRole for kind in ("pem", "key")}
 

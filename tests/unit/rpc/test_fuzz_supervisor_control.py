@@ -59,6 +59,7 @@ def little_room(added: dict[Role, int]) -> None:
 async def serving(supervisor: Supervisor) -> AsyncIterator[grpc.aio.Channel]:
     spec = ClusterSpec(
         config=from_dict({"model": {"served_names": ["m"]}}),
+        model_name="m",
         model_dir="",
         kv_bytes={},
         num_threads={},

@@ -19,8 +19,8 @@ from tandem.core.config import SecurityConfig
 from tandem.core.errors import ConfigError
 from tandem.rpc import security
 from tandem.rpc.channel import bind, make_blocking_channel, make_channel, make_server
-from tandem.rpc.identity import AUTHORITY_FILE, SERVER_NAME, certificate_file, key_file
-from tandem.rpc.permissions import PeerRole
+from tandem.rpc.identity import AUTHORITY_FILE, certificate_file, key_file
+from tandem.rpc.permissions import SERVER_NAME, PeerRole
 from tandem.rpc.security import Security, is_loopback
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tandem.rpc.v1.common_pb2 import WorkerStatus

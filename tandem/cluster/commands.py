@@ -12,16 +12,20 @@ from rich.table import Table
 
 from tandem.cluster import statefile
 from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, find_started, supervisor
+from tandem.cluster.following import Following, node_advice, unfinished
 from tandem.cluster.plain import plain
 from tandem.cluster.processes import wait_for_exit
-from tandem.cluster.report import ClusterNews, Reporter, cluster_table, make_console, pools_line
+from tandem.cluster.report import Reporter, cluster_table, make_console, pools_line
 from tandem.cluster.waits import check_wait
 from tandem.core.config import Config
-from tandem.core.errors import ConfigError, WorkerLostError
+from tandem.core.errors import ConfigError, NoWorkerError, WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2
 
 SETTLE_TIMEOUT_S = 600.0
 """How long `tandem scale` waits for models to load and requests to end."""
+
+NODE_PATIENCE_S = 20.0
+"""After so long it says what to do for workers that wait for a node; Ray takes a moment for every start."""
 
 SERVE_END_TIMEOUT_S = 30.0
 """How long `tandem serve` may take to end its Ray once the cluster has stopped."""
@@ -86,15 +90,16 @@ def scale(port: int | None, address: str | None, *, prefill: int | None, decode:
             reporter.line(f"Wanted: {pools_line(reply.cluster)}")
             return 0
         reporter.step("Scaling")
-        news = ClusterNews()
-        for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest(), timeout=SETTLE_TIMEOUT_S):
-            for line, style in news.lines(cluster):
-                reporter.line(line, style)
-            if cluster.settled:
-                reporter.end_steps()
-                reporter.line(f"Done: {pools_line(cluster)}")
-                return 0
-    raise WorkerLostError("the cluster stopped before it had its new size")
+        following = Following(stub, reporter)
+        if not following.until(_is_settled, NODE_PATIENCE_S):
+            is_local = target.file is not None and target.file.local  # its Ray has room for any number
+            for line in [] if is_local else node_advice(following.cluster, _target_options(port, address)):
+                reporter.line(line)
+            if not following.until(_is_settled, SETTLE_TIMEOUT_S):
+                raise NoWorkerError(_not_yet(following.cluster, NODE_PATIENCE_S + SETTLE_TIMEOUT_S))
+        reporter.end_steps()
+        reporter.line(f"Done: {pools_line(following.cluster)}")
+    return 0
 
 
 def drain(
@@ -112,20 +117,21 @@ def drain(
             reporter.line(f"{worker_id} is being replaced; `tandem status` shows how far it is.")
             return 0
         reporter.step(f"Draining {worker_id}")
-        news = ClusterNews()
         limit_s = timeout_s + SETTLE_TIMEOUT_S
-        for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest(), timeout=limit_s):
-            for line, style in news.lines(cluster):
-                reporter.line(line, style)
+
+        def is_replaced(cluster: supervisor_pb2.Cluster) -> bool:
             worker = _find(cluster, worker_id)
             is_there = worker.member.incarnation == incarnation
             if is_there and not worker.leaving:
                 raise WorkerLostError(f"{worker_id} was not drained; {worker.detail}")
-            if not is_there and cluster.settled:
-                reporter.end_steps()
-                reporter.line(f"Done: {worker_id} has been replaced; {pools_line(cluster)}")
-                return 0
-    raise WorkerLostError(f"the cluster stopped before {worker_id} was replaced")
+            return not is_there and cluster.settled
+
+        following = Following(stub, reporter)
+        if not following.until(is_replaced, limit_s):
+            raise NoWorkerError(_not_yet(following.cluster, limit_s))
+        reporter.end_steps()
+        reporter.line(f"Done: {worker_id} has been replaced; {pools_line(following.cluster)}")
+    return 0
 
 
 def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) -> int:
@@ -160,6 +166,22 @@ def doctor(config: Config, *, address: str | None) -> int:
         return 1
     print("`tandem serve` can start.")
     return 0
+
+
+def _is_settled(cluster: supervisor_pb2.Cluster) -> bool:
+    return cluster.settled
+
+
+def _not_yet(cluster: supervisor_pb2.Cluster, waited_s: float) -> str:
+    return (
+        f"after {waited_s:g} s the cluster is not as wanted yet: {unfinished(cluster)}. It goes on trying, and "
+        "everything else goes on; `tandem status` shows how far it is, `tandem scale` takes a size back"
+    )
+
+
+def _target_options(port: int | None, address: str | None) -> str:
+    """What names the cluster again."""
+    return (f" --port {port}" if port else "") + (f" --address {address}" if address else "")
 
 
 def _find(cluster: supervisor_pb2.Cluster, worker_id: str) -> supervisor_pb2.ClusterWorker:

@@ -103,6 +103,16 @@ class Serve:
             timeout=timeout_s,
         )
 
+    def start(self, *line: str) -> subprocess.Popen[str]:
+        """As `tandem`, without waiting for its end."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "tandem.cli", *line],
+            env={**self.env, MARK: "a command"},
+            cwd=self.env["XDG_RUNTIME_DIR"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
     def status(self) -> dict[str, Any]:
         run = self.tandem("status", "--json", "--port", str(self.port))
         assert run.returncode == 0, run.stderr

@@ -146,17 +146,18 @@ def test_a_second_cluster_in_the_same_ray_is_refused(
 
 
 def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes: dict[str, Any]) -> None:
-    run = serve.tandem("scale", "--decode", "2", "--no-wait")
-    assert run.returncode == 0, run.stderr
-
-    def waits(cluster: dict[str, Any]) -> bool:
-        return any("waits for a node with a free `decode`" in w.get("detail", "") for w in cluster["workers"])
-
-    serve.until(waits)
-    with Load(serve, num_clients=2) as load:
-        added = nodes["cluster"].add_node(num_cpus=1, resources={"decode": 1}, object_store_memory=100 << 20)
-        serve.until(lambda cluster: cluster.get("settled", False))
+    address = nodes["cluster"].address
+    with serve.start("scale", "--decode", "2", "--address", address) as scaling:
+        assert scaling.stdout is not None
+        said = next(line for line in scaling.stdout if "Ray has no free node for" in line)
+        assert "decode-1. Everything else goes on" in said
+        assert f"""ray start --address={address} --resources='{{"decode": 1}}'""" in next(scaling.stdout)
+        assert f"tandem scale --address {address} --decode 1" in next(scaling.stdout)
+        with Load(serve, num_clients=2) as load:
+            added = nodes["cluster"].add_node(num_cpus=1, resources={"decode": 1}, object_store_memory=100 << 20)
+            rest, _ = scaling.communicate(timeout=90)
     assert load.failures == []
+    assert "Done: prefill 1/1 ready, decode 2/2 ready" in rest
     assert parent_of(serve.members()["decode-1"]["pid"]) == raylet_of(added)
 
 

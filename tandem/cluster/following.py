@@ -1,0 +1,78 @@
+"""How `tandem scale` and `drain` follow a cluster until it is as wanted, and what they say where it is not yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from tandem.cluster.report import ROLE_NAMES, ClusterNews, Reporter
+from tandem.core.errors import WorkerLostError
+from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
+
+
+class Following:
+    """`cluster` is as it was told last."""
+
+    def __init__(self, stub: supervisor_pb2_grpc.SupervisorControlStub, reporter: Reporter) -> None:
+        self.cluster = supervisor_pb2.Cluster()
+        self._stub, self._reporter, self._news = stub, reporter, ClusterNews()
+
+    def until(self, is_done: Callable[[supervisor_pb2.Cluster], bool], limit_s: float) -> bool:
+        """Tell what changes; whether it was done within `limit_s`.
+
+        Raises:
+            WorkerLostError: the cluster has stopped.
+            grpc.RpcError: the supervisor does not answer.
+        """
+        try:
+            for cluster in self._stub.WatchCluster(supervisor_pb2.WatchClusterRequest(), timeout=limit_s):
+                self.cluster = cluster
+                for line, style in self._news.lines(cluster):
+                    self._reporter.line(line, style)
+                if is_done(cluster):
+                    return True
+        except grpc.RpcError as error:
+            is_late = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not is_late or not self.cluster.version:
+                raise
+            return False
+        raise WorkerLostError("the cluster stopped before it was as wanted")
+
+
+def without_node(cluster: supervisor_pb2.Cluster) -> list[supervisor_pb2.ClusterWorker]:
+    """The workers that Ray has not placed yet."""
+    return [worker for worker in cluster.workers if worker.member.state == "starting" and not worker.member.pid]
+
+
+def unfinished(cluster: supervisor_pb2.Cluster) -> str:
+    """What is not as wanted, and why."""
+    late = [worker for worker in cluster.workers if worker.member.state != "ready" or worker.leaving]
+    said = [f"{worker.member.worker_id} {worker.detail or worker.member.state}" for worker in late]
+    if cluster.router.state != "ready":
+        said.append(f"router {cluster.router.state}")
+    return ", ".join(said)
+
+
+def node_advice(cluster: supervisor_pb2.Cluster, target: str) -> list[str]:
+    """What to do while workers wait for a node; nothing where none does.
+
+    Args:
+        target: the options that name the cluster.
+    """
+    waiting = without_node(cluster)
+    if not waiting:
+        return []
+    counts = {pool.role: sum(worker.member.role == pool.role for worker in waiting) for pool in cluster.pools}
+    lacking = ", ".join(f'"{ROLE_NAMES[role]}": {count}' for role, count in counts.items() if count)
+    back = [(ROLE_NAMES[p.role], p.wanted - counts[p.role]) for p in cluster.pools if 0 < counts[p.role] < p.wanted]
+    names = ", ".join(worker.member.worker_id for worker in waiting)
+    lines = [
+        f"Ray has no free node for {names}. Everything else goes on; what waits starts when a node comes.",
+        f"  add a node     on a new machine: ray start --address={cluster.ray_address} --resources='{{{lacking}}}'"
+        " (an autoscaler adds one by itself, up to its limit)",
+    ]
+    if back:
+        sizes = "".join(f" --{role} {size}" for role, size in back)
+        lines.append(f"  take it back   tandem scale{target}{sizes}")
+    return lines

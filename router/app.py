@@ -23,6 +23,7 @@ from router.fields import shown
 from router.model_card import ModelCard
 from router.openai_schema import parse_chat, parse_completion
 from router.openapi import document
+from router.request_errors import RequestErrors
 from router.responses import error_body, error_headers
 from router.story import House
 from router.welcome import endpoints, facts, page
@@ -61,11 +62,12 @@ def create_app(house: House, card: ModelCard, keys: ApiKeys) -> ASGIApp:
     bodies = Bodies(house.config.limits.max_body_bytes)
     _add_post(app, "/v1/completions", Exchange(house, card, parse_completion, bodies))
     _add_post(app, "/v1/chat/completions", Exchange(house, card, parse_chat, bodies))
+    app.state.errors = house.errors
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
-    return RequestIds(_with_cors(ApiKeyGate(app, keys), house.config.http.cors_origins))
+    return RequestIds(_with_cors(ApiKeyGate(app, keys, house.errors), house.config.http.cors_origins))
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -152,8 +154,10 @@ async def _tandem_error(request: Request, error: Exception) -> Response:
 
 
 def _error_response(request: Request, error: TandemError) -> Response:
-    body = error_body(error, request.scope["state"]["request_id"])
-    return _json(body, error.http_status, error_headers(error))
+    request_id = request.scope["state"]["request_id"]
+    if request.url.path not in _QUIET_PATHS:
+        request.app.state.errors.add(error, request_id)
+    return _json(error_body(error, request_id), error.http_status, error_headers(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -190,15 +194,17 @@ async def _unforeseen(request: Request, _: Exception) -> Response:
 class ApiKeyGate:
     """Lets pass what carries a key that holds, and what needs none."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> None:
         self._app = app
         self._keys = keys
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
                 self._keys.check(scope["headers"])
             except AuthenticationError as error:
+                self._errors.add(error, scope["state"]["request_id"])
                 await send_error(send, error, scope["state"]["request_id"])
                 return
         await self._app(scope, receive, send)

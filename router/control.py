@@ -56,6 +56,7 @@ class RouterControl(RouterControlServicer):
             num_under_way=house.under_way.num,
             num_waiting=house.admission.num_waiting,
             suspected_writers=[SuspectedWriter(**key._asdict()) for key in sorted(house.cluster.suspected)],
+            errors=house.errors.to_wire(),
         )
 
 

@@ -63,7 +63,7 @@ class Exchange:
             return
         except TandemError as error:
             self._count_refused(error)
-            await send_error(send, error, request_id)
+            await self._send_error(send, error, request_id)
             return
         answer = Answer(
             parsed,
@@ -125,13 +125,17 @@ class Exchange:
 
     # -- answers
 
+    async def _send_error(self, send: Send, error: TandemError, request_id: str) -> None:
+        self._house.errors.add(error, request_id)
+        await send_error(send, error, request_id)
+
     async def _whole(self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str]) -> None:
         outlet = telling.outlet
         while items := await outlet.take():
             for prompt, delta in items:
                 answer.gather(prompt, delta)
         if outlet.error is not None:
-            await send_error(send, outlet.error, answer.request_id)
+            await self._send_error(send, outlet.error, answer.request_id)
             return
         await send_body(send, 200, answer.body(telling.usages), {**headers, **_prompt_header(telling)})
 
@@ -142,7 +146,7 @@ class Exchange:
         outlet, writer = telling.outlet, asyncio.current_task()
         items = await outlet.take()
         if not items and outlet.error is not None:  # nothing was promised yet: a plain error is possible
-            await send_error(send, outlet.error, answer.request_id)
+            await self._send_error(send, outlet.error, answer.request_id)
             return
         has_overflowed = False
 
@@ -160,6 +164,7 @@ class Exchange:
                 await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
                 items = await outlet.take()
             if outlet.error is not None:
+                self._house.errors.add(outlet.error, answer.request_id)
                 await send(_body(error_frame(outlet.error, answer.request_id), more=False))
             else:
                 await send(_body(answer.usage_frame(telling.usages) + DONE_FRAME, more=False))

@@ -20,6 +20,7 @@ from router.http_server import HttpServer, listen
 from router.mixed_pool import MixedPool
 from router.model_card import ModelCard
 from router.moves import Moves
+from router.request_errors import RequestErrors
 from router.retry_budget import RetryBudget
 from router.story import House
 from router.under_way import UnderWay
@@ -186,6 +187,7 @@ class RouterServer:
             under_way=UnderWay(),
             budget=budget,
             moves=Moves(),
+            errors=RequestErrors(),
         )
         return house, card
 

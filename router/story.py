@@ -33,6 +33,7 @@ from router.moves import Moves
 from router.placement import Placement, Wishes, place
 from router.recovery import FIRST, PLANNED, Fault, Plan, Recovery, RecoveryLimits
 from router.request import Delta, Request, TokenGiven, Usage
+from router.request_errors import RequestErrors
 from router.retry_budget import RetryBudget
 from router.session import WorkerSession
 from router.under_way import UnderWay
@@ -80,6 +81,7 @@ class House:
     under_way: UnderWay
     budget: RetryBudget
     moves: Moves
+    errors: RequestErrors
 
 
 async def tell(

@@ -20,8 +20,8 @@ def program_name() -> str:
     return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
 
 
-def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
-    """What a user needs once the cluster answers."""
+def ready_banner(url: str, port: int, plan: Plan, logs: str) -> list[str]:
+    """What a user needs once the cluster answers. `logs`: where they are."""
     body = f'{{"model": "{plan.model_name}", "prompt": "Once upon a time", "max_tokens": 32}}'
     metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
     pools, program = plan.config.pools, program_name()
@@ -32,6 +32,7 @@ def ready_banner(url: str, port: int, plan: Plan) -> list[str]:
         "",
         f"  try it    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  metrics   {metrics}",
+        f"  logs      {logs}",
         f"  status    {program} status --port {port}",
         f"  scale     {program} scale --port {port} {scaled}",
         f"  stop      Ctrl-C, or {program} stop --port {port}",

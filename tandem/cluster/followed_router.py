@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,7 @@ from tandem.cluster.wire import membership
 from tandem.core import points
 from tandem.core.errors import TandemError
 from tandem.rpc.channel import make_channel
-from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,16 @@ DRAIN_S = 2.0
 """For requests whose workers stop at the same time: to end in a typed error instead of a broken connection."""
 
 
+ERRORS_INTERVAL_S = 1.0
+"""What requests got wrong is told on so often at most, however fast the heart beats."""
+
+
 class FollowedRouter:
-    """Follows one router. All calls in the supervisor's event loop."""
+    """Follows one router. All calls in the supervisor's event loop.
+
+    Attributes:
+        errors: with which it has answered requests, as it told last; `None` before the first heartbeat.
+    """
 
     def __init__(
         self,
@@ -38,9 +47,14 @@ class FollowedRouter:
         handle: RouterHandle,
         *,
         feed: Callable[[ev.Event], None],
+        on_errors: Callable[[], None],
         tasks: asyncio.TaskGroup,
         heartbeat_s: float,
     ) -> None:
+        """`on_errors` is called when `errors` has changed."""
+        self.errors: common_pb2.RequestErrors | None = None
+        self._errors_at = -math.inf
+        self._on_errors = on_errors
         self._incarnation, self._handle = incarnation, handle
         self._feed, self._tasks, self._heartbeat_s = feed, tasks, heartbeat_s
         self._stub: control_pb2_grpc.RouterControlAsyncStub | None = None  # while it listens
@@ -133,7 +147,15 @@ class FollowedRouter:
                 self._feed(ev.RouterHeard(self._incarnation))
                 for writer in status.suspected_writers:
                     self._feed(ev.WriterSuspected(writer.worker_id, writer.incarnation))
+                self._take_errors(status.errors)
             await asyncio.sleep(self._heartbeat_s)
+
+    def _take_errors(self, errors: common_pb2.RequestErrors) -> None:
+        """Those that come sooner than may be told are in the next heartbeat too."""
+        now = asyncio.get_running_loop().time()
+        if errors != self.errors and now - self._errors_at >= ERRORS_INTERVAL_S:
+            self.errors, self._errors_at = errors, now
+            self._on_errors()
 
     async def _stop_when_asked(self, stub: control_pb2_grpc.RouterControlAsyncStub) -> None:
         """One that does not stop in time is killed."""

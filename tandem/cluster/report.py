@@ -83,6 +83,32 @@ class ClusterNews:
         return news
 
 
+class RequestNews:
+    """Turns a series of `Cluster` messages into one line for what requests were refused or failed in between."""
+
+    def __init__(self) -> None:
+        self._incarnation = ""  # of the router that counts
+        self._seen: dict[tuple[int, str], int] = {}
+
+    def lines(self, cluster: supervisor_pb2.Cluster) -> list[tuple[str, str]]:
+        """(line, style), or nothing."""
+        router = cluster.router
+        if router.incarnation != self._incarnation:
+            self._incarnation, self._seen = router.incarnation, {}
+        new: dict[tuple[int, str], int] = {}
+        for told in router.errors.counts:
+            kind = told.http_status, told.code
+            if told.count > self._seen.get(kind, 0):
+                new[kind] = told.count - self._seen.get(kind, 0)
+                self._seen[kind] = told.count
+        if not new:
+            return []
+        kinds = ", ".join(f"{count} × {status} {code}" for (status, code), count in sorted(new.items()))
+        newest = router.errors.newest
+        line = f"  {'requests':<12}refused or failed: {kinds}; the newest ({newest.request_id}): {newest.message}"
+        return [(line, "red" if any(status >= 500 for status, _ in new) else "yellow")]
+
+
 def cluster_table(cluster: supervisor_pb2.Cluster) -> Table:
     """The workers of `tandem status`."""
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -24,7 +24,7 @@ from tandem.cluster.banner import ready_banner
 from tandem.cluster.host import human_bytes, this_host
 from tandem.cluster.preflight import Plan, Preflight
 from tandem.cluster.ray_probe import require_token
-from tandem.cluster.report import ClusterNews, Reporter
+from tandem.cluster.report import ClusterNews, Reporter, RequestNews
 from tandem.cluster.signals import StopRequested, StopSignals
 from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
@@ -105,7 +105,7 @@ class Serving:
         self._starts_ray = False  # from then on this process and its descendants are the cluster's
         self._has_ended = False  # the cluster, as its supervisor has said
         self.left_running = False
-        self._news = ClusterNews()
+        self._news, self._request_news = ClusterNews(), RequestNews()
         self._progress = _Progress()
         self._ray_lost = asyncio.Event()
         self._broken = asyncio.Event()  # something of the cluster does not run
@@ -295,7 +295,7 @@ class Serving:
         )
 
     def _heard(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
-        for line, style in self._news.lines(cluster):
+        for line, style in (*self._news.lines(cluster), *self._request_news.lines(cluster)):
             self._reporter.line(line, style)
         if cluster.settled:
             self._broken.clear()
@@ -309,10 +309,16 @@ class Serving:
             self._reporter.end_steps()
             self._progress.ready = True
             self._claim.tell(Stage.READY)
-            for line in ready_banner(cluster.router.url, self._config.http.port, plan):
+            for line in ready_banner(cluster.router.url, self._config.http.port, plan, self._where_logs_are(cluster)):
                 self._reporter.line(line)
         elif not cluster.stopping:
             _raise_if_hopeless(cluster)
+
+    def _where_logs_are(self, cluster: supervisor_pb2.Cluster) -> str:
+        assert self._home is not None
+        if cluster.log_directory:
+            return f"{cluster.log_directory}: router.log, supervisor.log, one for each worker"
+        return f"{self._home.log_directory}/worker-*, on each node"
 
     # --- stopping ------------------------------------------------------------------------------------------------
 

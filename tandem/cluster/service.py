@@ -77,6 +77,8 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
         fill_cluster(message, self._supervisor.cluster, self._supervisor.loads, self._supervisor.now)
         if message.HasField("router"):
             message.router.num_under_way = self._supervisor.num_under_way
+            if (errors := self._supervisor.request_errors) is not None:
+                message.router.errors.CopyFrom(errors)
         return message
 
 

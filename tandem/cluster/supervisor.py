@@ -105,6 +105,11 @@ class Supervisor:
         """Requests that the router has, as of its last heartbeat."""
         return self._router.num_under_way if self._router else 0
 
+    @property
+    def request_errors(self) -> common_pb2.RequestErrors | None:
+        """What the router that lives has told of its requests."""
+        return self._router.errors if self._router else None
+
     async def scale(self, wanted: dict[ev.Role, int]) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
 
@@ -237,13 +242,16 @@ class Supervisor:
         if self.cluster.closed:
             self._closed.set()
         if self._outline() != before or self.cluster.closed:
-            self._num_changes += 1
-            self._spawn(self._tell_watchers())
+            self._note_change()
         if self.opened.is_set() and self.cluster.intent != self._remembered and not self.cluster.stopping:
             self._spawn(self._remember())
 
+    def _note_change(self) -> None:
+        self._num_changes += 1
+        self._spawn(self._tell_watchers())
+
     def _outline(self) -> object:
-        """All that a watcher can see, without the loads."""
+        """All that a watcher can see, without the loads and the errors of requests."""
         cluster = self.cluster
         router = (cluster.router.phase, cluster.router.incarnation) if cluster.router else None
         slots = tuple((slot.member, slot.failures, slot.leaving, slot.note) for slot in cluster.slots.values())
@@ -388,8 +396,14 @@ class Supervisor:
         await self._follow_router(incarnation, handle)
 
     async def _follow_router(self, incarnation: str, handle: RouterHandle) -> None:
-        router = FollowedRouter(incarnation, handle, feed=self._feed, tasks=self._tasks, heartbeat_s=self._heartbeat_s)
-        self._router = router
+        self._router = router = FollowedRouter(
+            incarnation,
+            handle,
+            feed=self._feed,
+            on_errors=self._note_change,
+            tasks=self._tasks,
+            heartbeat_s=self._heartbeat_s,
+        )
         end = await router.follow()
         self._router = None
         self._feed(end)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from serving import CACHE_BYTES, Load, Serve, rare
@@ -35,6 +36,18 @@ def test_says_how_to_go_on_and_the_curl_line_works(serve: Serve) -> None:
     assert '"finish_reason"' in run.stdout
     for word in ("metrics", "tandem scale", "Ctrl-C", serve.url):
         assert word in serve.output
+    logs = next(line for line in serve.lines if line.startswith("  logs ")).split()[1].removesuffix(":")
+    names = {file.name for file in Path(logs).iterdir()}
+    assert {"router.log", "supervisor.log", "prefill-0.log", "decode-0.log"} <= names
+
+
+def test_refused_and_failed_requests_are_told_as_they_happen(serve: Serve) -> None:
+    body = {"model": "tandem-tiny", "prompt": "x", "max_tokens": -1}
+    answers = [httpx.post(f"{serve.url}/v1/completions", json=body, timeout=60) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [400] * 3
+    line = serve.wait_for("refused or failed: ", 15)
+    assert "× 400 invalid_request" in line
+    assert answers[0].json()["error"]["message"] in line
 
 
 def test_status_shows_both_workers(serve: Serve) -> None:

@@ -106,6 +106,60 @@ class Error(_message.Message):
 Global___Error: _TypeAlias = Error  # noqa: Y015
 
 @_typing.final
+class RequestErrors(_message.Message):
+    """Requests that were answered with an error, since the router's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ErrorCount]: ...
+    @_builtins.property
+    def newest(self) -> Global___Error:
+        """absent when there was none"""
+
+    def __init__(
+        self,
+        *,
+        counts: _abc.Iterable[Global___ErrorCount] | None = ...,
+        newest: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "newest", b"newest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestErrors: _TypeAlias = RequestErrors  # noqa: Y015
+
+@_typing.final
+class ErrorCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    HTTP_STATUS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """`TandemError.code`"""
+    http_status: _builtins.int
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        http_status: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "count", b"count", "http_status", b"http_status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ErrorCount: _TypeAlias = ErrorCount  # noqa: Y015
+
+@_typing.final
 class Layout(_message.Message):
     """All that must be the same on both sides of a handoff."""
 

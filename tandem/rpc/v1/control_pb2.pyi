@@ -274,6 +274,7 @@ class RouterStatusReply(_message.Message):
     NUM_UNDER_WAY_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     SUSPECTED_WRITERS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
     num_under_way: _builtins.int
     """HTTP exchanges"""
     num_waiting: _builtins.int
@@ -282,16 +283,19 @@ class RouterStatusReply(_message.Message):
     def suspected_writers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SuspectedWriter]:
         """To be killed on their nodes: decode workers wait for their ends. In every reply as long as they are members."""
 
+    @_builtins.property
+    def errors(self) -> _common_pb2.RequestErrors: ...
     def __init__(
         self,
         *,
         num_under_way: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
         suspected_writers: _abc.Iterable[Global___SuspectedWriter] | None = ...,
+        errors: _common_pb2.RequestErrors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_under_way", b"num_under_way", "num_waiting", b"num_waiting", "suspected_writers", b"suspected_writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "num_under_way", b"num_under_way", "num_waiting", b"num_waiting", "suspected_writers", b"suspected_writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

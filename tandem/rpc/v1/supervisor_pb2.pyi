@@ -142,6 +142,7 @@ class ClusterRouter(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     NUM_UNDER_WAY_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"starting", "ready", "draining", "stopping", "failed" """
     url: _builtins.str
@@ -157,6 +158,10 @@ class ClusterRouter(_message.Message):
     """requests, as of its last heartbeat"""
     @_builtins.property
     def last_error(self) -> _common_pb2.Error: ...
+    @_builtins.property
+    def errors(self) -> _common_pb2.RequestErrors:
+        """as it told last, once a second at most; absent before the first"""
+
     def __init__(
         self,
         *,
@@ -168,10 +173,11 @@ class ClusterRouter(_message.Message):
         last_error: _common_pb2.Error | None = ...,
         failures: _builtins.int = ...,
         num_under_way: _builtins.int = ...,
+        errors: _common_pb2.RequestErrors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_error", b"last_error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "last_error", b"last_error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "detail", b"detail", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "num_under_way", b"num_under_way", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "detail", b"detail", "errors", b"errors", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "num_under_way", b"num_under_way", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

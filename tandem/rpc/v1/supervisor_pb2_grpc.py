@@ -72,7 +72,8 @@ class SupervisorControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """The cluster now, then again after each change of membership or wanted sizes. Ends with the cluster.
+        """The cluster now, then again after each change of membership or wanted sizes, and when requests have got errors. Ends
+        with the cluster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

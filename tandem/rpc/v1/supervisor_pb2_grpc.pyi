@@ -34,7 +34,9 @@ class SupervisorControlStub:
     GetCluster: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.GetClusterRequest, _supervisor_pb2.Cluster]
     """The cluster as it is now."""
     WatchCluster: _grpc.UnaryStreamMultiCallable[_supervisor_pb2.WatchClusterRequest, _supervisor_pb2.Cluster]
-    """The cluster now, then again after each change of membership or wanted sizes. Ends with the cluster."""
+    """The cluster now, then again after each change of membership or wanted sizes, and when requests have got errors. Ends
+    with the cluster.
+    """
     Scale: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleReply]
     """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
     Drain: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.DrainRequest, _supervisor_pb2.DrainReply]
@@ -52,7 +54,9 @@ class SupervisorControlAsyncStub(SupervisorControlStub):
     GetCluster: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.GetClusterRequest, _supervisor_pb2.Cluster]  # type: ignore[assignment]
     """The cluster as it is now."""
     WatchCluster: _aio.UnaryStreamMultiCallable[_supervisor_pb2.WatchClusterRequest, _supervisor_pb2.Cluster]  # type: ignore[assignment]
-    """The cluster now, then again after each change of membership or wanted sizes. Ends with the cluster."""
+    """The cluster now, then again after each change of membership or wanted sizes, and when requests have got errors. Ends
+    with the cluster.
+    """
     Scale: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleReply]  # type: ignore[assignment]
     """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
     Drain: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.DrainRequest, _supervisor_pb2.DrainReply]  # type: ignore[assignment]
@@ -79,7 +83,9 @@ class SupervisorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_pb2.WatchClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_supervisor_pb2.Cluster], _abc.AsyncIterator[_supervisor_pb2.Cluster]]:
-        """The cluster now, then again after each change of membership or wanted sizes. Ends with the cluster."""
+        """The cluster now, then again after each change of membership or wanted sizes, and when requests have got errors. Ends
+        with the cluster.
+        """
 
     @_abc_1.abstractmethod
     def Scale(

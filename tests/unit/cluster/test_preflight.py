@@ -177,7 +177,7 @@ def test_the_name_that_is_shown_is_one_that_requests_may_use(
     tree = {"model": {"path": str(checkpoint), "served_names": served}, "http": {"port": free_port}}
     plan = Preflight(from_dict(tree), HOST).plan()
     assert plan.model_name == shown
-    assert f'"model": "{shown}"' in "".join(ready_banner("http://127.0.0.1:1", 1, plan))
+    assert f'"model": "{shown}"' in "".join(ready_banner("http://127.0.0.1:1", 1, plan, "/logs"))
 
 
 def test_served_names_default_to_the_models_own(checkpoint: Path, free_port: int) -> None:

@@ -164,6 +164,7 @@ class Opened:
         self.opened.set()
         self.cluster = Cluster(Policy(), new_incarnation=str)
         self.loads: dict[str, Any] = {}
+        self.request_errors = None
         self.now = 0.0
 
 

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from tandem.cluster.events import Intent, Placement, Role
+from tandem.cluster.followed_router import ERRORS_INTERVAL_S
 from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
 from tandem.cluster.lives import Phase, Policy
 from tandem.cluster.supervisor import Supervisor
@@ -122,6 +123,7 @@ class World:
         self.deaf = False  # no worker answers a heartbeat
         self.router_deaf = False
         self.suspected: list[SuspectedWriter] = []  # by the router
+        self.errors = common_pb2.RequestErrors()  # with which the router has answered
         self.heartbeats = asyncio.Event()  # the router has answered one since it was cleared
         self.requests_end = asyncio.Event()  # else they go on for ever
         self.requests_end.set()
@@ -203,7 +205,7 @@ class _Router(control_pb2_grpc.RouterControlServicer):
         if self._world.router_deaf:
             await asyncio.Event().wait()
         self._world.heartbeats.set()
-        return control_pb2.RouterStatusReply(suspected_writers=self._world.suspected)
+        return control_pb2.RouterStatusReply(suspected_writers=self._world.suspected, errors=self._world.errors)
 
     async def DrainRouter(self, request: Any, context: Any) -> control_pb2.DrainRouterReply:
         self._world.asked_to_drain.set()
@@ -427,6 +429,24 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) ->
             await supervisor.scale({Role.DECODE: 9})
         assert supervisor.cluster.wanted[Role.DECODE] == 1
         assert world.remembered.wanted[Role.DECODE] == 1
+
+
+async def test_watchers_hear_of_errors_of_requests_once_a_second_at_most(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled and supervisor.request_errors is not None)
+        heard: list[tuple[float, int]] = []
+        async with asyncio.timeout(10):
+            async for _ in supervisor.changes():
+                assert supervisor.request_errors is not None
+                told = sum(kind.count for kind in supervisor.request_errors.counts)
+                if told != (heard[-1][1] if heard else 0):
+                    heard.append((supervisor.now, told))
+                if told == 2:
+                    break
+                kind = common_pb2.ErrorCount(code="overloaded", http_status=429, count=told + 1)
+                world.errors = common_pb2.RequestErrors(counts=[kind])
+        (first_at, _), (second_at, _) = heard
+        assert second_at - first_at >= ERRORS_INTERVAL_S
 
 
 async def test_a_writer_that_the_router_suspects_is_killed_once(world: World) -> None:

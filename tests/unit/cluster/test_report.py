@@ -1,0 +1,41 @@
+"""What `tandem serve` tells of requests that were refused or failed."""
+
+from __future__ import annotations
+
+from tandem.cluster.report import RequestNews
+from tandem.rpc.v1 import common_pb2, supervisor_pb2
+
+
+def cluster(incarnation: str, **counts: int) -> supervisor_pb2.Cluster:
+    statuses = {"overloaded": 429, "worker_lost": 502}
+    errors = common_pb2.RequestErrors(
+        counts=[common_pb2.ErrorCount(code=c, http_status=statuses[c], count=n) for c, n in counts.items()],
+        newest=common_pb2.Error(code="overloaded", message="too many wait", request_id="r-1"),
+    )
+    return supervisor_pb2.Cluster(router=supervisor_pb2.ClusterRouter(incarnation=incarnation, errors=errors))
+
+
+def test_one_line_for_what_is_new_by_kind() -> None:
+    news = RequestNews()
+    assert news.lines(cluster("a")) == []
+    assert news.lines(cluster("a", overloaded=3)) == [
+        ("  requests    refused or failed: 3 × 429 overloaded; the newest (r-1): too many wait", "yellow")
+    ]
+    assert news.lines(cluster("a", overloaded=3)) == []
+    ((line, style),) = news.lines(cluster("a", overloaded=5, worker_lost=1))
+    assert "2 × 429 overloaded, 1 × 502 worker_lost;" in line
+    assert style == "red"
+
+
+def test_a_new_supervisor_that_knows_nothing_yet_makes_nothing_new() -> None:
+    news = RequestNews()
+    news.lines(cluster("a", overloaded=3))
+    news.lines(supervisor_pb2.Cluster(router=supervisor_pb2.ClusterRouter(incarnation="a")))
+    assert news.lines(cluster("a", overloaded=3)) == []
+
+
+def test_a_new_router_counts_anew() -> None:
+    news = RequestNews()
+    news.lines(cluster("a", overloaded=3))
+    ((line, _),) = news.lines(cluster("b", overloaded=1))
+    assert "1 × 429" in line

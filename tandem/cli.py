@@ -11,7 +11,6 @@ from typing import Any
 from tandem.core.arguments import Parser, port, whole
 from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.errors import TandemError
-from tandem.core.version import version
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -22,6 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if options.version:
+        return _version(options)
     if options.command is None:
         parser.print_help()
         return 0
@@ -52,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example:\n  tandem serve\n\n`tandem COMMAND --help` explains each command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"tandem {version()}")
+    parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_serve(commands)
     _add_status(commands)
@@ -264,6 +265,8 @@ def _certs(options: argparse.Namespace) -> int:
 
 
 def _version(_options: argparse.Namespace) -> int:
+    from tandem.core.version import version
+
     print(f"tandem {version()}")
     return 0
 

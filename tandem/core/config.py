@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from tandem.core.errors import ConfigError
 
 EMBEDDED_MODEL = "embedded"
@@ -257,6 +255,8 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     """The file's keys and values. Raises `ConfigError`, which names the place where it is not YAML."""
+    import yaml  # most processes get their configuration ready made
+
     text = ""
     try:
         text = path.read_bytes().decode()

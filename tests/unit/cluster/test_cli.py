@@ -40,8 +40,9 @@ def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
     assert all(command in said for command in COMMANDS)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["version"]) == 0
+@pytest.mark.parametrize("line", [["version"], ["--version"]])
+def test_version(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line) == 0
     assert capsys.readouterr().out.startswith("tandem ")
 
 
@@ -160,8 +161,11 @@ def test_help_and_version_import_neither_ray_nor_grpc_nor_torch() -> None:
 
 def test_status_stop_and_scale_load_no_more_than_they_need() -> None:
     """They answer in a moment: no Ray, no tensors, and no certificates on loopback."""
-    heavy = {"ray", "torch", "numpy", "transformers", "cryptography", "router", "structlog", "prometheus_client"}
-    code = f"import sys; import tandem.cluster.commands; print(sorted({heavy} & set(sys.modules)))"
+    heavy = {"ray", "torch", "numpy", "transformers", "cryptography", "router", "structlog", "yaml"}
+    code = (
+        "import sys; import tandem.cluster.commands; from tandem import cli; cli.make_parser(); "
+        f"print(sorted({heavy} & set(sys.modules)))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "[]"
 

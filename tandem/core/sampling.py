@@ -1,7 +1,7 @@
 """What a request asks of sampling, and the random numbers that sampling uses.
 
 The random number of a token depends only on (seed, choice, position), so a request that moves to another worker,
-is retried or recovered goes on with the same tokens.
+is retried or recovered goes on with the same random numbers.
 """
 
 from __future__ import annotations

@@ -26,8 +26,10 @@ _COMMON: list[tuple[str, int]] = [
 _CHANNEL: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Despite its name: how long a connection may take, up to the server's first HTTP/2 frame. When it is over, calls
+    # fail. A busy host needs more than a moment; gRPC's default of 20 s keeps calls waiting for one that hangs.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]

@@ -20,7 +20,10 @@ BIN := $(VENV)/bin
 empty :=
 STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(empty),_,$(strip $(TORCH))))))
 
-.PHONY: help setup serve bench test test-faults soak check stubs docs wheel lock clean distclean
+# For tests that start no process: two at a time, split so that neighbours share what they have set up.
+IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
+
+.PHONY: help setup serve bench quick test test-faults soak check stubs docs wheel lock clean distclean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -43,8 +46,14 @@ serve: $(STAMP)  ## start the cluster with the embedded model on http://127.0.0.
 bench: $(STAMP)  ## measure Tandem and, with PEER_VENV=DIR, vLLM, in turn on the same loads (1.5 hours)
 	@$(BIN)/python tools/bench_peers.py --json $(FIGURES)/peers.json $(ARGS)
 
+quick: $(STAMP)  ## run the tests that start no process and take no seconds
+	@$(IN_PAIRS) -m "not processes and not long and not faults and not soak" $(TESTS) $(ARGS)
+
 test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is none)
-	@$(BIN)/python -m pytest --durations=15 $(TESTS) $(ARGS)
+	@beside=0; alone=0; \
+		$(IN_PAIRS) -m "not processes and not faults and not soak" $(TESTS) $(ARGS) || beside=$$?; \
+		$(BIN)/python -m pytest --durations=15 -m "processes and not faults and not soak" $(TESTS) $(ARGS) || alone=$$?; \
+		case $$beside$$alone in 00|05|50) ;; *) exit 1 ;; esac  # 5: there was none to run
 
 test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json

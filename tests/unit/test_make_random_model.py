@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tandem.engine import loader
+
+pytestmark = pytest.mark.processes
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_random_model.py"
 

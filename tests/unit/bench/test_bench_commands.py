@@ -205,6 +205,7 @@ def test_what_a_reader_must_know_is_noted(capsys: pytest.CaptureFixture[str]) ->
     assert "an event brings 2.00 tokens" in said
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_a_run_in_order(tmp_path: Path) -> None:
     is_hanging = threading.Event()
 
@@ -248,6 +249,7 @@ class RefusesWhenBusy(Peer):
         return await well_behaved(body, writer)
 
 
+@pytest.mark.long
 def test_goodput_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, peer = tmp_path / "goodput.json", RefusesWhenBusy(num_places=6)
     given = ("--slo-ttft", "10s", "--slo-tpot", "10s", "--precision", 1.5, "--start-rate", 20, "--json", path)
@@ -385,6 +387,7 @@ def test_each_subcommand_shows_an_example(name: str, capsys: pytest.CaptureFixtu
     assert f"tandem bench {name}" in capsys.readouterr().out.split("example:")[1]
 
 
+@pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from tandem import cli; cli.make_parser(); "

@@ -90,6 +90,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sees no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_it_needs_no_server_and_no_client() -> None:
     """A machine with GPUs may have what the engine needs, and no more."""
     code = (

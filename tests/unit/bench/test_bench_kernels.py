@@ -178,6 +178,7 @@ def on_one_core() -> Iterator[None]:
     os.sched_setaffinity(0, cores)
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("on_one_core")
 def test_load_of_others_is_told_from_ones_own() -> None:
     load, start_s, start_cpu_s = OtherLoad(), time.monotonic(), time.process_time()
@@ -203,6 +204,7 @@ def test_load_of_others_is_told_from_ones_own() -> None:
 # --- real runs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
     kernels_command.run(None, [1], path, sizes=TINY_SIZES, random_model=TINY)
@@ -282,6 +284,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
         shape_of(save_config(config, tmp_path), Sizes())
 
 
+@pytest.mark.processes
 def test_the_other_commands_do_not_wait_for_torch() -> None:
     program = (
         "import sys; from tandem.cli import make_parser; import tandem.bench.commands\n"

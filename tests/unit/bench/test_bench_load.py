@@ -137,6 +137,7 @@ async def test_each_request_on_a_connection_has_its_own_timeout() -> None:
     assert load.duration_s > 0.7
 
 
+@pytest.mark.long
 async def test_latencies_are_those_that_the_peer_shows() -> None:
     async def paced(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(STREAM)

@@ -42,6 +42,7 @@ class Router:
             self.num_under_way -= 1
 
 
+@pytest.mark.long
 async def test_capacity_is_found_and_the_overload_told() -> None:
     router = Router(num_places=8, service_s=0.05)  # at most 160 a second; without refusals far fewer
     plan = Plan(probe_s=0.6, num_probes=6, normal_s=0.6, overload_s=1.0, overload_factor=10, recovery_s=3.0)

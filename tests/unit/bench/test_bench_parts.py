@@ -173,6 +173,7 @@ async def idle_while_begun() -> asyncio.Task[Idle]:
     return measuring
 
 
+@pytest.mark.processes
 async def test_each_own_process_is_in_the_idle_time() -> None:
     with waiting(OWN), waiting(OTHER):
         idle = await measure_idle(os.getpid(), 0.05)
@@ -180,6 +181,7 @@ async def test_each_own_process_is_in_the_idle_time() -> None:
     assert idle.num_ray_processes >= 1
 
 
+@pytest.mark.processes
 async def test_an_own_process_that_ends_in_the_idle_time_is_an_error() -> None:
     with waiting(OWN) as process:
         measuring = await idle_while_begun()
@@ -189,12 +191,14 @@ async def test_an_own_process_that_ends_in_the_idle_time_is_an_error() -> None:
             await measuring
 
 
+@pytest.mark.processes
 async def test_an_own_process_that_begins_in_the_idle_time_is_an_error() -> None:
     measuring = await idle_while_begun()
     with waiting(OWN), pytest.raises(TandemError, match="changed in the idle time: guard began"):
         await measuring
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("is_reaped", [False, True])
 async def test_rays_processes_may_end_at_any_time(is_reaped: bool) -> None:
     num_before = (await measure_idle(os.getpid(), 0.0001)).num_ray_processes
@@ -220,6 +224,7 @@ def write(path: Path, figures: Sequence[Figure], other_cores: float = 0.0, model
     return content
 
 
+@pytest.mark.processes
 def test_a_file_keeps_the_figures_that_were_not_measured_anew(tmp_path: Path) -> None:
     write(tmp_path / "parts.json", [parts.idle_figure(IDLE, 30.0), STARTUP], other_cores=0.3)
     content = write(tmp_path / "parts.json", [parts.bandwidth_figure(TRANSFERS, 96), parts.startup_figure([2.0])], 0.1)
@@ -230,6 +235,7 @@ def test_a_file_keeps_the_figures_that_were_not_measured_anew(tmp_path: Path) ->
     assert content["other_cores"] == 0.3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("changed", ["machine", "versions", "model", "transport", "code"])
 def test_figures_of_other_settings_are_not_mixed_and_not_lost(tmp_path: Path, changed: str) -> None:
     file = tmp_path / "parts.json"
@@ -243,6 +249,7 @@ def test_figures_of_other_settings_are_not_mixed_and_not_lost(tmp_path: Path, ch
     assert again[changed] != content[changed]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"format": "tandem-bench/1"}'])
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
@@ -335,6 +342,7 @@ def measure(tmp_path: Path, only: Sequence[str], model: Path | None = None) -> d
     return {figure["name"]: figure for figure in content["figures"]}
 
 
+@pytest.mark.processes
 def test_the_router_is_measured_before_workers_that_answer_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +356,7 @@ def test_the_router_is_measured_before_workers_that_answer_at_once(
     assert figures["streaming"]["value"] > 100
 
 
+@pytest.mark.processes
 def test_handoffs_are_measured_between_real_workers(tmp_path: Path) -> None:
     model = save(ModelSpec(layers=2, max_positions=256), tmp_path / "model")
     figures = measure(tmp_path, ["exposed", "bandwidth", "admission"], model)
@@ -362,11 +371,13 @@ def test_handoffs_are_measured_between_real_workers(tmp_path: Path) -> None:
     assert admission["step"]["num"] > 5
 
 
+@pytest.mark.processes
 def test_a_worker_that_does_not_start_is_an_error_that_says_why(tmp_path: Path) -> None:
     with no_process_left(), pytest.raises(TandemError, match=r"exposed: prefill ended with 1(.|\n)*no-model"):
         measure(tmp_path, ["exposed"], tmp_path / "no-model")
 
 
+@pytest.mark.processes
 def test_what_was_found_before_a_failure_is_shown_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +388,7 @@ def test_what_was_found_before_a_failure_is_shown_and_written(
     assert [figure["name"] for figure in content["figures"]] == ["ttft"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
     line = [sys.executable, "-m", "tandem.cli", "bench", "parts", "--only", "streaming"]

@@ -135,6 +135,7 @@ def test_the_strict_configuration_is_one_that_tandem_knows(tmp_path: Path) -> No
     assert config.scheduling.mixed_pool is False
 
 
+@pytest.mark.processes
 async def test_a_server_runs_inside_and_not_after(port: int, tmp_path: Path) -> None:
     async with running([peer(port)], tmp_path):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -143,12 +144,14 @@ async def test_a_server_runs_inside_and_not_after(port: int, tmp_path: Path) -> 
         writer.close()
 
 
+@pytest.mark.processes
 async def test_one_that_ends_at_once_is_reported_with_its_log(port: int, tmp_path: Path) -> None:
     with pytest.raises(TandemError, match=r"toy ended with 1 before it was ready(.|\n)*no such checkpoint"):
         async with running([peer(port, "--fails")], tmp_path):
             pytest.fail("it is not ready")
 
 
+@pytest.mark.processes
 async def test_what_does_not_end_is_killed_with_its_children(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +201,7 @@ def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: G
     )
 
 
+@pytest.mark.processes
 async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side_run, "_BETWEEN_READINGS_S", 0.01)
     monkeypatch.setattr(side_by_side_run, "_START_RATE", 100.0)
@@ -244,6 +248,7 @@ def busy() -> Iterator[None]:
         process.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("busy")
 async def test_work_of_others_before_a_turn_is_recorded(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +259,7 @@ async def test_work_of_others_before_a_turn_is_recorded(
     assert all(run["other_cores"] > 0.2 for run in read(tmp_path / "peers.json")["runs"])
 
 
+@pytest.mark.processes
 async def test_sources_that_change_meanwhile_end_the_comparison(tmp_path: Path, port: int) -> None:
     comparing = comparison(tmp_path, port, loads=(Load("A", 8, 2, 1, num_requests=1),))
     (tmp_path / "tandem").mkdir()
@@ -280,6 +286,7 @@ async def test_counts_are_read_when_all_workers_have_reported(monkeypatch: pytes
         assert await prompt_tokens(url) == {"prefill": 30}
 
 
+@pytest.mark.processes
 async def test_an_interrupt_keeps_what_is_there_and_ends_the_server(tmp_path: Path, port: int) -> None:
     loads = (Load("A", 8, 2, 1, num_requests=1), Load("B", 8, 4000, 1, num_requests=100))
     comparing = comparison(tmp_path, port, loads=loads)
@@ -299,6 +306,7 @@ async def test_an_interrupt_keeps_what_is_there_and_ends_the_server(tmp_path: Pa
     assert [run["load"] for run in read(watched.path)["runs"]] == ["A"]
 
 
+@pytest.mark.processes
 def test_the_model_in_the_cache_is_that_of_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench_peers, console = tool("bench_peers"), Console(file=io.StringIO())
     monkeypatch.setattr(bench_peers, "CACHE", tmp_path)

@@ -147,6 +147,7 @@ def git(directory: Path, *arguments: str) -> str:
     return answer.stdout.strip()
 
 
+@pytest.mark.processes
 def test_code_is_known_by_its_commit_and_its_sources(tmp_path: Path) -> None:
     for name in ("tandem", "router"):
         (tmp_path / name).mkdir()
@@ -176,6 +177,7 @@ def test_code_is_known_by_its_commit_and_its_sources(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
+@pytest.mark.processes
 def test_code_outside_a_repository_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tandem").mkdir()
     (tmp_path / "tandem" / "a.py").write_text("a\n")

@@ -109,11 +109,14 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
     assert (config.model.dtype, config.model.path) == ("bfloat16", "org/name")
 
 
+FREE = "a free port"
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         (["serve", "--config", "/no/such.yaml"], "cannot read /no/such.yaml"),
-        (["serve", "--model", "/no/such/model"], "there is no directory /no/such/model"),
+        (["serve", "--port", FREE, "--model", "/no/such/model"], "there is no directory /no/such/model"),
         (["status"], "no cluster of this user runs on this host; start one with `tandem serve`"),
         (["status", "--port", "8123"], "no cluster of this user runs on port 8123"),
         (["scale"], "say how many workers"),
@@ -125,11 +128,16 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
         (["stop", "--grace", "inf"], "--grace is inf, must be from 0 to 604800 seconds"),
         (["status", "--address", "127.0.0.1:1"], "no Ray answers at 127.0.0.1:1 (unavailable); name the address"),
         (["stop", "--address", "ray://127.0.0.1:10001"], "is no address of a Ray head"),
-        (["serve", "--address", "127.0.0.1:1"], "no Ray answers at 127.0.0.1:1 (unavailable); start one with `ray"),
+        (
+            ["serve", "--port", FREE, "--address", "127.0.0.1:1"],
+            "no Ray answers at 127.0.0.1:1 (unavailable); start one with `ray",
+        ),
     ],
 )
 def test_failures_are_one_clear_line(line: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(line) == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = str(taken.getsockname()[1])
+    assert cli.main([free if word == FREE else word for word in line]) == 1
     error = capsys.readouterr().err
     assert says in error
     assert error.startswith(f"tandem {line[0]}: ")
@@ -150,6 +158,7 @@ def test_a_defect_shows_its_traceback_only_with_debug(
         cli.main(["status", "--debug"])
 
 
+@pytest.mark.processes
 def test_help_and_version_import_neither_ray_nor_grpc_nor_torch() -> None:
     code = (
         "import sys; from tandem import cli; cli.main(['version']); "
@@ -159,6 +168,7 @@ def test_help_and_version_import_neither_ray_nor_grpc_nor_torch() -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.processes
 def test_status_stop_and_scale_load_no_more_than_they_need() -> None:
     """They answer in a moment: no Ray, no tensors, and no certificates on loopback."""
     heavy = {"ray", "torch", "numpy", "transformers", "cryptography", "router", "structlog", "yaml"}
@@ -197,6 +207,7 @@ def test_a_wrong_port_names_those_where_a_cluster_runs(line: list[str], capsys: 
     assert "no cluster of this user runs on port 9999; choose --port 8000 or 8001" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_what_answers_but_is_no_ray_is_told_apart_quickly(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

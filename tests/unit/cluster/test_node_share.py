@@ -33,6 +33,7 @@ def config() -> Config:
     return from_dict(CONFIG)
 
 
+@pytest.mark.processes
 def test_pages_get_a_share_of_the_workers_part_of_its_gpu(smi: Path) -> None:
     """The checkpoint that lies here is read, and not the one that is named: that may be on a hub."""
     model = resolve_model(EMBEDDED_MODEL)
@@ -43,12 +44,14 @@ def test_pages_get_a_share_of_the_workers_part_of_its_gpu(smi: Path) -> None:
     assert kv_bytes_here(config(), Role.DECODE, model) == (420 * MIB - weights) // 2
 
 
+@pytest.mark.processes
 def test_weights_that_fill_the_part_are_said(smi: Path) -> None:
     says(smi, "1000, 0\\n")
     with pytest.raises(ConfigError, match="beside the weights"):
         kv_bytes_here(config(), Role.DECODE, resolve_model(EMBEDDED_MODEL))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("answer", ["", "900\\n", "[N/A], [N/A]\\n"])
 def test_a_driver_that_does_not_say_is_named(smi: Path, answer: str) -> None:
     says(smi, answer)

@@ -16,6 +16,8 @@ from tandem.cluster import node_watcher
 from tandem.cluster.node_watcher import NodeWatcher, ProcessId, has_ended, started_at
 from tandem.cluster.vigil import kill_exactly
 
+pytestmark = pytest.mark.processes
+
 SLEEPER = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
 
 

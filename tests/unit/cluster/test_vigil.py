@@ -51,6 +51,7 @@ async def face() -> AsyncIterator[tuple[Face, str]]:
     await server.stop(0)
 
 
+@pytest.mark.processes
 async def test_a_supervisor_is_killed_when_it_has_been_silent_for_the_lease_and_not_before(
     face: tuple[Face, str],
 ) -> None:
@@ -75,6 +76,7 @@ async def test_a_supervisor_is_killed_when_it_has_been_silent_for_the_lease_and_
             await process.wait()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", ["all stood still", "all stood still while it was asked", "it refuses"])
 async def test_a_supervisor_that_is_not_silent_is_left_alone(face: tuple[Face, str], case: str) -> None:
     servicer, address = face

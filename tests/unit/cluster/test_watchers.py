@@ -138,6 +138,7 @@ def process_of(child: subprocess.Popen[str], name: str = "prefill-0.a") -> Proce
     return ProcessId(name, child.pid, started)
 
 
+@pytest.mark.processes
 async def test_its_own_node_the_supervisor_watches_without_an_actor(
     actors: list[FakeActor], at_head: ClusterSpec, child: subprocess.Popen[str]
 ) -> None:
@@ -151,6 +152,7 @@ async def test_its_own_node_the_supervisor_watches_without_an_actor(
     assert actors == []
 
 
+@pytest.mark.processes
 async def test_what_ended_here_while_no_supervisor_ran_is_known_to_the_next(
     at_head: ClusterSpec, child: subprocess.Popen[str]
 ) -> None:
@@ -176,6 +178,7 @@ def test_what_is_kept_is_judged_on_its_own_node_only() -> None:
     assert kept_of("another", kept) == kept_of("a node", None) == []
 
 
+@pytest.mark.processes
 async def test_what_could_not_be_kept_is_with_the_next_call(at_head: ClusterSpec, child: subprocess.Popen[str]) -> None:
     keeper, process = Keeper(), process_of(child)
     broken = [1]
@@ -193,6 +196,7 @@ async def test_what_could_not_be_kept_is_with_the_next_call(at_head: ClusterSpec
     assert keeper.kept == [process]
 
 
+@pytest.mark.processes
 async def test_what_is_kept_last_is_the_newest(at_head: ClusterSpec, child: subprocess.Popen[str]) -> None:
     """The first write takes longer than the second would."""
     kept: list[int] = []
@@ -207,6 +211,7 @@ async def test_what_is_kept_last_is_the_newest(at_head: ClusterSpec, child: subp
     assert kept[-1] == 2
 
 
+@pytest.mark.processes
 async def test_of_what_is_kept_the_oldest_that_have_ended_go_first(
     at_head: ClusterSpec, child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

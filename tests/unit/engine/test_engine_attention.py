@@ -68,6 +68,7 @@ def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_t
         assert float((found - expected).abs().max()) <= 1e-5, (window, softcap)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not has_wide_vectors(), reason="this CPU has no AVX-512: all tests are of the code without")
 def test_the_code_for_shorter_vectors_agrees_with_the_reference_too() -> None:
     chosen = "test_cpu_attention_matches_reference or test_rows_do_not_depend"

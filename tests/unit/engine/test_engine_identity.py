@@ -18,6 +18,8 @@ from tandem.engine.attention_reference import AttentionParams, ReferenceAttentio
 from tandem.engine.batch import PagedBatch
 from tandem.engine.engine import Engine, SequenceInput
 
+pytestmark = pytest.mark.long
+
 MUTATION_NEW = 16
 
 

@@ -307,6 +307,7 @@ print(compiled())
 """
 
 
+@pytest.mark.processes
 def test_warmup_compiles_all_that_requests_need(llama_dir: Path) -> None:
     """In a process of its own: here other tests have compiled kernels already."""
     ended = subprocess.run(
@@ -356,6 +357,7 @@ def test_random_checkpoints_bring_a_tokenizer(llama_dir: Path, tmp_path: Path) -
     assert Tokenizer.from_file(str(small / "tokenizer.json")).encode("w7 w9").ids == [7, 9]
 
 
+@pytest.mark.processes
 def test_the_engine_needs_no_triton() -> None:
     """On CUDA the model's own parts serve then. A process of its own: here somebody may have imported it."""
     code = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import psutil
+import pytest
 import torch
 
 from tandem.engine.memory import WeightMemory
@@ -23,6 +24,7 @@ def test_places_are_aligned_and_apart() -> None:
         assert torch.all(tensor == number)
 
 
+@pytest.mark.long
 def test_memory_goes_with_its_last_tensor() -> None:
     process = psutil.Process()
     memory = WeightMemory()

@@ -53,6 +53,7 @@ def products_of_all_row_counts() -> torch.Tensor:
     return torch.cat([packed(x[:rows]) for rows in ROWS])
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not has_wide_vectors(), reason="this CPU has no AVX-512: all tests are of the code without")
 def test_code_for_shorter_vectors_gives_the_same_bits(tmp_path: Path) -> None:
     program = (
@@ -119,6 +120,7 @@ def test_gpt2_style_layers_are_replaced_too() -> None:
     torch.testing.assert_close(packed(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.processes
 def test_kernels_on_disk_follow_the_code_that_they_are_made_of(tmp_path: Path) -> None:
     """Numba's cache would go on with machine code of an older `vector_ir.py`."""
     copy = tmp_path / "tandem"

@@ -13,6 +13,8 @@ from handoff_world import FAULTS, World
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.long
+
 NUM_EXAMPLES = 10_000
 SEEDS = (1, 2, 3, 4)
 # More than two in a hundred schedules meet each fault; what they lead to is rarer.

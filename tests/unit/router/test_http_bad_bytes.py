@@ -160,6 +160,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTra
 SMUGGLED = CHUNKED.replace(b"Host: x", b"Host: x\r\nContent-Length: 5") + b"0\r\n\r\n"
 
 
+@pytest.mark.long
 @bounded
 @given(sent=st.binary(max_size=200))
 @example(sent=b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # TLS

@@ -118,6 +118,7 @@ def test_a_body_in_chunks_is_bounded_in_time_too(make_site: MakeSite) -> None:
         assert refusal(all_of(client))[0] == 408
 
 
+@pytest.mark.long
 def test_the_time_runs_anew_for_each_request_of_a_connection(make_site: MakeSite) -> None:
     site = make_site({"limits.header_timeout_s": 0.5, "limits.body_timeout_s": 0.5})
     with connect(site) as client:

@@ -87,6 +87,7 @@ def boundary_cases(schema: schemathesis.BaseSchema, path: str, method: str, mode
     yield from schema.iter_coverage_cases(operation, generation_modes=[mode], generation_config=config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", POSTS)
 def test_what_the_document_allows_is_taken(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:
     statuses = []
@@ -122,6 +123,7 @@ def check_answer(site: Site, path: str, body: Any, text: str) -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", POSTS)
 def test_what_the_document_forbids_is_refused(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:
     num_started = site.prefill.count("start")

@@ -22,6 +22,8 @@ from router_site import wait_until
 
 from tandem.rpc.v1.control_pb2 import RouterStatusReply, RouterStatusRequest, StopRouterRequest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -31,7 +31,7 @@ from tests.unit.rpc.fuzz_pair import FEW, PARAMS
 from tests.unit.rpc.wire_fuzz import ANSWER_S, FUZZ, messages
 
 pytest_plugins = ["tests.scenarios.worker_pair", "tests.unit.rpc.fuzz_pair"]
-pytestmark = SHARED_LOOP
+pytestmark = [SHARED_LOOP, pytest.mark.processes]
 
 HUGE = (1 << 32) - 1
 

@@ -23,7 +23,7 @@ from tests.unit.rpc.fuzz_pair import PARAMS, serves
 from tests.unit.rpc.wire_fuzz import ANSWER_S, FUZZ, check_answer, messages, methods, payloads, send
 
 pytest_plugins = ["tests.scenarios.worker_pair", "tests.unit.rpc.fuzz_pair"]
-pytestmark = SHARED_LOOP
+pytestmark = [SHARED_LOOP, pytest.mark.processes]
 
 DECODE = methods(decode_pb2.DESCRIPTOR.services_by_name["DecodeService"])
 PREFILL = methods(prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"])

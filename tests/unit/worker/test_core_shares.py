@@ -225,6 +225,7 @@ def test_nobody_gets_more_threads_than_there_are_cores(path: Path, monkeypatch: 
         assert first.borrow() == 1
 
 
+@pytest.mark.processes
 def test_a_stopped_worker_counts_as_idle_after_a_while(path: Path) -> None:
     with _joined(path, 1) as first, _other_process(path) as other:
         assert first.borrow() == 0
@@ -249,6 +250,7 @@ def test_a_long_silence_is_no_rest(path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert _is_wanted(first)
 
 
+@pytest.mark.processes
 def test_the_next_worker_gets_the_slot_of_a_dead_one(path: Path) -> None:
     """Else a worker that comes back would be two for the others."""
     with _joined(path, 1) as first:
@@ -276,6 +278,7 @@ def test_a_file_that_cannot_be_locked_is_no_lack_of_slots(path: Path, monkeypatc
     assert str(path) not in [file.path for file in psutil.Process().open_files()]
 
 
+@pytest.mark.processes
 def test_workers_that_join_at_once_all_count(path: Path) -> None:
     script = "import sys; from pathlib import Path; from tandem.worker.core_shares import CoreShares; "
     script += "shares = CoreShares(Path(sys.argv[1]), 1); print(flush=True); sys.stdin.read()"

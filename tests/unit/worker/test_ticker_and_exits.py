@@ -119,6 +119,7 @@ def child() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
 
+@pytest.mark.processes
 async def test_the_end_of_a_process_is_seen_once() -> None:
     process, bell = child(), Bell()
     watch = ExitWatch(asyncio.get_running_loop())
@@ -132,6 +133,7 @@ async def test_the_end_of_a_process_is_seen_once() -> None:
     watch.close()
 
 
+@pytest.mark.processes
 async def test_a_process_that_has_ended_already() -> None:
     process, bell = child(), Bell()
     process.kill()
@@ -140,6 +142,7 @@ async def test_a_process_that_has_ended_already() -> None:
     assert len(bell.times) == 1
 
 
+@pytest.mark.processes
 async def test_closing_forgets_and_leaves_no_descriptor() -> None:
     process, bell = child(), Bell()
     watch = ExitWatch(asyncio.get_running_loop())
@@ -163,6 +166,7 @@ async def test_a_host_without_pidfds_is_no_reason_to_refuse(monkeypatch: pytest.
     assert not bell.times
 
 
+@pytest.mark.processes
 def test_a_child_shares_this_host() -> None:
     code = "from tandem.worker.exits import host_id; print(host_id())"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.loopback import LoopbackTransport
 from tandem.worker.watchdog import EXIT_CODE, Watchdog
@@ -42,6 +44,7 @@ def test_it_looks_again_and_again() -> None:
     assert asyncio.run(scenario()) == "runner"
 
 
+@pytest.mark.processes
 def test_a_stuck_process_ends_with_its_own_code() -> None:
     program = "from tandem.worker.watchdog import end_process; end_process('runner', 12.0)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -93,7 +93,10 @@ class Router:
             self._calls[side] = stubs[side](channel).Session()
             self._may_read[side].set()
             self._readers.append(asyncio.create_task(self._read(side)))
-        await self.until(lambda: len(self.infos) == 2, "both hellos")
+        await self.until(lambda: len(self.infos) == 2 or self.ended, "both hellos")
+        for reader in self._readers:
+            if reader.done():
+                reader.result()  # raises what the stream ended with
         return self
 
     async def __aexit__(self, *_: object) -> None:

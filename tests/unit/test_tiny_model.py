@@ -115,6 +115,7 @@ def test_measured_recall_is_good_enough_to_ship(form: str) -> None:
     assert len(report["training"]["curve"]) >= 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chat", [False, True])
 def test_recall_now(evaluation: ModuleType, model: Any, chat: bool) -> None:
     """A few prompts of a seed that neither training nor the evaluation uses."""
@@ -123,6 +124,7 @@ def test_recall_now(evaluation: ModuleType, model: Any, chat: bool) -> None:
     assert right >= 5
 
 
+@pytest.mark.long
 def test_references_still_hold(model: Any) -> None:
     references = read_json("reference.json")
     entries = references["entries"]

@@ -72,6 +72,7 @@ def load(url: str, *arguments: object, num: int = 6) -> tuple[object, ...]:
     return ("--url", url, "--input-len", 20, "--output-len", 5, "--num-requests", num, *arguments)
 
 
+@pytest.mark.long
 def test_a_run_against_the_router(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out" / "run.json"
     given = load(site.url, "--concurrency", 2, "--slo-ttft", "5s", "--slo-tpot", "5000ms", "--json", path, "--records")
@@ -269,6 +270,7 @@ def test_goodput_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert bench("plot", path, "--output", tmp_path / "search") == 0
 
 
+@pytest.mark.long
 def test_where_no_rate_will_do_the_search_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(Peer(well_behaved)) as url:
         given = ("--slo-ttft", "0.001ms", "--start-rate", 100, "--max-probes", 2)

@@ -181,6 +181,7 @@ async def test_a_closed_loop_keeps_to_its_concurrency() -> None:
     assert not load.is_partial
 
 
+@pytest.mark.long
 async def test_an_open_loop_waits_for_nobody() -> None:
     release = asyncio.Event()
 

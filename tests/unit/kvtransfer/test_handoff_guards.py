@@ -22,6 +22,8 @@ from kvtransfer.protocol.sender import TRANSITIONS as SENDER
 from kvtransfer.protocol.sender import SenderHandoff
 from router.journal import ChoiceRecord, Journal
 
+pytestmark = pytest.mark.long
+
 NUM_SCHEDULES = 1000
 Patch = Callable[[pytest.MonkeyPatch], None]
 

@@ -39,6 +39,7 @@ def test_two_deaths_end_a_request_for_good(site: Site, stream: bool) -> None:
     assert site.metrics()['tandem_worker_deaths_total{role="decode"}'] == 2
 
 
+@pytest.mark.long
 def test_both_workers_dying_at_once_are_two_deaths(site: Site) -> None:
     site.prefill.auto = site.decode.auto = False
     under_way = in_background(site)

@@ -122,6 +122,7 @@ async def tries(session: Any, num: int) -> None:
     session._tell_lost = tell
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [FakePrefill.go_silent, FakePrefill.kill], ids=["silent", "killed"])
 async def test_a_lost_workers_call_is_gone_at_once_without_the_garbage_collector(
     end: Callable[[FakePrefill], None],

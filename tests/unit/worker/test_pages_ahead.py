@@ -58,6 +58,7 @@ def num_resident(tensor: torch.Tensor) -> int:
     return total
 
 
+@pytest.mark.long
 def test_an_eighth_is_ready_beyond_what_was_used_at_rest_and_half_of_that_at_work() -> None:
     arena = KVArena(LAYOUT, 2048)  # 256 MiB
     before = num_resident(arena.tensor)

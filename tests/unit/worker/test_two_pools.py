@@ -257,6 +257,7 @@ def states(world: World) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),

@@ -16,7 +16,7 @@ from tandem.cluster.spec import ClusterSpec
 from tandem.core.config import from_dict
 from tandem.core.errors import ConfigError
 config = from_dict({"http": {"host": sys.argv[1], "port": 18766}, "model": {"served_names": ["*"]}})
-spec = ClusterSpec(config, "", {}, {}, True, 1, "", "", "")
+spec = ClusterSpec(config, "m", "", {}, {}, True, 1, "", "", "")
 try:
     RouterActor(spec, frozenset()).start()
 except ConfigError as error:

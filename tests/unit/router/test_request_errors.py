@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-import pytest
 from router_site import Site, in_background, wait_until
 
 from router.request_errors import RequestErrors
@@ -60,9 +60,11 @@ def test_a_stream_that_breaks_off_is_told(make_site: MakeSite) -> None:
     wait_until(lambda: counts(told(site)) == {("deadline", 504): 1})
 
 
-def test_a_wrong_key_is_told(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_API_KEYS", "sk-first-0123456789")
-    site = make_site(with_workers=False)
+def test_a_wrong_key_is_told(make_site: MakeSite, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-first-0123456789")
+    file.chmod(0o600)
+    site = make_site({"http.api_keys_file": str(file)}, with_workers=False)
     assert site.post(prompt="x").status_code == 401
     assert counts(told(site)) == {("invalid_api_key", 401): 1}
 

@@ -21,6 +21,8 @@ from router_site import Site, opened_site, write_checkpoint
 from tandem import cli
 from tandem.bench import json_file, results
 
+pytestmark = pytest.mark.long
+
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:46.{n}00,{80 + n},{24 + n}\n" for n in range(8)
 )
@@ -72,7 +74,6 @@ def load(url: str, *arguments: object, num: int = 6) -> tuple[object, ...]:
     return ("--url", url, "--input-len", 20, "--output-len", 5, "--num-requests", num, *arguments)
 
 
-@pytest.mark.long
 def test_a_run_against_the_router(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out" / "run.json"
     given = load(site.url, "--concurrency", 2, "--slo-ttft", "5s", "--slo-tpot", "5000ms", "--json", path, "--records")
@@ -250,7 +251,6 @@ class RefusesWhenBusy(Peer):
         return await well_behaved(body, writer)
 
 
-@pytest.mark.long
 def test_goodput_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, peer = tmp_path / "goodput.json", RefusesWhenBusy(num_places=6)
     given = ("--slo-ttft", "10s", "--slo-tpot", "10s", "--precision", 1.5, "--start-rate", 20, "--json", path)
@@ -270,7 +270,6 @@ def test_goodput_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert bench("plot", path, "--output", tmp_path / "search") == 0
 
 
-@pytest.mark.long
 def test_where_no_rate_will_do_the_search_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(Peer(well_behaved)) as url:
         given = ("--slo-ttft", "0.001ms", "--start-rate", 100, "--max-probes", 2)

@@ -31,6 +31,8 @@ from tandem.bench.session import Session, Shape, Target, Workload
 from tandem.bench.workload import body_of, fixed_lengths, make_jobs
 from tandem.core.errors import ConfigError, TandemError
 
+pytestmark = pytest.mark.long
+
 NUM_INPUT, NUM_OUTPUT = 4, 3
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"  # up to the end of the connection
 
@@ -137,7 +139,6 @@ async def test_each_request_on_a_connection_has_its_own_timeout() -> None:
     assert load.duration_s > 0.7
 
 
-@pytest.mark.long
 async def test_latencies_are_those_that_the_peer_shows() -> None:
     async def paced(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(STREAM)
@@ -181,7 +182,6 @@ async def test_a_closed_loop_keeps_to_its_concurrency() -> None:
     assert not load.is_partial
 
 
-@pytest.mark.long
 async def test_an_open_loop_waits_for_nobody() -> None:
     release = asyncio.Event()
 

@@ -24,6 +24,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("host", "variable", "says"),
     [

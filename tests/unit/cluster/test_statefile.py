@@ -86,6 +86,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.processes
 def test_of_several_that_come_at_once_one_takes_the_port() -> None:
     line = [sys.executable, "-c", TAKE]
     takers = [

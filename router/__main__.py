@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from router.auth import digests_of_variable
+from router.http.auth import digests_of_variable
 from router.server import RouterServer
 from tandem.core import config as configuration
 from tandem.core import points

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from router.story import House
+from router.lifecycle.in_flight import House
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.guard import RoleGuard

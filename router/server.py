@@ -9,21 +9,21 @@ from pathlib import Path
 
 import uvloop
 
-from router.admission import Admission
-from router.app import create_app
-from router.auth import ApiKeys, check_exposure
-from router.cluster import Cluster
 from router.control import RouterControl, serve_control
-from router.gauges import BudgetGauges, DeniedCalls, WorkerGauges
-from router.http_protocol import HttpBounds
-from router.http_server import HttpServer, listen
-from router.mixed_pool import MixedPool
-from router.model_card import ModelCard
-from router.moves import Moves
-from router.request_errors import RequestErrors
-from router.retry_budget import RetryBudget
-from router.story import House
-from router.under_way import UnderWay
+from router.http.app import create_app
+from router.http.auth import ApiKeys, check_exposure
+from router.http.protocol import HttpBounds
+from router.http.server import HttpServer, listen
+from router.lifecycle.in_flight import House
+from router.lifecycle.migration_slots import Moves
+from router.lifecycle.open_exchanges import UnderWay
+from router.lifecycle.request_errors import RequestErrors
+from router.openai.model_card import ModelCard
+from router.policy.admission import Admission
+from router.policy.mixed_pool import MixedPool
+from router.policy.retry_budget import RetryBudget
+from router.workers.gauges import BudgetGauges, DeniedCalls, WorkerGauges
+from router.workers.registry import Cluster
 from tandem.core import points
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config

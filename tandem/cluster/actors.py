@@ -166,7 +166,7 @@ class RouterActor:
 
     def start(self) -> tuple[str, str]:
         """Listen; URL for clients and address of RouterControl. Idempotent."""
-        from router.auth import check_not_lost
+        from router.http.auth import check_not_lost
 
         if self._addresses is None:
             check_not_lost(self._http, self._key_digests, os.environ)

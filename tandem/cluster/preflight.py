@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 import tandem
-from router.auth import ApiKeys, check_exposure, digests_of_variable
+from router.http.auth import ApiKeys, check_exposure, digests_of_variable
 from tandem.cluster import statefile
 from tandem.cluster.certs_check import check_certificates
 from tandem.cluster.finding import Finding

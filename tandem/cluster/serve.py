@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from router.auth import KEYS_VARIABLE
+from router.http.auth import KEYS_VARIABLE
 from tandem.cluster import processes, ray_home
 from tandem.cluster.banner import ready_banner
 from tandem.cluster.host import human_bytes, this_host

@@ -27,7 +27,7 @@
 
 Each class knows its wire code (`proto` ErrorCode of the same name), its HTTP status and whether the client
 makes sense to try again. Foreign errors are translated at one border each: gRPC in `tandem.rpc`, NIXL and
-torch.distributed in their transports, HTTP in `router.app`.
+torch.distributed in their transports, HTTP in `router.http.app`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _SLOW_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60
 
 
 class RouterMetrics:
-    """Counters and histograms of one router. `router.gauges` adds what is read when it is asked for."""
+    """Counters and histograms of one router. `router.workers.gauges` adds what is read when it is asked for."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()

@@ -138,7 +138,7 @@ def test_kernels_on_disk_follow_the_code_that_they_are_made_of(tmp_path: Path) -
         return float(ended.stdout)
 
     assert run() == 8.0
-    source = copy / "engine" / "vector_ir.py"
+    source = copy / "engine" / "cpu" / "vector_ir.py"
     text = source.read_text()
     assert "[a, b, c]" in text
     source.write_text(text.replace("[a, b, c]", "[a, b, b]"))

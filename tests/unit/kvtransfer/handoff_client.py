@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtransfer.protocol.messages import AttemptKey
-from router.journal import Journal
-from router.request import TokenGiven
+from router.request.journal import Journal
+from router.request.request import TokenGiven
 
 if TYPE_CHECKING:
     from handoff_decode import Decode

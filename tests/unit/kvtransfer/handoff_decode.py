@@ -23,7 +23,7 @@ from kvtransfer.protocol.arrivals import ArrivedDigests
 from kvtransfer.protocol.grants import GrantState, ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from kvtransfer.protocol.receiver import ReceiverHandoffs
-from router.request import TokenGiven
+from router.request.request import TokenGiven
 from tandem.core.pages import PagePool, PageState
 
 if TYPE_CHECKING:

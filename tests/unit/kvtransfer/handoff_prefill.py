@@ -18,7 +18,7 @@ from kvtransfer.protocol.arrivals import ExtentRun
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
-from router.request import TokenGiven
+from router.request.request import TokenGiven
 from tandem.core.pages import PagePool, PageState
 
 if TYPE_CHECKING:

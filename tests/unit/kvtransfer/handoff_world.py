@@ -21,7 +21,7 @@ from handoff_prefill import PROMPT_PAGES, Prefill, Write
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant
-from router.request import TokenGiven
+from router.request.request import TokenGiven
 
 MAX_CLIENTS, MAX_CRASHES, MAX_REPLACEMENTS = 4, 3, 2
 # Of these the loss would be that of a stream, and with it of the worker: nobody has a clock for one alone.

@@ -20,7 +20,7 @@ from kvtransfer.protocol.receiver import TRANSITIONS as RECEIVER
 from kvtransfer.protocol.receiver import ReceiverHandoffs
 from kvtransfer.protocol.sender import TRANSITIONS as SENDER
 from kvtransfer.protocol.sender import SenderHandoff
-from router.journal import ChoiceRecord, Journal
+from router.request.journal import ChoiceRecord, Journal
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ from router_site import Site, in_background
 from starlette.requests import Request
 from starlette.types import Message
 
-from router.bodies import Bodies
+from router.http.bodies import Bodies
 from tandem.core.errors import OverloadedError, RequestTooLargeError
 from tandem.core.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from router_site import EOS, write_checkpoint
 
-from router.choice_text import ChoiceText
-from router.request import Delta, Request, TokenGiven
+from router.request.choice_text import ChoiceText
+from router.request.request import Delta, Request, TokenGiven
 from tandem.core.sampling import SamplingParams
 from tandem.core.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from router_site import Site, wait_until
 
-from router.auth import KEYS_VARIABLE, ApiKeys, check_exposure, check_not_lost, digests_of_variable
+from router.http.auth import KEYS_VARIABLE, ApiKeys, check_exposure, check_not_lost, digests_of_variable
 from router.server import RouterServer
 from tandem.cluster.host import Host
 from tandem.cluster.preflight import Finding, Preflight

@@ -15,8 +15,8 @@ import pytest
 from router_site import Site, wait_until
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.http_protocol import HttpBounds
-from router.http_server import HttpServer, listen
+from router.http.protocol import HttpBounds
+from router.http.server import HttpServer, listen
 
 MakeSite = Callable[..., Site]
 BODY = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 2}).encode()

@@ -9,7 +9,7 @@ import pytest
 from router_fakes import FakeDecode, FakePrefill
 from router_site import Site, cluster, frames, in_background, wait_until
 
-from router.moves import MAX_AT_ONCE
+from router.lifecycle.migration_slots import MAX_AT_ONCE
 
 MakeSite = Callable[..., Site]
 

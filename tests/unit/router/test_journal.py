@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.journal import Journal
-from router.request import TokenGiven
+from router.request.journal import Journal
+from router.request.request import TokenGiven
 from tandem.core.errors import InternalError
 
 

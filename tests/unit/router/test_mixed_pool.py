@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.mixed_pool import MixedPool
-from router.placement import Snapshot, WorkerLoad
-from router.worker_key import WorkerKey
+from router.policy.mixed_pool import MixedPool
+from router.policy.placement import Snapshot, WorkerLoad
+from tandem.core.worker_key import WorkerKey
 
 POOL = MixedPool(max_prompt_tokens=2000)
 

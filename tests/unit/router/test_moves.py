@@ -7,9 +7,9 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.events import Event, MayMove
-from router.mailbox import Mailbox
-from router.moves import Moves
+from router.lifecycle.migration_slots import Moves
+from router.request.events import Event, MayMove
+from router.request.mailbox import Mailbox
 
 
 def turns(*inboxes: Mailbox[Event]) -> list[int]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from router_site import BOS, CHAT_TEMPLATE, Site, write_checkpoint
 
-from router.model_card import ModelCard
-from router.openai_schema import ParsedRequest, PromptBounds, parse_body, parse_chat, parse_completion
-from router.prompting import requests_from
-from router.request import Request
+from router.openai.model_card import ModelCard
+from router.openai.schema import ParsedRequest, PromptBounds, parse_body, parse_chat, parse_completion
+from router.openai.tokenize import requests_from
+from router.request.request import Request
 from tandem.core import config as configuration
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError

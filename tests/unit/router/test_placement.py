@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pairing import differences, kv_format
-from router.placement import Placement, Snapshot, Wishes, WorkerLoad, place, place_prefill
-from router.worker_key import WorkerKey
+from router.policy.kv_format import differences, kv_format
+from router.policy.placement import Placement, Snapshot, Wishes, WorkerLoad, place, place_prefill
 from tandem.core.errors import IncompatibleError, NoWorkerError
+from tandem.core.worker_key import WorkerKey
 from tandem.rpc.v1.common_pb2 import Layout, WorkerInfo
 
 

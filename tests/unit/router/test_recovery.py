@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement import Placement, Snapshot, Wishes, WorkerLoad, place
-from router.recovery import PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
-from router.retry_budget import RetryBudget
-from router.worker_key import WorkerKey
+from router.policy.placement import Placement, Snapshot, Wishes, WorkerLoad, place
+from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
+from router.policy.retry_budget import RetryBudget
 from tandem.core.clock import VirtualClock
 from tandem.core.errors import (
     DrainingError,
@@ -23,6 +22,7 @@ from tandem.core.errors import (
     WorkerLostError,
     WorkersDiedError,
 )
+from tandem.core.worker_key import WorkerKey
 
 P0, P1, D0, D1 = (WorkerKey(name, "1") for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
 LOST, DRAINING, BUSY = WorkerLostError("lost"), DrainingError("leaves"), OverloadedError("full", retry_after_s=3.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from router_site import Site, in_background, wait_until
 
-from router.request_errors import RequestErrors
+from router.lifecycle.request_errors import RequestErrors
 from tandem.core.errors import CancelledError, ModelNotFoundError
 from tandem.rpc.v1.common_pb2 import RequestErrors as Told
 from tandem.rpc.v1.control_pb2 import RouterStatusRequest

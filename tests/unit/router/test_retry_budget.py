@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.retry_budget import RetryBudget
+from router.policy.retry_budget import RetryBudget
 from tandem.core.clock import VirtualClock
 
 

@@ -13,12 +13,12 @@ import pytest
 from router_fakes import FakePrefill
 from router_site import Site, wait_until
 
-from router.cluster import Cluster
-from router.events import Event, WorkerLost
-from router.gauges import DeniedCalls
-from router.mailbox import Mailbox
-from router.worker_key import WorkerKey
+from router.request.events import Event, WorkerLost
+from router.request.mailbox import Mailbox
+from router.workers.gauges import DeniedCalls
+from router.workers.registry import Cluster
 from tandem.core.metrics import RouterMetrics
+from tandem.core.worker_key import WorkerKey
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -87,7 +87,7 @@ def test_what_a_handoff_took_is_measured() -> None:
 async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.session._MAX_BACKOFF_S", 0.05)
+    monkeypatch.setattr("router.workers.session._MAX_BACKOFF_S", 0.05)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
         cluster = Cluster(lease_s=5.0, metrics=RouterMetrics())

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.events import Event
-from router.mailbox import Mailbox
-from router.session import WorkerSession
+from router.request.events import Event
+from router.request.mailbox import Mailbox
+from router.workers.session import WorkerSession
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, Layout, PageCounts, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stop_strings import StopMatcher
+from router.request.stop_strings import StopMatcher
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

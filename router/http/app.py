@@ -1,0 +1,257 @@
+"""The HTTP face: routes, request ids, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.http.auth import OPEN_PATHS, ApiKeys
+from router.http.bodies import Bodies
+from router.http.exchange import Exchange, Parser, send_error
+from router.http.welcome import endpoints, facts, page
+from router.lifecycle.in_flight import House
+from router.lifecycle.request_errors import RequestErrors
+from router.openai.fields import shown
+from router.openai.model_card import ModelCard
+from router.openai.openapi import document
+from router.openai.responses import error_body, error_headers
+from router.openai.schema import parse_chat, parse_completion
+from tandem.core import metrics
+from tandem.core.errors import (
+    AuthenticationError,
+    DrainingError,
+    InternalError,
+    InvalidRequestError,
+    TandemError,
+)
+from tandem.core.logging import bound, get_logger
+
+log = get_logger(__name__)
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
+_QUIET_PATHS = ("/health", "/metrics")
+#: What a page may read of an answer beside what browsers show it anyway.
+_EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-should-retry",
+    "retry-after",
+    "tandem-ignored-fields",
+    "tandem-prompt-computed-by",
+)
+
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Coroutine[Any, Any, Response]])
+
+
+def create_app(house: House, card: ModelCard, keys: ApiKeys) -> ASGIApp:
+    """The ASGI application of one router; `keys` guard every route but `/health`."""
+    app = FastAPI(title="Tandem", openapi_url=None)
+    _add_welcome(app, house, card, keys)
+    _add_model_routes(app, card)
+    _add_cluster_routes(app, house, card)
+    bodies = Bodies(house.config.limits.max_body_bytes)
+    _add_post(app, "/v1/completions", Exchange(house, card, parse_completion, bodies))
+    _add_post(app, "/v1/chat/completions", Exchange(house, card, parse_chat, bodies))
+    app.state.errors = house.errors
+    app.add_exception_handler(TandemError, _tandem_error)
+    app.add_exception_handler(404, _http_error)
+    app.add_exception_handler(405, _http_error)
+    app.add_exception_handler(Exception, _unforeseen)
+    return RequestIds(_with_cors(ApiKeyGate(app, keys, house.errors), house.config.http.cors_origins))
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Lets pages of these origins call it. Outside the gate: a browser's preflight carries no key."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED_HEADERS,
+    )
+
+
+def _add_get(app: FastAPI, path: str) -> Callable[[_Endpoint], _Endpoint]:
+    """HEAD is GET whose body the server leaves out."""
+    return app.api_route(path, methods=["GET", "HEAD"])
+
+
+def _add_welcome(app: FastAPI, house: House, card: ModelCard, keys: ApiKeys) -> None:
+    served = endpoints(has_metrics=house.config.metrics.enabled)
+
+    @_add_get(app, "/")
+    async def welcome(request: Request) -> Response:
+        if "application/json" in request.headers.get("accept", ""):
+            return _json(facts(card, served))
+        url = str(request.base_url).rstrip("/")
+        return PlainTextResponse(page(card, served, url, needs_key=keys.are_required))
+
+
+def _add_post(app: FastAPI, path: str, exchange: Exchange) -> None:
+    """A raw ASGI route: the exchange reads and writes by itself."""
+    app.router.routes.append(Route(path, exchange, methods=["POST"]))
+
+
+def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
+    @_add_get(app, "/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": card.listing()})
+
+    @_add_get(app, "/v1/models/{name:path}")
+    async def model(request: Request) -> Response:
+        # Not as the route found it: its pattern leaves out a newline at the end.
+        name = request.scope["path"].removeprefix("/v1/models/").rstrip("/")
+        if not name:
+            return await models()
+        card.check_name(name)
+        return _json(card.entry(name))
+
+
+def _add_cluster_routes(app: FastAPI, house: House, card: ModelCard) -> None:
+    @_add_get(app, "/health")
+    async def health() -> Response:
+        if house.admission.is_draining:
+            raise DrainingError("the router is shutting down")
+        house.cluster.check_ready()
+        return _json({"status": "ok"})
+
+    @_add_get(app, "/v1/cluster")
+    async def cluster() -> Response:
+        return _json(house.cluster.describe(card.own_name))
+
+    described = document(house.config, card)
+
+    @_add_get(app, "/openapi.json")
+    async def openapi() -> Response:
+        return _json(described)
+
+    if house.config.metrics.enabled:
+
+        @_add_get(app, "/metrics")
+        async def exposition() -> Response:
+            return Response(house.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
+
+
+async def _tandem_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return _error_response(request, error)
+
+
+def _error_response(request: Request, error: TandemError) -> Response:
+    request_id = request.scope["state"]["request_id"]
+    if request.url.path not in _QUIET_PATHS:
+        request.app.state.errors.add(error, request_id)
+    return _json(error_body(error, request_id), error.http_status, error_headers(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {shown(request.url.path)}"
+    if error.status_code == 404:
+        return _error_response(request, NotServedError(f"{asked} is not served here; GET / says what is"))
+    allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+    answer = _error_response(request, MethodNotAllowedError(f"{asked} is not possible; allowed here: {allowed}"))
+    answer.headers["allow"] = allowed
+    return answer
+
+
+class NotServedError(InvalidRequestError):
+    """No such path."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path is served, but not with this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+async def _unforeseen(request: Request, _: Exception) -> Response:
+    """The server logs the error itself; the client gets its id to ask about."""
+    request_id = request.scope["state"]["request_id"]
+    return _error_response(request, InternalError(f"an unforeseen error; the log has it under {request_id}"))
+
+
+class ApiKeyGate:
+    """Lets pass what carries a key that holds, and what needs none."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> None:
+        self._app = app
+        self._keys = keys
+        self._errors = errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._keys.check(scope["headers"])
+            except AuthenticationError as error:
+                self._errors.add(error, scope["state"]["request_id"])
+                await send_error(send, error, scope["state"]["request_id"])
+                return
+        await self._app(scope, receive, send)
+
+
+class RequestIds:
+    """Takes or makes `X-Request-Id`, puts it on every log line and into the answer, and logs each exchange."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _given_id(scope) or secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        began_s, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        with bound(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                # Refusals under overload are counted, not told one by one: that would cost more than they do.
+                level = log.debug if scope["path"] in _QUIET_PATHS or status == 429 else log.info
+                level(
+                    "http",
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    duration_s=round(time.monotonic() - began_s, 6),
+                )
+
+
+def _given_id(scope: Scope) -> str | None:
+    """The client's id; one that could not be a header or a log field is replaced."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value.decode())
+    return None
+
+
+__all__ = ["Parser", "RequestIds", "create_app"]

@@ -1,0 +1,233 @@
+"""One exchange with a client: the body in, the answer out, and an eye on whether the client is still there.
+
+Written against raw ASGI: a token passes through here for each frame, so nothing is validated or copied twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.types import Message, Receive, Scope, Send
+
+from router.http.bodies import Bodies
+from router.http.protocol import ABORT
+from router.lifecycle.delta_buffer import Outlet
+from router.lifecycle.in_flight import House
+from router.lifecycle.prompt_group import Telling
+from router.openai.fields import shown
+from router.openai.model_card import ModelCard
+from router.openai.responses import DONE_FRAME, Answer, error_body, error_frame, error_headers
+from router.openai.schema import ParsedRequest, PromptBounds, parse_body
+from router.openai.tokenize import requests_from
+from router.request.request import Request
+from tandem.core.config import LimitsConfig
+from tandem.core.errors import InvalidRequestError, TandemError, UnsupportedEncodingError
+from tandem.core.logging import get_logger
+
+log = get_logger(__name__)
+
+Parser = Callable[[dict[str, Any], LimitsConfig, PromptBounds], ParsedRequest]
+
+_MAX_HEADER_CHARS = 1000
+_MAX_NAMED_ROLES = 8
+_OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "no_worker"}
+
+
+class Exchange:
+    """Serves one POST of either endpoint."""
+
+    def __init__(self, house: House, card: ModelCard, parser: Parser, bodies: Bodies) -> None:
+        self._house = house
+        self._card = card
+        self._parser = parser
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s = self._house.clock.now()
+        request_id: str = scope["state"]["request_id"]
+        try:
+            # First what costs least: under overload most requests end here, their bodies unread.
+            self._house.admission.check()
+            http = HttpRequest(scope, receive)
+            _check_encoding(http)
+            parsed, requests = await self._requests(http, request_id, arrived_s)
+            telling = self._admit(parsed, requests)
+        except ClientDisconnect:
+            self._house.metrics.requests.labels("cancelled").inc()
+            return
+        except TandemError as error:
+            self._count_refused(error)
+            await self._send_error(send, error, request_id)
+            return
+        answer = Answer(
+            parsed,
+            telling.requests,
+            self._house.tokenizer,
+            request_id=request_id,
+            created=self._card.created_now(),
+        )
+        headers = _ignored_header(parsed)
+        with self._house.under_way.entered(telling.break_off):
+            telling.start()
+            watcher = asyncio.create_task(_watch_client(receive, telling), name="client watcher")
+            try:
+                if parsed.stream:
+                    await self._stream(send, telling, answer, headers, abort=scope["state"][ABORT])
+                else:
+                    await self._whole(send, telling, answer, headers)
+            except BaseException:
+                telling.client_gone("the connection broke")
+                raise
+            finally:
+                watcher.cancel()
+
+    async def _requests(
+        self, http: HttpRequest, request_id: str, arrived_s: float
+    ) -> tuple[ParsedRequest, list[Request]]:
+        """What the body asks for, and one request for each of its prompts."""
+        house, card = self._house, self._card
+        limits = [limit for limit in (card.max_context, house.cluster.max_context()) if limit is not None]
+        bounds = PromptBounds(house.admission.max_waiting, min(limits, default=None))
+
+        def work() -> tuple[ParsedRequest, list[Request]]:
+            parsed = self._parser(parse_body(raw), house.config.limits, bounds)
+            card.check_name(parsed.model)
+            return parsed, requests_from(
+                parsed,
+                tokenizer=house.tokenizer,
+                card=card,
+                max_context=bounds.max_context,
+                client_request_id=request_id,
+                arrived_s=arrived_s,
+            )
+
+        async with self._bodies.read(http) as raw:
+            return await self._bodies.work_on(raw, work)
+
+    def _admit(self, parsed: ParsedRequest, requests: list[Request]) -> Telling:
+        """Give each request a place in the queue."""
+        house = self._house
+        house.cluster.check_placeable()
+        house.admission.enter(len(requests), parsed.num_choices)
+        return Telling(requests, house, Outlet(house.config.limits.stream_buffer_tokens if parsed.stream else None))
+
+    def _count_refused(self, error: TandemError) -> None:
+        outcome = "invalid" if isinstance(error, InvalidRequestError) else _OUTCOMES.get(error.code, "failed")
+        self._house.metrics.requests.labels(outcome).inc()
+        level = log.debug if outcome == "overloaded" else log.info
+        level("request refused", outcome=outcome, code=error.code, error=error.message)
+
+    # -- answers
+
+    async def _send_error(self, send: Send, error: TandemError, request_id: str) -> None:
+        self._house.errors.add(error, request_id)
+        await send_error(send, error, request_id)
+
+    async def _whole(self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str]) -> None:
+        outlet = telling.outlet
+        while items := await outlet.take():
+            for prompt, delta in items:
+                answer.gather(prompt, delta)
+        if outlet.error is not None:
+            await self._send_error(send, outlet.error, answer.request_id)
+            return
+        await send_body(send, 200, answer.body(telling.usages), {**headers, **_prompt_header(telling)})
+
+    async def _stream(
+        self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str], abort: Callable[[], object]
+    ) -> None:
+        """Frame by frame. Who reads too slowly is cut off by `abort`: a close would wait until the rest is read."""
+        outlet, writer = telling.outlet, asyncio.current_task()
+        items = await outlet.take()
+        if not items and outlet.error is not None:  # nothing was promised yet: a plain error is possible
+            await self._send_error(send, outlet.error, answer.request_id)
+            return
+        has_overflowed = False
+
+        def overflow() -> None:
+            nonlocal has_overflowed
+            has_overflowed = True
+            if writer is not None:
+                writer.cancel()
+
+        outlet.on_overflow = overflow
+        try:
+            headers = {**headers, **_prompt_header(telling), **_STREAM_HEADERS}
+            await send(_start(200, "text/event-stream; charset=utf-8", headers))
+            while items:
+                await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
+                items = await outlet.take()
+            if outlet.error is not None:
+                self._house.errors.add(outlet.error, answer.request_id)
+                await send(_body(error_frame(outlet.error, answer.request_id), more=False))
+            else:
+                await send(_body(answer.usage_frame(telling.usages) + DONE_FRAME, more=False))
+        except asyncio.CancelledError:
+            if not has_overflowed:
+                raise
+            log.warning("connection dropped: the client reads too slowly")
+            abort()
+        finally:
+            outlet.on_overflow = lambda: None
+
+
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def _check_encoding(http: HttpRequest) -> None:
+    """A compressed body would be bounded by what it was, not by what it becomes: none is taken."""
+    encoding = http.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedEncodingError(
+            f"the body is encoded as {shown(encoding)}; send it as it is, without Content-Encoding"
+        )
+
+
+async def _watch_client(receive: Receive, telling: Telling) -> None:
+    """Ends with the client's connection, or when the exchange cancels it."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    telling.client_gone("the client went away")
+
+
+def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
+    """Names come from the client: only printable ASCII goes into a header."""
+    if not parsed.ignored_fields:
+        return {}
+    names = ", ".join(parsed.ignored_fields)[:_MAX_HEADER_CHARS]
+    return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names)}
+
+
+def _prompt_header(telling: Telling) -> dict[str, str]:
+    """The role that computes each prompt, as far as is known when the answer begins; of many prompts how often each."""
+    roles = [role or "unknown" for role in telling.prompts_at]
+    if len(roles) > _MAX_NAMED_ROLES:
+        roles = [f"{role} {count}" for role, count in sorted(Counter(roles).items())]
+    return {"tandem-prompt-computed-by": ", ".join(roles)}
+
+
+async def send_error(send: Send, error: TandemError, request_id: str) -> None:
+    """Answer with `error`."""
+    await send_body(send, error.http_status, orjson.dumps(error_body(error, request_id)), error_headers(error))
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    length = {"content-length": str(len(body))}
+    await send(_start(status, "application/json", {**headers, **length}))
+    await send(_body(body, more=False))
+
+
+def _start(status: int, content_type: str, headers: Mapping[str, str]) -> Message:
+    pairs = [(b"content-type", content_type.encode())]
+    pairs += [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}
+
+
+def _body(body: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}

@@ -1,0 +1,238 @@
+"""uvicorn's HTTP/1.1 protocol with the bounds that it lacks: time, size and number.
+
+    accepted ──first byte──> head ──complete──> body ──complete──> answer ──> idle ──first byte──> head …
+       └── header_timeout_s ──┘      └ body_timeout_s ┘    └ reads nothing: stalled_s ┘ └ keep-alive ┘
+
+Each arrow has one timer, so a client that sends a byte now and then gains nothing. Where HTTP still allows an answer
+the client gets a typed one (408, 431, 400), then the connection is closed; else it is only closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import orjson
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.server import ServerState
+
+from router.openai.responses import error_body, error_headers
+from tandem.core.config import LimitsConfig
+from tandem.core.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, TandemError
+from tandem.core.logging import get_logger
+
+log = get_logger(__name__)
+
+#: What a client sends can make uvicorn log warnings without bound; what is ours to know is logged here.
+_UVICORN = logging.getLogger("uvicorn.error.protocol")
+_UVICORN.setLevel(logging.ERROR)
+
+_LAST_LOOK_S = 0.01
+
+#: In `scope["state"]`: a function that cuts the connection off at once, with what waits to be written.
+ABORT = "abort_connection"
+
+
+@dataclass(frozen=True)
+class HttpBounds:
+    """What one connection may take; seconds and bytes."""
+
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    keep_alive_s: float = 75.0
+    stalled_s: float = 60.0  # an answer of which the client reads nothing
+    max_head_bytes: int = 16 << 10
+    max_body_bytes: int = 8 << 20
+    max_connections: int = 4096
+
+    @classmethod
+    def of(cls, limits: LimitsConfig) -> HttpBounds:
+        """The configured ones."""
+        return cls(
+            header_timeout_s=limits.header_timeout_s,
+            body_timeout_s=limits.body_timeout_s,
+            max_body_bytes=limits.max_body_bytes,
+            max_connections=limits.max_connections,
+        )
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. The timers follow h11's word on what the client still owes."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        bounds: HttpBounds,
+    ) -> None:
+        super().__init__(config, server_state, {**app_state, ABORT: self._abort}, _loop)
+        self.logger = _UVICORN
+        self._bounds = bounds
+        # Runs exactly while the client owes the rest of a head or of a body.
+        self._arrival: asyncio.TimerHandle | None = None
+        self._awaits = ""  # what `_arrival` waits for: "head" or "body"
+        self._stall: asyncio.TimerHandle | None = None
+        self._num_body_bytes = 0
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._bounds.max_connections:
+            error = OverloadedError(f"{self._bounds.max_connections} connections are open; try again later")
+            self._refuse(error, 503)
+        else:
+            self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self._num_body_bytes += len(data)
+        elif self.conn.their_state is h11.IDLE and self._is_head_too_large(data):
+            self._refuse_head()
+            return
+        super().data_received(data)
+        if self._num_body_bytes > self._bounds.max_body_bytes + len(data) and self._has_answered:
+            # Nobody reads it any more; an application that still does refuses it by itself.
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._bounds.stalled_s, self._stalled)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    # -- uvicorn's steps
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow()
+
+    def send_400_response(self, msg: str) -> None:
+        """What h11 cannot read. Called where its error is being handled."""
+        cause = sys.exception()
+        hint = getattr(cause, "error_status_hint", 400)
+        log.info("HTTP refused", status=hint, error=str(cause or msg))
+        if hint == 431:
+            self._refuse_head()
+        else:
+            self._refuse(InvalidRequestError(f"this is not HTTP as it should be: {cause or msg}"), hint)
+
+    # -- ours
+
+    @property
+    def _has_answered(self) -> bool:
+        return self.cycle is not None and self.cycle.response_complete
+
+    def _is_head_too_large(self, data: bytes) -> bool:
+        """h11 bounds only what is not complete yet; what comes in one piece must not be larger either."""
+        limit, (before, _) = self._bounds.max_head_bytes, self.conn.trailing_data
+        if len(before) + len(data) <= limit:
+            return False
+        return b"\r\n\r\n" not in (before + data)[: limit + 4]
+
+    def _refuse_head(self) -> None:
+        limit = self._bounds.max_head_bytes
+        self._refuse(InvalidRequestError(f"the head of the request is larger than {limit} bytes"), 431)
+
+    def _follow(self) -> None:
+        """Set the timer that fits what the client owes now."""
+        state = self.conn.their_state
+        if self.transport.is_closing():
+            self._stop_timers()
+        elif state is h11.SEND_BODY:
+            self._await("body", self._bounds.body_timeout_s)
+        elif state is h11.IDLE and self.timeout_keep_alive_task is None:
+            self._num_body_bytes = 0
+            self._await("head", self._bounds.header_timeout_s)
+        else:
+            self._await("", 0)
+
+    def _await(self, what: str, timeout_s: float) -> None:
+        if what == self._awaits:
+            return  # the time runs from when this part began, whatever trickles in
+        if self._arrival is not None:
+            self._arrival.cancel()
+        self._awaits = what
+        self._arrival = self.loop.call_later(timeout_s, self._late) if what else None
+
+    def _late(self) -> None:
+        """The time is over; what lies in the socket already, unread because the loop was busy, still counts."""
+        self._arrival = self.loop.call_later(_LAST_LOOK_S, self._give_up)
+
+    def _give_up(self) -> None:
+        what, self._awaits, self._arrival = self._awaits, "", None
+        has_begun = what == "body" or bool(self.conn.trailing_data[0])
+        timeout_s = self._bounds.body_timeout_s if what == "body" else self._bounds.header_timeout_s
+        key = "limits.body_timeout_s" if what == "body" else "limits.header_timeout_s"
+        log.info("HTTP request came too slowly", part=what, timeout_s=timeout_s)
+        if not has_begun:
+            self.transport.close()
+            return
+        self._refuse(RequestTimeoutError(f"the {what} of the request took longer than {timeout_s:g} s ({key})"), 408)
+
+    def _stalled(self) -> None:
+        self._stall = None
+        log.info("connection dropped: the client reads nothing", stalled_s=self._bounds.stalled_s)
+        self._abort()
+
+    def _abort(self) -> None:
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """uvicorn's, for a client that left its last answer unread too."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _refuse(self, error: TandemError, status: int) -> None:
+        """Answer with `error` where nothing was answered yet, and close. The application sees a client that left."""
+        self._stop_timers()
+        self._unset_keepalive_if_required()
+        request_id = secrets.token_hex(16)
+        if self.cycle is not None and not self.cycle.response_complete:
+            request_id = self.scope.get("state", {}).get("request_id", request_id)
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = orjson.dumps(error_body(error, request_id))
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+                "x-request-id": request_id,
+                **error_headers(error),
+            }
+            response = h11.Response(status_code=status, headers=list(headers.items()), reason=STATUS_PHRASES[status])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _stop_timers(self) -> None:
+        self._await("", 0)
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None

@@ -1,0 +1,104 @@
+"""uvicorn without its ticking, with bounds, on a socket of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import resource
+import socket
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.http.protocol import BoundedProtocol, HttpBounds
+from tandem.core.errors import ConfigError
+from tandem.core.logging import get_logger
+
+log = get_logger(__name__)
+
+_BACKLOG = 1024
+#: Descriptors that a router needs beside its connections: workers, logs, the model's files.
+_OTHER_DESCRIPTORS = 256
+#: A client that reads nothing at all, or whose host is gone, is cut off by the kernel after this.
+_DEAD_CLIENT_MS = 60_000
+_SEND_BUFFER_BYTES = 128 << 10
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `ConfigError` where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port", key="http.port"
+        ) from error
+    # Accepted connections inherit these.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Bounded, or the kernel would keep megabytes for a client that does not read, and we would not notice it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_CLIENT_MS)
+    return listener
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Raise this process's soft limit of open files so far as the hard one lets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning("fewer open files are allowed than limits.max_connections needs", allowed=allowed, wanted=wanted)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until `stop`. Sleeps while nothing happens: the ten ticks a second only renew a date header."""
+
+    def __init__(self, app: ASGIApp, bounds: HttpBounds) -> None:
+        _allow_descriptors(bounds.max_connections + _OTHER_DESCRIPTORS)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=functools.partial(BoundedProtocol, bounds=bounds),  # type: ignore[arg-type]  # called, as a class is
+                h11_max_incomplete_event_size=bounds.max_head_bytes,
+                ws="none",
+                loop="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                date_header=False,
+                server_header=False,
+                timeout_keep_alive=bounds.keep_alive_s,  # type: ignore[arg-type]  # a timer's delay
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self.is_up = asyncio.Event()
+        self._stop_asked = asyncio.Event()
+
+    def stop(self) -> None:
+        """End `serve`: no new connections, a moment for answers under way."""
+        self.should_exit = True
+        self._stop_asked.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.is_up.set()
+
+    async def main_loop(self) -> None:
+        await self._stop_asked.wait()
+
+    def capture_signals(self) -> Any:
+        """Signals are the caller's: this may run beside others in one process."""
+        return _Nothing()
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None

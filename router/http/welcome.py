@@ -1,0 +1,46 @@
+"""What `GET /` says: to a person in words, to a program in JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.openai.model_card import ModelCard
+from tandem.core.version import version
+
+#: What is served, beside `GET /`; of `/metrics` only where it is.
+ENDPOINTS = {
+    "/v1/completions": "POST: a prompt, or several, to text",
+    "/v1/chat/completions": "POST: a conversation to its next message",
+    "/v1/models": "the model, by the names that requests may use",
+    "/v1/cluster": "the workers and what they do",
+    "/health": "200 where requests can be served",
+    "/metrics": "Prometheus",
+    "/openapi.json": "every field of it all",
+}
+
+
+def endpoints(*, has_metrics: bool) -> dict[str, str]:
+    return {path: what for path, what in ENDPOINTS.items() if has_metrics or path != "/metrics"}
+
+
+def facts(card: ModelCard, served: dict[str, str]) -> dict[str, Any]:
+    """For a program."""
+    return {"name": "tandem", "version": version(), "model": card.own_name, "endpoints": list(served)}
+
+
+def page(card: ModelCard, served: dict[str, str], url: str, *, needs_key: bool) -> str:
+    """For a person; `url` is where they found it."""
+    width = max(map(len, served))
+    listed = "\n".join(f"  {path:{width}}  {what}" for path, what in served.items())
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    return f"""This is Tandem {version()}, which speaks the OpenAI API. It serves the model {card.own_name}.
+
+{listed}
+
+Try it:
+
+  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{card.own_name}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
+
+OpenAI's own clients take {url}/v1 as their base URL.
+"""

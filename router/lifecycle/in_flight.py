@@ -1,0 +1,392 @@
+"""The whole story of one request, from its place in the queue to its end.
+
+    QUEUED      a pair of workers is chosen; `Reserve` goes to decode, `StartPrefill` to prefill, at once
+    PREFILLING  prefill computes; when decode grants pages, prefill learns of the grant and writes into them
+    HANDOFF     every choice has its first token, from prefill; the pages are on their way
+    DECODING    decode has verified the pages and sends all further tokens
+    FINISHED    every choice has ended
+
+A prompt of the mixed pool is computed at decode: there is no handoff then, and PREFILLING goes over into DECODING.
+
+An attempt that a worker's loss or a refusal ends begins anew, with the journal: what the client has seen stands, and
+the new attempt goes on behind it. `router/policy/recovery.py` says how; `docs/life-of-a-request.md` tells the same hop
+by hop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from router.lifecycle.attempt import Attempt, AttemptOver
+from router.lifecycle.migration_slots import Moves
+from router.lifecycle.open_exchanges import UnderWay
+from router.lifecycle.request_errors import RequestErrors
+from router.policy.admission import Admission
+from router.policy.mixed_pool import MixedPool
+from router.policy.placement import Placement, Wishes, place
+from router.policy.recovery import FIRST, PLANNED, Fault, Plan, Recovery, RecoveryLimits
+from router.policy.retry_budget import RetryBudget
+from router.request.choice_text import ChoiceText
+from router.request.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver, WorkerLost
+from router.request.journal import Journal
+from router.request.mailbox import Mailbox
+from router.request.request import Delta, Request, TokenGiven, Usage
+from router.workers.registry import Cluster, Pair
+from router.workers.session import WorkerSession
+from tandem.core import points
+from tandem.core.clock import Clock
+from tandem.core.config import Config
+from tandem.core.errors import (
+    CancelledError,
+    DeadlineError,
+    DrainingError,
+    IncompatibleError,
+    NoWorkerError,
+    TandemError,
+)
+from tandem.core.logging import get_logger
+from tandem.core.metrics import RouterMetrics
+from tandem.core.states import RequestLife, RequestState
+from tandem.core.tokenizer import Tokenizer
+from tandem.core.worker_key import WorkerKey
+
+log = get_logger(__name__)
+
+_WAY = [RequestState.QUEUED, RequestState.PREFILLING, RequestState.HANDOFF, RequestState.DECODING]
+# Error codes that `tandem_requests_total` tells apart from "failed".
+_OUTCOMES = {
+    "cancelled": "cancelled",
+    "deadline": "deadline",
+    "overloaded": "overloaded",
+    "no_worker": "no_worker",
+    "draining": "no_worker",
+}
+
+
+@dataclass(frozen=True)
+class House:
+    """What all stories of one router share."""
+
+    config: Config
+    clock: Clock
+    cluster: Cluster
+    mixed_pool: MixedPool
+    admission: Admission
+    metrics: RouterMetrics
+    tokenizer: Tokenizer
+    under_way: UnderWay
+    budget: RetryBudget
+    moves: Moves
+    errors: RequestErrors
+
+
+async def tell(
+    request: Request,
+    house: House,
+    inbox: Mailbox[Event],
+    emit: Callable[[Delta], None],
+    on_prompt: Callable[[str], None],
+) -> Usage:
+    """Serve `request`; `emit` gets each delta as soon as it is settled, `on_prompt` the role that computes the prompt.
+
+    The request holds one place in `house.admission`, which is given back here. `inbox` may already hold what
+    happened to the client.
+
+    Raises:
+        TandemError: what the request ended with; nothing of it is left at any worker then.
+    """
+    story = Story(request, house, inbox, emit, on_prompt)
+    state, outcome = RequestState.FAILED, "failed"
+    try:
+        with story.deadline():
+            while True:
+                pair = await story.find_pair()
+                try:
+                    await Attempt(story, pair, story.plan).run()
+                    break
+                except AttemptOver as over:
+                    story.begin_anew(over)
+        state, outcome = RequestState.FINISHED, "finished"
+        return story.usage()
+    except TandemError as error:
+        outcome = _OUTCOMES.get(error.code, "failed")
+        if isinstance(error, CancelledError | DeadlineError):
+            state = RequestState.CANCELLED
+        raise
+    except asyncio.CancelledError:
+        state, outcome = RequestState.CANCELLED, "cancelled"
+        raise
+    finally:
+        story.end(state, outcome)
+
+
+class Story:
+    """The facts of one request over all its attempts."""
+
+    def __init__(
+        self,
+        request: Request,
+        house: House,
+        inbox: Mailbox[Event],
+        emit: Callable[[Delta], None],
+        on_prompt: Callable[[str], None],
+    ) -> None:
+        self.request = request
+        self.house = house
+        self.inbox = inbox
+        self.journal = Journal(request.num_choices)
+        self.life = RequestLife(request.request_id, request.arrived_s)
+        limits = house.config.limits
+        self.recovery = Recovery(
+            RecoveryLimits(
+                max_attempts=limits.max_attempts,
+                local_prefill_tokens=house.config.scheduling.local_prefill_tokens,
+                max_rest_s=limits.wait_for_worker_s,
+            ),
+            house.budget,
+        )
+        self.plan = FIRST
+        #: Every prefill worker that may keep pages of this request until it is told that it has ended.
+        self.pages_kept_at: dict[WorkerKey, WorkerSession] = {}
+        self._num_cached_tokens: int | None = None
+        self._emit = emit
+        self._on_prompt = on_prompt
+        self._texts = [ChoiceText(house.tokenizer, request, n) for n in range(request.num_choices)]
+        # Events that were taken from the inbox and not looked at yet.
+        self._pending: deque[Event] = deque()
+        self._last_failure: TandemError | None = None
+        # When the fault was noticed after which no token has been given out yet.
+        self._fault_s: float | None = None
+        # Invariant: true exactly while we hold a place in the admission queue.
+        self._is_waiting = True
+        self._last_token_s: list[float | None] = [None] * request.num_choices
+        house.budget.earn()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the request came, over all attempts: a retry does not begin to wait anew."""
+        return self.house.clock.now() - self.request.arrived_s
+
+    # -- inputs
+
+    async def next_event(self) -> Event:
+        """The next event that concerns an attempt.
+
+        Raises:
+            CancelledError: the client is gone, or reads too slowly.
+            DeadlineError: its time-out is over.
+            DrainingError: the router leaves.
+        """
+        if not self._pending:
+            self._pending.extend(await self.inbox.take())
+        event = self._pending.popleft()
+        if isinstance(event, RouterLeaves):
+            raise DrainingError(event.why, request_id=self.request.request_id)
+        if isinstance(event, ClientGone):
+            raise CancelledError(f"cancelled: {event.why}", request_id=self.request.request_id)
+        if isinstance(event, DeadlinePassed):
+            raise DeadlineError(
+                f"the deadline of {self.request.timeout_s:g} s passed", request_id=self.request.request_id
+            )
+        if isinstance(event, WorkerLost) and not event.is_planned:
+            self.recovery.note_death(event.worker)
+        return event
+
+    @contextmanager
+    def deadline(self) -> Iterator[None]:
+        """Inside, the client's time-out is watched."""
+        if self.request.timeout_s is None:
+            yield
+            return
+        left_s = self.request.timeout_s - self.age_s
+        timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.inbox.put, DeadlinePassed())
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    # -- placing
+
+    async def find_pair(self) -> Pair:
+        """The workers of the next attempt. Where there are none, it waits for up to `limits.wait_for_worker_s`:
+        a new request only if the membership says that one will come, a later attempt for any change.
+
+        Raises:
+            NoWorkerError: a pool is empty.
+            IncompatibleError: no two workers pair.
+            TandemError: as `next_event`.
+        """
+        house, clock = self.house, self.house.clock
+        wait_s = house.config.limits.wait_for_worker_s
+        give_up_s = clock.now() + wait_s
+        while True:
+            try:
+                placement = self._place()
+            except (NoWorkerError, IncompatibleError) as error:
+                is_hopeless = self._last_failure is None and not house.cluster.snapshot().may_get_better
+                if is_hopeless or clock.now() >= give_up_s:
+                    self._tell_whole(error, wait_s)
+                    raise
+                wake_s = give_up_s
+            else:
+                wake_s = self.plan.rests_until_s(placement)
+                if clock.now() >= wake_s:
+                    points.reach("router.placed")
+                    return house.cluster.pair(placement)
+            await self._change_of_workers(wake_s)
+
+    def _place(self) -> Placement:
+        """A new request that is not urgent may go to decode alone; later attempts go as their plan says."""
+        snapshot, num_tokens = self.house.cluster.snapshot(), len(self.request.prompt_ids)
+        may_be_slow = self.plan is FIRST and self.request.priority >= 0
+        if may_be_slow and (decode := self.house.mixed_pool.computes_alone(snapshot, num_tokens)) is not None:
+            self.plan = Plan(Wishes(decode=decode, alone=True), max_local_tokens=num_tokens)
+        return place(snapshot, num_tokens, self.plan.wishes)
+
+    async def _change_of_workers(self, until_s: float) -> None:
+        """Wait until a worker comes or goes, for at most until then."""
+        timer = asyncio.get_running_loop().call_later(until_s - self.house.clock.now(), self.inbox.put, WaitOver())
+        try:
+            with self.house.cluster.watched_by(self.inbox):
+                await self.next_event()
+        finally:
+            timer.cancel()
+        if self._last_failure is not None:  # who was held by two workers hears of both
+            self.recovery.check_deaths(self._last_failure)
+
+    def _tell_whole(self, error: TandemError, waited_s: float) -> None:
+        """Nothing could be placed; where that follows a failure, the client hears of both."""
+        error.request_id = self.request.request_id
+        if self._last_failure is not None:
+            error.message = f"{self._last_failure.message}; then for {waited_s:g} s: {error.message}"
+
+    def begin_anew(self, over: AttemptOver) -> None:
+        """The attempt is over: plan the next one, or raise the error with which the request ends."""
+        end, now_s = over.end, self.house.clock.now()
+        log.warning(
+            "attempt over",
+            attempt=self.journal.attempt,
+            fault=end.fault.value,
+            code=end.error.code,
+            error=end.error.message,
+            worker=str(end.worker),
+            state=self.life.state.value,
+            num_tokens=self.journal.num_tokens,
+        )
+        try:
+            self.plan = self.recovery.after(end, now_s)
+        except TandemError as error:
+            ours = copy.copy(error)  # a lost worker's error is that of all requests that it held
+            ours.request_id = self.request.request_id
+            raise ours from error
+        self._last_failure = end.error
+        self.journal.next_attempt()
+        if self.life.state is not RequestState.QUEUED:
+            self.life.to(RequestState.QUEUED, now_s)
+        self._count(end.fault, end.error, now_s)
+
+    def _count(self, fault: Fault, error: TandemError, now_s: float) -> None:
+        metrics = self.house.metrics
+        if fault in PLANNED and fault is not Fault.UNSERVED:
+            metrics.moves.labels(fault.value).inc()
+            return
+        metrics.retries.labels(error.code).inc()
+        if self._fault_s is None:
+            self._fault_s = now_s
+
+    # -- tokens
+
+    def take_token(self, token: TokenGiven) -> None:
+        """Enter a token in the journal; give the client what may be given now."""
+        is_first = self.journal.num_tokens == 0
+        ready = self.journal.accept(token)
+        if not ready:
+            return
+        points.reach("router.first_token" if is_first else "router.token")
+        self._measure(token.choice, len(ready))
+        text = self._texts[token.choice]
+        deltas = text.push(ready)
+        if text.is_finished:
+            self.journal.finish(token.choice, text.num_tokens)
+        for delta in deltas:
+            self._emit(delta)
+
+    def _measure(self, choice: int, num_tokens: int) -> None:
+        now_s, metrics = self.house.clock.now(), self.house.metrics
+        if self._fault_s is not None:
+            metrics.recovery_s.observe(now_s - self._fault_s)
+            self._fault_s = None
+        last_s = self._last_token_s[choice]
+        if last_s is not None:
+            metrics.itl_s.observe(now_s - last_s)
+        elif all(stamp is None for stamp in self._last_token_s):
+            metrics.ttft_s.observe(now_s - self.request.arrived_s)
+        for _ in range(num_tokens - 1):  # they came early and were held back: the client gets them at once
+            metrics.itl_s.observe(0.0)
+        self._last_token_s[choice] = now_s
+
+    # -- states
+
+    def reach(self, state: RequestState) -> None:
+        """Move on to `state`, through what lies between; nothing where it is already behind us.
+
+        Prefill's and decode's streams are not ordered against each other, so a state may become known late.
+        """
+        behind, wanted = _WAY.index(self.life.state), _WAY.index(state)
+        now_s = self.house.clock.now()
+        for step in _WAY[behind + 1 : wanted + 1]:
+            self.life.to(step, now_s)
+        self._leave_queue()
+
+    def end(self, state: RequestState, outcome: str) -> None:
+        """The request has ended in `state`: free what is kept of it, measure and log it."""
+        self.house.moves.leave(self.inbox)
+        for session in self.pages_kept_at.values():
+            session.release_pages(self.request.request_id)
+        if state is RequestState.FINISHED:
+            self.reach(RequestState.DECODING if self.life.state is RequestState.HANDOFF else RequestState.PREFILLING)
+        self._leave_queue()
+        now_s = self.house.clock.now()
+        self.life.to(state, now_s)
+        metrics, dropped = self.house.metrics, self.journal.dropped
+        phases = {phase: self.life.seconds_in(phase) for phase in _WAY}
+        for phase, seconds in phases.items():
+            metrics.phase_s.labels(phase.value).observe(seconds)
+        metrics.request_s.observe(now_s - self.request.arrived_s)
+        metrics.requests.labels(outcome).inc()
+        for reason, count in dropped.items():
+            if reason == "disagreed":
+                metrics.disagreements.inc(count)
+            else:
+                metrics.dropped_tokens.labels(reason).inc(count)
+        log.info(
+            "request ended",
+            outcome=outcome,
+            attempts=self.journal.attempt,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            num_output_tokens=self.journal.num_tokens,
+            **{f"{phase.value}_s": round(seconds, 6) for phase, seconds in phases.items()},
+            **({"dropped_tokens": dict(dropped)} if dropped else {}),
+        )
+
+    def _leave_queue(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self.house.admission.leave()
+
+    def note_prompt(self, computed_by: str, num_cached_tokens: int) -> None:
+        """A worker of this role computes the prompt, and has found so many of its tokens there.
+
+        What a retry finds is our own, computed by an earlier attempt.
+        """
+        self._on_prompt(computed_by)
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_cached_tokens
+
+    def usage(self) -> Usage:
+        return Usage(len(self.request.prompt_ids), self.journal.num_tokens, self._num_cached_tokens)

@@ -1,0 +1,43 @@
+"""Which requests may leave a draining decode worker now: a few at a time.
+
+Each move is a handoff and a replay. All at once they would queue up at the other workers and every client would see
+its stream halt; a few at a time most see nothing, and what is nearly done ends where it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from router.request.events import Event, MayMove
+from router.request.mailbox import Mailbox
+
+MAX_AT_ONCE = 4
+
+
+class Moves:
+    """Slots for moves, given out in the order of asking. Not thread-safe."""
+
+    def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
+        self._max_at_once = max_at_once
+        # Invariant: nobody is in both; nobody waits while a slot is free.
+        self._moving: set[Mailbox[Event]] = set()
+        self._waiting: deque[Mailbox[Event]] = deque()
+
+    def ask(self, inbox: Mailbox[Event]) -> None:
+        """`inbox` gets `MayMove` when its turn has come; asking again changes nothing."""
+        if inbox not in self._moving and inbox not in self._waiting:
+            self._waiting.append(inbox)
+            self._give_out()
+
+    def leave(self, inbox: Mailbox[Event]) -> None:
+        """The move is done, or no longer wanted; nothing where there was none."""
+        if inbox in self._waiting:
+            self._waiting.remove(inbox)
+        self._moving.discard(inbox)
+        self._give_out()
+
+    def _give_out(self) -> None:
+        while self._waiting and len(self._moving) < self._max_at_once:
+            inbox = self._waiting.popleft()
+            self._moving.add(inbox)
+            inbox.put(MayMove())

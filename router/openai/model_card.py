@@ -1,0 +1,75 @@
+"""What the router knows of the served model: its names, its context, its vocabulary."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router.openai.fields import shown
+from tandem.core.config import Config
+from tandem.core.errors import ModelLoadError, ModelNotFoundError
+from tandem.core.model_path import ANY_NAME, model_name, shown_name
+from tandem.core.tokenizer import Tokenizer
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The model as clients see it."""
+
+    names: tuple[str, ...]  # as configured; may hold `*`
+    own_name: str  # what `/v1/cluster` shows
+    root: str  # the checkpoint behind all names: a hub id, or a directory's name
+    max_context: int | None  # tokens of prompt and output; `None`: the workers alone know
+    vocab_size: int
+    refused_roles: frozenset[str]  # of messages that its chat template does not know
+    created: int  # seconds since the epoch
+
+    @classmethod
+    def from_dir(cls, model_dir: Path, config: Config, tokenizer: Tokenizer) -> ModelCard:
+        """Read `config.json` of a checkpoint. Raises `ModelLoadError` where it cannot be read."""
+        path = model_dir / "config.json"
+        try:
+            facts: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        facts |= facts.get("text_config") or {}
+        own = model_name(config.model.path, model_dir)
+        names = config.model.served_names or (own,)
+        limits = [facts[key] for key in _CONTEXT_KEYS if isinstance(facts.get(key), int)][:1]
+        if config.cache.max_context:
+            limits.append(config.cache.max_context)
+        return cls(
+            names=names,
+            own_name=shown_name(names, own),
+            root=own,
+            max_context=min(limits, default=None),
+            vocab_size=int(facts.get("vocab_size") or tokenizer.vocab_size),
+            refused_roles=tokenizer.refused_roles,
+            created=int(time.time()),
+        )
+
+    @staticmethod
+    def created_now() -> int:
+        """Seconds since the epoch, for `created` in answers."""
+        return int(time.time())
+
+    def check_name(self, name: str) -> None:
+        """Raises `ModelNotFoundError` unless requests may use `name`."""
+        if name not in self.names and ANY_NAME not in self.names:
+            raise ModelNotFoundError(
+                f"the model {shown(name)} is not served here; served: {', '.join(self.names)}", field="model"
+            )
+
+    def listing(self) -> list[dict[str, Any]]:
+        """The models of `GET /v1/models`."""
+        return [self.entry(name) for name in self.names if name != ANY_NAME] or [self.entry(self.own_name)]
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """One model of `GET /v1/models/{id}`, with vLLM's fields beside OpenAI's."""
+        entry = {"id": name, "object": "model", "created": self.created, "owned_by": "tandem"}
+        return {**entry, "root": self.root, "parent": None, "max_model_len": self.max_context}

@@ -1,0 +1,120 @@
+"""From a valid body to requests: tokenisation, and the checks that need the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+
+from router.openai.known_fields import REASONING_SWITCHES
+from router.openai.model_card import ModelCard
+from router.openai.schema import ParsedRequest, prompt_too_long, too_long
+from router.request.request import Request
+from tandem.core.errors import InvalidRequestError
+from tandem.core.tokenizer import Tokenizer
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+_PROCESS_TAG = secrets.token_hex(4)
+_counter = itertools.count(1)
+
+
+def requests_from(
+    parsed: ParsedRequest,
+    *,
+    tokenizer: Tokenizer,
+    card: ModelCard,
+    max_context: int | None,
+    client_request_id: str,
+    arrived_s: float,
+) -> list[Request]:
+    """One request for each prompt, in order.
+
+    Raises:
+        InvalidRequestError: a prompt is empty, too long or holds ids outside the vocabulary; names the field.
+    """
+    field = "messages" if parsed.kind == "chat" else "prompt"
+    _check_vocabulary(parsed, card.vocab_size)
+    _check_reasoning(parsed, tokenizer)
+    prompts = _token_ids(parsed, tokenizer)
+    requests = []
+    for prompt_ids in prompts:
+        if not prompt_ids:
+            raise InvalidRequestError(f"{field} holds no token", field=field)
+        max_tokens = _max_tokens(parsed, len(prompt_ids), max_context, field)
+        sampling = dataclasses.replace(parsed.sampling, max_tokens=max_tokens, seed=_seed(parsed))
+        requests.append(
+            Request(
+                # Workers remember ids, and clients reuse theirs: ours is never used twice.
+                request_id=f"{client_request_id}#{_PROCESS_TAG}{next(_counter):x}",
+                prompt_ids=tuple(prompt_ids),
+                sampling=sampling,
+                arrived_s=arrived_s,
+                num_choices=parsed.num_choices,
+                stop=parsed.stop,
+                priority=parsed.priority,
+                timeout_s=parsed.timeout_s,
+            )
+        )
+    return requests
+
+
+def _seed(parsed: ParsedRequest) -> int:
+    """The client's, or a new one. Drawn here and not by a worker, so that a retry elsewhere repeats it."""
+    return parsed.sampling.seed if parsed.has_seed else secrets.randbits(63)
+
+
+def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    prompts = (tokenizer.render_chat(parsed.messages),) if parsed.kind == "chat" else parsed.prompts
+    return [
+        tokenizer.encode(prompt, add_special_tokens=parsed.add_special_tokens)
+        if isinstance(prompt, str)
+        else list(prompt)
+        for prompt in prompts
+    ]
+
+
+def _check_reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+    """A model without a switch for reasoning gives the same answer whatever effort is asked for."""
+    if parsed.kind == "chat" and parsed.reasoning_fields and tokenizer.chat_variables & REASONING_SWITCHES:
+        name = parsed.reasoning_fields[0]
+        raise InvalidRequestError(
+            f"{name} is not supported yet and would change the answer of this model; leave it out", field=name
+        )
+
+
+def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:
+    token_ids = {
+        "prompt": [i for prompt in parsed.prompts if not isinstance(prompt, str) for i in prompt],
+        "stop_token_ids": parsed.sampling.stop_token_ids,
+        "logit_bias": [i for i, _ in parsed.sampling.logit_bias],
+    }
+    for field, ids in token_ids.items():
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"{field}: the token id {token_id} is outside the vocabulary of {vocab_size}", field=field
+                )
+
+
+def _max_tokens(parsed: ParsedRequest, num_prompt_tokens: int, max_context: int | None, field: str) -> int:
+    """What the client asked for, or the default, cut to the context; an explicit wish is never cut."""
+    asked = parsed.sampling.max_tokens if parsed.max_tokens_field is not None else None
+    if max_context is None:
+        if asked is None and parsed.kind == "chat":
+            raise InvalidRequestError("set max_tokens: the model does not say how long its context is", field=field)
+        return asked or _DEFAULT_COMPLETION_TOKENS
+    room = max_context - num_prompt_tokens
+    if room < 1:
+        raise prompt_too_long(max_context, num_prompt_tokens, field)
+    for wish, name in ((parsed.sampling.min_tokens, "min_tokens"), (asked or 0, parsed.max_tokens_field)):
+        if wish > room:
+            raise too_long(
+                max_context,
+                f"you requested {num_prompt_tokens + wish} tokens: {num_prompt_tokens} in {field} and {wish} by "
+                f"{name}; shorten the one, or ask for at most {room}",
+                name,
+            )
+    if asked is not None:
+        return asked
+    return room if parsed.kind == "chat" else min(max(_DEFAULT_COMPLETION_TOKENS, parsed.sampling.min_tokens), room)

@@ -1,0 +1,219 @@
+"""What becomes of a request whose attempt is over: how the next attempt looks, or with which error the request ends.
+
+    what happened                     the next attempt                                   counts against
+    prefill lost                      same decode, asked first: it may compute the       attempts, budget
+                                      rest by itself, else another prefill
+    decode lost                       same prefill, which kept the pages, another decode attempts, budget
+    failed between two that live      others than both, where there are                  attempts, budget
+    overloaded                        not that one before its `retry_after_s`            attempts, budget
+    refused, since the worker leaves  another one for it                                 nothing
+    moved, since decode leaves        same prefill, another decode                       nothing
+    a worker left by plan             as if it were lost                                 nothing
+    granted, and no prefill is ready  same decode, when there is a prefill               nothing
+
+"Lost" is a worker that died or fell silent. A request during which two of them died may be the cause and is not tried
+a third time. Pure: what happened comes in, a plan goes out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from router.policy.placement import Placement, Wishes
+from router.policy.retry_budget import RetryBudget
+from tandem.core.errors import (
+    DrainingError,
+    HandoffError,
+    OverloadedError,
+    TandemError,
+    WorkerLostError,
+    WorkersDiedError,
+)
+from tandem.core.worker_key import WorkerKey
+
+_MAX_DEATHS = 2
+
+
+class Fault(Enum):
+    """What ended an attempt."""
+
+    DIED = "died"  # a worker died or fell silent
+    FAILED = "failed"  # something between two workers that live
+    OVERLOADED = "overloaded"  # a worker's queue is full
+    REFUSED = "refused"  # a worker takes no new work, since it leaves
+    MOVED = "moved"  # nothing: its decode worker leaves, and another takes over
+    LEFT = "left"  # a worker left by plan before the request had ended there
+    UNSERVED = "unserved"  # decode granted pages, and no prefill worker is ready to fill them
+
+
+#: Nobody's failure: no limit on attempts counts them. Each takes a worker out that never comes back, so they end.
+PLANNED = frozenset({Fault.REFUSED, Fault.MOVED, Fault.LEFT, Fault.UNSERVED})
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended.
+
+    Attributes:
+        worker: whose fault it is.
+        is_exit_proven: another worker saw its process end; the router's own stream may not have broken yet.
+        prefill: of the attempt; `None` where decode was to do without.
+    """
+
+    fault: Fault
+    worker: WorkerKey
+    error: TandemError
+    prefill: WorkerKey | None
+    decode: WorkerKey
+    is_exit_proven: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the next attempt looks.
+
+    Attributes:
+        max_local_tokens: of `Reserve`; above 0 decode is asked first, alone.
+        rest_until_s: workers that are overloaded, and until when they are left in peace.
+    """
+
+    wishes: Wishes = field(default_factory=Wishes)
+    max_local_tokens: int = 0
+    rest_until_s: Mapping[WorkerKey, float] = field(default_factory=dict)
+
+    def rests_until_s(self, placement: Placement) -> float:
+        """When both workers of a placement may be asked; 0 where neither rests."""
+        keys = (placement.prefill, placement.decode)
+        return max((until for key, until in self.rest_until_s.items() if key in keys), default=0.0)
+
+
+FIRST = Plan()
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryLimits:
+    max_attempts: int  # planned ends do not count
+    local_prefill_tokens: int  # 0: decode never computes what is missing by itself
+    max_rest_s: float  # longest time that an overloaded worker is left in peace
+
+
+class Recovery:
+    """What is known of one request's failures, and what follows from it."""
+
+    def __init__(self, limits: RecoveryLimits, budget: RetryBudget) -> None:
+        self._limits = limits
+        self._budget = budget
+        self.num_failures = 0
+        self.died: set[WorkerKey] = set()
+        self._avoid: set[WorkerKey] = set()
+        self._exclude: set[WorkerKey] = set()
+        self._rest_until_s: dict[WorkerKey, float] = {}
+
+    def note_death(self, worker: WorkerKey) -> None:
+        """A worker died while it held the request, whether the attempt can do without it or not."""
+        self.died.add(worker)
+
+    def after(self, end: AttemptEnd, now_s: float) -> Plan:
+        """The next attempt.
+
+        Raises:
+            WorkersDiedError: two workers died during this request.
+            TandemError: the attempt's own error, where no retry makes sense, is left, or is paid for.
+        """
+        self._learn(end, now_s)
+        if end.fault not in PLANNED:
+            self._count(end)
+        return self._plan(end)
+
+    def _learn(self, end: AttemptEnd, now_s: float) -> None:
+        match end.fault:
+            case Fault.DIED:
+                self.note_death(end.worker)
+                self._avoid.add(end.worker)
+                if end.is_exit_proven:
+                    self._exclude.add(end.worker)
+            case Fault.FAILED:  # either may be the cause
+                self._avoid.update(key for key in (end.prefill, end.decode) if key is not None)
+            case Fault.OVERLOADED:
+                wanted_s = end.error.retry_after_s if isinstance(end.error, OverloadedError) else 0.0
+                self._rest_until_s[end.worker] = now_s + min(wanted_s, self._limits.max_rest_s)
+            case Fault.REFUSED | Fault.MOVED | Fault.LEFT:
+                self._exclude.add(end.worker)
+            case Fault.UNSERVED:
+                pass
+
+    def _count(self, end: AttemptEnd) -> None:
+        """Raises where the request ends here."""
+        self.num_failures += 1
+        self.check_deaths(end.error)
+        if not end.error.retryable or self.num_failures >= self._limits.max_attempts:
+            raise end.error
+        if not self._budget.draw():
+            error = copy.copy(end.error)
+            error.message += "; not tried again: the cluster's retry budget is spent (limits.retry_budget)"
+            raise error
+
+    def check_deaths(self, cause: TandemError) -> None:
+        """Raises `WorkersDiedError` where no further try is allowed."""
+        if len(self.died) >= _MAX_DEATHS:
+            names = " and ".join(sorted(str(key) for key in self.died))
+            raise WorkersDiedError(
+                f"{names} died while they held this request; it is not tried again ({cause.message})"
+            ) from cause
+
+    def wishes_to_move(self, decode: WorkerKey) -> Wishes:
+        """For another place than this decode worker, which is leaving."""
+        return Wishes(avoid=frozenset(self._avoid), exclude=frozenset(self._exclude | {decode}))
+
+    def _plan(self, end: AttemptEnd) -> Plan:
+        """The side that is still well is kept: it holds pages of the request, or the room that it made for them."""
+        prefill: WorkerKey | None = None
+        decode: WorkerKey | None = None
+        local = 0
+        if end.fault is Fault.UNSERVED:
+            decode = end.decode
+        elif end.fault is Fault.FAILED:
+            pass
+        elif end.worker == end.decode:
+            prefill = end.prefill
+        else:
+            decode = end.decode
+            local = self._limits.local_prefill_tokens if end.fault in (Fault.DIED, Fault.LEFT) else 0
+        avoid = frozenset(self._avoid) | self._rest_until_s.keys()
+        wishes = Wishes(prefill, decode, alone=local > 0, avoid=avoid, exclude=frozenset(self._exclude))
+        return Plan(wishes, local, dict(self._rest_until_s))
+
+
+def failure(
+    error: TandemError,
+    worker: WorkerKey,
+    prefill: WorkerKey | None,
+    decode: WorkerKey,
+    *,
+    leaving: Collection[WorkerKey] = (),
+) -> AttemptEnd:
+    """What the failure of an attempt, as `worker` reports it, says about both workers.
+
+    On one host each worker sees the other's process end, often before the router's stream to it breaks. Of a worker in
+    `leaving` that is no death.
+    """
+    reason = error.reason if isinstance(error, HandoffError) else ""
+
+    def exited(key: WorkerKey) -> AttemptEnd:
+        lost = WorkerLostError(f"worker {key} has exited, seen by {worker}")
+        fault = Fault.LEFT if key in leaving else Fault.DIED
+        return AttemptEnd(fault, key, lost, prefill, decode, is_exit_proven=True)
+
+    if reason == "writer_exited" and worker == decode and prefill is not None:
+        return exited(prefill)
+    if reason == "receiver_exited" and worker == prefill:
+        return exited(decode)
+    if isinstance(error, DrainingError):
+        return AttemptEnd(Fault.REFUSED, worker, error, prefill, decode)
+    if reason == "draining":  # prefill passes on what decode said
+        return AttemptEnd(Fault.REFUSED, decode, error, prefill, decode)
+    fault = Fault.OVERLOADED if isinstance(error, OverloadedError) else Fault.FAILED
+    return AttemptEnd(fault, worker, error, prefill, decode)

@@ -1,0 +1,389 @@
+"""The router's one stream to one life of one worker: commands out, events in, and the word on whether it lives.
+
+    connecting ──hello──> open ──stream broken or silent──> lost ──back-off──> connecting
+    any ──retired and idle, or closed──> closed
+
+A lost worker loses all that we had started there (the worker cancels what a broken stream had begun), so each request
+that it held is told at once. Reconnecting goes on while the membership lists this incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import grpc
+
+from router.policy.kv_format import KvFormat, kv_format
+from router.policy.placement import WorkerLoad
+from router.request.events import DecodeLeaves, Event, WorkerLost
+from router.request.mailbox import Mailbox
+from router.workers import wire
+from tandem.core.errors import TandemError, WorkerLostError
+from tandem.core.logging import get_logger
+from tandem.core.pages import pages_for
+from tandem.core.worker_key import WorkerKey
+from tandem.rpc.channel import make_channel
+from tandem.rpc.v1 import decode_pb2, prefill_pb2
+from tandem.rpc.v1.common_pb2 import ROLE_PREFILL, WorkerInfo, WorkerStatus
+from tandem.rpc.v1.control_pb2 import Member
+from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
+from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceStub
+
+log = get_logger(__name__)
+
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
+
+
+class SessionState(Enum):
+    CONNECTING = "connecting"
+    OPEN = "open"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class SessionObserver(Protocol):
+    """Who is told what does not concern one request alone."""
+
+    def session_changed(self, session: WorkerSession) -> None: ...
+
+    def worker_died(self, session: WorkerSession) -> None:
+        """It was lost without a plan; told once for each incarnation."""
+
+    def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
+
+    def event_seen(self, kind: str, message: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Held:
+    """One request that this worker holds for us."""
+
+    mailbox: Mailbox[Event]
+    num_queued_tokens: int  # of its prompt, not yet computed
+    num_pages: int  # that its reservation will take, until the worker's own figures show it
+    steps: bool  # it takes part in the worker's steps: computed or generated there
+
+
+class WorkerSession:
+    """The stream to one incarnation. All methods run on the router's loop."""
+
+    def __init__(self, member: Member, *, lease_s: float, observer: SessionObserver) -> None:
+        self.member = member
+        self.key = WorkerKey(member.worker_id, member.incarnation)
+        self.role = member.role
+        self.state = SessionState.CONNECTING
+        self.info: WorkerInfo | None = None  # set exactly once, by the first hello
+        self.status = WorkerStatus()
+        self.kv_format: KvFormat = ()  # set with `info`
+        self._lease_s = lease_s
+        self._observer = observer
+        # Invariant: all and only requests with an attempt under way at this worker.
+        self._held: dict[str, Held] = {}
+        self._commands: asyncio.Queue[Any] = asyncio.Queue()
+        self._is_retired = False
+        self._has_died = False
+        self._why_unreached = ""  # as it was last logged, since the stream was last open
+        self._last_heard_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    # -- for the cluster
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"session {self.key}")
+
+    def update(self, member: Member) -> None:
+        """The membership says something new about the same incarnation."""
+        was_leaving, self.member = self.is_leaving, member
+        self._tell_leaving(was_leaving)
+
+    def retire(self) -> None:
+        """The membership lists it no more: close once nothing is held, and never reconnect."""
+        self._is_retired = True
+        if not self._held or self.state is not SessionState.OPEN:
+            self.close("the worker left the cluster")
+
+    def declare_dead(self, why: str) -> None:
+        """The supervisor says that this life has ended: close, and count it where we had not noticed."""
+        if self.state is SessionState.OPEN:
+            self._note_death()
+        self.close(why)
+
+    def close(self, why: str) -> None:
+        """End the stream now; what is held is lost."""
+        if self.state is SessionState.CLOSED:
+            return
+        self._set_state(SessionState.CLOSED)
+        self._tell_lost(WorkerLostError(f"worker {self.key}: {why}"))
+        if self._task is not None:
+            self._task.cancel()
+
+    async def wait_closed(self) -> None:
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.role == ROLE_PREFILL
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests may go there."""
+        ready = self.member.state == "ready" and not self.status.draining
+        return ready and not self._is_retired and self.state is SessionState.OPEN
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it drains, by its own word or the supervisor's; its end is no death then."""
+        return self.status.draining or self.member.state == "draining"
+
+    @property
+    def shown_state(self) -> str:
+        """`starting`, `ready`, `draining` or `failed`, for people and tools."""
+        if self.state in (SessionState.LOST, SessionState.CLOSED) or self.member.state == "failed":
+            return "failed"
+        if self.state is SessionState.CONNECTING:
+            return "failed" if self.info is not None else "starting"
+        if self.status.draining or self._is_retired:
+            return "draining"
+        return self.member.state
+
+    def load(self) -> WorkerLoad:
+        """This worker in a placement snapshot. Reports lag, so what was sent since then counts too."""
+        info, status = self.info or WorkerInfo(), self.status
+        held = self._held.values()
+        pages = status.pages
+        return WorkerLoad(
+            key=self.key,
+            kv_format=self.kv_format,
+            page_size=max(1, info.layout.page_size),
+            num_active=max(status.num_running + status.num_queued, len(held)),
+            num_queued_tokens=max(status.num_queued_tokens, sum(h.num_queued_tokens for h in held)),
+            num_available_pages=pages.free + pages.cached - sum(h.num_pages for h in held),
+            num_stepping=max(status.num_running, sum(h.steps for h in held)),
+            mixed_step_tokens=info.mixed_step_tokens,
+        )
+
+    # -- for the stories
+
+    def hold(self, request_id: str, mailbox: Mailbox[Event], num_prompt_tokens: int, *, computes: bool) -> None:
+        """From now on events of `request_id` go to `mailbox`, and the loss of this worker too.
+
+        Args:
+            computes: the prompt is to be computed there.
+        """
+        page_size = self.info.layout.page_size if self.info is not None else 0
+        num_pages = pages_for(num_prompt_tokens, page_size) if page_size and not self.is_prefill else 0
+        self._held[request_id] = Held(mailbox, num_prompt_tokens if computes else 0, num_pages, computes)
+
+    def note_begun(self, request_id: str) -> None:
+        """A prefill worker computes the request's prompt: what is left of it is in the worker's own figures."""
+        if (held := self._held.get(request_id)) is not None:
+            held.num_queued_tokens = 0
+
+    def note_admitted(self, request_id: str) -> None:
+        """A decode worker generates for the request, or computes its prompt: the rest is in its own figures."""
+        if (held := self._held.get(request_id)) is not None:
+            held.num_pages = held.num_queued_tokens = 0
+            held.steps = True
+
+    def note_granted(self, request_id: str) -> None:
+        """A decode worker has pages for the request, and computes nothing for it until it is admitted."""
+        if (held := self._held.get(request_id)) is not None:
+            held.num_pages = held.num_queued_tokens = 0
+            held.steps = False
+
+    def let_go(self, request_id: str) -> None:
+        """The attempt is over here."""
+        self._held.pop(request_id, None)
+        if self._is_retired and not self._held:
+            self.close("the worker left the cluster")
+
+    def send(self, command: prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand) -> None:
+        """Queue a command; lost with the stream, as is all that it would have changed."""
+        if self.state is SessionState.OPEN:
+            self._commands.put_nowait(command)
+
+    def release_pages(self, request_id: str) -> None:
+        """Tell a prefill worker that the request has ended: what it keeps of it may go."""
+        self.send(wire.release(request_id))
+
+    def cancel(self, request_id: str, attempt: int, reason: str) -> None:
+        """Tell the worker to drop an attempt and free all it holds."""
+        message = wire.cancel(request_id, attempt, reason)
+        if self.is_prefill:
+            self.send(prefill_pb2.PrefillCommand(cancel=message))
+        else:
+            self.send(decode_pb2.DecodeCommand(cancel=message))
+
+    # -- the stream
+
+    async def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._is_closed():
+            try:
+                await self._one_stream()
+                error: TandemError = WorkerLostError(f"worker {self.key} ended its stream")
+            except grpc.aio.AioRpcError as rpc_error:
+                error = WorkerLostError(
+                    f"the connection to worker {self.key} broke: {rpc_error.code().name} {rpc_error.details()}"
+                )
+            except TandemError as tandem_error:
+                # Without frames, its own and those of what it came from: they hold the stream, and gRPC keeps a
+                # connection open as long as a call lives.
+                error = tandem_error.with_traceback(None)
+                error.__context__ = None
+            except Exception as unforeseen:  # a message that we cannot read: this stream is of no more use
+                log.exception("unforeseen error in a worker's stream", worker=str(self.key))
+                error = WorkerLostError(f"the stream of worker {self.key} failed: {unforeseen}")
+            if self._is_closed():
+                return
+            was_open = self.state is SessionState.OPEN
+            if was_open:
+                backoff_s = _FIRST_BACKOFF_S
+                log.warning("worker lost", worker=str(self.key), error=str(error), num_held=len(self._held))
+                self._note_death()
+                self._set_state(SessionState.LOST)
+            elif error.message != self._why_unreached:
+                self._why_unreached = error.message
+                log.warning("worker not reached; trying on", worker=str(self.key), error=error.message)
+            self._tell_lost(error)
+            if self._is_retired:
+                self.close("the worker left the cluster")
+                return
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, _MAX_BACKOFF_S)
+            self._set_state(SessionState.CONNECTING)
+
+    async def _one_stream(self) -> None:
+        """One connection, from its opening to its end. Raises `WorkerLostError` or gRPC's error."""
+        loop = asyncio.get_running_loop()
+        self._commands = asyncio.Queue()
+        async with make_channel(self.member.address) as channel:
+            stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
+            call = stub.Session()
+            self._last_heard_s = loop.time()
+            watchdog = _Watchdog(lambda: self._last_heard_s, self._lease_s, call.cancel)
+            writer = asyncio.create_task(self._write(call), name=f"writer {self.key}")
+            try:
+                async for message in call:
+                    self._last_heard_s = loop.time()
+                    self._receive(message)
+            except asyncio.CancelledError:
+                if not watchdog.has_fired or self._is_closed():
+                    raise
+                raise WorkerLostError(f"worker {self.key} was silent for {self._lease_s:g} s") from None
+            finally:
+                watchdog.stop()
+                writer.cancel()
+                call.cancel()
+                # A write fails only with the stream, and the reader reports that.
+                await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: Any) -> None:
+        commands = self._commands
+        while True:
+            await call.write(await commands.get())
+
+    def _receive(self, message: Any) -> None:
+        if message.HasField("status"):
+            was_leaving, self.status = self.is_leaving, message.status
+            self._tell_leaving(was_leaving)
+            self._observer.status_reported(self, message.status)
+        translate: Callable[[Any, WorkerKey], tuple[str, Event] | None]
+        translate = wire.prefill_event if self.is_prefill else wire.decode_event
+        held = self._held
+        for event in message.events:
+            translated = translate(event, self.key)
+            if translated is None:
+                self._own_event(event)
+                continue
+            request_id, happened = translated
+            if (holder := held.get(request_id)) is not None:
+                holder.mailbox.put(happened)
+            kind = event.WhichOneof("event")
+            if kind not in ("token", "first_token"):
+                self._observer.event_seen(kind, getattr(event, kind))
+
+    def _own_event(self, event: Any) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "hello":
+            self._greet(event.hello)
+        elif kind is not None:
+            self._observer.event_seen(kind, getattr(event, kind))
+
+    def _greet(self, info: WorkerInfo) -> None:
+        if (info.worker_id, info.incarnation) != self.key or info.role != self.role:
+            raise WorkerLostError(
+                f"{self.member.address} answers as {info.worker_id}/{info.incarnation}, not as {self.key}"
+            )
+        self._why_unreached = ""
+        self.info = info
+        self.kv_format = kv_format(info)
+        log.info("worker connected", worker=str(self.key), address=self.member.address, pid=info.pid)
+        self._set_state(SessionState.OPEN)
+
+    def _tell_lost(self, error: TandemError) -> None:
+        held, self._held = self._held, {}
+        for holder in held.values():
+            holder.mailbox.put(WorkerLost(self.key, error, self.is_leaving))
+
+    def _tell_leaving(self, was_leaving: bool) -> None:
+        """Where the worker begins to drain: who generates there shall go on elsewhere."""
+        if was_leaving or not self.is_leaving:
+            return
+        log.info("worker leaves", worker=str(self.key), num_held=len(self._held))
+        if not self.is_prefill:
+            for holder in list(self._held.values()):
+                holder.mailbox.put(DecodeLeaves(self.key))
+
+    def _note_death(self) -> None:
+        if not self._has_died and not self.is_leaving:
+            self._has_died = True
+            self._observer.worker_died(self)
+
+    def _is_closed(self) -> bool:
+        return self.state is SessionState.CLOSED
+
+    def _set_state(self, state: SessionState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._observer.session_changed(self)
+
+
+class _Watchdog:
+    """Calls `on_silent` once nothing was heard for `lease_s`. One timer a lease, not one a message.
+
+    A timer that comes late says that this process itself stood still (it was stopped, or its host stalled): what the
+    worker sent meanwhile has not been read yet. Then it gets the time of two heartbeats more.
+    """
+
+    def __init__(self, last_heard_s: Callable[[], float], lease_s: float, on_silent: Callable[[], object]) -> None:
+        self._last_heard_s = last_heard_s
+        self._lease_s = lease_s
+        self._on_silent = on_silent
+        self.has_fired = False
+        self._loop = asyncio.get_running_loop()
+        self._set(lease_s)
+
+    def _set(self, delay_s: float) -> None:
+        self._due_s = self._loop.time() + delay_s
+        self._timer = self._loop.call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        left_s = self._last_heard_s() + self._lease_s - now_s
+        if now_s - self._due_s > self._lease_s / 4:
+            self._set(max(left_s, self._lease_s / 2))
+        elif left_s <= 0:
+            self.has_fired = True
+            self._on_silent()
+        else:
+            self._set(left_s)
+
+    def stop(self) -> None:
+        self._timer.cancel()

@@ -214,7 +214,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from tandem.cluster.serve import serve
+    from tandem.cluster.serve.serve import serve
 
     return serve(_config(options), options.address)
 

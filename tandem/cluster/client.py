@@ -107,13 +107,13 @@ def _describe(error: grpc.RpcError) -> str:
 
 
 def _ask_ray(address: str) -> Target:
-    from tandem.cluster.ray_home import join_ray, leave_ray
+    from tandem.cluster.ray.home import join_ray, leave_ray
 
     join_ray(address, remedy="name the address that `ray status` or `tandem serve` tells, or leave --address out")
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
-    from tandem.cluster.ray_memory import recall_face
+    from tandem.cluster.ray.kv_store import recall_face
 
     try:
         actor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)

@@ -14,8 +14,8 @@ from tandem.cluster import statefile
 from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, find_started, supervisor
 from tandem.cluster.following import Following, node_advice, unfinished
 from tandem.cluster.plain import plain
-from tandem.cluster.processes import wait_for_exit
-from tandem.cluster.report import Reporter, cluster_table, make_console, pools_line
+from tandem.cluster.serve.processes import wait_for_exit
+from tandem.cluster.serve.report import Reporter, cluster_table, make_console, pools_line
 from tandem.cluster.waits import check_wait
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, NoWorkerError, WorkerLostError

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from tandem.cluster import statefile
-from tandem.cluster.finding import Finding
-from tandem.cluster.host import human_bytes, this_host
-from tandem.cluster.preflight import Preflight
-from tandem.cluster.ray_home import OBJECT_STORE_BYTES
-from tandem.cluster.ray_probe import asks_for_token, require_token
+from tandem.cluster.checks.finding import Finding
+from tandem.cluster.checks.host import human_bytes, this_host
+from tandem.cluster.checks.preflight import Preflight
+from tandem.cluster.ray.home import OBJECT_STORE_BYTES
+from tandem.cluster.ray.probe import asks_for_token, require_token
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError
 

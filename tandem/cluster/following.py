@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from tandem.cluster.report import ROLE_NAMES, ClusterNews, Reporter
+from tandem.cluster.serve.report import ROLE_NAMES, ClusterNews, Reporter
 from tandem.core.errors import WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 

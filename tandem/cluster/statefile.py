@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from tandem.cluster.node_watcher import started_at
+from tandem.cluster.ray.node_watcher import started_at
 from tandem.core.errors import ConfigError
 
 _CONNECT_S = 5.0

@@ -4,7 +4,7 @@ Help text, unit and default stand beside each key, here and nowhere else: `tande
 `docs/configuration.md` are generated from this file by `tools/generate_config_docs.py`.
 
 Checks that need only the values are made here. Checks that need the machine (a free port, enough memory, the
-model's own context) are made by `tandem.cluster.preflight` before anything starts.
+model's own context) are made by `tandem.cluster.checks.preflight` before anything starts.
 """
 
 from __future__ import annotations

@@ -113,15 +113,15 @@ def test_a_command_does_not_wait_for_the_supervisors_actor_which_rests(serve: Se
 STATUS_OF_THE_NEXT = """
 import sys, psutil
 from tandem import cli
-from tandem.cluster import ray_home
+from tandem.cluster.ray import home
 address, pid = sys.argv[1], int(sys.argv[2])
-join_ray = ray_home.join_ray
+join_ray = home.join_ray
 def join_and_kill(*args, **options):
     join_ray(*args, **options)
     supervisor = psutil.Process(pid)
     supervisor.kill()
     supervisor.wait(10)
-ray_home.join_ray = join_and_kill
+home.join_ray = join_and_kill
 sys.exit(cli.main(["status", "--json", "--address", address]))
 """
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from ray.autoscaler._private import util
 
-from tandem.cluster.ray_home import RECONNECT_S
+from tandem.cluster.ray.home import RECONNECT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["cluster.yaml", "deploy/on-premises.yaml"]

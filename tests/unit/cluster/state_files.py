@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from tandem.cluster.node_watcher import started_at
+from tandem.cluster.ray.node_watcher import started_at
 from tandem.cluster.statefile import ClusterFile, Stage
 
 

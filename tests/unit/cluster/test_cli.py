@@ -247,19 +247,20 @@ def test_doctor_looks_at_the_ray_that_would_be_joined(capsys: pytest.CaptureFixt
 
 
 def test_serve_checks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.cluster import ray_home, serve
+    from tandem.cluster.ray import home
+    from tandem.cluster.serve import serve
 
-    monkeypatch.setattr(ray_home, "start_local_ray", lambda: pytest.fail("Ray was started"))
+    monkeypatch.setattr(home, "start_local_ray", lambda: pytest.fail("Ray was started"))
     monkeypatch.setattr(serve.StopSignals, "install", lambda self: None)
-    monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: pytest.fail("others were killed"))
+    monkeypatch.setattr("tandem.cluster.serve.processes.kill_descendants", lambda: pytest.fail("others were killed"))
     with pytest.raises(ConfigError, match=r"cache\.max_context"):
         serve.serve(cli.load(None, {"cache.max_context": 10**9, "http.port": 18765}), None)
 
 
 def test_a_second_signal_before_anything_started_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.cluster import serve
+    from tandem.cluster.serve import serve
 
-    monkeypatch.setattr("tandem.cluster.processes.kill_descendants", lambda: pytest.fail("others were killed"))
+    monkeypatch.setattr("tandem.cluster.serve.processes.kill_descendants", lambda: pytest.fail("others were killed"))
     statefile.write(cluster_file())
     monkeypatch.setattr("os._exit", sys.exit)
     with serve.Reporter() as reporter, pytest.raises(SystemExit) as caught:

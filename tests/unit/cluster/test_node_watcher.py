@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tandem.cluster import node_watcher
-from tandem.cluster.node_watcher import NodeWatcher, ProcessId, has_ended, started_at
-from tandem.cluster.vigil import kill_exactly
+from tandem.cluster.ray import node_watcher
+from tandem.cluster.ray.node_watcher import NodeWatcher, ProcessId, has_ended, started_at
+from tandem.cluster.serve.supervisor_watchdog import kill_exactly
 
 pytestmark = pytest.mark.processes
 
@@ -129,7 +129,7 @@ def test_a_start_is_told_whatever_the_process_is_called(child: subprocess.Popen[
 
 PARENT = """
 import subprocess, sys
-from tandem.cluster import processes
+from tandem.cluster.serve import processes
 processes.start_guard()
 children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
             for _ in range(2)]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tandem.cluster.events import (
+from tandem.cluster.supervisor.events import (
     ClosingBegun,
     ClusterOpened,
     Drain,
@@ -46,8 +46,8 @@ from tandem.cluster.events import (
     WorkerStarted,
     WriterSuspected,
 )
-from tandem.cluster.lives import MAX_UNTOLD, Phase, Policy
-from tandem.cluster.pools import Cluster
+from tandem.cluster.supervisor.pools import Cluster
+from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy
 
 HERE = Placement("node-a", 100)
 KILLED = Ending("worker_lost", "its process was killed or crashed")

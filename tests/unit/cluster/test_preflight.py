@@ -13,9 +13,9 @@ import pytest
 from state_files import cluster_file
 
 from tandem.cluster import statefile
-from tandem.cluster.banner import ready_banner
-from tandem.cluster.host import Host, human_bytes, this_host
-from tandem.cluster.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
+from tandem.cluster.checks.host import Host, human_bytes, this_host
+from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
+from tandem.cluster.serve.banner import ready_banner
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError
 from tandem.core.model_path import read_facts, resolve_model

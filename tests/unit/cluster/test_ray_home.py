@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.cluster.ray_home import RECONNECT_S, local_environment
+from tandem.cluster.ray.home import RECONNECT_S, local_environment
 
 
 def test_ray_measures_nothing_of_itself_unless_the_user_wants_it() -> None:

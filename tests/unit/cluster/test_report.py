@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.cluster.report import RequestNews
+from tandem.cluster.serve.report import RequestNews
 from tandem.rpc.v1 import common_pb2, supervisor_pb2
 
 

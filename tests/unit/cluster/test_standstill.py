@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.cluster.standstill import Standstill
+from tandem.cluster.supervisor.clock_jump import Standstill
 
 
 def test_looks_in_time_or_somewhat_late_say_nothing() -> None:

@@ -9,16 +9,16 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from tandem.cluster import serve, stopping
-from tandem.cluster.lives import Policy
-from tandem.cluster.pools import Cluster
-from tandem.cluster.preflight import Plan
-from tandem.cluster.report import Reporter
-from tandem.cluster.serve import Serving
-from tandem.cluster.service import SupervisorService
+from tandem.cluster.checks.preflight import Plan
+from tandem.cluster.serve import serve, stopping
+from tandem.cluster.serve.report import Reporter
+from tandem.cluster.serve.serve import Serving
+from tandem.cluster.serve.stopping import stop_cluster
 from tandem.cluster.spec import ClusterSpec, SupervisorFace
-from tandem.cluster.stopping import stop_cluster
-from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.supervisor.pools import Cluster
+from tandem.cluster.supervisor.service import SupervisorService
+from tandem.cluster.supervisor.slots import Policy
+from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import Config, SecurityConfig
 from tandem.core.errors import ForbiddenError, WorkerLostError
 from tandem.rpc.channel import bind, make_channel, make_server

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
-from tandem.cluster.events import Intent, Placement, Role
-from tandem.cluster.followed_router import ERRORS_INTERVAL_S
-from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
-from tandem.cluster.lives import Phase, Policy
-from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.supervisor.events import Intent, Placement, Role
+from tandem.cluster.supervisor.handles import Found, FoundWorker, Memory, WorkerState
+from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
+from tandem.cluster.supervisor.slots import Phase, Policy
+from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerLostError
 from tandem.rpc.channel import bind, make_server

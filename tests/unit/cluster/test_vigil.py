@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.cluster import vigil
-from tandem.cluster.node_watcher import started_at
+from tandem.cluster.ray.node_watcher import started_at
+from tandem.cluster.serve import supervisor_watchdog
+from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watch_ray
 from tandem.cluster.spec import SupervisorFace
-from tandem.cluster.vigil import end_silent_supervisor, watch_ray
 from tandem.core.config import SecurityConfig
 from tandem.rpc.channel import bind, make_channel, make_server
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
@@ -68,7 +68,7 @@ async def test_a_supervisor_is_killed_when_it_has_been_silent_for_the_lease_and_
             assert process.returncode is None
             servicer.awake, silent_since = False, time.monotonic()
             await asyncio.wait_for(vigil_task, 10 * LEASE_S)
-            assert time.monotonic() - silent_since >= LEASE_S * (1 - 2 / vigil.BEATS_PER_LEASE)
+            assert time.monotonic() - silent_since >= LEASE_S * (1 - 2 / supervisor_watchdog.BEATS_PER_LEASE)
             assert await asyncio.wait_for(process.wait(), 5) == -9
     finally:
         if process.returncode is None:
@@ -103,7 +103,7 @@ async def test_a_supervisor_that_is_not_silent_is_left_alone(face: tuple[Face, s
 
 
 async def test_a_control_store_is_lost_after_several_looks_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vigil, "RAY_PROBE_S", 0.05)
+    monkeypatch.setattr(supervisor_watchdog, "RAY_PROBE_S", 0.05)
     said: asyncio.Queue[bool] = asyncio.Queue()
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +117,7 @@ async def test_a_control_store_is_lost_after_several_looks_and_may_come_back(mon
     server.close()
     lost_since = time.monotonic()
     assert await asyncio.wait_for(said.get(), 5) is False
-    assert time.monotonic() - lost_since >= (vigil.MISSED_PROBES - 1) * 0.05
+    assert time.monotonic() - lost_since >= (supervisor_watchdog.MISSED_PROBES - 1) * 0.05
     server = await asyncio.start_server(greet, "127.0.0.1", port)
     assert await asyncio.wait_for(said.get(), 5) is True
     watching.cancel()

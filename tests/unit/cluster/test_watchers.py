@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from tandem.cluster import watchers
-from tandem.cluster.launcher import as_kept, kept_of
-from tandem.cluster.node_watcher import ProcessId, started_at
+from tandem.cluster.ray import watchers
+from tandem.cluster.ray.launcher import as_kept, kept_of
+from tandem.cluster.ray.node_watcher import ProcessId, started_at
+from tandem.cluster.ray.watchers import NodeWatchers
 from tandem.cluster.spec import ClusterSpec
-from tandem.cluster.watchers import NodeWatchers
 
 LINGER_S = 0.05
 PROCESS = ProcessId("decode-0.x", 1, 1)
@@ -68,7 +68,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> list[FakeActor]:
         return made[-1]
 
     monkeypatch.setattr(NodeWatchers, "_make", make)
-    monkeypatch.setattr("tandem.cluster.watchers.ray.kill", lambda actor, no_restart: actor.gone.set())
+    monkeypatch.setattr("tandem.cluster.ray.watchers.ray.kill", lambda actor, no_restart: actor.gone.set())
     monkeypatch.setattr(watchers, "_LINGER_S", LINGER_S)
     return made
 

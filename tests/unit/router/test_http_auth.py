@@ -16,8 +16,8 @@ from router_site import Site, wait_until
 
 from router.http.auth import KEYS_VARIABLE, ApiKeys, check_exposure, check_not_lost, digests_of_variable
 from router.server import RouterServer
-from tandem.cluster.host import Host
-from tandem.cluster.preflight import Finding, Preflight
+from tandem.cluster.checks.host import Host
+from tandem.cluster.checks.preflight import Finding, Preflight
 from tandem.core import config as configuration
 from tandem.core.clock import VirtualClock
 from tandem.core.config import HttpConfig

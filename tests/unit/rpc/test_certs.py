@@ -13,10 +13,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from tandem import cli
 from tandem.cluster.certs import AUTHORITY_KEY_FILE, make_certificates
-from tandem.cluster.certs_check import check_certificates, examine_certificates
-from tandem.cluster.finding import Finding
-from tandem.cluster.host import Host
-from tandem.cluster.preflight import Preflight
+from tandem.cluster.checks.certificates import check_certificates, examine_certificates
+from tandem.cluster.checks.finding import Finding
+from tandem.cluster.checks.host import Host
+from tandem.cluster.checks.preflight import Preflight
 from tandem.core.config import Config, SecurityConfig
 from tandem.core.errors import ConfigError
 from tandem.rpc.identity import AUTHORITY_FILE, certificate_file, key_file, load_identity

@@ -13,10 +13,10 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.events import Role
-from tandem.cluster.service import SupervisorService
 from tandem.cluster.spec import ClusterSpec
-from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.supervisor.events import Role
+from tandem.cluster.supervisor.service import SupervisorService
+from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import from_dict
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_channel, make_server

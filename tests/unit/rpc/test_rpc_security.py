@@ -237,4 +237,4 @@ def test_no_other_file_opens_a_way_in_or_out() -> None:
         for file in (root / package).rglob("*.py")
         if any(call in file.read_text() for call in calls)
     }
-    assert found == {"tandem/rpc/channel.py", "tandem/cluster/ray_probe.py"}
+    assert found == {"tandem/rpc/channel.py", "tandem/cluster/ray/probe.py"}

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from router.http.auth import KEYS_VARIABLE
-from tandem.cluster import processes, ray_home
-from tandem.cluster.banner import ready_banner
-from tandem.cluster.host import human_bytes, this_host
-from tandem.cluster.preflight import Plan, Preflight
-from tandem.cluster.ray_probe import require_token
-from tandem.cluster.report import ClusterNews, Reporter, RequestNews
-from tandem.cluster.signals import StopRequested, StopSignals
+from tandem.cluster.checks.host import human_bytes, this_host
+from tandem.cluster.checks.preflight import Plan, Preflight
+from tandem.cluster.ray import home
+from tandem.cluster.ray.probe import require_token
+from tandem.cluster.serve import processes
+from tandem.cluster.serve.banner import ready_banner
+from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews
+from tandem.cluster.serve.signals import StopRequested, StopSignals
+from tandem.cluster.serve.stopping import stop_cluster
+from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watch_ray
 from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
-from tandem.cluster.stopping import stop_cluster
-from tandem.cluster.vigil import end_silent_supervisor, watch_ray
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError, error_class
 from tandem.core.version import version
@@ -39,7 +40,7 @@ from tandem.rpc.security import configure
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 
 if TYPE_CHECKING:
-    from tandem.cluster.ray_home import RayHome
+    from tandem.cluster.ray.home import RayHome
     from tandem.rpc.v1.supervisor_pb2_grpc import SupervisorControlAsyncStub as _Stub
 
 GRACE_S = 30.0
@@ -126,10 +127,10 @@ class Serving:
             self._starts_ray = True
             processes.adopt_orphans()
             processes.start_guard()
-            self._home = ray_home.start_local_ray()
+            self._home = home.start_local_ray()
         else:
             self._begin_step(f"Joining Ray at {self._address}", waits_for="Ray to let it in")
-            self._home = ray_home.join_ray(self._address, remedy=JOIN_REMEDY)
+            self._home = home.join_ray(self._address, remedy=JOIN_REMEDY)
             require_token(self._home.address)
         self._signals.install()
         self._reporter.line(f"  ray         at {self._home.address}, logs in {self._home.log_directory}")
@@ -144,7 +145,7 @@ class Serving:
         if self._home and not self._local and self._supervisor is not None:
             asyncio.run(self._shut_down(grace_s=0.0))
         if self._home and not self._ray_lost.is_set():  # a lost Ray does not answer the farewell either
-            ray_home.leave_ray()
+            home.leave_ray()
         if self._starts_ray:
             processes.kill_descendants()
         self._claim.release()
@@ -158,7 +159,7 @@ class Serving:
     def _start_supervisor(self, plan: Plan, home: RayHome) -> None:
         import ray
 
-        from tandem.cluster.launcher import start_supervisor
+        from tandem.cluster.ray.launcher import start_supervisor
 
         host = "127.0.0.1" if self._local else ray.util.get_node_ip_address()
         configure(plan.config.security, PeerRole.CLIENT, host)
@@ -286,7 +287,7 @@ class Serving:
         then = (
             f"in {WITHOUT_RAY_S:.0f} s Tandem stops in order"
             if self._local
-            else f"if it is not back within {ray_home.RECONNECT_S} s, Ray ends every process"
+            else f"if it is not back within {home.RECONNECT_S} s, Ray ends every process"
         )
         self._reporter.line(
             f"  ray         its control store at {self._home.address} does not answer: requests go on, but nothing "

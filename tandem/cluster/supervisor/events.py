@@ -1,6 +1,6 @@
 """What happens to a cluster (events, past tense) and what shall be done about it (instructions, imperative).
 
-Plain data between `tandem.cluster.pools`, which decides, and `tandem.cluster.supervisor`, which acts.
+Plain data between `pools`, which decides, and `supervisor`, which acts.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.cluster import events as ev
-from tandem.cluster.lives import Phase, Policy, RouterLife, Slot
+from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.slots import Phase, Policy, RouterLife, Slot
 
 _DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
 

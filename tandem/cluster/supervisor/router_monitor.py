@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from tandem.cluster import events as ev
-from tandem.cluster.followed_worker import GONE_S, KILLED, ending, ends_by_proof, is_answered, prove_end
-from tandem.cluster.handles import RouterHandle
-from tandem.cluster.wire import membership
+from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.handles import RouterHandle
+from tandem.cluster.supervisor.wire import membership
+from tandem.cluster.supervisor.worker_monitor import GONE_S, KILLED, ending, ends_by_proof, is_answered, prove_end
 from tandem.core import points
 from tandem.core.errors import TandemError
 from tandem.rpc.channel import make_channel

@@ -23,9 +23,9 @@ import psutil
 import tandem
 from router.http.auth import ApiKeys, check_exposure, digests_of_variable
 from tandem.cluster import statefile
-from tandem.cluster.certs_check import check_certificates
-from tandem.cluster.finding import Finding
-from tandem.cluster.host import Host, human_bytes
+from tandem.cluster.checks.certificates import check_certificates
+from tandem.cluster.checks.finding import Finding
+from tandem.cluster.checks.host import Host, human_bytes
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError

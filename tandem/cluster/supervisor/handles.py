@@ -1,11 +1,11 @@
-"""The processes that the supervisor drives, as it sees them; Ray stands behind them in `tandem.cluster.launcher`."""
+"""The processes that the supervisor drives, as it sees them; Ray stands behind them in `cluster.ray.launcher`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.cluster.events import Intent, Placement, Role
+from tandem.cluster.supervisor.events import Intent, Placement, Role
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.actors import WatcherActor, make_actor
-from tandem.cluster.node_watcher import NodeWatcher, ProcessId, has_ended
+from tandem.cluster.ray.actors import WatcherActor, make_actor
+from tandem.cluster.ray.node_watcher import NodeWatcher, ProcessId, has_ended
 from tandem.cluster.spec import ClusterSpec
 from tandem.core.errors import WorkerLostError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem.cluster.events import Ending, PublishMembership, Role
-from tandem.cluster.events import Member as MemberState
-from tandem.cluster.lives import Phase, Slot
-from tandem.cluster.pools import Cluster
+from tandem.cluster.supervisor.events import Ending, PublishMembership, Role
+from tandem.cluster.supervisor.events import Member as MemberState
+from tandem.cluster.supervisor.pools import Cluster
+from tandem.cluster.supervisor.slots import Phase, Slot
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 ROLE_TO_WIRE = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tandem.cluster.preflight import Plan
+from tandem.cluster.checks.preflight import Plan
 
 
 def program_name() -> str:

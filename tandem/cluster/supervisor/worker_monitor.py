@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from tandem.cluster import events as ev
-from tandem.cluster.handles import ProcessHandle, WorkerHandle
+from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.handles import ProcessHandle, WorkerHandle
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from tandem.cluster.events import Role
-from tandem.cluster.node_share import kv_bytes_here
-from tandem.cluster.node_watcher import NodeWatcher, ProcessId, started_at
-from tandem.cluster.ray_home import session_directory
+from tandem.cluster.ray.home import session_directory
+from tandem.cluster.ray.node_resources import kv_bytes_here
+from tandem.cluster.ray.node_watcher import NodeWatcher, ProcessId, started_at
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
+from tandem.cluster.supervisor.events import Role
 from tandem.core import points
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.logging import setup_logging
@@ -203,7 +203,7 @@ class WatcherActor:
 
 
 class SupervisorActor:
-    """Runs `tandem.cluster.supervisor` in an event loop of its own; Ray starts it again whenever it dies.
+    """Runs `tandem.cluster.supervisor.supervisor` in an event loop of its own; Ray starts it again whenever it dies.
 
     No method is a coroutine: Ray would run its calls elsewhere than in the main thread.
     """
@@ -225,7 +225,7 @@ class SupervisorActor:
         time.sleep(seconds)
 
     def _run(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
-        from tandem.cluster.supervisor_process import serve_supervisor
+        from tandem.cluster.ray.supervisor_process import serve_supervisor
 
         try:
             asyncio.run(serve_supervisor(spec, key_digests, self._face, self._ready.set))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from tandem.cluster.node_watcher import started_at
+from tandem.cluster.ray.node_watcher import started_at
 from tandem.cluster.spec import SupervisorFace
-from tandem.cluster.standstill import Standstill
+from tandem.cluster.supervisor.clock_jump import Standstill
 from tandem.rpc.v1 import supervisor_pb2
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tandem.cluster.events import Role
-from tandem.cluster.host import this_host
-from tandem.cluster.launcher import RayLauncher
-from tandem.cluster.lives import Policy
-from tandem.cluster.preflight import check_room
-from tandem.cluster.service import SupervisorService
+from tandem.cluster.checks.host import this_host
+from tandem.cluster.checks.preflight import check_room
+from tandem.cluster.ray.launcher import RayLauncher
 from tandem.cluster.spec import ClusterSpec, SupervisorFace
-from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.supervisor.events import Role
+from tandem.cluster.supervisor.service import SupervisorService
+from tandem.cluster.supervisor.slots import Policy
+from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.rpc.channel import bind, host_of, make_server
 from tandem.rpc.v1 import supervisor_pb2_grpc
 

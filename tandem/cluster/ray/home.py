@@ -2,7 +2,7 @@
 
 A local Ray is started by `ray.init()` inside the serving process, not by `ray start`: its processes then carry the
 kernel's parent-death signal. Even a SIGKILL of `tandem serve` takes Ray with it: raylet and control store at once, our
-actors with their raylet, and Ray's own two agents by `tandem.cluster.guard`.
+actors with their raylet, and Ray's own two agents by `tandem.cluster.serve.orphan_guard`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tandem
-from tandem.cluster.ray_probe import asks_for_token
+from tandem.cluster.ray.probe import asks_for_token
 from tandem.cluster.spec import NAMESPACE
 from tandem.core.errors import ConfigError, InternalError
 

@@ -1,4 +1,4 @@
-"""Ray behind `tandem.cluster.handles`: named, detached actors placed by the resources `prefill` and `decode`."""
+"""Ray behind the supervisor's handles: named, detached actors placed by the resources `prefill` and `decode`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster import ray_memory
-from tandem.cluster.actors import (
+from tandem.cluster.ray import kv_store
+from tandem.cluster.ray.actors import (
     WAIT_SLICE_S,
     ActorState,
     RouterActor,
@@ -23,12 +23,12 @@ from tandem.cluster.actors import (
     make_actor,
     translate,
 )
-from tandem.cluster.events import Drain, Intent, Placement, Role
-from tandem.cluster.handles import Found, FoundWorker, Memory, WorkerState
-from tandem.cluster.node_share import threads_for
-from tandem.cluster.node_watcher import ProcessId
+from tandem.cluster.ray.node_resources import threads_for
+from tandem.cluster.ray.node_watcher import ProcessId
+from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
-from tandem.cluster.watchers import WATCHER, NodeWatchers
+from tandem.cluster.supervisor.events import Drain, Intent, Placement, Role
+from tandem.cluster.supervisor.handles import Found, FoundWorker, Memory, WorkerState
 from tandem.core.errors import WorkerLostError
 from tandem.rpc.v1 import common_pb2
 
@@ -107,7 +107,7 @@ class RayRouter(_RayHandle):
 
 
 class RayLauncher:
-    """Implements `tandem.cluster.handles.Launcher`; runs inside the supervisor's actor."""
+    """Implements `tandem.cluster.supervisor.handles.Launcher`; runs inside the supervisor's actor."""
 
     def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
         self._spec, self._key_digests = spec, key_digests
@@ -152,12 +152,12 @@ class RayLauncher:
             else:
                 worker = RayWorker(actor, name, self._watchers)
                 workers.append(FoundWorker(Role(place.rpartition("-")[0]), place, incarnation, worker))
-        kept = kept_of(self._spec.node_id, ray_memory.recall().get("processes"))
+        kept = kept_of(self._spec.node_id, kv_store.recall().get("processes"))
         ended = [name.partition(".") for name in self._watchers.adopt(watchers, kept)]
         return Found(workers, router, [incarnation for place, _, incarnation in ended if place != "router"])
 
     def begin_term(self) -> Memory:
-        kept = ray_memory.recall()
+        kept = kv_store.recall()
         term = int(kept.get("term", 0)) + 1
         self._remember(term=term)
         return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
@@ -171,14 +171,14 @@ class RayLauncher:
     def _remember(self, **changed: Any) -> None:
         with self._memory:
             if not self._over:  # else the next cluster in this Ray would take it for its own
-                ray_memory.remember(**changed)
+                kv_store.remember(**changed)
 
     def remember_face(self, face: SupervisorFace) -> None:
         """For whoever looks for this supervisor, whose actor answers late: it rests."""
         self._remember(face=dataclasses.asdict(face))
 
     async def rest(self) -> None:
-        """Keep the supervisor's own actor in calls until this is cancelled: see `tandem.cluster.actors`."""
+        """Keep the supervisor's own actor in calls until this is cancelled: see `tandem.cluster.ray.actors`."""
         actor = ray.get_runtime_context().current_actor
         while True:
             try:
@@ -192,7 +192,7 @@ class RayLauncher:
         self._watchers.end()
         with self._memory:
             self._over = True
-            ray_memory.forget()
+            kv_store.forget()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import ray
 
-from tandem.cluster.events import Role
-from tandem.cluster.host import this_host
-from tandem.cluster.preflight import Preflight, share_of_gpu, share_of_memory
+from tandem.cluster.checks.host import this_host
+from tandem.cluster.checks.preflight import Preflight, share_of_gpu, share_of_memory
+from tandem.cluster.supervisor.events import Role
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tandem.cluster.certs import AUTHORITY_KEY_FILE, WARN_BEFORE
-from tandem.cluster.finding import Finding
+from tandem.cluster.checks.finding import Finding
 from tandem.core.config import SecurityConfig
 from tandem.core.errors import ConfigError
 from tandem.rpc.identity import certificate_file, load_identity

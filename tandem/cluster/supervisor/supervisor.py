@@ -1,8 +1,8 @@
-"""The supervisor: carries out what `tandem.cluster.pools` decides. One event loop, no decisions of its own.
+"""The supervisor: carries out what `pools` decides. One event loop, no decisions of its own.
 
 Every process it drives has one task that follows its life and turns what happens into events
-(`tandem.cluster.followed_worker`, `tandem.cluster.followed_router`). An error that nothing here foresees ends the whole
-supervisor: its actor is started again by Ray and adopts what runs.
+(`worker_monitor`, `router_monitor`). An error that nothing here foresees ends the whole supervisor: its actor is
+started again by Ray and adopts what runs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from tandem.cluster import events as ev
-from tandem.cluster.followed_router import FollowedRouter
-from tandem.cluster.followed_worker import FollowedWorker
-from tandem.cluster.handles import FoundWorker, Launcher, Memory, RouterHandle, WorkerHandle
-from tandem.cluster.lives import Phase, Policy
-from tandem.cluster.pools import Cluster
-from tandem.cluster.standstill import Standstill
+from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.clock_jump import Standstill
+from tandem.cluster.supervisor.handles import FoundWorker, Launcher, Memory, RouterHandle, WorkerHandle
+from tandem.cluster.supervisor.pools import Cluster
+from tandem.cluster.supervisor.router_monitor import FollowedRouter
+from tandem.cluster.supervisor.slots import Phase, Policy
+from tandem.cluster.supervisor.worker_monitor import FollowedWorker
 from tandem.core import points
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, TandemError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.cluster.events import Ending, Member, Placement, Role
+from tandem.cluster.supervisor.events import Ending, Member, Placement, Role
 
 MAX_UNTOLD = 1024
 """Endings that are kept for a worker that does not take them; long before that many its silence ends it."""

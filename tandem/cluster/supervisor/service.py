@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 
-from tandem.cluster.events import Role
 from tandem.cluster.spec import ClusterSpec
-from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.supervisor.events import Role
+from tandem.cluster.supervisor.supervisor import Supervisor
+from tandem.cluster.supervisor.wire import fill_cluster
 from tandem.cluster.waits import check_wait
-from tandem.cluster.wire import fill_cluster
 from tandem.core.errors import ConfigError
 from tandem.core.version import version
 from tandem.rpc.v1 import common_pb2, supervisor_pb2, supervisor_pb2_grpc

@@ -11,7 +11,7 @@ import uuid
 
 import psutil
 
-from tandem.cluster import guard
+from tandem.cluster.serve import orphan_guard
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -30,9 +30,9 @@ def start_guard() -> None:
     if sys.platform != "linux":
         return
     mark = uuid.uuid4().hex
-    line = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), mark]
+    line = [sys.executable, "-I", "-S", orphan_guard.__file__, str(os.getpid()), mark]
     subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
-    os.environ[guard.VARIABLE] = mark
+    os.environ[orphan_guard.VARIABLE] = mark
 
 
 def descendants() -> list[psutil.Process]:

@@ -14,9 +14,9 @@ from tandem.bench.timing import timed
 from tandem.core.errors import ConfigError
 from tandem.engine import loader
 from tandem.engine.arena import TORCH_DTYPES, KVArena
-from tandem.engine.attention import ATTENTION_NAME
-from tandem.engine.attention_select import select_backend
+from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.engine import Engine, SequenceInput
+from tandem.engine.select_attention import select_backend
 
 #: Large enough that neither launches nor caches show.
 _MATRIX_ROWS = 8192

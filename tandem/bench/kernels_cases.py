@@ -18,14 +18,14 @@ from tandem.bench import kernels_cost as cost
 from tandem.bench.kernels_cost import FLOAT_BYTES, ModelShape, Work
 from tandem.core.sampling import SamplingParams
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_reference import AttentionParams
-from tandem.engine.attention_select import select_backend
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import SequenceInput, build_batch
+from tandem.engine.cpu.packed_linear import PackedLinear
+from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.engine import Engine
 from tandem.engine.layout import KVLayout
-from tandem.engine.packed_linear import PackedLinear
 from tandem.engine.sampler import SampleRow, SequenceState, sample_rows
-from tandem.engine.vector_ir import is_fast_here
+from tandem.engine.select_attention import select_backend
 
 PAGE_SIZE = 32  # the configuration's default on the CPU
 

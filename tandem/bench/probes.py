@@ -14,8 +14,8 @@ import torch
 from tandem.bench.kernels_cost import Limits, Probe
 from tandem.bench.numpy_probe import probe_numpy
 from tandem.bench.timing import timed
-from tandem.engine.shared_words import float32s, words
-from tandem.engine.threads import Kernel
+from tandem.engine.cpu.atomics import float32s, words
+from tandem.engine.cpu.threads import Kernel
 
 
 def measure_limits(num_threads: int, *, matrix_size: int, stream_bytes: int, budget_s: float) -> Limits:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tandem.core.errors import ConfigError
+from tandem.engine.huge_pages import map_memory, populate
 from tandem.engine.layout import KVLayout
-from tandem.engine.memory import map_memory, populate
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

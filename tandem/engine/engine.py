@@ -12,19 +12,19 @@ from transformers import PreTrainedModel
 from tandem.core.errors import ConfigError
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_cpu import CPUAttention
-from tandem.engine.attention_select import select_backend
+from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.batch import SequenceInput
-from tandem.engine.cuda_graphs import CudaCapture, DecodeGraphs
-from tandem.engine.decode_programs import DecodePrograms
-from tandem.engine.decode_step import DecodeBackend
-from tandem.engine.fused import fuse, fuse_decoder
-from tandem.engine.fused_decoder import FusedDecoder
+from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.decode_programs import DecodePrograms
+from tandem.engine.cpu.decoder import FusedDecoder
+from tandem.engine.cpu.fusing import fuse, fuse_decoder
+from tandem.engine.cpu.packed_linear import pack
+from tandem.engine.cuda.decode_step import DecodeBackend
+from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
 from tandem.engine.layout import KVLayout
-from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import Decoder, PagedModel
 from tandem.engine.probe import probe_architecture
+from tandem.engine.select_attention import select_backend
 
 __all__ = ["Engine", "SequenceInput"]
 
@@ -220,11 +220,11 @@ def _fuse_on_cuda(
 ) -> tuple[str, str, Decoder | None]:
     """The same."""
     try:
-        from tandem.engine import fused_cuda  # imports a compiler
+        from tandem.engine.cuda import fusing  # imports a compiler
     except ImportError as error:
         _log.warning("the model's own parts serve: fused ones cannot be imported (%s)", error)
         return "none", "torch", None
-    fused, decoder = fused_cuda.fuse(model, layout), fused_cuda.fuse_decoder(model, layout, max_context)
+    fused, decoder = fusing.fuse(model, layout), fusing.fuse_decoder(model, layout, max_context)
     if decoder is None:
         _log.warning("not all of the model is computed in fused parts, but: %s; a step takes more kernels", fused)
     return fused, "torch", decoder

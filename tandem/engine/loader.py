@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from tandem.engine.arena import TORCH_DTYPES
-from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
 
 # Says where a model comes from or how it is run, not what it computes.

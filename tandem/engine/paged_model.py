@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
+from tandem.engine.attention.interface import AttentionBackend, ForwardContext, current_forward
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_sequence
 from tandem.engine.device import current
 

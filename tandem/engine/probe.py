@@ -15,13 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tandem.core.errors import ModelLoadError, UnsupportedModelError
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
-from tandem.engine.fused import fuse, fuse_decoder
-from tandem.engine.packed_linear import pack
+from tandem.engine.cpu.fusing import fuse, fuse_decoder
+from tandem.engine.cpu.packed_linear import pack
+from tandem.engine.fuse.small_config import shrink_config
+from tandem.engine.fuse.small_model import draw_twins
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.probe_config import shrink_config
-from tandem.engine.probe_models import draw_twins
+from tandem.engine.select_attention import select_backend
 
 #: Two logits agree if they differ by less than this share of the standard deviation of all logits.
 TOLERANCE = 1e-3

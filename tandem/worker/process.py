@@ -35,8 +35,8 @@ from tandem.core.config import Config
 from tandem.core.errors import CancelledError, InternalError
 from tandem.core.pages import PageCounts, PagePool
 from tandem.core.version import version
+from tandem.engine.cpu.threads import borrow_from
 from tandem.engine.engine import Engine
-from tandem.engine.threads import borrow_from
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.convert import page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine import attention_cuda
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
-from tandem.engine.decode_step import DecodeBackend, DecodeStep
+from tandem.engine.cuda import attention
+from tandem.engine.cuda.decode_step import DecodeBackend, DecodeStep
 from tandem.engine.layout import KVLayout
 
 #: In float32 nothing but the order of sums differs. In 16 bits the reference computes in float32 from the same inputs,
 #: so what is allowed is the rounding of weights and outputs, which are about 1 in size.
 TOLERANCES = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
-FLASH_PAGE = attention_cuda.FLASH_PAGE_MULTIPLE
+FLASH_PAGE = attention.FLASH_PAGE_MULTIPLE
 PARAMS = {
     "plain": AttentionParams(0.125),
     "window": AttentionParams(0.125, window=24),
@@ -102,7 +102,7 @@ def test_triton(
     """In float32 this is the identity with the reference."""
     if triton_device.type == "cpu" and dtype == "bfloat16":
         pytest.skip("Triton's interpreter has no bfloat16")
-    from tandem.engine.attention_triton import TritonAttention
+    from tandem.engine.cuda.attention_triton import TritonAttention
 
     paged = Paged.make(triton_device, dtype, page_size, heads, kv_heads, head_dim)
     compare(TritonAttention(), paged, params)
@@ -113,7 +113,7 @@ def test_triton_in_any_number_of_parts(
     triton_device: torch.device, num_processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One part; some; more than most contexts have tiles, so that some are empty."""
-    from tandem.engine import attention_triton
+    from tandem.engine.cuda import attention_triton
 
     monkeypatch.setattr(attention_triton, "_num_processors", lambda _: num_processors)
     paged = Paged.make(triton_device, "float32", 16, 2, 1, 64)
@@ -124,7 +124,7 @@ def test_triton_in_any_number_of_parts(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_flash_attn(gpu: torch.device, dtype: str, params: AttentionParams) -> None:
     pytest.importorskip("flash_attn")
-    compare(attention_cuda.FlashAttention(), Paged.make(gpu, dtype, FLASH_PAGE, 4, 2, 64), params)
+    compare(attention.FlashAttention(), Paged.make(gpu, dtype, FLASH_PAGE, 4, 2, 64), params)
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
@@ -132,14 +132,14 @@ def test_flash_attn(gpu: torch.device, dtype: str, params: AttentionParams) -> N
 def test_torch_varlen(gpu: torch.device, dtype: str, params: AttentionParams) -> None:
     pytest.importorskip("flash_attn_interface", reason="torch's kernel takes block tables with FlashAttention-3 only")
     pytest.importorskip("torch.nn.attention.varlen")
-    attention_cuda.activate_flash_attention_3()
-    backend = attention_cuda.TorchVarlenAttention()
+    attention.activate_flash_attention_3()
+    backend = attention.TorchVarlenAttention()
     paged = Paged.make(gpu, dtype, 32, 4, 2, 64)
     if params.softcap:
         with pytest.raises(UnsupportedModelError, match="caps"):
             compare(backend, paged, params)
         return
-    if reason := attention_cuda.refusal(backend, paged.arena.layout, gpu):
+    if reason := attention.refusal(backend, paged.arena.layout, gpu):
         pytest.skip(reason)
     compare(backend, paged, params)
 
@@ -148,7 +148,7 @@ def test_torch_varlen(gpu: torch.device, dtype: str, params: AttentionParams) ->
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_what_is_chosen_serves(gpu: torch.device, dtype: str, page_size: int) -> None:
     paged = Paged.make(gpu, dtype, page_size, 4, 2, 64)
-    backend = attention_cuda.select_cuda_backend(paged.arena.layout, gpu)
+    backend = attention.select_cuda_backend(paged.arena.layout, gpu)
     assert isinstance(backend, DecodeBackend), f"{backend.name} cannot be captured"
     compare(backend, paged, PARAMS["plain"])
 
@@ -161,12 +161,12 @@ def wrong(attend: Callable[..., torch.Tensor]) -> ReferenceAttention:
 
 def test_a_kernel_that_raises_or_is_wrong_is_not_chosen(gpu: torch.device) -> None:
     layout = KVLayout(4, 2, 64, 16, "bfloat16")
-    assert attention_cuda.refusal(ReferenceAttention(), layout, gpu) is None
-    reason = attention_cuda.refusal(wrong(lambda *_: torch.ones(9, 4, 64, device=gpu)), layout, gpu)
+    assert attention.refusal(ReferenceAttention(), layout, gpu) is None
+    reason = attention.refusal(wrong(lambda *_: torch.ones(9, 4, 64, device=gpu)), layout, gpu)
     assert reason is not None
     assert "differs" in reason
 
     def raises(*_: object) -> torch.Tensor:
         raise RuntimeError("no block tables here")
 
-    assert attention_cuda.refusal(wrong(raises), layout, gpu) == "RuntimeError: no block tables here"
+    assert attention.refusal(wrong(raises), layout, gpu) == "RuntimeError: no block tables here"

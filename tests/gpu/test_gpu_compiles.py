@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.arena import TORCH_DTYPES, KVArena
-from tandem.engine.attention import ATTENTION_NAME
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.interface import ATTENTION_NAME
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import SequenceInput, build_batch
-from tandem.engine.cuda_graphs import DecodeGraphs
+from tandem.engine.cuda.graphs import DecodeGraphs
 from tandem.engine.layout import KVLayout
 from tandem.engine.paged_model import PagedModel
 from tests.gpu.test_gpu_attention import PARAMS, Paged
@@ -67,11 +67,11 @@ def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from tandem.engine import attention_triton, fused_triton
+    from tandem.engine.cuda import attention_triton, layer_kernels
 
     found: list[Any] = []
     of_attention = attention_triton._attend_kernel, attention_triton._combine_kernel
-    for kernel in (*of_attention, fused_triton._norm_kernel, fused_triton._gate_kernel, fused_triton._place_kernel):
+    for kernel in (*of_attention, layer_kernels._norm_kernel, layer_kernels._gate_kernel, layer_kernels._place_kernel):
         if not isinstance(kernel, JITFunction):
             pytest.skip("TRITON_INTERPRET is set: kernels are interpreted and not compiled")
 
@@ -100,7 +100,7 @@ def test_kernels_compile_and_fit(
     head_dim: int,
     params: AttentionParams,
 ) -> None:
-    from tandem.engine.attention_triton import TritonAttention
+    from tandem.engine.cuda.attention_triton import TritonAttention
 
     paged = Paged.make(torch.device("cpu"), dtype, 32, heads, kv_heads, head_dim)
     backend = TritonAttention()
@@ -128,7 +128,7 @@ SHAPES = {
 def test_fused_kernels_compile_without_spills(
     capability: int, compiled: list[Any], shape: tuple[Any, ...], dtype: str, tmp_path: Path
 ) -> None:
-    from tandem.engine import fused_triton as kernels
+    from tandem.engine.cuda import layer_kernels as kernels
 
     hidden, inner, num_heads, num_kv_heads, head_dim, rotary_dim, has_norms = shape
     # Their positions lie at odd and at even multiples of 8 bytes.
@@ -189,10 +189,10 @@ class _Operations(TorchDispatchMode):
 
 def launches_of_a_step(num_layers: int, compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Of a decode step of 4 sequences, from its inputs on the device to logits; by name."""
-    from tandem.engine import fused_parts
-    from tandem.engine.attention_triton import TritonAttention
-    from tandem.engine.fused_cuda import CudaKit
-    from tandem.engine.fused_cuda_decoder import CudaDecoder
+    from tandem.engine.cuda.attention_triton import TritonAttention
+    from tandem.engine.cuda.decoder import CudaDecoder
+    from tandem.engine.cuda.fusing import CudaKit
+    from tandem.engine.fuse import recognise
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, num_hidden_layers=num_layers, vocab_size=64)
@@ -200,8 +200,8 @@ def launches_of_a_step(num_layers: int, compiled: list[Any], monkeypatch: pytest
     model = LlamaForCausalLM(config).eval()
     layout = KVLayout(num_layers, 2, 32, 16, "float32")
     # Kernels that are not run prove nothing.
-    monkeypatch.setattr(fused_parts, "proved", lambda module, make, call, dtype: make(module))
-    assert fused_parts.fuse_parts(model, layout, CudaKit(torch.float32, torch.device("cpu"))).endswith("layer")
+    monkeypatch.setattr(recognise, "proved", lambda module, make, call, dtype: make(module))
+    assert recognise.fuse_parts(model, layout, CudaKit(torch.float32, torch.device("cpu"))).endswith("layer")
     base = model.model
     decoder = CudaDecoder(base.embed_tokens, base.rotary_emb, list(base.layers), base.norm, model.lm_head, 64)
     paged = PagedModel(model, KVArena(layout, 8), TritonAttention(), 64, 64, decoder=decoder)

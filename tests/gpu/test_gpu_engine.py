@@ -11,11 +11,11 @@ import torch
 
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_select import select_backend
 from tandem.engine.batch import SequenceInput
-from tandem.engine.cuda_graphs import CudaCapture, DecodeGraphs, run_again
+from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs, run_again
 from tandem.engine.engine import Engine
 from tandem.engine.paged_model import PagedModel
+from tandem.engine.select_attention import select_backend
 
 PAGE_SIZE = 256  # every kernel takes it
 NUM_PAGES = 24

@@ -43,7 +43,7 @@ def is_cut(device: torch.device, dtype: str) -> bool:
 @pytest.mark.parametrize("width", [8, 96, 768, 2048, 5000])
 @pytest.mark.parametrize("make", [LlamaRMSNorm, Gemma2RMSNorm])
 def test_norms_and_sums(triton_device: torch.device, make: type[nn.Module], width: int, dtype: str) -> None:
-    from tandem.engine.fused_triton import add_and_normalize, normalize, normalize_rows
+    from tandem.engine.cuda.layer_kernels import add_and_normalize, normalize, normalize_rows
 
     norm = make(width, eps=1e-5)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_norms_and_sums(triton_device: torch.device, make: type[nn.Module], widt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 1024, 1500])
 def test_gates(triton_device: torch.device, width: int, dtype: str) -> None:
-    from tandem.engine.fused_triton import gate
+    from tandem.engine.cuda.layer_kernels import gate
 
     both = draw(1, 3, 2 * width).to(triton_device, TORCH_DTYPES[dtype])
     both[0, 1] *= 30.0  # both ends of the activation
@@ -98,7 +98,7 @@ def test_heads_are_turned_and_placed(
     has_norms: bool,
     has_table: bool,
 ) -> None:
-    from tandem.engine.fused_triton import HeadShape, Rotary, place_heads
+    from tandem.engine.cuda.layer_kernels import HeadShape, Rotary, place_heads
 
     device, type_ = triton_device, TORCH_DTYPES[dtype]
     arena = KVArena(KVLayout(2, num_kv_heads, head_dim, 4, dtype), 6, device)

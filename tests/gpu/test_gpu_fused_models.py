@@ -21,13 +21,14 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.nemotron.modeling_nemotron import NemotronAttention
 
 from tandem.engine import engine as engine_module
-from tandem.engine import fused_trial, loader
+from tandem.engine import loader
 from tandem.engine.arena import TORCH_DTYPES, KVArena
-from tandem.engine.attention import ATTENTION_NAME, AttentionBackend
-from tandem.engine.attention_reference import ReferenceAttention
+from tandem.engine.attention.interface import ATTENTION_NAME, AttentionBackend
+from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.batch import SequenceInput
-from tandem.engine.cuda_graphs import DecodeGraphs, run_again
-from tandem.engine.fused_parts import Kit, fuse_attention, fuse_gated_mlp, fuse_rms_norm
+from tandem.engine.cuda.graphs import DecodeGraphs, run_again
+from tandem.engine.fuse import trial as fused_trial
+from tandem.engine.fuse.recognise import Kit, fuse_attention, fuse_gated_mlp, fuse_rms_norm
 from tandem.engine.layout import KVLayout
 from tandem.engine.paged_model import PagedModel
 
@@ -48,7 +49,7 @@ FUSED = {
 
 
 def kit(device: torch.device, dtype: str = "float32") -> Kit:
-    from tandem.engine.fused_cuda import CudaKit
+    from tandem.engine.cuda.fusing import CudaKit
 
     return CudaKit(TORCH_DTYPES[dtype], device)
 
@@ -64,7 +65,7 @@ def paged(
 
 def fused(model: PreTrainedModel, layout: KVLayout = LAYOUT, backend: AttentionBackend | None = None) -> PagedModel:
     """As the engine does it."""
-    from tandem.engine.fused_cuda import fuse, fuse_decoder
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
 
     assert fuse(model, layout) == WHOLE
     decoder = fuse_decoder(model, layout, MAX_CONTEXT)
@@ -107,7 +108,7 @@ def assert_as_near(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, 
 def test_models_give_what_their_own_parts_give(
     triton_device: torch.device, arch: str, dtype: str, tmp_path: Path
 ) -> None:
-    from tandem.engine.fused_cuda import fuse, fuse_decoder
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
 
     model_dir = helpers.save_model(arch, tmp_path / arch)
     config = loader.load_config(model_dir)
@@ -166,7 +167,7 @@ def test_a_part_of_each_head_may_be_turned(triton_device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_padded_decode_steps(triton_device: torch.device, dtype: str) -> None:
     """Through the fixed buffers of graphs: what is not in them, or moves, would show."""
-    from tandem.engine.attention_triton import TritonAttention
+    from tandem.engine.cuda.attention_triton import TritonAttention
 
     layout = KVLayout(NUM_LAYERS, 2, 16, helpers.PAGE_SIZE, dtype)
     model = fused(small_model(triton_device, dtype), layout, TritonAttention())
@@ -187,7 +188,7 @@ def test_an_engine_of_fused_parts_gives_transformers_tokens(
     triton_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks beside decodes, and decodes alone in fixed buffers. Without a GPU all but the graphs is as on one."""
-    from tandem.engine.attention_triton import TritonAttention
+    from tandem.engine.cuda.attention_triton import TritonAttention
 
     if triton_device.type == "cpu":
         monkeypatch.setattr(engine_module, "_fuse_on_cpu", engine_module._fuse_on_cuda)
@@ -289,7 +290,7 @@ def test_a_replacement_that_is_rough_in_16_bits_is_refused(dtype: str) -> None:
     "kind", [odd.HalvedSum, odd.NormsTheOtherWayRound, odd.ParallelParts, odd.NoFirstSum, odd.Tuple]
 )
 def test_a_layer_that_differs_is_left_alone(triton_device: torch.device, kind: type[nn.Module]) -> None:
-    from tandem.engine.fused_cuda import fuse, fuse_decoder
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
 
     model = small_model(triton_device)
     model.model.layers[1].__class__ = kind
@@ -325,7 +326,7 @@ def soften_logits(model: PreTrainedModel) -> None:
 def test_a_decoder_that_does_more_is_left_alone(
     triton_device: torch.device, change: Callable[[PreTrainedModel], None]
 ) -> None:
-    from tandem.engine.fused_cuda import fuse, fuse_decoder
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
 
     model = small_model(triton_device)
     fuse(model, LAYOUT)
@@ -340,8 +341,8 @@ def test_a_way_that_does_slightly_more_has_no_decoder(
     triton_device: torch.device, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 16 bits as well, where that is not greater than roundings: a small copy in float32 shows it."""
-    from tandem.engine.fused_cuda import fuse, fuse_decoder
-    from tandem.engine.fused_cuda_modules import CudaDecoderLayer
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
+    from tandem.engine.cuda.modules import CudaDecoderLayer
 
     model, layout = small_model(triton_device, dtype), replace(LAYOUT, dtype=dtype)
     fuse(model, layout)
@@ -358,7 +359,7 @@ def test_a_way_that_does_slightly_more_has_no_decoder(
 @pytest.mark.parametrize("max_context", [1, 4, 7, 20_000])
 def test_a_decoder_of_any_context(triton_device: torch.device, max_context: int) -> None:
     """Shorter than its trial; longer than what its table is made of at once."""
-    from tandem.engine.fused_cuda import fuse, fuse_decoder
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
 
     model = small_model(triton_device)
     fuse(model, LAYOUT)
@@ -371,7 +372,7 @@ def test_a_decoder_of_any_context(triton_device: torch.device, max_context: int)
 
 
 def test_rotary_embeddings_of_a_whole_batch_are_no_table(triton_device: torch.device) -> None:
-    from tandem.engine.fused_cuda import fuse, fuse_decoder
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
 
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "original_max_position_embeddings": 4096, "factor": 2.0}
     own, model = (small_model(triton_device, rope_parameters=rope, max_position_embeddings=8192) for _ in range(2))
@@ -381,7 +382,7 @@ def test_rotary_embeddings_of_a_whole_batch_are_no_table(triton_device: torch.de
 
 
 def test_pages_of_another_type_keep_the_models_own_parts(triton_device: torch.device) -> None:
-    from tandem.engine.fused_cuda import fuse
+    from tandem.engine.cuda.fusing import fuse
 
     assert fuse(small_model(triton_device), KVLayout(NUM_LAYERS, 2, 16, 16, "bfloat16")) == "none"
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.random_model import ModelSpec, save
 

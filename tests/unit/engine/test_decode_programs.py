@@ -8,11 +8,11 @@ import pytest
 import torch
 from engine_helpers import NUM_PAGES, PAGE_SIZE, load_engine, make_prompt, prefilled
 
-from tandem.engine import decode_programs, fused_decoder
 from tandem.engine.batch import SequenceInput
-from tandem.engine.decode_programs import DecodePrograms
+from tandem.engine.cpu import decode_programs, decoder
+from tandem.engine.cpu.decode_programs import DecodePrograms
+from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS
 from tandem.engine.engine import Engine
-from tandem.engine.fused_kernel import ROWS_FOR_THREADS
 
 MAX_CONTEXT = 6 * PAGE_SIZE + 1
 #: The token that a step computes: the first of all, and the last of a page, the first of the next, the last of all.
@@ -91,7 +91,7 @@ def _recording(made: list[int]) -> type[decode_programs._FixedInputs]:
 
 @pytest.mark.parametrize("grows", ["workspace", "rotary tables"])
 def test_memory_that_has_moved_is_not_used(llama_dir: Path, monkeypatch: pytest.MonkeyPatch, grows: str) -> None:
-    monkeypatch.setattr(fused_decoder, "_LEAST_POSITIONS", 8 if grows == "rotary tables" else 512)
+    monkeypatch.setattr(decoder, "_LEAST_POSITIONS", 8 if grows == "rotary tables" else 512)
     engine = load_engine(llama_dir)
     first, others = SequenceInput([3], 0, [0]), range(1, 20)
     expected = engine.forward([first]).clone()

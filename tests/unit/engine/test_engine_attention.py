@@ -14,15 +14,15 @@ from engine_helpers import REPOSITORY, environment_without_wide_vectors
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import ForwardContext, current_forward, paged_attention
-from tandem.engine.attention_cpu import CPUAttention
-from tandem.engine.attention_cuda import refusal
-from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
-from tandem.engine.attention_select import select_backend
+from tandem.engine.attention.interface import ForwardContext, current_forward, paged_attention
+from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
-from tandem.engine.decode_step import DecodeStep
+from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.vector_ir import has_wide_vectors
+from tandem.engine.cuda.attention import refusal
+from tandem.engine.cuda.decode_step import DecodeStep
 from tandem.engine.layout import KVLayout
-from tandem.engine.vector_ir import has_wide_vectors
+from tandem.engine.select_attention import select_backend
 
 # heads, KV heads, head_dim, page size
 SHAPES = [
@@ -73,7 +73,7 @@ def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_t
 def test_the_code_for_shorter_vectors_agrees_with_the_reference_too() -> None:
     chosen = "test_cpu_attention_matches_reference or test_rows_do_not_depend"
     program = (
-        "import sys, pytest; from tandem.engine.vector_ir import has_wide_vectors; assert not has_wide_vectors(); "
+        "import sys, pytest; from tandem.engine.cpu.vector_ir import has_wide_vectors; assert not has_wide_vectors(); "
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
     ended = subprocess.run(

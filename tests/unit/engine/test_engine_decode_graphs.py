@@ -12,10 +12,10 @@ import torch
 from engine_helpers import PAGE_SIZE, load_engine, make_prompt, prefilled
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput
-from tandem.engine.cuda_graphs import Compute, DecodeGraphs, buckets_up_to, run_again
-from tandem.engine.decode_step import DecodeStep
+from tandem.engine.cuda.decode_step import DecodeStep
+from tandem.engine.cuda.graphs import Compute, DecodeGraphs, buckets_up_to, run_again
 from tandem.engine.paged_model import PagedModel
 
 MAX_NUM_SEQS = 6

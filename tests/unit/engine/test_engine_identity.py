@@ -13,8 +13,8 @@ import torch
 from engine_helpers import Case
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch
 from tandem.engine.engine import Engine, SequenceInput
 

@@ -280,7 +280,11 @@ _COMPILED_BY = """
 import ctypes
 import sys
 import engine_helpers as helpers
-from tandem.engine import attention_numba, fused_kernel, packed_kernel, team, threads
+from tandem.engine.cpu import attention_kernel
+from tandem.engine.cpu import layer_kernels
+from tandem.engine.cpu import packed_kernel
+from tandem.engine.cpu import thread_team
+from tandem.engine.cpu import threads
 
 class Lender:
     word = ctypes.c_int64(0)
@@ -289,13 +293,13 @@ class Lender:
     def borrow(self):
         return 1
 
-KERNELS = (packed_kernel.multiply, packed_kernel.multiply_gated, fused_kernel.normalize_rows,
-           fused_kernel.place_heads, fused_kernel.add_rows, fused_kernel.gather_rows,
-           attention_numba._attend_kernel)
+KERNELS = (packed_kernel.multiply, packed_kernel.multiply_gated, layer_kernels.normalize_rows,
+           layer_kernels.place_heads, layer_kernels.add_rows, layer_kernels.gather_rows,
+           attention_kernel._attend_kernel)
 
 def compiled():
     kernels = ["_address" in vars(kernel) for kernel in KERNELS]
-    return kernels + [len(function.signatures) for function in (team._lead, team._follow)]
+    return kernels + [len(function.signatures) for function in (thread_team._lead, thread_team._follow)]
 
 engine = helpers.load_engine(sys.argv[1], num_threads=1)
 engine.warmup()

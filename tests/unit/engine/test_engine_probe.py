@@ -12,11 +12,12 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine import paged_model, probe, probe_models
-from tandem.engine.attention_cpu import CPUAttention
+from tandem.engine import paged_model, probe
+from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.engine import Engine
+from tandem.engine.fuse import small_model
+from tandem.engine.fuse.small_config import VOCAB_SIZE, shrink_config
 from tandem.engine.probe import probe_architecture
-from tandem.engine.probe_config import VOCAB_SIZE, shrink_config
 from tandem.engine.random_model import ModelSpec, make_config, save
 
 
@@ -141,7 +142,7 @@ def test_probe_sees_damaged_attention(damage: str, monkeypatch: pytest.MonkeyPat
 
 def test_probe_refuses_to_be_blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """With weights as small as initial ones, attention decides nothing and a pass would mean nothing."""
-    monkeypatch.setattr(probe_models, "_WEIGHT_STD", 1e-3)
+    monkeypatch.setattr(small_model, "_WEIGHT_STD", 1e-3)
     with pytest.raises(UnsupportedModelError, match="blind"):
         probe_architecture(SERVED["llama"])
 

@@ -27,18 +27,18 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from tandem.engine import fused as fusing
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import ATTENTION_NAME
-from tandem.engine.attention_select import select_backend
+from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.batch import SequenceInput
-from tandem.engine.fused import CPUKit, fuse
-from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
-from tandem.engine.fused_parts import fuse_attention, fuse_gated_mlp, fuse_rms_norm
+from tandem.engine.cpu import fusing as fusing
+from tandem.engine.cpu.fusing import CPUKit, fuse
+from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
+from tandem.engine.cpu.packed_linear import pack
+from tandem.engine.fuse.recognise import fuse_attention, fuse_gated_mlp, fuse_rms_norm
 from tandem.engine.layout import KVLayout
-from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
+from tandem.engine.select_attention import select_backend
 
 CPU = torch.device("cpu")
 ROWS = (1, 2, 3, 8, 65)

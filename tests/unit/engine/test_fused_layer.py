@@ -28,16 +28,18 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine import fused_decoder, fused_layer, loader, threads
+from tandem.engine import loader
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_reference import ReferenceAttention
-from tandem.engine.attention_select import select_backend
+from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.batch import SequenceInput
-from tandem.engine.fused import fuse, fuse_decoder
-from tandem.engine.fused_layer import FusedDecoderLayer
+from tandem.engine.cpu import decoder, threads
+from tandem.engine.cpu import layer as fused_layer
+from tandem.engine.cpu.fusing import fuse, fuse_decoder
+from tandem.engine.cpu.layer import FusedDecoderLayer
+from tandem.engine.cpu.packed_linear import pack
 from tandem.engine.layout import KVLayout
-from tandem.engine.packed_linear import pack
 from tandem.engine.paged_model import PagedModel
+from tandem.engine.select_attention import select_backend
 
 CPU = torch.device("cpu")
 NUM_LAYERS, VOCAB, NUM_PAGES = helpers.SMALL_LAYERS, helpers.SMALL_VOCAB, 24
@@ -150,7 +152,7 @@ def test_layers_of_different_shapes_share_a_workspace() -> None:
 
 def test_the_rotary_table_grows_with_the_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(fused(small_model()))
-    monkeypatch.setattr(fused_decoder, "_LEAST_POSITIONS", 8)
+    monkeypatch.setattr(decoder, "_LEAST_POSITIONS", 8)
     assert torch.equal(run(fused(small_model())), expected)
 
 

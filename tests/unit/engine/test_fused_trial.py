@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine.fused_trial import attempted, proved
+from tandem.engine.fuse.trial import attempted, proved
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from tandem.engine.memory import WeightMemory
+from tandem.engine.huge_pages import WeightMemory
 
 
 def test_places_are_aligned_and_apart() -> None:

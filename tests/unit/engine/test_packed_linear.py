@@ -15,9 +15,9 @@ from engine_helpers import environment_without_wide_vectors
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine import packed_linear
-from tandem.engine.packed_linear import PackedLinear, pack
-from tandem.engine.vector_ir import has_wide_vectors
+from tandem.engine.cpu import packed_linear
+from tandem.engine.cpu.packed_linear import PackedLinear, pack
+from tandem.engine.cpu.vector_ir import has_wide_vectors
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 23, 24, 25, 32, 65)
@@ -57,7 +57,8 @@ def products_of_all_row_counts() -> torch.Tensor:
 @pytest.mark.skipif(not has_wide_vectors(), reason="this CPU has no AVX-512: all tests are of the code without")
 def test_code_for_shorter_vectors_gives_the_same_bits(tmp_path: Path) -> None:
     program = (
-        "import sys, torch; from tandem.engine.vector_ir import has_wide_vectors; import test_packed_linear as tests; "
+        "import sys, torch; from tandem.engine.cpu.vector_ir import has_wide_vectors; "
+        "import test_packed_linear as tests; "
         "torch.save((has_wide_vectors(), tests.products_of_all_row_counts()), sys.argv[1])"
     )
     environment = environment_without_wide_vectors()
@@ -126,7 +127,7 @@ def test_kernels_on_disk_follow_the_code_that_they_are_made_of(tmp_path: Path) -
     copy = tmp_path / "tandem"
     shutil.copytree(ROOT / "tandem", copy, ignore=shutil.ignore_patterns("__pycache__", "models"))
     program = (
-        "import torch; from tandem.engine.packed_linear import PackedLinear; "
+        "import torch; from tandem.engine.cpu.packed_linear import PackedLinear; "
         "print(float(PackedLinear(torch.ones(32, 8), None, 1)(torch.ones(1, 8))[0, 0]))"
     )
 

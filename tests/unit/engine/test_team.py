@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.engine import team, threads
-from tandem.engine.shared_words import add, pause, read, words
-from tandem.engine.threads import Kernel
+from tandem.engine.cpu import thread_team, threads
+from tandem.engine.cpu.atomics import add, pause, read, words
+from tandem.engine.cpu.threads import Kernel
 
 _REPOSITORY = Path(__file__).parents[3]
 
@@ -126,12 +126,12 @@ def test_a_late_follower_never_touches_the_next_kernel() -> None:
 
 def test_a_kernel_that_is_over_has_no_seats() -> None:
     """A follower that took one would compute with arguments that are gone; here none ever comes."""
-    board = team.Team()._board
+    board = thread_team.Team()._board
     counts = np.zeros(5, dtype=np.int64)
     program = np.frombuffer(count.call(5, counts.ctypes.data, 1), dtype=np.int64)
-    assert team._lead(board, program, 4, 4, 0, 0) == program.size
+    assert thread_team._lead(board, program, 4, 4, 0, 0) == program.size
     assert counts.tolist() == [1] * 5
-    assert ctypes.c_int64.from_address(board + team._STATE).value & team._SEAT_BITS == 0
+    assert ctypes.c_int64.from_address(board + thread_team._STATE).value & thread_team._SEAT_BITS == 0
 
 
 def test_two_leaders_at_once_are_both_served() -> None:
@@ -232,7 +232,7 @@ def test_kernels_go_on_without_threads_that_cannot_be_had(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    fresh = team.Team()
+    fresh = thread_team.Team()
     counts = np.zeros(9, dtype=np.int64)
     program = np.frombuffer(count.call(9, counts.ctypes.data, 1), dtype=np.int64)
     with monkeypatch.context() as patch:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tandem.engine.arena import KVArena
+from tandem.engine.huge_pages import map_memory, populate
 from tandem.engine.layout import KVLayout
-from tandem.engine.memory import map_memory, populate
 from tandem.worker.pages_ahead import PagesAhead
 
 # 64 KiB a layer: 32 of them are a huge page.

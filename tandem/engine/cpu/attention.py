@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_numba import Reads, attend_call, row_blocks
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
-from tandem.engine.threads import run, threads_now
+from tandem.engine.cpu.attention_kernel import Reads, attend_call, row_blocks
+from tandem.engine.cpu.threads import run, threads_now
 
 
 class CPUAttention:

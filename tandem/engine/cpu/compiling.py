@@ -58,5 +58,5 @@ def _keep(compiled: Any) -> None:
 @functools.cache
 def _digest_of_sources() -> str:
     """Of all files that kernels may be put together from."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

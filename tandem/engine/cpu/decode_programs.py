@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tandem.engine.attention import ForwardContext, current_forward
-from tandem.engine.attention_cpu import CPUAttention
-from tandem.engine.attention_numba import Reads
+from tandem.engine.attention.interface import ForwardContext, current_forward
 from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step
-from tandem.engine.fused_decoder import FusedDecoder, PreparedForward
-from tandem.engine.fused_kernel import ROWS_FOR_THREADS
+from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.attention_kernel import Reads
+from tandem.engine.cpu.decoder import FusedDecoder, PreparedForward
+from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS
+from tandem.engine.cpu.threads import threads_now
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.threads import threads_now
 
 
 class DecodePrograms:

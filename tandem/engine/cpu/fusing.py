@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_cpu import CPUAttention
-from tandem.engine.attention_reference import AttentionParams
-from tandem.engine.fused_decoder import FusedDecoder
-from tandem.engine.fused_kernel import LANES
-from tandem.engine.fused_layer import FusedDecoderLayer, Workspace
-from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
-from tandem.engine.fused_parts import decoder_parts, fuse_parts, has_type_of, logits_of
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention.reference import AttentionParams
+from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.decoder import FusedDecoder
+from tandem.engine.cpu.layer import FusedDecoderLayer, Workspace
+from tandem.engine.cpu.layer_kernels import LANES
+from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
+from tandem.engine.cpu.packed_linear import PackedLinear, can_pack
+from tandem.engine.fuse.recognise import decoder_parts, fuse_parts, has_type_of, logits_of
 from tandem.engine.layout import KVLayout
-from tandem.engine.packed_linear import PackedLinear, can_pack
 
 #: Of a layer, in the order in which they compute.
 _LAYER_PARTS: dict[str, type[nn.Module]] = {

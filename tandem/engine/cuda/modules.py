@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine.attention import attend_written, begin_layer, current_forward
-from tandem.engine.attention_reference import AttentionParams
-from tandem.engine.fused_triton import (
+from tandem.engine.attention.interface import attend_written, begin_layer, current_forward
+from tandem.engine.attention.reference import AttentionParams
+from tandem.engine.cuda.layer_kernels import (
     HeadShape,
     Rotary,
     add_and_normalize,

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tandem.engine.vector_ir import kernel
+from tandem.engine.cpu.vector_ir import kernel
 
 WORD = ir.IntType(64)
 WORD_BYTES = 8

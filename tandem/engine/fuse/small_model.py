@@ -7,7 +7,7 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.attention.interface import ATTENTION_NAME
 
 _WEIGHT_STD = 0.25
 

@@ -18,10 +18,10 @@ import torch
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
-from tandem.engine.decode_step import DecodeBackend, DecodeStep
+from tandem.engine.cuda.decode_step import DecodeBackend, DecodeStep
 from tandem.engine.device import current, to_device
 from tandem.engine.layout import KVLayout
 
@@ -86,7 +86,7 @@ def _torch_varlen(layout: KVLayout, device: torch.device) -> AttentionBackend | 
 
 def _triton(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
     try:
-        from tandem.engine.attention_triton import TritonAttention  # imports a compiler
+        from tandem.engine.cuda.attention_triton import TritonAttention  # imports a compiler
     except ImportError as error:
         return f"cannot be imported ({error})"
     backend = TritonAttention()

@@ -29,8 +29,8 @@ import numba
 import numpy as np
 from numba import types
 
-from tandem.engine.compiling import compile_function
-from tandem.engine.shared_words import WORD_BYTES, add, call, compare_and_swap, keep_bits, pause, read, words, write
+from tandem.engine.cpu.atomics import WORD_BYTES, add, call, compare_and_swap, keep_bits, pause, read, words, write
+from tandem.engine.cpu.compiling import compile_function
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step
-from tandem.engine.decode_step import DecodeBackend, DecodeStep
+from tandem.engine.cuda.decode_step import DecodeBackend, DecodeStep
 from tandem.engine.device import current
 from tandem.engine.paged_model import PagedModel
 

@@ -16,12 +16,12 @@ import numpy as np
 from numba import types
 from numba.core import cgutils
 
-from tandem.engine import vector_ir as vir
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.reference import AttentionParams
+from tandem.engine.cpu import vector_ir as vir
+from tandem.engine.cpu.atomics import float32s, int32s, int64s, real, words
+from tandem.engine.cpu.threads import Kernel
+from tandem.engine.cpu.vector_ir import FLOAT_BYTES
 from tandem.engine.layout import KVLayout
-from tandem.engine.shared_words import float32s, int32s, int64s, real, words
-from tandem.engine.threads import Kernel
-from tandem.engine.vector_ir import FLOAT_BYTES
 
 _vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
 #: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.

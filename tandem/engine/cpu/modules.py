@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine.attention import ForwardContext, attend_written, begin_layer, current_forward
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.interface import ForwardContext, attend_written, begin_layer, current_forward
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
-from tandem.engine.fused_kernel import normalize_rows, place_heads
-from tandem.engine.packed_kernel import PANEL, arrange_rows, arranged_features, multiply_gated
-from tandem.engine.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
-from tandem.engine.threads import run
-from tandem.engine.vector_ir import FLOAT_BYTES
+from tandem.engine.cpu.layer_kernels import normalize_rows, place_heads
+from tandem.engine.cpu.packed_kernel import PANEL, arrange_rows, arranged_features, multiply_gated
+from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
+from tandem.engine.cpu.threads import run
+from tandem.engine.cpu.vector_ir import FLOAT_BYTES
 
 
 class FusedRMSNorm(nn.Module):

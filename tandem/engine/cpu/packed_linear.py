@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine.fused_parts import replace_modules
-from tandem.engine.memory import weight_memory
-from tandem.engine.packed_kernel import PANEL, arrange_rows, arranged_features, multiply
-from tandem.engine.threads import run
-from tandem.engine.vector_ir import FLOAT_BYTES, is_fast_here
+from tandem.engine.cpu.packed_kernel import PANEL, arrange_rows, arranged_features, multiply
+from tandem.engine.cpu.threads import run
+from tandem.engine.cpu.vector_ir import FLOAT_BYTES, is_fast_here
+from tandem.engine.fuse.recognise import replace_modules
+from tandem.engine.huge_pages import weight_memory
 
 
 class PackedLinear(nn.Module):

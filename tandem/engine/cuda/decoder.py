@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tandem.engine.batch import PagedBatch
-from tandem.engine.fused_cuda_modules import CudaDecoderLayer, CudaRMSNorm
-from tandem.engine.fused_triton import Rotary
+from tandem.engine.cuda.layer_kernels import Rotary
+from tandem.engine.cuda.modules import CudaDecoderLayer, CudaRMSNorm
 
 #: Positions.
 _TABLE_SLICE = 1 << 14

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_reference import AttentionParams, ReferenceAttention
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import SequenceInput, build_batch
+from tandem.engine.cuda.decoder import CudaDecoder
+from tandem.engine.cuda.layer_kernels import WIDEST_NORM
+from tandem.engine.cuda.modules import CudaAttention, CudaDecoderLayer, CudaGatedMLP, CudaRMSNorm
 from tandem.engine.device import current
-from tandem.engine.fused_cuda_decoder import CudaDecoder
-from tandem.engine.fused_cuda_modules import CudaAttention, CudaDecoderLayer, CudaGatedMLP, CudaRMSNorm
-from tandem.engine.fused_parts import DecoderParts, decoder_parts, fuse_parts, has_type_of, logits_of
-from tandem.engine.fused_trial import NUM_PAGES, PAGE_SIZE, attempted
-from tandem.engine.fused_triton import WIDEST_NORM
+from tandem.engine.fuse.recognise import DecoderParts, decoder_parts, fuse_parts, has_type_of, logits_of
+from tandem.engine.fuse.small_config import shrink_config
+from tandem.engine.fuse.small_model import draw_twins
+from tandem.engine.fuse.trial import NUM_PAGES, PAGE_SIZE, attempted
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import derive_layout
-from tandem.engine.probe_config import shrink_config
-from tandem.engine.probe_models import draw_twins
 
 _log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.engine.arena import TORCH_DTYPES, KVArena
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_reference import AttentionParams
-from tandem.engine.fused_trial import (
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention.reference import AttentionParams
+from tandem.engine.fuse.trial import (
     NUM_PAGES,
     NUM_ROW_SCALES,
     PAGE_SIZE,

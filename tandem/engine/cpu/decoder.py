@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from tandem.engine.batch import PagedBatch
-from tandem.engine.fused_kernel import ROWS_FOR_THREADS, gather_rows
-from tandem.engine.fused_layer import FusedDecoderLayer, Program, compute_layers, plan_layers
-from tandem.engine.fused_modules import FusedRMSNorm
-from tandem.engine.memory import map_memory
-from tandem.engine.packed_kernel import arranged_features
-from tandem.engine.packed_linear import PackedLinear
-from tandem.engine.threads import run, threads_now
-from tandem.engine.vector_ir import FLOAT_BYTES
+from tandem.engine.cpu.layer import FusedDecoderLayer, Program, compute_layers, plan_layers
+from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS, gather_rows
+from tandem.engine.cpu.modules import FusedRMSNorm
+from tandem.engine.cpu.packed_kernel import arranged_features
+from tandem.engine.cpu.packed_linear import PackedLinear
+from tandem.engine.cpu.threads import run, threads_now
+from tandem.engine.cpu.vector_ir import FLOAT_BYTES
+from tandem.engine.huge_pages import map_memory
 
 _LEAST_POSITIONS = 1024
 

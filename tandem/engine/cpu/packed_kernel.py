@@ -21,10 +21,10 @@ import numba
 from numba import types
 from numba.core import cgutils
 
-from tandem.engine import vector_ir as vir
-from tandem.engine.shared_words import float32s, words
-from tandem.engine.threads import Kernel
-from tandem.engine.vector_ir import FLOAT_BYTES
+from tandem.engine.cpu import vector_ir as vir
+from tandem.engine.cpu.atomics import float32s, words
+from tandem.engine.cpu.threads import Kernel
+from tandem.engine.cpu.vector_ir import FLOAT_BYTES
 
 #: Outputs of one panel.
 PANEL = 32

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 
 #: The name under which the function is registered. No mask is registered beside it: `transformers` then builds none.

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
-from tandem.engine.decode_step import DecodeStep
+from tandem.engine.cuda.decode_step import DecodeStep
 from tandem.engine.device import to_device
 
 #: Rows (tokens times heads of a group) of a block of a chunk, and the least that a matrix unit takes.

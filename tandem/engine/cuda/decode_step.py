@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from tandem.engine.arena import KVArena
-from tandem.engine.attention import AttentionBackend
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention.reference import AttentionParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tandem.engine.compiling import compile_piece
-from tandem.engine.team import CALL_WORDS, Team
+from tandem.engine.cpu.compiling import compile_piece
+from tandem.engine.cpu.thread_team import CALL_WORDS, Team
 
 # How an argument of each kind becomes a word: an integer or address; a float32, in the low half.
 _WORDS = {"i": "q", "f": "f4x"}

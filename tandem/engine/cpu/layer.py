@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.engine.attention import ForwardContext, begin_layer, current_forward
-from tandem.engine.attention_cpu import CPUAttention
-from tandem.engine.fused_kernel import ROWS_FOR_THREADS, add_rows
-from tandem.engine.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
-from tandem.engine.memory import map_memory
-from tandem.engine.packed_kernel import arranged_features
-from tandem.engine.threads import run, threads_now
-from tandem.engine.vector_ir import FLOAT_BYTES, LINE_BYTES
+from tandem.engine.attention.interface import ForwardContext, begin_layer, current_forward
+from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS, add_rows
+from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
+from tandem.engine.cpu.packed_kernel import arranged_features
+from tandem.engine.cpu.threads import run, threads_now
+from tandem.engine.cpu.vector_ir import FLOAT_BYTES, LINE_BYTES
+from tandem.engine.huge_pages import map_memory
 
 
 class Workspace:

@@ -18,8 +18,8 @@ from torch import nn
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import TORCH_DTYPES, KVArena
-from tandem.engine.attention import AttentionBackend, ForwardContext, current_forward
-from tandem.engine.attention_reference import AttentionParams
+from tandem.engine.attention.interface import AttentionBackend, ForwardContext, current_forward
+from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.layout import KVLayout
 

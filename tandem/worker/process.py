@@ -41,14 +41,14 @@ from tandem.rpc.channel import bind, make_server
 from tandem.rpc.convert import page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
-from tandem.worker.core_shares import CoreShares
+from tandem.worker.cpu.core_shares import CoreShares
+from tandem.worker.cpu.pages_ahead import PagesAhead
+from tandem.worker.cpu.transfer_cores import transfer_cores
 from tandem.worker.exits import ExitWatch, host_id
 from tandem.worker.loop_thread import LoopThread
-from tandem.worker.pages_ahead import PagesAhead
 from tandem.worker.runner import Role, Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sessions import SessionHub
-from tandem.worker.transfer_cores import transfer_cores
 from tandem.worker.watchdog import Watchdog
 from tandem.worker.wire import layout_to_proto
 

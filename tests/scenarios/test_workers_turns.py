@@ -18,7 +18,7 @@ from decode_worker import upcoming
 from decode_worker.upcoming import Patience
 from prefill_worker import prompts
 from tandem.core.sampling import SamplingParams
-from tandem.worker.core_shares import CoreShares
+from tandem.worker.cpu.core_shares import CoreShares
 from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, WorkerPair, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 

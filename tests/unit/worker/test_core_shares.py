@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from tandem.core.errors import ConfigError
-from tandem.worker import core_shares
-from tandem.worker.core_shares import CoreShares, lent_threads
+from tandem.worker.cpu import core_shares
+from tandem.worker.cpu.core_shares import CoreShares, lent_threads
 
 _REPOSITORY = Path(__file__).parents[3]
 
@@ -280,7 +280,7 @@ def test_a_file_that_cannot_be_locked_is_no_lack_of_slots(path: Path, monkeypatc
 
 @pytest.mark.processes
 def test_workers_that_join_at_once_all_count(path: Path) -> None:
-    script = "import sys; from pathlib import Path; from tandem.worker.core_shares import CoreShares; "
+    script = "import sys; from pathlib import Path; from tandem.worker.cpu.core_shares import CoreShares; "
     script += "shares = CoreShares(Path(sys.argv[1]), 1); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", script, str(path)]
     environment = os.environ | {"PYTHONPATH": str(_REPOSITORY)}
@@ -319,8 +319,8 @@ def _joined(path: Path, num_threads: int) -> Iterator[CoreShares]:
 _BUSY = """
 import os, select, sys
 from pathlib import Path
-from tandem.worker import core_shares
-from tandem.worker.core_shares import CoreShares
+from tandem.worker.cpu import core_shares
+from tandem.worker.cpu.core_shares import CoreShares
 
 core_shares._BUSY_NS = 300_000_000
 os.sched_getaffinity = lambda _: set(range(64))

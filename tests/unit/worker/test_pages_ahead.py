@@ -12,7 +12,7 @@ import torch
 from tandem.engine.arena import KVArena
 from tandem.engine.huge_pages import map_memory, populate
 from tandem.engine.layout import KVLayout
-from tandem.worker.pages_ahead import PagesAhead
+from tandem.worker.cpu.pages_ahead import PagesAhead
 
 # 64 KiB a layer: 32 of them are a huge page.
 LAYOUT = KVLayout(2, 4, 64, 32, "float32")

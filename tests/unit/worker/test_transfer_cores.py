@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.worker.transfer_cores import transfer_cores
+from tandem.worker.cpu.transfer_cores import transfer_cores
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,13 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from benchmarks.code import Code
+from benchmarks.peers.run import Comparison, compare
+from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants
+from benchmarks.peers.turns import LOADS, GoodputLoad, Measured, Plan, chosen_loads
+from tandem.bench.load.traces import load_trace, scaled
+from tandem.bench.load.workload import plain_vocabulary
 from tandem.bench.machine import machine, versions
-from tandem.bench.side_by_side import LOADS, GoodputLoad, Measured, Plan, chosen_loads
-from tandem.bench.side_by_side_code import Code
-from tandem.bench.side_by_side_run import Comparison, compare
-from tandem.bench.side_by_side_servers import CONTESTANTS, Contestant, Place, chosen_contestants
-from tandem.bench.traces import load_trace, scaled
-from tandem.bench.workload import plain_vocabulary
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.tokenizer import Tokenizer
 

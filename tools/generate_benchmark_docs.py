@@ -15,13 +15,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tandem.bench import kernels_command, parts
-from tandem.bench import side_by_side_figures as figures
-from tandem.bench.json_file import read_format
+from benchmarks.kernels import command as kernels_command
+from benchmarks.parts import figures as parts
+from benchmarks.peers import figures as figures
+from benchmarks.peers.figures import Goal, Run, Spread
+from benchmarks.peers.servers import CONTESTANTS
+from benchmarks.peers.turns import read
 from tandem.bench.machine import QUIET_CORES
-from tandem.bench.side_by_side import read
-from tandem.bench.side_by_side_figures import Goal, Run, Spread
-from tandem.bench.side_by_side_servers import CONTESTANTS
+from tandem.bench.report.json_file import read_format
 from tandem.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

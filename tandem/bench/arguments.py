@@ -319,7 +319,7 @@ def _overload(options: argparse.Namespace) -> int:
 
 
 def _kernels(options: argparse.Namespace) -> int:
-    from tandem.bench import kernels_command
+    from benchmarks.kernels import command as kernels_command
 
     kernels_command.run(options.model, options.threads, options.json, progress=options.progress)
     return 0
@@ -328,13 +328,13 @@ def _kernels(options: argparse.Namespace) -> int:
 def _parts(options: argparse.Namespace) -> int:
     # Read when gRPC is imported. Its handlers at forks write to the terminal, and our children only ever exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from tandem.bench import parts_command
+    from benchmarks.parts import command as parts_command
 
     parts_command.run(options.model, options.transport, options.only, options.json)
     return 0
 
 
 def _gpu(options: argparse.Namespace) -> int:
-    from tandem.bench import gpu_command
+    from benchmarks.gpu import command as gpu_command
 
     return gpu_command.run(options)

@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 import uvloop
 from rich.console import Console
 
-from tandem.bench import json_file, results
 from tandem.bench.goodput import GoodputSearch, search_goodput
+from tandem.bench.load.records import Slo
+from tandem.bench.load.traces import load_trace, scaled
+from tandem.bench.load.workload import DEFAULT_VOCABULARY, fixed_lengths, plain_vocabulary
 from tandem.bench.overload import Plan
 from tandem.bench.overload import measure as measure_overload
-from tandem.bench.progress import shown
 from tandem.bench.rate_search import RateSearch
-from tandem.bench.records import Slo
-from tandem.bench.results import Run
+from tandem.bench.report import json_file, results
+from tandem.bench.report.progress import shown
+from tandem.bench.report.results import Run
+from tandem.bench.report.tables import count_table, latency_table, probe_table, remarks
 from tandem.bench.server import api_key
 from tandem.bench.session import Session, Shape, Target, Workload
-from tandem.bench.tables import count_table, latency_table, probe_table, remarks
-from tandem.bench.traces import load_trace, scaled
-from tandem.bench.workload import DEFAULT_VOCABULARY, fixed_lengths, plain_vocabulary
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
 
@@ -83,7 +83,7 @@ def goodput(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """`tandem bench compare`."""
-    from tandem.bench.compare import compare_files
+    from tandem.bench.report.compare import compare_files
 
     table, notes = compare_files(options.first, options.second)
     console = Console()
@@ -95,7 +95,7 @@ def compare(options: argparse.Namespace) -> int:
 
 def plot(options: argparse.Namespace) -> int:
     """`tandem bench plot`."""
-    from tandem.bench.plot import plot_files
+    from tandem.bench.report.plot import plot_files
 
     for path in plot_files(options.files, options.output):
         print(path)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from tandem.bench.load.records import RequestRecord, Slo
 from tandem.bench.rate_search import RateSearch
-from tandem.bench.records import RequestRecord, Slo
-from tandem.bench.results import Run
+from tandem.bench.report.results import Run
 from tandem.bench.session import Session, Shape, Watcher
 
 

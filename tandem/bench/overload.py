@@ -25,11 +25,11 @@ from typing import Any
 
 import psutil
 
-from tandem.bench.http_client import NO_SOCKET, LoadClient, Outcome
+from tandem.bench.load.http_client import NO_SOCKET, LoadClient, Outcome
 from tandem.bench.process_watch import Usage, listener_on, watched
 from tandem.bench.rate_search import RateSearch
+from tandem.bench.report.summary import percentile
 from tandem.bench.server import connected
-from tandem.bench.summary import percentile
 from tandem.core.errors import TandemError
 
 _OK, _REFUSED = 200, 429

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.bench.http_client import UNREACHABLE, LoadClient, Outcome
-from tandem.bench.load import PATH, answer_error, record_of
-from tandem.bench.workload import Job, body_of
+from tandem.bench.load.drive import PATH, answer_error, record_of
+from tandem.bench.load.http_client import UNREACHABLE, LoadClient, Outcome
+from tandem.bench.load.workload import Job, body_of
 from tandem.core.errors import ConfigError, TandemError
 
 #: The first of these that is set holds the API key.

@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.bench.http_client import LoadClient
-from tandem.bench.load import Load, LoadDriver
-from tandem.bench.records import RequestRecord
+from tandem.bench.load.drive import Load, LoadDriver
+from tandem.bench.load.http_client import LoadClient
+from tandem.bench.load.records import RequestRecord
+from tandem.bench.load.traces import TraceEntry
+from tandem.bench.load.workload import Job, body_of, make_jobs, poisson_arrivals, warm_up_jobs
 from tandem.bench.server import ServedModel, api_key, connected
-from tandem.bench.traces import TraceEntry
-from tandem.bench.workload import Job, body_of, make_jobs, poisson_arrivals, warm_up_jobs
 from tandem.core.errors import ConfigError, TandemError
 
 _WARM_UP_CONCURRENCY = 4

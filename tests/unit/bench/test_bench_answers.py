@@ -9,9 +9,9 @@ from bench_peers import DONE, END, LAST, STREAM, chunk, event, usage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.bench.http_answer import AnswerReader, MalformedAnswerError
-from tandem.bench.sse import EventParser
-from tandem.bench.stream_log import StreamLog, error_message
+from tandem.bench.load.http_answer import AnswerReader, MalformedAnswerError
+from tandem.bench.load.sse import EventParser
+from tandem.bench.load.stream_log import StreamLog, error_message
 
 CONTENT = b'data: {"n": 1}\n\n: keep-alive\n\ndata:{"n": 2}\r\n\r\nevent: x\ndata: a\ndata: b\n\ndata: [DONE]\n\n'
 EVENTS = [b'{"n": 1}', b'{"n": 2}', b"a\nb", b"[DONE]"]

@@ -19,7 +19,7 @@ from bench_peers import REFUSED, STREAM, Peer, chunk, event, serving, usage, wel
 from router_site import Site, opened_site, write_checkpoint
 
 from tandem import cli
-from tandem.bench import json_file, results
+from tandem.bench.report import json_file, results
 
 pytestmark = pytest.mark.long
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.gpu import measure as gpu_measure
+from benchmarks.gpu import report as gpu
+from benchmarks.kernels.roofline import Work, decode_step, prefill
 from tandem import cli
-from tandem.bench import gpu, gpu_measure
-from tandem.bench.kernels_cost import Work, decode_step, prefill
 from tandem.engine.engine import SequenceInput
 
 

@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from benchmarks.kernels import command as kernels_command
+from benchmarks.kernels import roofline as cost
+from benchmarks.kernels.cases import Sizes, scattered_pages
+from benchmarks.kernels.measure import DEFAULT_MODEL, shape_of, thread_counts
+from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report, Work
+from benchmarks.timing import Timing, timed
 from tandem import cli
-from tandem.bench import kernels_command
-from tandem.bench import kernels_cost as cost
-from tandem.bench.kernels import DEFAULT_MODEL, shape_of, thread_counts
-from tandem.bench.kernels_cases import Sizes, scattered_pages
-from tandem.bench.kernels_cost import Figure, Limits, ModelShape, Probe, Report, Work
 from tandem.bench.machine import OtherLoad
-from tandem.bench.timing import Timing, timed
 from tandem.core.errors import ConfigError
 from tandem.engine.random_model import ModelSpec, make_config
 

@@ -24,11 +24,11 @@ from bench_peers import (
     whole,
 )
 
-from tandem.bench.http_client import LoadClient
-from tandem.bench.load import Load, LoadDriver
-from tandem.bench.records import RequestRecord
+from tandem.bench.load.drive import Load, LoadDriver
+from tandem.bench.load.http_client import LoadClient
+from tandem.bench.load.records import RequestRecord
+from tandem.bench.load.workload import body_of, fixed_lengths, make_jobs
 from tandem.bench.session import Session, Shape, Target, Workload
-from tandem.bench.workload import body_of, fixed_lengths, make_jobs
 from tandem.core.errors import ConfigError, TandemError
 
 pytestmark = pytest.mark.long

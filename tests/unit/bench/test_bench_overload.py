@@ -10,9 +10,9 @@ import pytest
 from bench_peers import END, FIRST, REFUSED, STREAM, chunk, request, serving
 
 from tandem import cli
-from tandem.bench.http_client import BROKEN, NO_SOCKET, UNFINISHED, LoadClient, Outcome
+from tandem.bench.load.http_client import BROKEN, NO_SOCKET, UNFINISHED, LoadClient, Outcome
+from tandem.bench.load.stream_log import StreamLog
 from tandem.bench.overload import Phase, Plan, measure, seconds_until_normal
-from tandem.bench.stream_log import StreamLog
 
 
 class Router:

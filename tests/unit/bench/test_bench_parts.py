@@ -19,15 +19,17 @@ import psutil
 import pytest
 from rich.console import Console
 
+from benchmarks.parts import command as parts_command
+from benchmarks.parts import figures as parts
+from benchmarks.parts.figures import Figure, shown, shown_goal
+from benchmarks.parts.file import PartsFile
+from benchmarks.parts.handoff import Admissions, HandoffSizes, Transfers
+from benchmarks.parts.pair import PairSession
+from benchmarks.parts.router import RouterSizes, RouterTtft, Streamed, _Reader, _Tally
+from benchmarks.parts.serve import Idle, is_own, measure_idle, name_of
+from benchmarks.peers.figures import Goal
 from tandem import cli
-from tandem.bench import arguments, parts, parts_command
-from tandem.bench.parts import Figure, shown, shown_goal
-from tandem.bench.parts_file import PartsFile
-from tandem.bench.parts_handoff import Admissions, HandoffSizes, Transfers
-from tandem.bench.parts_pair import PairSession
-from tandem.bench.parts_router import RouterSizes, RouterTtft, Streamed, _Reader, _Tally
-from tandem.bench.parts_serve import Idle, is_own, measure_idle, name_of
-from tandem.bench.side_by_side_figures import Goal
+from tandem.bench import arguments
 from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.random_model import ModelSpec, save
 

@@ -22,18 +22,19 @@ import pytest
 from bench_peers import request, serving
 from rich.console import Console
 
-from tandem.bench import child_process, side_by_side_run
-from tandem.bench.side_by_side import (
+from benchmarks import child_process
+from benchmarks.code import Code
+from benchmarks.peers import run
+from benchmarks.peers.run import Comparison, compare, prompt_tokens
+from benchmarks.peers.servers import CONTESTANTS, Command, Contestant, Place, chosen_contestants, running
+from benchmarks.peers.turns import (
     GoodputLoad,
     Load,
     Measured,
     Plan,
     read,
 )
-from tandem.bench.side_by_side_code import Code
-from tandem.bench.side_by_side_run import Comparison, compare, prompt_tokens
-from tandem.bench.side_by_side_servers import CONTESTANTS, Command, Contestant, Place, chosen_contestants, running
-from tandem.bench.traces import TraceEntry
+from tandem.bench.load.traces import TraceEntry
 from tandem.core.errors import ConfigError, TandemError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -179,7 +180,7 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _looks_at_others_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side_run, "_QUIET_S", 0.05)
+    monkeypatch.setattr(run, "_QUIET_S", 0.05)
 
 
 def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: GoodputLoad | None = None) -> Comparison:
@@ -203,8 +204,8 @@ def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: G
 
 @pytest.mark.processes
 async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side_run, "_BETWEEN_READINGS_S", 0.01)
-    monkeypatch.setattr(side_by_side_run, "_START_RATE", 100.0)
+    monkeypatch.setattr(run, "_BETWEEN_READINGS_S", 0.01)
+    monkeypatch.setattr(run, "_START_RATE", 100.0)
     small = (Load("A", 16, 4, 2, num_requests=6), Load("B", 8, 3, 1, num_requests=2))
     assert await compare(comparison(tmp_path, port, loads=small[:1])) == 0
     ours, other = read(tmp_path / "peers.json")["runs"]
@@ -253,8 +254,8 @@ def busy() -> Iterator[None]:
 async def test_work_of_others_before_a_turn_is_recorded(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side_run, "_QUIET_S", 0.5)
-    monkeypatch.setattr(side_by_side_run, "_BETWEEN_READINGS_S", 0.01)
+    monkeypatch.setattr(run, "_QUIET_S", 0.5)
+    monkeypatch.setattr(run, "_BETWEEN_READINGS_S", 0.01)
     await compare(comparison(tmp_path, port, loads=(Load("A", 8, 2, 1, num_requests=1),)))
     assert all(run["other_cores"] > 0.2 for run in read(tmp_path / "peers.json")["runs"])
 
@@ -273,7 +274,7 @@ async def test_sources_that_change_meanwhile_end_the_comparison(tmp_path: Path, 
 
 
 async def test_counts_are_read_when_all_workers_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side_run, "_BETWEEN_READINGS_S", 0.0)
+    monkeypatch.setattr(run, "_BETWEEN_READINGS_S", 0.0)
     counts = iter((10, 20, 30, 30, 40))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

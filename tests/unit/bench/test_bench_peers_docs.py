@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tandem.bench import parts
-from tandem.bench import side_by_side_figures as figures
-from tandem.bench.parts import Figure
-from tandem.bench.side_by_side import LOADS
-from tandem.bench.side_by_side_figures import Goal, Spread
-from tandem.bench.summary import Distribution
+from benchmarks.parts import figures as parts
+from benchmarks.parts.figures import Figure
+from benchmarks.peers import figures as figures
+from benchmarks.peers.figures import Goal, Spread
+from benchmarks.peers.turns import LOADS
+from tandem.bench.report.summary import Distribution
 
 REPOSITORY = Path(__file__).parents[3]
 CODE = {"digest": "0123456789abcdef", "commit": "c0ffee" * 6 + "c0ff", "is_dirty": False}

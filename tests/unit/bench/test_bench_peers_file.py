@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.bench.side_by_side import (
+from benchmarks.code import Code
+from benchmarks.peers.turns import (
     LOADS,
     GoodputLoad,
     Measured,
@@ -21,7 +22,6 @@ from tandem.bench.side_by_side import (
     seed_of,
     turns,
 )
-from tandem.bench.side_by_side_code import Code
 from tandem.core.errors import ConfigError
 
 A, B, C, D = LOADS

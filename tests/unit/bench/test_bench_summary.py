@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.bench.load.records import RequestRecord, Slo
 from tandem.bench.rate_search import RateSearch
-from tandem.bench.records import RequestRecord, Slo
-from tandem.bench.summary import distribution, goodput, itl_over_time, percentile, summarise
+from tandem.bench.report.summary import distribution, goodput, itl_over_time, percentile, summarise
 
 
 def record(

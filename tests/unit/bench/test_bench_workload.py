@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_site import BOS, EOS, write_checkpoint
 
-from tandem.bench.traces import TraceEntry, load_trace, scaled
-from tandem.bench.workload import (
+from tandem.bench.load.traces import TraceEntry, load_trace, scaled
+from tandem.bench.load.workload import (
     body_of,
     fixed_lengths,
     make_jobs,

@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 
 from router.policy.admission import Admission
-from tandem.bench.summary import percentile
+from tandem.bench.report.summary import percentile
 from tandem.core.clock import VirtualClock
 from tandem.core.errors import DrainingError, OverloadedError
 

@@ -1,0 +1,149 @@
+"""A cluster of plain processes for the length of a measurement: router and workers, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.child_process import log_tail, start_child, stop_child
+from tandem.core.errors import TandemError
+from tandem.rpc.channel import make_channel
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.v1 import control_pb2
+from tandem.rpc.v1.control_pb2_grpc import RouterControlStub
+
+_START_S = 120.0
+_LOOK_S = 0.01  # between two looks for a ready file
+_TELL_S = 10.0
+
+_ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+
+
+@dataclass
+class Child:
+    """One process; `ready_file` appears when it can be used, and holds its facts as JSON."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    ready_file: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def ready(self) -> Child:
+        """Itself, once it can be used.
+
+        Raises:
+            TandemError: it ended, or was not ready in time.
+        """
+        deadline_s = time.monotonic() + _START_S
+        while not self.ready_file.exists():
+            if self.process.returncode is not None:
+                raise TandemError(f"{self.name} ended with {self.process.returncode}; {log_tail(self.log)}")
+            if time.monotonic() > deadline_s:
+                raise TandemError(f"{self.name} was not ready after {_START_S:.0f} s; {log_tail(self.log)}")
+            await asyncio.sleep(_LOOK_S)  # what other processes do can only be looked at
+        self.facts = json.loads(self.ready_file.read_text())
+        return self
+
+
+class Processes:
+    """Processes that end with the `async with` block, whatever ends it.
+
+    Args:
+        directory: for logs and ready files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._children: list[Child] = []
+
+    async def __aenter__(self) -> Processes:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(stop_child(child.process) for child in self._children))
+
+    async def start(self, name: str, module: str, *arguments: str, num_threads: int = 1) -> Child:
+        """`python -m module arguments… --ready-file FILE`, as the cluster would start it."""
+        log = self.directory / f"{name}.log"
+        ready_file = self.directory / f"{name}.json"
+        ready_file.unlink(missing_ok=True)
+        line = [sys.executable, "-m", module, *arguments, "--ready-file", str(ready_file)]
+        env = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}
+        child = Child(name, await start_child(line, log, env), log, ready_file)
+        self._children.append(child)
+        return child
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How the workers of a cluster are started.
+
+    Attributes:
+        num_threads: of each engine.
+        kv_bytes: of each arena.
+    """
+
+    model_dir: Path
+    transport: str
+    num_threads: int
+    kv_bytes: int
+
+
+async def start_workers(processes: Processes, options: WorkerOptions) -> tuple[Child, Child]:
+    """A prefill and a decode worker, both ready. Decode keeps no prefix cache: every handoff moves all pages."""
+    started = []
+    for role in ("prefill", "decode"):
+        config = {"transport": {"name": options.transport}, "cache": {"prefix_cache": role == "prefill"}}
+        file = processes.directory / f"{role}.yaml"
+        file.write_text(json.dumps(config))  # JSON is YAML
+        line = (
+            "--config", str(file), "--model-dir", str(options.model_dir), "--threads", str(options.num_threads),
+            "--kv-bytes", str(options.kv_bytes),
+        )  # fmt: skip
+        started.append(await processes.start(role, f"{role}_worker", *line, num_threads=options.num_threads))
+    prefill, decode = [await child.ready() for child in started]
+    return prefill, decode
+
+
+async def start_router(processes: Processes, model_dir: Path) -> Child:
+    """A router on a free port, which knows no worker yet."""
+    line = ("--model-dir", str(model_dir), "--http-port", "0", "--drain-s", "1")
+    return await (await processes.start("router", "router", *line)).ready()
+
+
+async def tell_router(router: Child, workers: dict[str, dict[str, Any]]) -> None:
+    """Tell `router` of its workers: the facts of each by its role."""
+    members = [
+        control_pb2.Member(
+            worker_id=facts["id"],
+            incarnation=facts["incarnation"],
+            role=_ROLES[role],
+            address=facts["address"],
+            state="ready",
+            node="localhost",
+            pid=facts["pid"],
+        )
+        for role, facts in workers.items()
+    ]
+    async with make_channel(router.facts["control"]) as channel:
+        stub: Any = RouterControlStub(channel)
+        await stub.SetMembership(control_pb2.Membership(version=1, members=members), timeout=_TELL_S)
+
+
+def threads_of_each() -> int:
+    """CPU threads of each of two workers that share this process's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)

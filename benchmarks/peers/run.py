@@ -1,0 +1,207 @@
+"""Measures the turns of a comparison, one server at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.code import PACKAGES, Code
+from benchmarks.peers.servers import Command, Contestant, Place, running
+from benchmarks.peers.turns import ANSWERS, GoodputLoad, Load, Measured, Plan, Turn, seed_of, turns
+from tandem.bench.goodput import GoodputSearch, search_goodput
+from tandem.bench.load.drive import PATH, record_of
+from tandem.bench.load.http_client import LoadClient, get
+from tandem.bench.load.records import Slo
+from tandem.bench.load.traces import TraceEntry
+from tandem.bench.load.workload import body_of, fixed_lengths, make_jobs
+from tandem.bench.machine import OtherLoad, now
+from tandem.bench.rate_search import RateSearch
+from tandem.bench.report.progress import shown
+from tandem.bench.report.results import Run
+from tandem.bench.server import connected
+from tandem.bench.session import Session, Shape, Target, Workload
+from tandem.core.errors import TandemError
+
+#: Tandem's count of prompt tokens by the role that computed them; metrics of others have no such name.
+_COUNTER = re.compile(rb'^tandem_prompt_tokens_computed_total\{role="(\w+)"\} (\S+)$', re.MULTILINE)
+_OK = 200
+_START_RATE = 2.0  # requests a second; where the search for goodput begins
+#: Workers report their counts some times a second: when two readings this far apart agree, all have.
+_BETWEEN_READINGS_S = 1.0
+_SETTLE_S = 30.0
+_ANSWER_S = 300.0
+_QUIET_S = 2.0  # for how long it is measured what others do before a turn
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a comparison needs."""
+
+    plan: Plan
+    place: Place
+    contestants: Sequence[Contestant]
+    vocabulary: Sequence[int]
+    trace: Sequence[TraceEntry]  # scaled; of the search for goodput
+    measured: Measured
+    console: Console
+    code: Code  # of Tandem, when the comparison began
+    packages: Path = PACKAGES  # where that code is
+
+
+async def compare(comparison: Comparison) -> int:
+    """Do what is left to do; how many requests failed in that.
+
+    Raises:
+        TandemError: a server did not start, or answered its warm-up wrongly, or Tandem's sources changed meanwhile;
+            what was measured stays in the file.
+        KeyboardInterrupt: SIGINT came.
+    """
+    measured, plan = comparison.measured, comparison.plan
+    by_name = {contestant.name: contestant for contestant in comparison.contestants}
+    left = list(turns(plan, measured.done, measured.done_goodput))
+    num_failed = 0
+    for number, turn in enumerate(left, 1):
+        comparison.console.print(f"turn {number} of {len(left)}: {turn.contestant}", highlight=False)
+        num_failed += await _one_turn(comparison, turn, by_name[turn.contestant])
+    return num_failed
+
+
+async def _one_turn(comparison: Comparison, turn: Turn, contestant: Contestant) -> int:
+    measured, plan = comparison.measured, comparison.plan
+    place = replace(comparison.place, directory=comparison.place.directory / turn.contestant)
+    place.directory.mkdir(parents=True, exist_ok=True)
+    commands = contestant.commands(place)
+    about = await _about(comparison, contestant, commands, place)
+    num_failed = 0
+    async with running(commands, place.directory):
+        if turn.contestant not in measured.done_answers:
+            measured.add_answers({**about, "answers": await _answers(comparison)})
+        for load in turn.loads:
+            run = await _run_load(comparison, load, seed_of(plan, load.name, turn.repetition))
+            num_failed += sum(run["figures"]["num_failed"].values())
+            measured.add_run({**about, "load": load.name, "repetition": turn.repetition, **run})
+        if turn.has_goodput and plan.goodput is not None:
+            search = await _search(comparison, plan.goodput)
+            measured.add_goodput({**about, **search})
+    return num_failed
+
+
+async def _about(
+    comparison: Comparison, contestant: Contestant, commands: Sequence[Command], place: Place
+) -> dict[str, Any]:
+    """Who is measured in a turn, with which code and commands, and how many cores others used just before.
+
+    Raises:
+        TandemError: Tandem's sources are no longer those with which the comparison began.
+    """
+    if not contestant.is_peer and Code.of(comparison.packages).digest != comparison.code.digest:
+        raise TandemError("Tandem's sources changed since the comparison began: start it again to measure Tandem anew")
+    others = OtherLoad()
+    await asyncio.sleep(_QUIET_S)
+    return {
+        "contestant": contestant.name,
+        "code": None if contestant.is_peer else comparison.code.as_json(),
+        "commands": [command.line(place) for command in commands],
+        "other_cores": round(others.cores(), 3),
+    }
+
+
+async def _answers(comparison: Comparison) -> list[list[str]]:
+    """The texts of the events of each answer to the prompts that are asked one by one.
+
+    Raises:
+        TandemError: there is no answer.
+    """
+    entries = fixed_lengths(ANSWERS.num_requests, ANSWERS.num_input, ANSWERS.num_output)
+    seed = f"{comparison.plan.seed}:{ANSWERS.name}"
+    url = f"http://127.0.0.1:{comparison.place.port}"
+    client = LoadClient(url, max_sockets=1, timeout_s=_ANSWER_S)
+    answers = []
+    try:
+        served = await connected(client, url, None)
+        for job in make_jobs(entries, vocabulary=comparison.vocabulary, seed=seed):
+            outcome = await client.request(client.message("POST", PATH, body_of(job, served.name, ignore_eos=True)))
+            record = record_of(job, outcome, began_s=outcome.sent_s)
+            if outcome.stream is None or not record.is_good:
+                raise TandemError(f"a prompt was not answered ({record.failure}): {record.message}")
+            answers.append(outcome.stream.texts)
+    finally:
+        client.close()
+    return answers
+
+
+async def _run_load(comparison: Comparison, load: Load, seed: int) -> dict[str, Any]:
+    """The figures of one load as plain data; times in seconds."""
+    entries = fixed_lengths(load.num_requests, load.num_input, load.num_output)
+    session = _session(comparison, entries, seed)
+    await session.open()
+    before = await prompt_tokens(session.target.url)
+    title = f"load {load.name}"
+    with shown(title, len(entries), console=comparison.console) as watch:
+        sent = await session.measure(Shape(concurrency=load.concurrency), watch=watch)
+    if session.was_interrupted:
+        raise KeyboardInterrupt
+    after = await prompt_tokens(session.target.url)
+    run = Run.of(Shape(concurrency=load.concurrency), sent, None).as_json(with_records=False)
+    del run["shape"], run["is_partial"], run["figures"]["itl_windows"]
+    computed = {role: after[role] - before.get(role, 0) for role in after}
+    return {"date": now(), "seed": seed, "prompt_tokens_computed": computed, **run}
+
+
+async def _search(comparison: Comparison, load: GoodputLoad) -> dict[str, Any]:
+    search = GoodputSearch(Slo(load.slo_ttft_s, load.slo_tpot_s), load.share, RateSearch(_START_RATE))
+    session = _session(comparison, comparison.trace, comparison.plan.seed)
+    await session.open()
+    show = functools.partial(shown, total=len(comparison.trace), console=comparison.console)
+    await search_goodput(session, search, show)
+    if session.was_interrupted:
+        raise KeyboardInterrupt
+    probes = [
+        {
+            "rate": probe.shape.rate,
+            "is_partial": probe.load.is_partial,
+            "share": probe.summary.goodput.share if probe.summary.goodput else None,
+            "num_failed": probe.summary.num_failed,
+        }
+        for probe in search.probes
+    ]
+    return {"date": now(), **search.as_json(), "probes": probes}
+
+
+def _session(comparison: Comparison, entries: Sequence[TraceEntry], seed: int) -> Session:
+    url = f"http://127.0.0.1:{comparison.place.port}"
+    workload = Workload(entries, comparison.vocabulary, seed=seed, num_warm_up=comparison.plan.num_warm_up)
+    return Session(Target(url), workload)
+
+
+async def prompt_tokens(url: str) -> dict[str, int]:
+    """Prompt tokens computed so far by each role, when all workers have reported; nothing of a server without these.
+
+    Raises:
+        TandemError: the counts go on changing though nothing is asked.
+    """
+    latest = await _read_counter(url)
+    try:
+        async with asyncio.timeout(_SETTLE_S):
+            while latest:
+                await asyncio.sleep(_BETWEEN_READINGS_S)
+                earlier, latest = latest, await _read_counter(url)
+                if earlier == latest:
+                    break
+    except TimeoutError:
+        raise TandemError(f"{url}/metrics counts prompt tokens though nothing is asked") from None
+    return latest
+
+
+async def _read_counter(url: str) -> dict[str, int]:
+    answer = await get(url, "/metrics", timeout_s=_SETTLE_S)
+    if answer.status != _OK:
+        return {}
+    return {role.decode(): int(float(value)) for role, value in _COUNTER.findall(answer.body)}

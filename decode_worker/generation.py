@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.reservations import Local
 from kvtransfer.protocol.messages import AttemptKey
-from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import SampleRow, SequenceState
+from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.sequence import Sequence
 

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from decode_worker.generation import Choice, Generation, Prompt
 from decode_worker.reservations import Granted, Local, Reservation, ReservationQueue
-from decode_worker.upcoming import Patience, Upcoming
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from tandem.core import points
 from tandem.core.errors import DrainingError, HandoffError, InternalError, InvalidRequestError, TandemError
 from tandem.core.pages import page_keys
-from tandem.engine.sampler import Logits, SampledToken, repeat_rows, sample_rows
+from tandem.core.sampling import SampledToken
+from tandem.engine.sampler import Logits, Sampler
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.intake import check_choices, check_prompt, open_journals
@@ -48,7 +48,6 @@ class Generations:
     """The `Role` of a decode worker.
 
     Args:
-        upcoming: what the transfer thread foresees; all that ends it comes to the runner's inbox first.
         emit: sends events to routers, by session; from the runner thread.
     """
 
@@ -56,18 +55,14 @@ class Generations:
         self,
         worker: WorkerProcess,
         desk: Desk,
-        upcoming: Upcoming,
         emit: Callable[[dict[int, list[decode_pb.DecodeEvent]]], None],
     ) -> None:
         self._worker = worker
         self._scheduler = worker.scheduler
         self._pool = worker.pool
         self._desk = desk
-        self._upcoming = upcoming
-        self._num_ended = 0  # of the handoffs, as last looked at
-        self._patience = Patience(worker.config.scheduling.handoff_wait)
-        self._step_began_s = 0.0
         self._emit = emit
+        self._sampler = Sampler(worker.engine.eos_token_ids)
         self._eos = frozenset(worker.engine.eos_token_ids)
         # Of the step under way: what was sampled for each item that samples, or why it could not be.
         self._sampled: list[list[SampledToken] | InternalError] = []
@@ -143,7 +138,7 @@ class Generations:
         for sequence in job.sequences:
             self._pool.release(self._scheduler.remove(sequence))
         job.sequences = []
-        self._took_first_steps(int(job.is_new))
+        self._worker.pacing.first_steps_taken(int(job.is_new))
         job.is_new = False
 
     # -- what the desk says
@@ -202,11 +197,11 @@ class Generations:
         job = self.jobs.get(grant.key)
         if job is None:  # cancelled while the commit was on its way
             self._pool.release(pages)
-            self._took_first_steps(1)
+            self._worker.pacing.first_steps_taken(1)
             return
         if not self._are_good(commit, job):
             self._pool.release(pages)
-            self._took_first_steps(1)
+            self._worker.pacing.first_steps_taken(1)
             del self.jobs[grant.key]
             text = f"the commit's first tokens make no sense: {commit.first_tokens}"
             self._fail(job.session, grant.key, HandoffError(text, reason=RefusalReason.INCOMPLETE.value))
@@ -245,7 +240,7 @@ class Generations:
         # A writer that stops by itself may have found that what it computed is of no use.
         keeps = reason is not RefusalReason.WRITER_STOPPED
         self.reservations.end(key, pages, verified, quarantined=quarantined, keeps=keeps)
-        self._took_first_steps(1)
+        self._worker.pacing.first_steps_taken(1)
         job = self.jobs.pop(key, None)
         # A writer that stops by itself tells the router why, or that there was nothing to hand off.
         if job is not None and reason is not RefusalReason.WRITER_STOPPED:
@@ -271,36 +266,16 @@ class Generations:
     # -- a step
 
     def give_way(self) -> bool:
-        """A step begins a little later where one more is about to be admitted; see `decode_worker.upcoming`."""
-        upcoming, patience, num_ended = self._upcoming, self._patience, self._num_ended
-        self._num_ended = upcoming.num_ended
-        if self._num_ended != num_ended:  # after the runner last looked into its inbox, it may be
-            return True
-        due = upcoming.next_within(patience.left_s)
-        if due is None or not any(s.is_decode for s in self._scheduler.running):
-            return False
-        began_s, shares = time.monotonic(), self._worker.shares
-        if shares is not None and due.pid is not None and shares.first_steps(due.pid) is not None:
-            shares.rest(gives_way=True)  # it gains by that, if anybody does
-        upcoming.wait(num_ended, patience.left_s)
-        waited_s = time.monotonic() - began_s
-        patience.waited(waited_s)
-        self._worker.handoff_wait_s += waited_s
-        return True
-
-    def _took_first_steps(self, number: int) -> None:
-        """So many handoffs have had their first step, or will have none: prefill may go on (`Prompts.give_way`)."""
-        if number and self._worker.shares is not None:
-            self._worker.shares.took_first_steps(number)
+        """A step begins a little later where one more handoff is about to be admitted."""
+        return self._worker.pacing.give_way(has_work=any(s.is_decode for s in self._scheduler.running))
 
     def before_schedule(self) -> None:
-        shares = self._worker.shares
-        self._scheduler.has_spare_threads = shares is not None and shares.num_spare() > 0
+        self._scheduler.has_spare_threads = self._worker.pacing.has_spare_threads
         if self._worker.draining:
             for reservation in self.reservations.waiting:
                 self._deny(self.jobs[reservation.key], RefusalReason.DRAINING, self._draining(reservation.key))
         while (taken := self.reservations.take()) is not None:
-            self._worker.num_prompt_tokens_cached += len(taken.cached) * self._pool.page_size
+            self._worker.counters.num_prompt_tokens_cached += len(taken.cached) * self._pool.page_size
             if isinstance(taken, Granted):
                 points.reach("decode.granted")
                 self._desk.granted(taken.reservation.key, taken.pages, len(taken.cached))
@@ -326,23 +301,17 @@ class Generations:
         points.reach("decode.admitted")
 
     def before_forward(self, batch: Batch) -> None:
-        self._worker.num_preemptions += len(batch.preempted)
-        self._worker.num_prompt_tokens_cached += sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
+        self._worker.counters.num_preemptions += len(batch.preempted)
+        self._worker.counters.num_prompt_tokens_cached += sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
         points.reach("decode.step")
-        self._step_began_s = time.monotonic()
 
-    def sample(self, batch: Batch, logits: Logits) -> list[int]:
+    def sample(self, batch: Batch, logits: Logits) -> list[list[int]]:
         rows = [item.sequence.owner.rows(item.sequence) for item in batch.items if item.samples]
-        flat = [row for of_one in rows for row in of_one]
-        if len(flat) > len(rows):
-            logits = repeat_rows(logits, [len(of_one) for of_one in rows])
-        sampled = iter(sample_rows(logits, flat, self._worker.engine.eos_token_ids))
-        self._sampled = [_all_or_error([next(sampled) for _ in of_one]) for of_one in rows]
+        self._sampled = [_all_or_error(tokens) for tokens in self._sampler(logits, rows)]
         # A sequence that could not be sampled is gone before it is looked at again.
-        return [0 if isinstance(tokens, InternalError) else tokens[0].token_id for tokens in self._sampled]
+        return [[0 if isinstance(tokens, InternalError) else tokens[0].token_id] for tokens in self._sampled]
 
     def after_step(self, batch: Batch) -> None:
-        self._patience.stepped(time.monotonic() - self._step_began_s)
         events: Events = defaultdict(list)
         sampled = iter(self._sampled)
         num_new = 0
@@ -364,7 +333,7 @@ class Generations:
                     self._fork(sequence, tokens, events)
         if events:
             self._emit(events)
-        self._took_first_steps(num_new)
+        self._worker.pacing.first_steps_taken(num_new)
         self.snapshot()
 
     def _fail_sampling(self, sequence: Sequence, error: InternalError, events: Events) -> None:
@@ -377,7 +346,7 @@ class Generations:
 
     def _count(self, item: ScheduledSequence) -> None:
         end = min(item.start + item.num_tokens, item.sequence.num_prompt)
-        self._worker.num_prompt_tokens_computed += max(0, end - item.start)
+        self._worker.counters.num_prompt_tokens_computed += max(0, end - item.start)
 
     def _fork(self, prompt: Sequence, tokens: list[SampledToken], events: Events) -> None:
         """The prompt is computed: its choices go on from here, those with a journal by replaying it."""
@@ -409,7 +378,7 @@ class Generations:
         self, job: Generation, choice: int, index: int, token: SampledToken, events: Events
     ) -> FinishReason | None:
         """Send the `index`th token of a choice; returns why it was the last, or `None`."""
-        self._worker.num_decode_tokens += 1
+        self._worker.counters.num_decode_tokens += 1
         num_tokens = len(job.prompt_ids) + index + 1
         limit = self._worker.engine.max_context
         ended = finish_reason(job.params, token.token_id, index + 1, num_tokens, self._eos, limit)
@@ -432,7 +401,7 @@ class Generations:
         computing = (s for s in self._scheduler.running if not s.is_decode)
         tokens = sum(s.num_to_compute for s in (*waiting, *computing))
         tokens += sum(r.num_tokens for r in reservations if r.max_local_tokens)
-        self._worker.take_snapshot(len(waiting) + len(reservations), tokens)
+        self._worker.load.take(len(waiting) + len(reservations), tokens)
 
     def _draining(self, key: AttemptKey) -> DrainingError:
         return DrainingError(f"{self._worker.worker_id} is draining", request_id=key.request_id)

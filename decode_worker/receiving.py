@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol
 
-from decode_worker.upcoming import Forecast
+from decode_worker.handoff_forecast import HandoffForecast
 from kvtransfer.digest import ReadExtent, digest_pages
 from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
@@ -106,7 +106,7 @@ class _Arriving:
     sender: str
     num_pages: int
     digests: ArrivedDigests
-    forecast: Forecast
+    forecast: HandoffForecast
 
 
 class ReceivingDesk:
@@ -306,7 +306,7 @@ class ReceivingDesk:
         ranges = page_ranges(i.pages, self._shape)
         self._transport.expect_incoming(i.grant_id, PeerId(i.sender), ranges)
         num_layers = self._shape.num_layers
-        digests, forecast = ArrivedDigests(i.pages, num_layers), Forecast(num_layers)
+        digests, forecast = ArrivedDigests(i.pages, num_layers), HandoffForecast(num_layers)
         self._arriving[i.grant_id] = _Arriving(i.sender, len(i.pages), digests, forecast)
 
     def _end_writes(self, i: ev.EndWrites) -> None:

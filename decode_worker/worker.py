@@ -16,7 +16,6 @@ from grpc import aio
 from decode_worker.commits import CommitStreams, error_of
 from decode_worker.generations import Generations
 from decode_worker.receiving import Answer, ReceivingDesk
-from decode_worker.upcoming import Due, Upcoming
 from kvtransfer.layout import check_compatible
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
@@ -32,9 +31,10 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
+from tandem.worker.limits import quarantine_cap_pages
 from tandem.worker.process import WorkerProcess
-from tandem.worker.runner import Role
 from tandem.worker.sessions import SessionHub
+from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
 from tandem.worker.wire import layout_from_proto
 
@@ -52,7 +52,7 @@ class DecodeWorker(WorkerProcess):
 
     role = "decode"
 
-    def make_role(self) -> Role:
+    def make_role(self) -> StepHooks:
         transport = self.config.transport
         self.hub: Hub = SessionHub(
             _make_events,
@@ -73,7 +73,7 @@ class DecodeWorker(WorkerProcess):
             lease_s=transport.lease_s,
             grace_s=transport.grace_s,
             ask_again_s=max(0.2, transport.lease_s / 10),
-            quarantine_cap_pages=self.quarantine_cap_pages,
+            quarantine_cap_pages=quarantine_cap_pages(transport, self.pool.num_pages),
         )
         self.desk = ReceivingDesk(
             self.incarnation,
@@ -85,8 +85,7 @@ class DecodeWorker(WorkerProcess):
             secrets.token_bytes(32),
         )
         self._on_transfer(lambda transport: self.desk.bind(transport, self.on_transfer_event))
-        self._upcoming = Upcoming()
-        self.generations = Generations(self, _QueuedDesk(self), self._upcoming, self._emit)
+        self.generations = Generations(self, _QueuedDesk(self), self._emit)
         return self.generations
 
     def add_services(self, server: aio.Server) -> None:
@@ -158,6 +157,7 @@ class DecodeWorker(WorkerProcess):
         # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
         self._writers[incarnation] = prefill
         if prefill.host_id == self.info.host_id:
+            self.pacing.met(incarnation, prefill.pid)
             self.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
 
     def _check_alive(self, prefill: pb.WorkerInfo) -> None:
@@ -172,6 +172,7 @@ class DecodeWorker(WorkerProcess):
         if len(self._ended) > _NUM_REMEMBERED:
             self._ended.popitem(last=False)
         self.exits.forget(incarnation)
+        self.pacing.left(incarnation)
         writer = self._writers.pop(incarnation, None)
         if writer is None:
             return
@@ -212,7 +213,7 @@ class DecodeWorker(WorkerProcess):
 
     def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
         self.runner.submit(lambda: self.generations.admit(grant, commit, committed_s))
-        self._upcoming.ended()
+        self.pacing.handoff_ended()
 
     def over(
         self,
@@ -224,15 +225,10 @@ class DecodeWorker(WorkerProcess):
         quarantined: bool,
     ) -> None:
         self.runner.submit(lambda: self.generations.over(key, pages, verified, reason, quarantined=quarantined))
-        self._upcoming.ended()
+        self.pacing.handoff_ended()
 
     def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        self._upcoming.foresee([Due(due_s, self._pid_here(sender)) for due_s, sender in dues])
-
-    def _pid_here(self, incarnation: str) -> int | None:
-        """A prefill worker's process, if it runs on this host."""
-        writer = self._writers.get(incarnation)
-        return writer.pid if writer is not None and writer.host_id == self.info.host_id else None
+        self.pacing.foresee(dues)
 
     def lift(self, pages: tuple[int, ...]) -> None:
         self.runner.submit(lambda: self.generations.lift(pages))
@@ -285,8 +281,8 @@ class DecodeWorker(WorkerProcess):
         return self._on_transfer(ask)
 
     def _note_refusals(self) -> None:
-        if self.desk.num_refused > sum(self.num_refused.values()):
-            self.num_refused = {reason.value: number for reason, number in self.desk.refusals.items()}
+        if self.desk.num_refused > sum(self.counters.num_refused.values()):
+            self.counters.num_refused = {reason.value: number for reason, number in self.desk.refusals.items()}
             self.hub.status_changed()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.sending import HandoffStats
 from tandem.core.errors import TandemError
-from tandem.engine.sampler import SampledToken
+from tandem.core.sampling import SampledToken
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.sequence import Sequence
 
@@ -26,7 +26,7 @@ class PromptJob:
     num_choices: int
     journal: dict[int, list[int]]  # tokens that the client has, by choice; such a choice is not sampled again
     finished: frozenset[int]  # choices that have ended already
-    neighbour: int | None  # the decode worker's process, if it is on this host
+    receiver: str  # incarnation of the decode worker that its pages are for
     # By choice, sampled by this attempt or an earlier one here. Invariant: never sampled twice.
     first_tokens: dict[int, SampledToken] = field(default_factory=dict)
     error: TandemError | None = None  # a token could not be sampled: the attempt ends when the step is booked

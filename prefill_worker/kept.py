@@ -12,8 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from tandem.core.pages import PagePool, private_page_keys
-from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import SampledToken
+from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.sequence import Sequence
 
 # Requests that are remembered at a time; the oldest go first.

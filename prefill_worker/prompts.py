@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -20,7 +20,8 @@ from prefill_worker.sending import HandoffStats, SealedPages
 from tandem.core import points
 from tandem.core.errors import DrainingError, HandoffError, TandemError, WorkerLostError
 from tandem.core.pages import PageState, pages_for
-from tandem.engine.sampler import Logits, SampledToken, SampleRow, SequenceState, repeat_rows, sample_rows
+from tandem.core.sampling import SampledToken, SampleRow, SequenceState
+from tandem.engine.sampler import Logits, Sampler
 from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.intake import check_choices, check_prompt, open_journals
@@ -35,10 +36,6 @@ _log = logging.getLogger(__name__)
 
 # Attempts that ended and are remembered, so that a late repetition of their start is not taken for a new one.
 _NUM_REMEMBERED = 4096
-
-# How long decode goes first after a step, at most: in times of that step, so that prompts take half as long again at
-# worst, and in seconds, which are many steps of decode.
-_MOST_OF_A_STEP, _LONGEST_REST_S = 0.5, 0.25
 
 
 class Desk(Protocol):
@@ -72,6 +69,7 @@ class Prompts:
         self._pool = worker.pool
         self._desk = desk
         self._emit = emit
+        self._sampler = Sampler(worker.engine.eos_token_ids)
         self._eos = frozenset(worker.engine.eos_token_ids)
         self._page_size = worker.pool.page_size
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
@@ -81,11 +79,6 @@ class Prompts:
         self._newly_attached: set[AttemptKey] = set()
         self._ended_keys: OrderedDict[AttemptKey, None] = OrderedDict()
         self._arrivals = 0
-        self._step_began_s = 0.0
-        # Who has just been handed prompts on this node, and how many first steps it will have computed with theirs: it
-        # goes first until then, or until that time of the monotonic clock.
-        self._go_first: dict[int, int] = {}
-        self._go_first_until_s = 0.0
 
     # -- commands
 
@@ -138,9 +131,7 @@ class Prompts:
             num_prompt=len(prompt),
             params=params,
         )
-        decode = command.decode
-        neighbour = decode.pid if decode.host_id == self._worker.info.host_id else None
-        job = PromptJob(key, session, sequence, num_choices, journal, finished, neighbour)
+        job = PromptJob(key, session, sequence, num_choices, journal, finished, command.decode.incarnation)
         sequence.owner = job
         return job
 
@@ -196,40 +187,14 @@ class Prompts:
     # -- a step
 
     def give_way(self) -> bool:
-        """Prompts wait while decode has the cores for what it was just given; see `_let_go_first`."""
-        shares, scheduler = self._worker.shares, self._scheduler
-        if shares is None or not self._go_first or not (scheduler.running or scheduler.waiting):
-            return False
-        for neighbour, number in self._go_first.items():
-            shares.give_way(neighbour, number, self._go_first_until_s)
-        self._go_first.clear()
-        return True
+        """Prompts wait while decode has the cores for what it was just given."""
+        return self._worker.pacing.give_way(has_work=bool(self._scheduler.running or self._scheduler.waiting))
 
     def before_schedule(self) -> None:
         """Prompts wait in the scheduler itself."""
 
-    def _let_go_first(self, counts: dict[int, int], handed_off: Iterable[PromptJob]) -> None:
-        """After a step that has computed these; `counts`: of first steps by process, before they were handed off.
-
-        Other handoffs to the same decode worker may end the rest too early: earlier ones whose first step is still due,
-        those whose grant came after their step, and those of other prefill workers. It is a matter of time alone.
-        """
-        now_s = time.monotonic()
-        rest_s = min(_LONGEST_REST_S, _MOST_OF_A_STEP * (now_s - self._step_began_s))
-        self._go_first_until_s = now_s + rest_s
-        numbers = Counter(job.neighbour for job in handed_off)
-        self._go_first = {pid: count + numbers[pid] for pid, count in counts.items() if numbers[pid]}
-
-    def _first_steps(self, batch: Batch) -> dict[int, int]:
-        """What the decode workers of a step have counted of them, by process, where they share this worker's cores."""
-        shares = self._worker.shares
-        neighbours = {item.sequence.owner.neighbour for item in batch.items} - {None}
-        counts = {pid: shares.first_steps(pid) for pid in neighbours} if shares is not None else {}
-        return {pid: count for pid, count in counts.items() if count is not None}
-
     def before_forward(self, batch: Batch) -> Callable[[int], None]:
-        self._step_began_s = time.monotonic()
-        self._worker.num_preemptions += len(batch.preempted)
+        self._worker.counters.num_preemptions += len(batch.preempted)
         for sequence in batch.admitted:
             self._begin(sequence.owner)
         parts = [self._filled_by(item) for item in batch.items]
@@ -247,7 +212,7 @@ class Prompts:
     def _begin(self, job: PromptJob) -> None:
         """It has its pages; those found in the cache hold what they shall."""
         num_cached = job.sequence.num_cached
-        self._worker.num_prompt_tokens_cached += num_cached
+        self._worker.counters.num_prompt_tokens_cached += num_cached
         if job.attached:
             self._seal_computed(job)
         if job.started_s is None:
@@ -285,29 +250,26 @@ class Prompts:
         layers, part.next_layer = range(part.next_layer, layer + 1), layer + 1
         return SealedPages(job.key, layers, part.first, part.pages)
 
-    def sample(self, batch: Batch, logits: Logits) -> list[int]:
+    def sample(self, batch: Batch, logits: Logits) -> list[list[int]]:
         jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]
         choices = [job.to_sample for job in jobs]
-        rows = [
-            SampleRow(SequenceState(job.sequence.token_ids), job.sequence.params, choice, 0)
-            for job, of_one in zip(jobs, choices, strict=True)
-            for choice in of_one
-        ]
-        counts = [len(of_one) for of_one in choices]
-        sampled = iter(sample_rows(repeat_rows(logits, counts), rows, self._worker.engine.eos_token_ids))
+        rows = []
         for job, of_one in zip(jobs, choices, strict=True):
-            for choice in of_one:
-                token = next(sampled)
+            state = SequenceState(job.sequence.token_ids)
+            rows.append([SampleRow(state, job.sequence.params, choice, 0) for choice in of_one])
+        for job, of_one, tokens in zip(jobs, choices, self._sampler(logits, rows), strict=True):
+            for choice, token in zip(of_one, tokens, strict=True):
                 if isinstance(token, SampledToken):
                     job.first_tokens[choice] = token
                 else:
                     job.error = token
         # The scheduler books a token behind each prompt; it goes away with the prompt, which is never decoded here.
-        return [0] * len(jobs)
+        return [[0] for _ in jobs]
 
     def after_step(self, batch: Batch) -> None:
-        self._worker.num_prompt_tokens_computed += batch.num_tokens
-        counts = self._first_steps(batch)
+        self._worker.counters.num_prompt_tokens_computed += batch.num_tokens
+        pacing = self._worker.pacing
+        pacing.before_handoffs({item.sequence.owner.receiver for item in batch.items})
         ended: list[PromptJob] = []
         for item in batch.items:
             job: PromptJob = item.sequence.owner
@@ -317,7 +279,7 @@ class Prompts:
             elif item.start + item.num_tokens == item.sequence.num_prompt:
                 ended.append(job)
         self._finish(ended)
-        self._let_go_first(counts, (job for job in ended if job.attached and not job.over))
+        pacing.after_handoffs(job.receiver for job in ended if job.attached and not job.over)
         self.snapshot()
 
     def _finish(self, jobs: list[PromptJob]) -> None:
@@ -455,7 +417,7 @@ class Prompts:
     def snapshot(self) -> None:
         waiting = self._scheduler.waiting
         tokens = sum(s.num_to_compute for s in waiting) + sum(s.num_to_compute for s in self._scheduler.running)
-        self._worker.take_snapshot(len(waiting), tokens)
+        self._worker.load.take(len(waiting), tokens)
 
     def _send(self, session: int, **event: object) -> None:
         self._emit(session, [prefill_pb.PrefillEvent(**event)])  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from typing import Any
 
 from grpc import aio
@@ -29,9 +28,10 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.rpc.v1 import prefill_pb2_grpc
+from tandem.worker.limits import quarantine_cap_pages
 from tandem.worker.process import WorkerProcess
-from tandem.worker.runner import Role
 from tandem.worker.sessions import SessionHub
+from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
 from tandem.worker.wire import grant_from_proto, refusal_from_proto
 
@@ -49,7 +49,7 @@ class PrefillWorker(WorkerProcess):
 
     role = "prefill"
 
-    def make_role(self) -> Role:
+    def make_role(self) -> StepHooks:
         transport = self.config.transport
         self.hub: Hub = SessionHub(
             _make_events,
@@ -80,7 +80,7 @@ class PrefillWorker(WorkerProcess):
             resend_s=max(0.2, transport.lease_s / 5),
             answer_timeout_s=transport.lease_s,
             grace_s=transport.grace_s,
-            quarantine_cap_pages=self.quarantine_cap_pages,
+            quarantine_cap_pages=quarantine_cap_pages(transport, self.pool.num_pages),
         )
         self.desk = SendingDesk(
             self.incarnation,
@@ -97,8 +97,6 @@ class PrefillWorker(WorkerProcess):
         # One for each time that decode is being told that nothing of a grant is outstanding; each for a bounded time,
         # see `DecodePeers.confirm_idle`. Added to by the transfer thread, taken from by the event loop.
         self._confirming: set[object] = set()
-        share = self.config.scheduling.unacknowledged_share
-        self.scheduler.limits = replace(self.scheduler.limits, unpromoted_share=share)
         self.prompts = Prompts(self, _QueuedDesk(self), self._emit)
         return self.prompts
 
@@ -110,7 +108,7 @@ class PrefillWorker(WorkerProcess):
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
         self.desk.on_transport(event)
-        self.num_transfer_bytes = self.desk.num_bytes_written
+        self.counters.num_transfer_bytes = self.desk.num_bytes_written
 
     def num_held(self) -> int:
         """What a drain waits for: prompts that somebody wants, and decode workers that are told of an idle writer.
@@ -128,6 +126,8 @@ class PrefillWorker(WorkerProcess):
                 start = command.start
                 key = AttemptKey(start.request_id, start.attempt)
                 self._targets[key] = start.decode
+                if start.decode.host_id == self.info.host_id:
+                    self.pacing.met(start.decode.incarnation, start.decode.pid)
                 # Opened from here, so that no grant can be attached before, however long the runner's step takes.
                 num_pages = pages_for(len(start.prompt_ids), self.pool.page_size)
                 self.on_transfer(lambda _: self.desk.open(key, num_pages, start.decode.incarnation))
@@ -217,6 +217,7 @@ class PrefillWorker(WorkerProcess):
     def process_ended(self, incarnation: str) -> None:
         """A process has ended, on whatever host: if it was a decode worker, nothing can be sent to it any more."""
         self.peers.ended(incarnation)
+        self.pacing.left(incarnation)
         keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
         if keys:
             error = WorkerLostError(f"decode worker {incarnation} has ended")
@@ -270,7 +271,7 @@ class PrefillWorker(WorkerProcess):
         """Somebody, perhaps decode, wants the writes of a grant to end; on the transfer thread."""
         self.desk.stop_asked(key, asked)
         if self.desk.num_stops_ignored:
-            self.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.desk.num_stops_ignored}
+            self.counters.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.desk.num_stops_ignored}
 
     def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         this = object()  # decode may ask for the same grant several times at once

@@ -16,7 +16,7 @@ import torch
 from benchmarks.kernels import roofline as cost
 from benchmarks.kernels.roofline import FLOAT_BYTES, ModelShape, Work
 from kvtransfer.digest import digest_bytes
-from tandem.core.sampling import SamplingParams
+from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import SequenceInput, build_batch
@@ -24,7 +24,7 @@ from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.engine import Engine
 from tandem.engine.layout import KVLayout
-from tandem.engine.sampler import SampleRow, SequenceState, sample_rows
+from tandem.engine.sampler import sample_rows
 from tandem.engine.select_attention import select_backend
 
 PAGE_SIZE = 32  # the configuration's default on the CPU

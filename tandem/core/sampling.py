@@ -1,4 +1,4 @@
-"""What a request asks of sampling, and the random numbers that sampling uses.
+"""What a request asks of sampling, what sampling gives, and the random numbers that it uses.
 
 The random number of a token depends only on (seed, choice, position), so a request that moves to another worker,
 is retried or recovered goes on with the same random numbers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.core.errors import InvalidRequestError
@@ -70,6 +71,51 @@ class SamplingParams:
 def _require(condition: bool, name: str, rule: str, value: object) -> None:
     if not condition:
         raise InvalidRequestError(f"{name} {rule}, got {value!r}", field=name)
+
+
+class SequenceState:
+    """What the penalties of one choice need: which tokens its prompt and its output hold.
+
+    `output_counts` has all and only the tokens of the output, with how often each occurs.
+    """
+
+    __slots__ = ("_prompt", "_seen", "output_counts")
+
+    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
+        self._prompt: frozenset[int] = frozenset(prompt_ids)
+        self._seen: set[int] = set(self._prompt)
+        self.output_counts: dict[int, int] = {}
+        for token_id in output_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Take note of one generated token."""
+        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        self._seen.add(token_id)
+
+    @property
+    def seen(self) -> set[int]:
+        """The tokens of prompt and output; not to be changed."""
+        return self._seen
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """Whose token a row of logits becomes."""
+
+    state: SequenceState
+    params: SamplingParams
+    choice: int = 0  # index of the choice in its request
+    position: int = 0  # index of the generated token in its choice
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One chosen token. `logprob` is `None` and `top_logprobs` empty unless `num_logprobs` asks for them."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

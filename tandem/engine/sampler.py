@@ -7,14 +7,13 @@ the tokens that are left, by id. Log-probabilities are of the model's own distri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from tandem.core.errors import InternalError
-from tandem.core.sampling import SamplingParams, uniform
+from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, uniform
 
 #: `top_p` first looks for its nucleus among this many likeliest tokens: a full sort of a large vocabulary is slow.
 _NUCLEUS_GUESS = 1024
@@ -24,54 +23,27 @@ _NUCLEUS_GUESS = 1024
 Logits = torch.Tensor
 
 
-def repeat_rows(logits: Logits, counts: Sequence[int]) -> Logits:
-    """Return each row `counts[row]` times, in order: several choices begin after the same prompt."""
-    return logits.repeat_interleave(torch.tensor(counts, dtype=torch.long, device=logits.device), dim=0)
+class Sampler:
+    """Samples what a batch asks for.
 
-
-class SequenceState:
-    """What the penalties of one choice need: which tokens its prompt and its output hold.
-
-    `output_counts` has all and only the tokens of the output, with how often each occurs.
+    Args:
+        eos_token_ids: the model's ends of text.
     """
 
-    __slots__ = ("_prompt", "_seen", "output_counts")
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = eos_token_ids
 
-    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
-        self._prompt: frozenset[int] = frozenset(prompt_ids)
-        self._seen: set[int] = set(self._prompt)
-        self.output_counts: dict[int, int] = {}
-        for token_id in output_ids:
-            self.append(token_id)
-
-    def append(self, token_id: int) -> None:
-        """Take note of one generated token."""
-        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
-        self._seen.add(token_id)
-
-    @property
-    def seen(self) -> set[int]:
-        """The tokens of prompt and output; not to be changed."""
-        return self._seen
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """Whose token a row of logits becomes."""
-
-    state: SequenceState
-    params: SamplingParams
-    choice: int = 0  # index of the choice in its request
-    position: int = 0  # index of the generated token in its choice
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One chosen token. `logprob` is `None` and `top_logprobs` empty unless `num_logprobs` asks for them."""
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
+    def __call__(
+        self, logits: Logits, rows: Sequence[Sequence[SampleRow]]
+    ) -> list[list[SampledToken | InternalError]]:
+        """For each row of `logits` one token for each of its `rows`: several choices may follow one prompt."""
+        counts = [len(of_one) for of_one in rows]
+        flat = [row for of_one in rows for row in of_one]
+        if any(count != 1 for count in counts):
+            repeats = torch.tensor(counts, dtype=torch.long, device=logits.device)
+            logits = logits.repeat_interleave(repeats, dim=0)
+        sampled = iter(sample_rows(logits, flat, self._eos_token_ids))
+        return [[next(sampled) for _ in range(count)] for count in counts]
 
 
 def sample_rows(

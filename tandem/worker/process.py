@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -33,22 +33,28 @@ from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
 from tandem.core.config import Config
 from tandem.core.errors import CancelledError, InternalError
-from tandem.core.pages import PageCounts, PagePool
+from tandem.core.pages import PagePool
 from tandem.core.version import version
-from tandem.engine.cpu.threads import borrow_from
+from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.convert import page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tandem.worker.counters import WorkerCounters
 from tandem.worker.cpu.core_shares import CoreShares
+from tandem.worker.cpu.pacing import DecodePacing, PrefillPacing
 from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.cpu.transfer_cores import transfer_cores
 from tandem.worker.exits import ExitWatch, host_id
+from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
+from tandem.worker.load import LoadReport
 from tandem.worker.loop_thread import LoopThread
-from tandem.worker.runner import Role, Runner
-from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.pacing import Pacing
+from tandem.worker.runner import Runner
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sessions import SessionHub
+from tandem.worker.step import StepHooks
 from tandem.worker.watchdog import Watchdog
 from tandem.worker.wire import layout_to_proto
 
@@ -58,19 +64,6 @@ _T = TypeVar("_T")
 # How long a worker that has too much in quarantine goes on with what it holds, in leases: time for routers to hear of
 # the drain and to move their requests elsewhere.
 _LAST_WORK_LEASES = 3
-
-# With so many a step takes hardly longer than reading the weights does (docs/performance.md, 22).
-_CPU_MIXED_STEP_TOKENS = 8
-# In times of these, what a step takes where few wait for it or it has threads to spare (docs/performance.md, 22).
-_MOST_PACED_ON_CPU = 1.5
-
-# With fewer prompts the first of two would wait for the second, and decode hardly gain by it (docs/performance.md, 17).
-_NUM_TO_PAIR = 4
-
-# Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
-# GPUs, what DistServe measured (section 3.1).
-_CPU_SATURATING_TOKENS = 32
-_GPU_SATURATING_TOKENS = 512
 
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
@@ -116,7 +109,9 @@ class WorkerProcess(ABC):
         self._core_shares = core_shares
         self.engine: Engine
         self.pool: PagePool
-        self.pages_ahead: PagesAhead | None
+        self.pacing = Pacing()
+        self.counters = WorkerCounters()
+        self.load: LoadReport
         self.scheduler: BatchScheduler
         self.runner: Runner
         self.transfer: TransferThread
@@ -126,24 +121,9 @@ class WorkerProcess(ABC):
         self.loop: asyncio.AbstractEventLoop
         self.exits: ExitWatch
         self.hub: SessionHub[Any, Any, Any]
-        self.shares: CoreShares | None = None  # in the cores of the node, if it shares them
         self.draining = False
         self._drained = asyncio.Event()
-        # Counted by whoever does the work, read for the status; each has one writer.
-        self.num_prompt_tokens_computed = 0
-        self.num_prompt_tokens_cached = 0
-        self.num_decode_tokens = 0
-        self.num_transfer_bytes = 0
-        self.num_preemptions = 0
-        self.handoff_wait_s = 0.0
-        # What others wanted of a handoff and did not get, by reason; replaced as a whole.
-        self.num_refused: Mapping[str, int] = {}
-        # Taken by the runner between steps, so that others see counts that belong together.
-        self._page_counts = PageCounts(0, 0, 0, 0, 0)
-        self._num_running = 0
-        self._num_queued = 0
-        self._num_queued_tokens = 0
-        self._role: Role | None = None
+        self._role: StepHooks | None = None
         self._server: aio.Server | None = None
         self._loop_thread = LoopThread(f"loop-{worker_id}")
         self._background: set[asyncio.Task[Any]] = set()
@@ -158,7 +138,7 @@ class WorkerProcess(ABC):
     # -- what each role adds
 
     @abstractmethod
-    def make_role(self) -> Role:
+    def make_role(self) -> StepHooks:
         """Build the role's own parts and `hub`; engine, pool, scheduler, runner, transfer and loop are there."""
 
     @abstractmethod
@@ -229,9 +209,7 @@ class WorkerProcess(ABC):
         undo.callback(lambda: self._run_in_loop(self._stop_serving()).result(30))
         self.info.address = self._run_in_loop(self._serve()).result()
         self._check_wanted()
-        if self.pages_ahead is not None:
-            self.pages_ahead.start()
-            undo.callback(self.pages_ahead.stop)
+        self.pacing.start()
         self.runner.start(role)
 
     def _check_wanted(self) -> None:
@@ -252,27 +230,20 @@ class WorkerProcess(ABC):
         self.engine.warmup(config.scheduling.max_num_seqs if self.role == "decode" else 0)
         arena = self.engine.arena
         self.pool = PagePool(self.engine.num_pages, config.cache.page_size)
-        self._page_counts = self.pool.counts()
-        self.pages_ahead = PagesAhead(arena, f"pages-{self.worker_id}") if arena.device.type == "cpu" else None
-        limits = SchedulerLimits(
-            max_num_seqs=config.scheduling.max_num_seqs,
-            max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
-            chunk_size=config.scheduling.chunk_size,
-            queue_bound=config.scheduling.worker_queue_bound,
-            paced_tokens=max(1, self.mixed_step_tokens),
-            most_paced_tokens=int(_MOST_PACED_ON_CPU * self.mixed_step_tokens) if self._on_cpu else 0,
-            saturating_tokens=self._saturating_tokens,
-            num_to_pair=self.num_to_pair,
-        )
+        site = Site(self.role, arena.device.type == "cpu", self._cores_file is not None)
+        limits = scheduler_limits(config, site)
         salt = self.engine.weights_sha256.encode()
         self.scheduler = BatchScheduler(self.pool, limits, salt=salt, prefix_cache=config.cache.prefix_cache)
+        self.load = LoadReport(self.scheduler, lambda: self.hub.status_changed(), self.check_drained)
+        if site.on_cpu:
+            self.pacing = self._make_cpu_pacing(arena)
+            self._undo.callback(self.pacing.close)
         self.runner = Runner(
             self.engine,
             self.scheduler,
             name=f"runner-{self.worker_id}",
             on_fatal=self.fail,
-            on_work=self._note_work,
-            on_rest=self._when_resting(),
+            pacing=self.pacing,
         )
         layout = arena.layout
         self.layout = LayoutId(
@@ -290,37 +261,15 @@ class WorkerProcess(ABC):
             self.on_transfer_event,
             self.fail,
             name=f"kv-{self.worker_id}",
-            cores=transfer_cores(self.role, os.sched_getaffinity(0)) if self._on_cpu else None,
+            cores=transfer_cores(self.role, os.sched_getaffinity(0)) if site.on_cpu else None,
         )
 
-    def _note_work(self) -> None:
-        if self.pages_ahead is not None:
-            self.pages_ahead.used(self.pool.first_untouched)
-
-    def _when_resting(self) -> Callable[[], None]:
-        share, pages_ahead = self._share_cores(), self.pages_ahead
-
-        def rest() -> None:
-            share()
-            if pages_ahead is not None:
-                pages_ahead.rest()
-
-        return rest
-
-    def _share_cores(self) -> Callable[[], None]:
-        """Borrow the CPU threads of workers that rest, until the worker ends; returns what says that this one rests."""
-        path = self._cores_file
-        if path is None:
-            return lambda: None
-        shares = self.shares = CoreShares(path, self._num_threads)
-
-        def leave() -> None:
-            borrow_from(None)
-            shares.leave()
-
-        self._undo.callback(leave)
-        borrow_from(shares)
-        return shares.rest
+    def _make_cpu_pacing(self, arena: KVArena) -> Pacing:
+        shares = CoreShares(self._cores_file, self._num_threads) if self._cores_file is not None else None
+        pages_ahead = PagesAhead(arena, f"pages-{self.worker_id}")
+        if self.role == "prefill":
+            return PrefillPacing(shares, pages_ahead)
+        return DecodePacing(shares, pages_ahead, self.config.scheduling.handoff_wait)
 
     def _register(self, transport: Transport) -> bytes:
         arena = self.engine.arena
@@ -329,6 +278,7 @@ class WorkerProcess(ABC):
         return transport.metadata()
 
     def _describe(self, transport_metadata: bytes) -> pb.WorkerInfo:
+        site = Site(self.role, self.engine.arena.device.type == "cpu")
         return pb.WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -344,7 +294,7 @@ class WorkerProcess(ABC):
             eos_token_ids=self.engine.eos_token_ids,
             version=version(),
             host_id=host_id(),
-            mixed_step_tokens=self.mixed_step_tokens,
+            mixed_step_tokens=mixed_step_tokens(self.config, site),
         )
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
@@ -426,41 +376,9 @@ class WorkerProcess(ABC):
             self.loop.call_soon_threadsafe(self._drained.set)
 
     @property
-    def mixed_step_tokens(self) -> int:
-        """Tokens of a step up to which new prompts are computed beside what it generates; 0: none."""
-        if self.role != "decode":
-            return 0
-        return self.config.scheduling.mixed_step_tokens or (_CPU_MIXED_STEP_TOKENS if self._on_cpu else 0)
-
-    @property
-    def _saturating_tokens(self) -> int:
-        """Tokens of chunks in a step beyond which it is bound by compute."""
-        default = _CPU_SATURATING_TOKENS if self._on_cpu else _GPU_SATURATING_TOKENS
-        return self.config.scheduling.saturating_tokens or default
-
-    @property
-    def num_to_pair(self) -> int:
-        """Prompts from which on two are handed off together; 0: always one after the other.
-
-        A decode step costs its core as much for one sequence as for a few, and where the workers share their cores this
-        core is prefill's as well, whenever decode rests. With the mixed pool it computes prompts already.
-        """
-        is_worth_it = self.role == "prefill" and self._cores_file and not self.config.scheduling.mixed_pool
-        return _NUM_TO_PAIR if is_worth_it else 0
-
-    @property
     def _cores_file(self) -> Path | None:
         """Where the workers of this node share their cores; `None`: this one does not."""
         return self._core_shares if self._device == "cpu" and self.config.scheduling.share_cores else None
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self.engine.arena.device.type == "cpu"
-
-    @property
-    def quarantine_cap_pages(self) -> int:
-        """More pages than this that stay in quarantine, and the worker is replaced."""
-        return max(1, int(self.config.transport.quarantine_cap * self.pool.num_pages))
 
     def replace_self(self, num_quarantined: int) -> None:
         """Too many pages stay in quarantine; from any thread."""
@@ -512,30 +430,22 @@ class WorkerProcess(ABC):
 
     # -- load, as others see it
 
-    def take_snapshot(self, num_queued: int, num_queued_tokens: int) -> None:
-        """Note the load between two steps; on the runner thread."""
-        before = (self._page_counts, self._num_running, self._num_queued, self._num_queued_tokens)
-        now = (self.pool.counts(), len(self.scheduler.running), num_queued, num_queued_tokens)
-        if now != before:
-            self._page_counts, self._num_running, self._num_queued, self._num_queued_tokens = now
-            self.hub.status_changed()
-        self.check_drained()
-
     def read_status(self) -> pb.WorkerStatus:
         """The newest snapshot; from any thread."""
+        load, counters = self.load.newest, self.counters
         return pb.WorkerStatus(
-            num_running=self._num_running,
-            num_queued=self._num_queued,
-            num_queued_tokens=self._num_queued_tokens,
-            pages=page_counts_to_proto(self._page_counts),
+            num_running=load.num_running,
+            num_queued=load.num_queued,
+            num_queued_tokens=load.num_queued_tokens,
+            pages=page_counts_to_proto(load.pages),
             draining=self.draining,
-            prompt_tokens_computed=self.num_prompt_tokens_computed,
-            decode_tokens=self.num_decode_tokens,
-            transfer_bytes=self.num_transfer_bytes,
-            preemptions=self.num_preemptions,
-            prompt_tokens_cached=self.num_prompt_tokens_cached,
-            refused=self.num_refused,
-            handoff_wait_s=self.handoff_wait_s,
+            prompt_tokens_computed=counters.num_prompt_tokens_computed,
+            decode_tokens=counters.num_decode_tokens,
+            transfer_bytes=counters.num_transfer_bytes,
+            preemptions=counters.num_preemptions,
+            prompt_tokens_cached=counters.num_prompt_tokens_cached,
+            refused=counters.num_refused,
+            handoff_wait_s=self.pacing.waited_s,
         )
 
 

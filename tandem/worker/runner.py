@@ -11,13 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import torch
 
 from tandem.core.errors import InternalError
 from tandem.engine.engine import Engine, SequenceInput
+from tandem.worker.pacing import Pacing
 from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.step import StepHooks
 
 _log = logging.getLogger(__name__)
 
@@ -25,38 +24,12 @@ _log = logging.getLogger(__name__)
 _MAX_FAILED_STEPS = 3
 
 
-class Role(Protocol):
-    """What a worker does around a step. All calls come on the runner thread."""
-
-    def give_way(self) -> bool:
-        """Begin the next step later where that is better for all, for a bounded time; whether the inbox may tell of
-        more now. Asked again until it does not."""
-
-    def before_schedule(self) -> None:
-        """Pages and places may have come free since the last step."""
-
-    def before_forward(self, batch: Batch) -> Callable[[int], None] | None:
-        """A step is about to be computed; returns what to call as each layer's KV lies in the arena."""
-
-    def sample(self, batch: Batch, logits: torch.Tensor) -> list[int]:
-        """One token for each item that samples. `logits`: float32 `[items that sample, vocab]`."""
-
-    def after_step(self, batch: Batch) -> None:
-        """The step is booked: its tokens are in the sequences."""
-
-    def step_failed(self, batch: Batch, error: Exception) -> None:
-        """The step raised: end what it held."""
-
-    def going_idle(self) -> None:
-        """Nothing can be computed now; the next thing is an entry of the inbox."""
-
-
 class Runner:
     """Runs steps until it is stopped.
 
     Args:
         on_fatal: called once, on the runner thread, with what ended it before `stop`.
-        on_work, on_rest: called, on the runner thread, before each step, and when there is nothing to compute.
+        pacing: hears of each step and of each rest.
     """
 
     def __init__(
@@ -66,24 +39,22 @@ class Runner:
         *,
         name: str,
         on_fatal: Callable[[BaseException], None],
-        on_work: Callable[[], None],
-        on_rest: Callable[[], None],
+        pacing: Pacing,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
         self._on_fatal = on_fatal
-        self._on_work = on_work
-        self._on_rest = on_rest
+        self._pacing = pacing
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._role: Role | None = None
+        self._hooks: StepHooks | None = None
         self._stopping = False
         self._num_failed_steps = 0
         # Since when the present turn has been running, on the monotonic clock; read by the watchdog.
         self.busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, role: Role) -> None:
-        self._role = role
+    def start(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
         self._thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -117,23 +88,23 @@ class Runner:
             self.busy_since_s = None
 
     def _turn(self) -> None:
-        role = self._role
-        assert role is not None
+        hooks = self._hooks
+        assert hooks is not None
         self.busy_since_s = time.monotonic()
         self._drain_inbox()
-        while not self._stopping and role.give_way():
+        while not self._stopping and hooks.give_way():
             self.busy_since_s = time.monotonic()
             self._drain_inbox()  # the next step is that of what has come meanwhile, too
         if self._stopping:
             return
-        role.before_schedule()
+        hooks.before_schedule()
         batch = self.scheduler.schedule()
         if batch.items:
-            self._on_work()
-            self._step(role, batch)
+            self._pacing.step_begins(self.scheduler.pool.first_untouched)
+            self._step(hooks, batch)
             return
-        role.going_idle()
-        self._on_rest()
+        hooks.going_idle()
+        self._pacing.rest()
         self.busy_since_s = None
         call = self._inbox.get()
         self.busy_since_s = time.monotonic()
@@ -147,13 +118,13 @@ class Runner:
                 return
             call()
 
-    def _step(self, role: Role, batch: Batch) -> None:
+    def _step(self, hooks: StepHooks, batch: Batch) -> None:
         try:
             for source, target in batch.copies:
                 self.engine.arena.copy_page(source, target)
-            on_layer = role.before_forward(batch)
+            on_layer = hooks.before_forward(batch)
             logits = self.engine.forward(_inputs(batch), on_layer)
-            sampled: Sequence[int] = role.sample(batch, logits)
+            sampled: Sequence[Sequence[int]] = hooks.sample(batch, logits)
             if not sampled:  # else its tokens were waited for: who frees these pages now may let others write to them
                 self.engine.finish()
         except Exception as error:
@@ -162,11 +133,12 @@ class Runner:
             if self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             self.engine.finish()  # as above, of what was begun
-            role.step_failed(batch, error)
+            hooks.step_failed(batch, error)
             return
         self._num_failed_steps = 0
         self.scheduler.apply(batch, sampled)
-        role.after_step(batch)
+        self._pacing.step_ended()
+        hooks.after_step(batch)
 
 
 def _inputs(batch: Batch) -> list[SequenceInput]:

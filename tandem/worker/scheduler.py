@@ -229,15 +229,15 @@ class BatchScheduler:
                 self._put_chunk(batch, sequence, num_tokens)
                 budget -= num_tokens
 
-    def apply(self, batch: Batch, sampled: Seq[int]) -> None:
-        """Book a computed step: `sampled` holds one token for each item that samples, in order."""
+    def apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
+        """Book a computed step: `sampled` holds the tokens, one or more, of each item that samples, in order."""
         tokens = iter(sampled)
         for item in batch.items:
             sequence = item.sequence
             sequence.num_computed = item.start + item.num_tokens
             self._publish(sequence)
             if item.samples:
-                sequence.token_ids.append(next(tokens))
+                sequence.token_ids.extend(next(tokens))
 
     # -- pages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.protocol.messages import AttemptKey
-from tandem.engine.sampler import SampledToken
+from tandem.core.sampling import SampledToken
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.sequence import FinishReason
 from tandem.worker.wire import FINISH_REASONS

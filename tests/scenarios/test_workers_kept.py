@@ -72,7 +72,7 @@ async def handed_off(router: Router, ask: Ask) -> Outcome:
 
 
 def num_computed(pair: WorkerPair) -> int:
-    return pair.prefill.num_prompt_tokens_computed
+    return pair.prefill.counters.num_prompt_tokens_computed
 
 
 def num_held(pair: WorkerPair) -> int:

@@ -44,10 +44,10 @@ async def test_ragged_batches_give_what_transformers_gives(pair: WorkerPair, ora
 
 async def test_prefill_has_no_part_in_it(pair: WorkerPair) -> None:
     async with Router(pair) as router:
-        before = pair.prefill.num_prompt_tokens_computed
+        before = pair.prefill.counters.num_prompt_tokens_computed
         with counted(pair, computed=50, cached=0):
             (outcome,) = await router.ask(Ask(prompt_of(50), local=50))
-    assert pair.prefill.num_prompt_tokens_computed == before
+    assert pair.prefill.counters.num_prompt_tokens_computed == before
     assert outcome.kinds == ["decode.local"]
     assert outcome.local is not None
     assert (outcome.local.num_cached_tokens, outcome.local.num_computed_tokens) == (0, 50)
@@ -220,9 +220,9 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
                     # The runner stands in a step: nobody else looks at the pool.
                     hogged = decode.pool.allocate(decode.pool.num_available)
                     assert hogged is not None
-                    before = decode.num_preemptions
+                    before = decode.counters.num_preemptions
             try:
-                await until(lambda: decode.num_preemptions > before, "a preemption")
+                await until(lambda: decode.counters.num_preemptions > before, "a preemption")
                 assert [type(s.owner) for s in decode.scheduler.waiting] == [Prompt]
             finally:
                 pair.on_runner(decode, lambda: decode.pool.release(hogged))
@@ -266,10 +266,10 @@ async def test_a_tight_pool_changes_nothing(pair: WorkerPair, params: SamplingPa
     async with Router(pair) as router:
         roomy = await router.ask(*(Ask(*ask, n=2, local=ALL) for ask in asks))
         await pair.settled()
-        before = pair.decode.num_preemptions
+        before = pair.decode.counters.num_preemptions
         with pair.hogged(pair.decode, num_free=7):
             tight = await router.ask(*(Ask(*ask, n=2, local=ALL) for ask in asks))
-    assert pair.decode.num_preemptions > before
+    assert pair.decode.counters.num_preemptions > before
     assert [o.ids(c) for o in tight for c in range(2)] == [o.ids(c) for o in roomy for c in range(2)]
 
 

@@ -100,7 +100,7 @@ async def test_prompts_that_wait_for_decode_give_way_to_the_one_that_decode_wait
         num_high = pair.prefill.pool.num_pages // PREFILL_PAGES
         high = [Ask(prompt, GREEDY) for prompt in prompts[1 : 1 + num_high]]
         pair.limit(pair.prefill, unpromoted_share=1)
-        before = pair.prefill.num_preemptions
+        before = pair.prefill.counters.num_preemptions
         for ask in high:
             await router.begin(ask)
         await until(lambda: len(pair.prefill.scheduler.parked) == num_high, "prompts that wait for decode")
@@ -112,7 +112,7 @@ async def test_prompts_that_wait_for_decode_give_way_to_the_one_that_decode_wait
             outcome = await router.finish(ask)
             for choice in range(ask.n):
                 assert outcome.ids(choice) == oracle.greedy(ask.prompt, NUM_OUTPUT)
-        assert pair.prefill.num_preemptions > before
+        assert pair.prefill.counters.num_preemptions > before
         await pair.settled()
 
 

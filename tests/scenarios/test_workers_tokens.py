@@ -98,7 +98,7 @@ async def test_a_tight_pool_preempts_and_changes_nothing(pair: WorkerPair, param
     async with Router(pair) as router:
         roomy = await router.ask(*(Ask(*ask) for ask in asks))
         await pair.settled()
-        before = pair.decode.num_preemptions
+        before = pair.decode.counters.num_preemptions
         scheduler._preempt = watched  # type: ignore[method-assign]
         try:
             with pair.hogged(pair.decode, num_free=14):
@@ -106,7 +106,7 @@ async def test_a_tight_pool_preempts_and_changes_nothing(pair: WorkerPair, param
                 assert router.outcomes
         finally:
             scheduler._preempt = preempt  # type: ignore[method-assign]
-    assert pair.decode.num_preemptions > before
+    assert pair.decode.counters.num_preemptions > before
     assert victims
     assert not any(victims), "the oldest was preempted"
     assert [o.ids() for o in tight] == [o.ids() for o in roomy]

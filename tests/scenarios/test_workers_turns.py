@@ -14,11 +14,10 @@ from unittest import mock
 
 import pytest
 
-from decode_worker import upcoming
-from decode_worker.upcoming import Patience
-from prefill_worker import prompts
 from tandem.core.sampling import SamplingParams
+from tandem.worker.cpu import handoff_wait, pacing
 from tandem.worker.cpu.core_shares import CoreShares
+from tandem.worker.cpu.handoff_wait import StepDelayBudget
 from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, WorkerPair, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 
@@ -54,13 +53,13 @@ def shares(pair: WorkerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     both.prefill.give_way = both.give_way  # type: ignore[method-assign]
 
     def share(prefill: CoreShares | None, decode: CoreShares | None) -> None:
-        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill, "shares", prefill))
-        pair.on_runner(pair.decode, lambda: setattr(pair.decode, "shares", decode))
+        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill.pacing, "_shares", prefill))
+        pair.on_runner(pair.decode, lambda: setattr(pair.decode.pacing, "_shares", decode))
 
     share(both.prefill, both.decode)
     yield both
     share(None, None)
-    pair.on_runner(pair.prefill, pair.prefill.prompts._go_first.clear)
+    pair.on_runner(pair.prefill, pair.prefill.pacing._go_first.clear)
     both.prefill.leave()
     both.decode.leave()
 
@@ -75,15 +74,15 @@ async def one_behind_the_other(pair: WorkerPair, router: Router) -> AsyncIterato
             await router.until_attached(first)
             second = await router.begin(Ask(prompt_of(32, seed=1)))
             await router.until_attached(second)
-            if pair.prefill.shares is not None:
-                pair.prefill.shares.borrow()  # as its kernels do
+            if pair.prefill.pacing._shares is not None:
+                pair.prefill.pacing._shares.borrow()  # as its kernels do
         await decode.wait()
         yield first, second
 
 
 def without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "_MOST_OF_A_STEP", 1e6)
-    monkeypatch.setattr(prompts, "_LONGEST_REST_S", 5.0)
+    monkeypatch.setattr(pacing, "_MOST_OF_A_STEP", 1e6)
+    monkeypatch.setattr(pacing, "_LONGEST_REST_S", 5.0)
 
 
 async def test_prefill_gives_way_to_the_first_step(
@@ -142,13 +141,14 @@ async def test_prefill_does_not_give_way_to_those_who_do_not_share_its_cores(
 ) -> None:
     without_end(monkeypatch)
     if shared == "nothing":
-        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill, "shares", None))
+        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill.pacing, "_shares", None))
     async with Router(pair) as router:
         told = router.infos["decode"]
         if shared == "a host":
             told.pid = 1
         elif shared == "a file":
             told.host_id = "another"
+            pair.prefill.pacing.left(told.incarnation)  # whom other tests have let it meet
         async with one_behind_the_other(pair, router) as (first, second):
             await router.heard(second, "prefill.handoff_done")
             assert not shares.begun.is_set()
@@ -180,8 +180,8 @@ async def test_a_request_that_ends_before_its_first_step_is_not_waited_for(pair:
 
 
 def patient_without_end(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upcoming, "_MOST_OF_A_STEP", 1e6)
-    monkeypatch.setattr(pair.decode.generations, "_patience", Patience(most_of_all=1e6))
+    monkeypatch.setattr(handoff_wait, "_MOST_OF_A_STEP", 1e6)
+    monkeypatch.setattr(pair.decode.pacing, "_budget", StepDelayBudget(most_of_all=1e6))
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
 
     Yields what is set when it is about to step for the first time.
     """
-    runner, upcoming_ones, forward = pair.decode.runner, pair.decode._upcoming, pair.decode.engine.forward
+    runner, expected, forward = pair.decode.runner, pair.decode.pacing._expected, pair.decode.engine.forward
     stands, told, over = threading.Event(), threading.Event(), threading.Event()
 
     def telling(call: Callable[..., None]) -> Callable[..., None]:
@@ -202,7 +202,7 @@ def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
 
     def told_first(*args: Any) -> Any:
         stands.set()
-        while not (over.is_set() or runner._inbox.qsize() or upcoming_ones._dues):
+        while not (over.is_set() or runner._inbox.qsize() or expected._dues):
             assert told.wait(WAIT_S)
             told.clear()
         return forward(*args)
@@ -210,7 +210,7 @@ def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
     with (
         mock.patch.object(pair.decode.engine, "forward", told_first),
         mock.patch.object(runner, "submit", telling(runner.submit)),
-        mock.patch.object(upcoming_ones, "foresee", telling(upcoming_ones.foresee)),
+        mock.patch.object(expected, "foresee", telling(expected.foresee)),
     ):
         try:
             yield stands
@@ -230,7 +230,7 @@ async def about_to_be_complete(pair: WorkerPair, router: Router) -> AsyncIterato
                 younger = await router.begin(Ask(prompt_of(32, seed=1)))
                 await router.until_attached(younger)
             await sample.wait()
-            await until(lambda: pair.decode._upcoming._dues, "what is foreseen")
+            await until(lambda: pair.decode.pacing._expected._dues, "what is foreseen")
             yield elder, younger
 
 
@@ -266,10 +266,12 @@ async def test_cores_go_to_the_prefill_that_is_waited_for_and_to_no_other(
     pair: WorkerPair, shares: Shares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient_without_end(pair, monkeypatch)
+    monkeypatch.setattr(pair.decode.pacing, "rest", lambda: None)  # its kernels would borrow again
     shares.decode.borrow()
-    monkeypatch.setattr(pair.decode, "_pid_here", lambda _: 1)
+    monkeypatch.setitem(pair.decode.pacing._pids, pair.prefill.incarnation, 1)
+    monkeypatch.setattr(pair.decode.pacing, "met", lambda *_: None)
     async with Router(pair) as router:
-        with Gate(pair.decode._upcoming, "wait") as waiting:
+        with Gate(pair.decode.pacing._expected, "wait") as waiting:
             async with about_to_be_complete(pair, router) as asks:
                 await waiting.wait()
                 assert shares.prefill.borrow() == 0

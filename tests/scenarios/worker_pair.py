@@ -255,9 +255,9 @@ def running_pair(
 def counted(pair: WorkerPair, computed: int, cached: int) -> Iterator[None]:
     """Decode computes, and finds in its cache, exactly so many prompt tokens meanwhile."""
     worker = pair.decode
-    before = (worker.num_prompt_tokens_computed, worker.num_prompt_tokens_cached)
+    before = (worker.counters.num_prompt_tokens_computed, worker.counters.num_prompt_tokens_cached)
     yield
-    after = (worker.num_prompt_tokens_computed, worker.num_prompt_tokens_cached)
+    after = (worker.counters.num_prompt_tokens_computed, worker.counters.num_prompt_tokens_cached)
     assert (after[0] - before[0], after[1] - before[1]) == (computed, cached)
 
 

@@ -42,6 +42,10 @@ class PagesAhead:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def has_started(self) -> bool:
+        return self._thread.ident is not None
+
     def used(self, first_untouched: int) -> None:
         """The worker computes now, and has not used the pages from this one on; on one thread, as `rest` is."""
         if self._is_resting or first_untouched > self._first_untouched:

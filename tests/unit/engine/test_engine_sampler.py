@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.core.errors import InternalError, InvalidRequestError
-from tandem.core.sampling import SamplingParams, uniform
+from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, SequenceState, uniform
 from tandem.engine import sampler
-from tandem.engine.sampler import SampledToken, SampleRow, SequenceState, draw, sample_rows
+from tandem.engine.sampler import draw, sample_rows
 
 VOCAB = 23
 PROMPT, OUTPUT = (1, 2, 2, 3), (3, 5, 5, 7)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prefill_worker.kept import KeptPrompts
 from tandem.core.pages import PagePool
-from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import SampledToken
+from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.sequence import Sequence
 
 PAGE = 4

@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 
 from tandem.core.pages import PagePool
-from tandem.worker.runner import Role, Runner
+from tandem.worker.pacing import Pacing
+from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.step import StepHooks
 
 WAIT_S = 10.0
 
@@ -47,8 +49,7 @@ def runner() -> Runner:
         scheduler,
         name="runner",
         on_fatal=failures.append,
-        on_work=lambda: None,
-        on_rest=lambda: None,
+        pacing=Pacing(),
     )
 
 
@@ -59,7 +60,7 @@ def test_what_comes_in_each_time_that_a_step_begins_later_counts_for_it(runner: 
         runner.submit(lambda: told.append(f"admission {number}"))
 
     role = Patient(2, told, while_it_waits)
-    runner.start(cast(Role, role))
+    runner.start(cast(StepHooks, role))
     assert role.idle.wait(WAIT_S)
     runner.stop()
     assert told[:3] == ["admission 1", "admission 2", "schedule"]
@@ -68,7 +69,7 @@ def test_what_comes_in_each_time_that_a_step_begins_later_counts_for_it(runner: 
 def test_a_runner_that_is_to_stop_waits_no_more(runner: Runner) -> None:
     told: list[str] = []
     waits = threading.Event()
-    runner.start(cast(Role, Patient(1_000_000_000, told, lambda _: waits.set())))
+    runner.start(cast(StepHooks, Patient(1_000_000_000, told, lambda _: waits.set())))
     assert waits.wait(WAIT_S)
     runner.stop(WAIT_S)
     assert not told

@@ -45,7 +45,7 @@ def prompt(
 def step(scheduler: BatchScheduler) -> Batch:
     """One step; every sampled token is 7."""
     batch = scheduler.schedule()
-    scheduler.apply(batch, [7] * sum(item.samples for item in batch.items))
+    scheduler.apply(batch, [[7]] * sum(item.samples for item in batch.items))
     scheduler.pool.check()
     return batch
 

@@ -98,7 +98,7 @@ class Prefill(Pool):
 
     def step(self) -> bool:
         batch = self.scheduler.schedule()
-        self.scheduler.apply(batch, [7] * sum(item.samples for item in batch.items))
+        self.scheduler.apply(batch, [[7]] * sum(item.samples for item in batch.items))
         for preempted in batch.preempted:
             assert not preempted.promoted, "decode's pages wait for it: it must not lose its own"
             preempted.owner.computed = False
@@ -151,7 +151,7 @@ class Decode(Pool):
 
     def step(self) -> bool:
         batch = self.scheduler.schedule()
-        self.scheduler.apply(batch, [7] * sum(item.samples for item in batch.items))
+        self.scheduler.apply(batch, [[7]] * sum(item.samples for item in batch.items))
         for item in batch.items:
             request: Request = item.sequence.owner
             if item.sequence.num_output >= request.num_output:

@@ -13,8 +13,7 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstTo
 from tandem.core import errors
 from tandem.core.errors import HandoffError, InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.pages import PageCounts
-from tandem.core.sampling import SamplingParams
-from tandem.engine.sampler import SampledToken
+from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.rpc.convert import (
     error_from_proto,
     error_from_rpc,

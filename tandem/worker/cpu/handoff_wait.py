@@ -1,4 +1,4 @@
-"""Handoffs that are about to be admitted, and how long a step may begin later for one.
+"""How long a decode step may begin later for a handoff that is about to be admitted.
 
 Whoever misses a step by a little waits for all of it, and then for its own: its second token comes up to two steps
 after its first. So the transfer thread foresees, from the layers that arrive, when a handoff will be complete; and
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # How much later a step may begin, in times of a usual one.
@@ -22,49 +21,13 @@ _NUM_STEPS = 4
 
 
 class Due(NamedTuple):
-    """An admission that is foreseen, on the monotonic clock; `pid`: of its prefill worker, if that is on this host."""
+    """An admission that is foreseen, on the monotonic clock; `sender`: incarnation of its prefill worker."""
 
     due_s: float
-    pid: int | None
+    sender: str
 
 
-@dataclass(slots=True)
-class Forecast:
-    """When one handoff will be complete; times in seconds on one clock.
-
-    The last page is written layer by layer as the last chunk is computed, and each layer takes as long as another.
-    """
-
-    num_layers: int
-    last_s: float = 0.0  # when the newest layer arrived
-    _first_s: float = 0.0
-    _num_first: int = 0  # layers that the first write brought
-    _layers: set[int] = field(default_factory=set)
-
-    def arrived(self, layers: set[int], now_s: float) -> None:
-        """The last page has arrived in these layers."""
-        if not self._layers:
-            self._first_s, self._num_first = now_s, len(layers)
-        if layers - self._layers:
-            self.last_s = now_s
-            self._layers |= layers
-
-    @property
-    def num_left(self) -> int:
-        """Layers in which the last page has not arrived."""
-        return self.num_layers - len(self._layers)
-
-    def complete_s(self) -> float | None:
-        """When the last layer arrives, or has arrived; `None`: that cannot be known yet."""
-        if not self.num_left:
-            return self.last_s
-        num_timed = len(self._layers) - self._num_first
-        if num_timed < 1:
-            return None
-        return self.last_s + self.num_left * (self.last_s - self._first_s) / num_timed
-
-
-class Patience:
+class StepDelayBudget:
     """How long the next step may begin later: a bounded part of a step, and `most_of_all` of the time of all steps."""
 
     def __init__(self, most_of_all: float) -> None:
@@ -87,7 +50,7 @@ class Patience:
         self._left_s -= wait_s
 
 
-class Upcoming:
+class ExpectedHandoffs:
     """The next admissions, as the transfer thread foresees them and the runner waits for them."""
 
     def __init__(self) -> None:
@@ -97,9 +60,9 @@ class Upcoming:
 
     # -- on the transfer thread
 
-    def foresee(self, dues: Sequence[Due]) -> None:
+    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
         """All that is foreseen now."""
-        self._dues = dues
+        self._dues = [Due(*due) for due in dues]
 
     def ended(self) -> None:
         """A handoff was admitted, or will not be; the runner has been told."""

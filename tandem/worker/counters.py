@@ -1,0 +1,19 @@
+"""What a worker has counted since it started; its status tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Counted by whoever does the work, read for the status from any thread. Each has one writer."""
+
+    num_prompt_tokens_computed: int = 0
+    num_prompt_tokens_cached: int = 0
+    num_decode_tokens: int = 0
+    num_transfer_bytes: int = 0
+    num_preemptions: int = 0
+    #: What others wanted of a handoff and did not get, by reason; replaced as a whole.
+    num_refused: Mapping[str, int] = field(default_factory=dict)

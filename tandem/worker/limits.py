@@ -1,0 +1,77 @@
+"""What a worker's role, device and configuration make of the scheduler's limits. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.core.config import Config, TransportConfig
+from tandem.worker.scheduler import SchedulerLimits
+
+# With so many a step takes hardly longer than reading the weights does (docs/performance.md, 22).
+_CPU_MIXED_STEP_TOKENS = 8
+# In times of these, what a step takes where few wait for it or it has threads to spare (docs/performance.md, 22).
+_MOST_PACED_ON_CPU = 1.5
+
+# With fewer prompts the first of two would wait for the second, and decode hardly gain by it (docs/performance.md, 17).
+_NUM_TO_PAIR = 4
+
+# Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
+# GPUs, what DistServe measured (section 3.1).
+_CPU_SATURATING_TOKENS = 32
+_GPU_SATURATING_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a worker computes.
+
+    Attributes:
+        role: "prefill" or "decode".
+        on_cpu: it computes on a CPU.
+        shares_cores: it shares its CPU threads with the other workers of its node.
+    """
+
+    role: str
+    on_cpu: bool
+    shares_cores: bool = False
+
+
+def mixed_step_tokens(config: Config, site: Site) -> int:
+    """Tokens of a step up to which new prompts are computed beside what it generates; 0: none."""
+    if site.role != "decode":
+        return 0
+    return config.scheduling.mixed_step_tokens or (_CPU_MIXED_STEP_TOKENS if site.on_cpu else 0)
+
+
+def num_to_pair(config: Config, site: Site) -> int:
+    """Prompts from which on two are handed off together; 0: always one after the other.
+
+    A decode step costs its core as much for one sequence as for a few, and where the workers share their cores this
+    core is prefill's as well, whenever decode rests. With the mixed pool it computes prompts already.
+    """
+    is_worth_it = site.role == "prefill" and site.shares_cores and not config.scheduling.mixed_pool
+    return _NUM_TO_PAIR if is_worth_it else 0
+
+
+def scheduler_limits(config: Config, site: Site) -> SchedulerLimits:
+    """The limits of a worker's batch scheduler."""
+    scheduling = config.scheduling
+    mixed = mixed_step_tokens(config, site)
+    default = _CPU_SATURATING_TOKENS if site.on_cpu else _GPU_SATURATING_TOKENS
+    return SchedulerLimits(
+        max_num_seqs=scheduling.max_num_seqs,
+        max_num_batched_tokens=scheduling.max_num_batched_tokens,
+        chunk_size=scheduling.chunk_size,
+        queue_bound=scheduling.worker_queue_bound,
+        # A decode worker's own grants wait for nobody: only prefill's prompts may hold too much of its pool.
+        unpromoted_share=scheduling.unacknowledged_share if site.role == "prefill" else 1.0,
+        paced_tokens=max(1, mixed),
+        most_paced_tokens=int(_MOST_PACED_ON_CPU * mixed) if site.on_cpu else 0,
+        saturating_tokens=scheduling.saturating_tokens or default,
+        num_to_pair=num_to_pair(config, site),
+    )
+
+
+def quarantine_cap_pages(transport: TransportConfig, num_pages: int) -> int:
+    """More pages than this that stay in quarantine, and the worker is replaced."""
+    return max(1, int(transport.quarantine_cap * num_pages))

@@ -1,0 +1,80 @@
+"""When a worker's next step begins, and who has its cores meanwhile.
+
+Roles call these hooks; what there is to gain by them depends on the machine. By default nothing is done. Where workers
+share the cores of a CPU host, `tandem.worker.cpu.pacing` does it. No result depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+
+class Pacing:
+    """Steps begin at once, and every worker has its own cores.
+
+    Workers are named by their incarnations. On the runner thread, where nothing else is said.
+    """
+
+    #: Time that steps began later, in seconds.
+    waited_s = 0.0
+
+    def start(self) -> None:
+        """The worker serves from now on; on the thread that starts it."""
+
+    # -- who is here; in the event loop
+
+    def met(self, incarnation: str, pid: int) -> None:
+        """A worker of the other role runs on this host, as process `pid`."""
+
+    def left(self, incarnation: str) -> None:
+        """That worker has ended."""
+
+    # -- steps
+
+    @property
+    def has_spare_threads(self) -> bool:
+        """Whether the next step is computed on more threads than the worker's own."""
+        return False
+
+    def give_way(self, *, has_work: bool) -> bool:  # noqa: ARG002 - of no interest where nobody waits
+        """Let the next step begin later where that is better for all, for a bounded time; whether the inbox may tell of
+        more now. Asked again until it does not.
+
+        Args:
+            has_work: a prompt is to be computed, at prefill; something generates, at decode.
+        """
+        return False
+
+    def step_begins(self, first_untouched_page: int) -> None:
+        """A step is about to be computed; it uses pages before this one only."""
+
+    def step_ended(self) -> None:
+        """The step is computed."""
+
+    def rest(self) -> None:
+        """There is nothing to compute."""
+
+    # -- handoffs, at prefill
+
+    def before_handoffs(self, receivers: Collection[str]) -> None:
+        """A step has been computed of prompts for these decode workers; none of them has been handed off."""
+
+    def after_handoffs(self, receivers: Iterable[str]) -> None:
+        """Of these prompts the handoffs may end now, each named by its decode worker."""
+
+    # -- handoffs, at decode
+
+    def first_steps_taken(self, number: int) -> None:
+        """So many handoffs have had their first step, or will have none: prefill may go on."""
+
+    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
+        """All admissions that are foreseen now, on the transfer thread: when, on the monotonic clock, and of which
+        prefill worker."""
+
+    def handoff_ended(self) -> None:
+        """A handoff was admitted or will not be, and the runner has been told; on the transfer thread."""
+
+    # -- the end
+
+    def close(self) -> None:
+        """Give back what is shared; on the thread that stops the worker."""

@@ -1,0 +1,39 @@
+"""What happens around a step: what the runner asks of a role, and what a role asks of the sampler. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tandem.core.errors import InternalError
+from tandem.core.sampling import SampledToken, SampleRow
+from tandem.worker.scheduler import Batch
+
+SampleTokens = Callable[[Any, Sequence[Sequence[SampleRow]]], list[list[SampledToken | InternalError]]]
+"""From logits, one row an item, and what is asked of each row, to tokens; see `tandem.engine.sampler.Sampler`."""
+
+
+class StepHooks(Protocol):
+    """What a worker does around a step. All calls come on the runner thread."""
+
+    def give_way(self) -> bool:
+        """Begin the next step later where that is better for all, for a bounded time; whether the inbox may tell of
+        more now. Asked again until it does not."""
+
+    def before_schedule(self) -> None:
+        """Pages and places may have come free since the last step."""
+
+    def before_forward(self, batch: Batch) -> Callable[[int], None] | None:
+        """A step is about to be computed; returns what to call as each layer's KV lies in the arena."""
+
+    def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
+        """The tokens of each item that samples, one or more. `logits`: float32 `[items that sample, vocab]`."""
+
+    def after_step(self, batch: Batch) -> None:
+        """The step is booked: its tokens are in the sequences."""
+
+    def step_failed(self, batch: Batch, error: Exception) -> None:
+        """The step raised: end what it held."""
+
+    def going_idle(self) -> None:
+        """Nothing can be computed now; the next thing is an entry of the inbox."""

@@ -16,16 +16,15 @@ from tandem.core.errors import DrainingError, HandoffError, InternalError, Inval
 from tandem.core.pages import page_keys
 from tandem.core.sampling import SampledToken
 from tandem.engine.sampler import Logits, Sampler
-from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import decode_pb2 as decode_pb
-from tandem.worker.intake import check_choices, check_prompt, open_journals
+from tandem.worker.limits import request_limits
 from tandem.worker.process import WorkerProcess
+from tandem.worker.request import AttemptFailed, TokenSampled
 from tandem.worker.scheduler import Batch, ScheduledSequence
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
-from tandem.worker.sessions import attempt_failed
-from tandem.worker.tokens import token_event
 from tandem.worker.turn import turn_of
-from tandem.worker.wire import grant_to_proto
+from tandem.worker.validate import open_journals, validate
+from tandem.worker.wire import failed_to_proto, grant_to_proto, spec_from_proto, token_to_proto
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +63,7 @@ class Generations:
         self._emit = emit
         self._sampler = Sampler(worker.engine.eos_token_ids)
         self._eos = frozenset(worker.engine.eos_token_ids)
+        self._limits = request_limits(worker.engine, worker.config)
         # Of the step under way: what was sampled for each item that samples, or why it could not be.
         self._sampled: list[list[SampledToken] | InternalError] = []
         self.reservations = ReservationQueue(worker.scheduler, bound=worker.config.scheduling.worker_queue_bound)
@@ -93,15 +93,10 @@ class Generations:
     def _make_job(self, key: AttemptKey, session: int, command: decode_pb.Reserve) -> Generation:
         if self._worker.draining:
             raise self._draining(key)
-        engine, prompt, params = self._worker.engine, list(command.prompt_ids), sampling_from_proto(command.sampling)
-        limit = engine.max_context
-        check_prompt(prompt, engine.vocab_size, limit, key.request_id)
-        journal, finished = open_journals(
-            command.journal, params, len(prompt), engine.vocab_size, limit, self._eos, key.request_id
-        )
-        num_choices = command.num_choices or 1
-        config = self._worker.config
-        check_choices(num_choices, config.limits.max_choices, key.request_id)
+        spec, limit = spec_from_proto(command), self._limits.max_context
+        prompt, params, num_choices = list(spec.prompt_ids), spec.params, spec.num_choices
+        validate(spec, self._limits)
+        journal, finished = open_journals(spec, self._limits)
         if strange := [c for c in (*journal, *finished) if c >= num_choices]:
             raise InvalidRequestError(f"a journal for choices {strange} of {num_choices}", request_id=key.request_id)
         # The first in the order alone must be able to end here, or preemption could not help it.
@@ -110,7 +105,7 @@ class Generations:
         return Generation(
             key=key,
             session=session,
-            turn=turn_of(command.priority, time.monotonic() - command.age_s, config.scheduling.priority_ageing_s),
+            turn=turn_of(spec.priority, time.monotonic() - spec.age_s, self._limits.priority_ageing_s),
             arrival=self._arrivals,
             prompt_ids=prompt,
             params=params,
@@ -340,7 +335,7 @@ class Generations:
         """Its logits are of no use; what it computed may be none either, so nobody else shall find it."""
         job: Generation = sequence.owner.generation
         self._pool.discard(sequence.keys)
-        failed = attempt_failed(job.key.request_id, job.key.attempt, error)
+        failed = failed_to_proto(AttemptFailed(job.key, error))
         events[job.session].append(decode_pb.DecodeEvent(failed=failed))
         self.cancel(job.key)
 
@@ -382,7 +377,7 @@ class Generations:
         num_tokens = len(job.prompt_ids) + index + 1
         limit = self._worker.engine.max_context
         ended = finish_reason(job.params, token.token_id, index + 1, num_tokens, self._eos, limit)
-        event = token_event(job.key, choice, index, token, ended)
+        event = token_to_proto(TokenSampled(job.key, choice, index, token, ended))
         events[job.session].append(decode_pb.DecodeEvent(token=event))
         return ended
 
@@ -407,7 +402,7 @@ class Generations:
         return DrainingError(f"{self._worker.worker_id} is draining", request_id=key.request_id)
 
     def _fail(self, session: int, key: AttemptKey, error: BaseException) -> None:
-        event = decode_pb.DecodeEvent(failed=attempt_failed(key.request_id, key.attempt, error))
+        event = decode_pb.DecodeEvent(failed=failed_to_proto(AttemptFailed(key, error)))
         self._emit({session: [event]})
 
 

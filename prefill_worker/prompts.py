@@ -22,15 +22,15 @@ from tandem.core.errors import DrainingError, HandoffError, TandemError, WorkerL
 from tandem.core.pages import PageState, pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
 from tandem.engine.sampler import Logits, Sampler
-from tandem.rpc.convert import sampling_from_proto
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.intake import check_choices, check_prompt, open_journals
+from tandem.worker.limits import request_limits
 from tandem.worker.process import WorkerProcess
+from tandem.worker.request import AttemptFailed, TokenSampled
 from tandem.worker.scheduler import Batch, ScheduledSequence
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
-from tandem.worker.sessions import attempt_failed
-from tandem.worker.tokens import token_event
 from tandem.worker.turn import turn_of
+from tandem.worker.validate import open_journals, validate
+from tandem.worker.wire import failed_to_proto, spec_from_proto, token_to_proto
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Prompts:
         self._emit = emit
         self._sampler = Sampler(worker.engine.eos_token_ids)
         self._eos = frozenset(worker.engine.eos_token_ids)
+        self._limits = request_limits(worker.engine, worker.config)
         self._page_size = worker.pool.page_size
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
         self.jobs: dict[AttemptKey, PromptJob] = {}
@@ -95,7 +96,7 @@ class Prompts:
                 self._scheduler.add(job.sequence)
         except TandemError as error:
             self._desk.cancel(key)
-            self._send(session, failed=attempt_failed(key.request_id, key.attempt, error))
+            self._send(session, failed=failed_to_proto(AttemptFailed(key, error)))
             return
         for older in [k for k in self.jobs if k.request_id == key.request_id and k.attempt < key.attempt]:
             self.cancel(older)
@@ -111,27 +112,21 @@ class Prompts:
         if key in self._ended_keys:
             reason = RefusalReason.ALREADY_ENDED.value
             raise HandoffError(f"{key} has ended at {self._worker.worker_id}", reason=reason)
-        engine, prompt = self._worker.engine, list(command.prompt_ids)
-        check_prompt(prompt, engine.vocab_size, engine.max_context, key.request_id)
-        num_choices = command.num_choices or 1
-        config = self._worker.config
-        check_choices(num_choices, config.limits.max_choices, key.request_id)
-        params = sampling_from_proto(command.sampling)
-        journal, finished = open_journals(
-            command.journal, params, len(prompt), engine.vocab_size, engine.max_context, self._eos, key.request_id
-        )
+        spec, prompt = spec_from_proto(command), list(command.prompt_ids)
+        validate(spec, self._limits)
+        journal, finished = open_journals(spec, self._limits)
         self._arrivals += 1
         sequence = Sequence(
             request_id=key.request_id,
             attempt=key.attempt,
             choice=0,
-            turn=turn_of(command.priority, time.monotonic() - command.age_s, config.scheduling.priority_ageing_s),
+            turn=turn_of(spec.priority, time.monotonic() - spec.age_s, self._limits.priority_ageing_s),
             arrival=self._arrivals,
             token_ids=prompt,
             num_prompt=len(prompt),
-            params=params,
+            params=spec.params,
         )
-        job = PromptJob(key, session, sequence, num_choices, journal, finished, command.decode.incarnation)
+        job = PromptJob(key, session, sequence, spec.num_choices, journal, finished, command.decode.incarnation)
         sequence.owner = job
         return job
 
@@ -323,7 +318,7 @@ class Prompts:
     def _tell(self, job: PromptJob, *, ends: bool) -> None:
         events = []
         for choice, token in job.first_tokens.items():
-            event = token_event(job.key, choice, 0, token, self._ended_by(job, token.token_id))
+            event = token_to_proto(TokenSampled(job.key, choice, 0, token, self._ended_by(job, token.token_id)))
             events.append(prefill_pb.PrefillEvent(first_token=event))
         if ends:
             events.append(prefill_pb.PrefillEvent(ended=job.describe_end()))
@@ -342,7 +337,7 @@ class Prompts:
     def step_failed(self, batch: Batch, error: Exception) -> None:
         for item in batch.items:
             job: PromptJob = item.sequence.owner
-            self._send(job.session, failed=attempt_failed(job.key.request_id, job.key.attempt, error))
+            self._send(job.session, failed=failed_to_proto(AttemptFailed(job.key, error)))
             self.cancel(job.key)
 
     def going_idle(self) -> None:
@@ -365,7 +360,7 @@ class Prompts:
         """The attempt cannot go on; ends it as a cancel does, but says why."""
         job = self.jobs.get(key)
         if job is not None and not job.over:
-            self._send(job.session, failed=attempt_failed(key.request_id, key.attempt, error))
+            self._send(job.session, failed=failed_to_proto(AttemptFailed(key, error)))
             self.cancel(key)
 
     def handoff_failed(self, key: AttemptKey, error: TandemError) -> None:
@@ -378,7 +373,7 @@ class Prompts:
             self._pool.discard(job.sequence.keys)
             self.kept.drop(key.request_id)
         self._leave(job)
-        self._send(job.session, failed=attempt_failed(key.request_id, key.attempt, error))
+        self._send(job.session, failed=failed_to_proto(AttemptFailed(key, error)))
 
     def quarantine(self, pages: tuple[int, ...]) -> None:
         """Writes that nobody waits for may still read these pages: they must not be overwritten.

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Generic, Protocol, TypeVar
 
-from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -218,8 +217,3 @@ class SessionHub(Generic[Command, Event, Events]):
         """End every session once what is queued has gone out; the server bounds how long that may take."""
         for session in list(self._sessions.values()):
             session.end()
-
-
-def attempt_failed(request_id: str, attempt: int, error: BaseException) -> pb.AttemptFailed:
-    """The event that ends an attempt with `error`."""
-    return pb.AttemptFailed(request_id=request_id, attempt=attempt, error=error_to_proto(error, request_id))

@@ -1,4 +1,4 @@
-"""Handoff messages: between the protocol's own types and the wire."""
+"""Between the workers' own types and the wire: requests, tokens, handoff messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.capability import is_seal_of, seal, split_seal
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from tandem.core.errors import HandoffError
-from tandem.rpc.convert import error_to_proto
+from tandem.rpc.convert import error_to_proto, sampling_from_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.rpc.v1 import prefill_pb2 as prefill_pb
+from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, TokenSampled
 from tandem.worker.sequence import FinishReason
 
 FINISH_REASONS = {
@@ -20,6 +22,39 @@ FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+
+
+def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> AttemptSpec:
+    """Raises `InvalidRequestError` as `SamplingParams` does."""
+    return AttemptSpec(
+        key=AttemptKey(message.request_id, message.attempt),
+        priority=message.priority,
+        prompt_ids=tuple(message.prompt_ids),
+        params=sampling_from_proto(message.sampling),
+        num_choices=message.num_choices or 1,
+        journal=tuple(ChoiceJournal(j.choice, tuple(j.token_ids), j.finished) for j in message.journal),
+        age_s=message.age_s,
+    )
+
+
+def token_to_proto(sampled: TokenSampled) -> pb.Token:
+    token = sampled.token
+    return pb.Token(
+        request_id=sampled.key.request_id,
+        attempt=sampled.key.attempt,
+        choice=sampled.choice,
+        index=sampled.index,
+        token_id=token.token_id,
+        finish_reason=FINISH_REASONS[sampled.ended],
+        logprob=token.logprob or 0.0,
+        top_logprobs=[pb.TokenLogprob(token_id=i, logprob=p) for i, p in token.top_logprobs],
+    )
+
+
+def failed_to_proto(failed: AttemptFailed) -> pb.AttemptFailed:
+    key = failed.key
+    error = error_to_proto(failed.error, key.request_id)
+    return pb.AttemptFailed(request_id=key.request_id, attempt=key.attempt, error=error)
 
 
 def layout_to_proto(layout: LayoutId) -> pb.Layout:

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker import sessions
-from tandem.worker.sessions import SessionHub, attempt_failed
+from tandem.worker.sessions import SessionHub
 
 WAIT_S = 5.0
 
@@ -189,12 +189,6 @@ async def test_the_status_goes_out_when_it_changes_and_as_a_heartbeat() -> None:
     beat.cancel()
     hub.close()
     await stream.ended()
-
-
-def test_a_foreign_error_ends_an_attempt_as_internal() -> None:
-    message = attempt_failed("r", 3, ValueError("x"))
-    assert (message.request_id, message.attempt) == ("r", 3)
-    assert (message.error.code, message.error.request_id) == ("internal", "r")
 
 
 @pytest.mark.parametrize("num_turns", range(6))

@@ -24,9 +24,8 @@ from tandem.rpc.convert import (
 )  # fmt: skip
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2
-from tandem.worker.intake import check_prompt, open_journals
+from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, TokenSampled
 from tandem.worker.sequence import FinishReason
-from tandem.worker.tokens import token_event
 from tandem.worker.wire import (
     call_from_message,
     call_from_proto,
@@ -34,6 +33,7 @@ from tandem.worker.wire import (
     call_to_proto,
     commit_from_proto,
     commit_to_proto,
+    failed_to_proto,
     grant_from_proto,
     grant_to_proto,
     layout_from_proto,
@@ -42,6 +42,8 @@ from tandem.worker.wire import (
     part_to_proto,
     refusal_from_proto,
     refusal_to_proto,
+    spec_from_proto,
+    token_to_proto,
 )  # fmt: skip
 
 LAYOUT = LayoutId("ab" * 32, "bfloat16", 3, 2, 16, 32, protocol_version=7, digest="other")
@@ -223,53 +225,32 @@ def test_sampling_that_makes_no_sense_is_refused() -> None:
 def test_page_counts_and_tokens() -> None:
     counts = page_counts_to_proto(PageCounts(1, 2, 3, 4, 5))
     assert (counts.free, counts.used, counts.reserved, counts.cached, counts.quarantined) == (1, 2, 3, 4, 5)
-    token = token_event(KEY, 2, 9, SampledToken(17, -0.5, ((17, -0.5), (3, -1.0))), FinishReason.STOP)
+    token = token_to_proto(
+        TokenSampled(KEY, 2, 9, SampledToken(17, -0.5, ((17, -0.5), (3, -1.0))), FinishReason.STOP)
+    )
     assert (token.request_id, token.attempt, token.choice, token.index, token.token_id) == ("request", 4, 2, 9, 17)
     assert token.finish_reason == pb.FINISH_REASON_STOP
     assert [(t.token_id, t.logprob) for t in token.top_logprobs] == [(17, -0.5), (3, -1.0)]
-    plain = token_event(KEY, 0, 0, SampledToken(1), None)
+    plain = token_to_proto(TokenSampled(KEY, 0, 0, SampledToken(1), None))
     assert (plain.finish_reason, plain.logprob) == (pb.FINISH_REASON_UNSPECIFIED, 0.0)
 
 
-# ---- what a worker takes in
+def test_a_foreign_error_ends_an_attempt_as_internal() -> None:
+    message = failed_to_proto(AttemptFailed(AttemptKey("r", 3), ValueError("x")))
+    assert (message.request_id, message.attempt) == ("r", 3)
+    assert (message.error.code, message.error.request_id) == ("internal", "r")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"), [([], "0 tokens"), ([1] * 8, "8 tokens, must have 1 to 7"), ([1, 10, 2], "token 10")]
-)
-def test_prompts_that_cannot_be_computed(prompt: list[int], words: str) -> None:
-    with pytest.raises(InvalidRequestError, match=words) as raised:
-        check_prompt(prompt, 10, 8, "request")
-    assert (raised.value.field, raised.value.request_id) == ("prompt", "request")
-
-
-def test_the_longest_and_the_shortest_prompt() -> None:
-    check_prompt([9] * 7, 10, 8, "request")
-    check_prompt([0], 10, 8, "request")
-
-
-@pytest.mark.parametrize(
-    ("entry", "going_on", "ended"),
-    [
-        (pb.ChoiceJournal(choice=1), {}, set()),
-        (pb.ChoiceJournal(choice=1, finished=True), {}, {1}),
-        (pb.ChoiceJournal(choice=1, token_ids=[5, 6]), {1: [5, 6]}, set()),
-        (pb.ChoiceJournal(choice=1, token_ids=[5, 6], finished=True), {}, {1}),
-        (pb.ChoiceJournal(choice=1, token_ids=[5, 6, 7]), {}, {1}),  # max_tokens
-        (pb.ChoiceJournal(choice=1, token_ids=[5, 2]), {}, {1}),  # end of text
-        (pb.ChoiceJournal(choice=1, token_ids=[2, 5]), {1: [2, 5]}, set()),  # what follows a stop was given out
-    ],
-)
-def test_journals(entry: pb.ChoiceJournal, going_on: dict[int, list[int]], ended: set[int]) -> None:
-    params = SamplingParams(max_tokens=3)
-    assert open_journals([entry], params, 4, 10, 100, frozenset({2}), "request") == (going_on, ended)
-
-
-def test_journals_of_another_model_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="token 10"):
-        open_journals([pb.ChoiceJournal(token_ids=[10])], SamplingParams(), 4, 10, 100, frozenset(), "request")
-
-
-def test_a_journal_that_fills_the_context_has_ended() -> None:
-    entry = pb.ChoiceJournal(choice=0, token_ids=[1, 2])
-    assert open_journals([entry], SamplingParams(), 6, 10, 8, frozenset(), "r") == ({}, {0})
+def test_a_request_comes_as_its_router_described_it() -> None:
+    params = SamplingParams(temperature=0.5, seed=7, max_tokens=9, logit_bias=((3, 1.0),))
+    message = decode_pb2.Reserve(
+        request_id="request",
+        attempt=4,
+        priority=2,
+        age_s=1.5,
+        prompt_ids=[5, 6, 7],
+        sampling=sampling_to_proto(params),
+        journal=[pb.ChoiceJournal(choice=1, token_ids=[8]), pb.ChoiceJournal(choice=2, finished=True)],
+    )
+    journal = (ChoiceJournal(1, (8,)), ChoiceJournal(2, (), finished=True))
+    assert spec_from_proto(message) == AttemptSpec(KEY, 2, (5, 6, 7), params, 1, journal, age_s=1.5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from router.lifecycle.in_flight import House
+from router.lifecycle.context import RouterContext
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.guard import RoleGuard
@@ -32,13 +32,15 @@ class RouterControl(RouterControlServicer):
         stop: begins the end of the router; called with the seconds that requests under way get.
     """
 
-    def __init__(self, house: House, drain: Callable[[], Awaitable[None]], stop: Callable[[float], None]) -> None:
-        self._house = house
+    def __init__(
+        self, context: RouterContext, drain: Callable[[], Awaitable[None]], stop: Callable[[float], None]
+    ) -> None:
+        self._context = context
         self._drain = drain
         self._stop = stop
 
     async def SetMembership(self, request: Membership, _: Any) -> MembershipReply:
-        self._house.cluster.apply(request)
+        self._context.cluster.apply(request)
         return MembershipReply()
 
     async def DrainRouter(self, _request: DrainRouterRequest, _: Any) -> DrainRouterReply:
@@ -51,12 +53,12 @@ class RouterControl(RouterControlServicer):
 
     async def RouterStatus(self, _request: RouterStatusRequest, _: Any) -> RouterStatusReply:
         """Answered on the loop that serves clients: where it stands still, so does this."""
-        house = self._house
+        context = self._context
         return RouterStatusReply(
-            num_under_way=house.under_way.num,
-            num_waiting=house.admission.num_waiting,
-            suspected_writers=[SuspectedWriter(**key._asdict()) for key in sorted(house.cluster.suspected)],
-            errors=house.errors.to_wire(),
+            num_under_way=context.open_exchanges.num,
+            num_waiting=context.admission.num_waiting,
+            suspected_writers=[SuspectedWriter(**key._asdict()) for key in sorted(context.cluster.suspected)],
+            errors=context.errors.to_wire(),
         )
 
 

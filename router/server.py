@@ -14,9 +14,9 @@ from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
 from router.http.protocol import HttpBounds
 from router.http.server import HttpServer, listen
-from router.lifecycle.in_flight import House
-from router.lifecycle.migration_slots import Moves
-from router.lifecycle.open_exchanges import UnderWay
+from router.lifecycle.context import RouterContext
+from router.lifecycle.migration_slots import MigrationSlots
+from router.lifecycle.open_exchanges import OpenExchanges
 from router.lifecycle.request_errors import RequestErrors
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
@@ -128,17 +128,17 @@ class RouterServer:
         self._stop_asked = asyncio.Event()
         check_exposure(self._config.http, self._host, self._key_digests)
         keys = ApiKeys(self._config.http, self._key_digests, MonotonicClock())
-        house, card = self._build()
+        context, card = self._build()
         guard = RoleGuard()
-        house.metrics.registry.register(DeniedCalls(guard))
+        context.metrics.registry.register(DeniedCalls(guard))
         listener = listen(self._host, self._http_port)
         control, control_port = await serve_control(
-            RouterControl(house, lambda: _drain(house), self._begin_stop),
+            RouterControl(context, lambda: _drain(context), self._begin_stop),
             guard,
             self._control_host,
             self._control_port,
         )
-        http = HttpServer(create_app(house, card, keys), HttpBounds.of(self._config.limits))
+        http = HttpServer(create_app(context, card, keys), HttpBounds.of(self._config.limits))
         http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
         try:
             await http.is_up.wait()
@@ -150,15 +150,15 @@ class RouterServer:
             self._started.set()
             await self._stop_asked.wait()
             points.reach("router.stop")
-            await self._shut_down(house)
+            await self._shut_down(context)
         finally:
             http.stop()
             await http_task
             await control.stop(grace=0)
-            await house.cluster.close()
+            await context.cluster.close()
         log.info("router closed")
 
-    def _build(self) -> tuple[House, ModelCard]:
+    def _build(self) -> tuple[RouterContext, ModelCard]:
         config = self._config
         tokenizer = Tokenizer.from_dir(self._model_dir)
         card = ModelCard.from_dir(self._model_dir, config, tokenizer)
@@ -176,7 +176,7 @@ class RouterServer:
         burst = max(_MIN_RETRY_BURST, config.scheduling.max_num_seqs)
         budget = RetryBudget(config.limits.retry_budget, burst, clock)
         metrics.registry.register(BudgetGauges(budget))
-        house = House(
+        context = RouterContext(
             config=config,
             clock=clock,
             cluster=cluster,
@@ -184,24 +184,24 @@ class RouterServer:
             admission=admission,
             metrics=metrics,
             tokenizer=tokenizer,
-            under_way=UnderWay(),
+            open_exchanges=OpenExchanges(),
             budget=budget,
-            moves=Moves(),
+            migrations=MigrationSlots(),
             errors=RequestErrors(),
         )
-        return house, card
+        return context, card
 
     def _begin_stop(self, drain_s: float) -> None:
         assert self._stop_asked is not None
         self._drain_s = drain_s
         self._stop_asked.set()
 
-    async def _shut_down(self, house: House) -> None:
-        under_way = house.under_way
+    async def _shut_down(self, context: RouterContext) -> None:
+        under_way = context.open_exchanges
         log.info("router drains", num_exchanges=under_way.num, at_most_s=self._drain_s)
         try:
             async with asyncio.timeout(self._drain_s):
-                await _drain(house)
+                await _drain(context)
         except TimeoutError:
             log.warning("router closes with requests under way", num_exchanges=under_way.num)
             under_way.break_off("the router is shutting down")
@@ -209,10 +209,10 @@ class RouterServer:
             await asyncio.wait([asyncio.ensure_future(under_way.wait_none())], timeout=_FAREWELL_S)
 
 
-async def _drain(house: House) -> None:
+async def _drain(context: RouterContext) -> None:
     """Take no new requests; return when those under way have ended."""
-    house.admission.is_draining = True
-    await house.under_way.wait_none()
+    context.admission.is_draining = True
+    await context.open_exchanges.wait_none()
 
 
 def _for_url(host: str) -> str:

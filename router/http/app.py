@@ -20,7 +20,7 @@ from router.http.auth import OPEN_PATHS, ApiKeys
 from router.http.bodies import Bodies
 from router.http.exchange import Exchange, Parser, send_error
 from router.http.welcome import endpoints, facts, page
-from router.lifecycle.in_flight import House
+from router.lifecycle.context import RouterContext
 from router.lifecycle.request_errors import RequestErrors
 from router.openai.fields import shown
 from router.openai.model_card import ModelCard
@@ -53,21 +53,21 @@ _EXPOSED_HEADERS = (
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Coroutine[Any, Any, Response]])
 
 
-def create_app(house: House, card: ModelCard, keys: ApiKeys) -> ASGIApp:
+def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys) -> ASGIApp:
     """The ASGI application of one router; `keys` guard every route but `/health`."""
     app = FastAPI(title="Tandem", openapi_url=None)
-    _add_welcome(app, house, card, keys)
+    _add_welcome(app, context, card, keys)
     _add_model_routes(app, card)
-    _add_cluster_routes(app, house, card)
-    bodies = Bodies(house.config.limits.max_body_bytes)
-    _add_post(app, "/v1/completions", Exchange(house, card, parse_completion, bodies))
-    _add_post(app, "/v1/chat/completions", Exchange(house, card, parse_chat, bodies))
-    app.state.errors = house.errors
+    _add_cluster_routes(app, context, card)
+    bodies = Bodies(context.config.limits.max_body_bytes)
+    _add_post(app, "/v1/completions", Exchange(context, card, parse_completion, bodies))
+    _add_post(app, "/v1/chat/completions", Exchange(context, card, parse_chat, bodies))
+    app.state.errors = context.errors
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
-    return RequestIds(_with_cors(ApiKeyGate(app, keys, house.errors), house.config.http.cors_origins))
+    return RequestIds(_with_cors(ApiKeyGate(app, keys, context.errors), context.config.http.cors_origins))
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -88,8 +88,8 @@ def _add_get(app: FastAPI, path: str) -> Callable[[_Endpoint], _Endpoint]:
     return app.api_route(path, methods=["GET", "HEAD"])
 
 
-def _add_welcome(app: FastAPI, house: House, card: ModelCard, keys: ApiKeys) -> None:
-    served = endpoints(has_metrics=house.config.metrics.enabled)
+def _add_welcome(app: FastAPI, context: RouterContext, card: ModelCard, keys: ApiKeys) -> None:
+    served = endpoints(has_metrics=context.config.metrics.enabled)
 
     @_add_get(app, "/")
     async def welcome(request: Request) -> Response:
@@ -119,29 +119,29 @@ def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
         return _json(card.entry(name))
 
 
-def _add_cluster_routes(app: FastAPI, house: House, card: ModelCard) -> None:
+def _add_cluster_routes(app: FastAPI, context: RouterContext, card: ModelCard) -> None:
     @_add_get(app, "/health")
     async def health() -> Response:
-        if house.admission.is_draining:
+        if context.admission.is_draining:
             raise DrainingError("the router is shutting down")
-        house.cluster.check_ready()
+        context.cluster.check_ready()
         return _json({"status": "ok"})
 
     @_add_get(app, "/v1/cluster")
     async def cluster() -> Response:
-        return _json(house.cluster.describe(card.own_name))
+        return _json(context.cluster.describe(card.own_name))
 
-    described = document(house.config, card)
+    described = document(context.config, card)
 
     @_add_get(app, "/openapi.json")
     async def openapi() -> Response:
         return _json(described)
 
-    if house.config.metrics.enabled:
+    if context.config.metrics.enabled:
 
         @_add_get(app, "/metrics")
         async def exposition() -> Response:
-            return Response(house.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+            return Response(context.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

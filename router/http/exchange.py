@@ -17,9 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from router.http.bodies import Bodies
 from router.http.protocol import ABORT
-from router.lifecycle.delta_buffer import Outlet
-from router.lifecycle.in_flight import House
-from router.lifecycle.prompt_group import Telling
+from router.lifecycle.context import RouterContext
+from router.lifecycle.delta_buffer import DeltaBuffer
+from router.lifecycle.prompt_group import PromptGroup
 from router.openai.fields import shown
 from router.openai.model_card import ModelCard
 from router.openai.responses import DONE_FRAME, Answer, error_body, error_frame, error_headers
@@ -42,24 +42,24 @@ _OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "
 class Exchange:
     """Serves one POST of either endpoint."""
 
-    def __init__(self, house: House, card: ModelCard, parser: Parser, bodies: Bodies) -> None:
-        self._house = house
+    def __init__(self, context: RouterContext, card: ModelCard, parser: Parser, bodies: Bodies) -> None:
+        self._context = context
         self._card = card
         self._parser = parser
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_s = self._house.clock.now()
+        arrived_s = self._context.clock.now()
         request_id: str = scope["state"]["request_id"]
         try:
             # First what costs least: under overload most requests end here, their bodies unread.
-            self._house.admission.check()
+            self._context.admission.check()
             http = HttpRequest(scope, receive)
             _check_encoding(http)
             parsed, requests = await self._requests(http, request_id, arrived_s)
-            telling = self._admit(parsed, requests)
+            group = self._admit(parsed, requests)
         except ClientDisconnect:
-            self._house.metrics.requests.labels("cancelled").inc()
+            self._context.metrics.requests.labels("cancelled").inc()
             return
         except TandemError as error:
             self._count_refused(error)
@@ -67,22 +67,22 @@ class Exchange:
             return
         answer = Answer(
             parsed,
-            telling.requests,
-            self._house.tokenizer,
+            group.requests,
+            self._context.tokenizer,
             request_id=request_id,
             created=self._card.created_now(),
         )
         headers = _ignored_header(parsed)
-        with self._house.under_way.entered(telling.break_off):
-            telling.start()
-            watcher = asyncio.create_task(_watch_client(receive, telling), name="client watcher")
+        with self._context.open_exchanges.entered(group.break_off):
+            group.start()
+            watcher = asyncio.create_task(_watch_client(receive, group), name="client watcher")
             try:
                 if parsed.stream:
-                    await self._stream(send, telling, answer, headers, abort=scope["state"][ABORT])
+                    await self._stream(send, group, answer, headers, abort=scope["state"][ABORT])
                 else:
-                    await self._whole(send, telling, answer, headers)
+                    await self._whole(send, group, answer, headers)
             except BaseException:
-                telling.client_gone("the connection broke")
+                group.client_gone("the connection broke")
                 raise
             finally:
                 watcher.cancel()
@@ -91,16 +91,16 @@ class Exchange:
         self, http: HttpRequest, request_id: str, arrived_s: float
     ) -> tuple[ParsedRequest, list[Request]]:
         """What the body asks for, and one request for each of its prompts."""
-        house, card = self._house, self._card
-        limits = [limit for limit in (card.max_context, house.cluster.max_context()) if limit is not None]
-        bounds = PromptBounds(house.admission.max_waiting, min(limits, default=None))
+        context, card = self._context, self._card
+        limits = [limit for limit in (card.max_context, context.cluster.max_context()) if limit is not None]
+        bounds = PromptBounds(context.admission.max_waiting, min(limits, default=None))
 
         def work() -> tuple[ParsedRequest, list[Request]]:
-            parsed = self._parser(parse_body(raw), house.config.limits, bounds)
+            parsed = self._parser(parse_body(raw), context.config.limits, bounds)
             card.check_name(parsed.model)
             return parsed, requests_from(
                 parsed,
-                tokenizer=house.tokenizer,
+                tokenizer=context.tokenizer,
                 card=card,
                 max_context=bounds.max_context,
                 client_request_id=request_id,
@@ -110,43 +110,44 @@ class Exchange:
         async with self._bodies.read(http) as raw:
             return await self._bodies.work_on(raw, work)
 
-    def _admit(self, parsed: ParsedRequest, requests: list[Request]) -> Telling:
+    def _admit(self, parsed: ParsedRequest, requests: list[Request]) -> PromptGroup:
         """Give each request a place in the queue."""
-        house = self._house
-        house.cluster.check_placeable()
-        house.admission.enter(len(requests), parsed.num_choices)
-        return Telling(requests, house, Outlet(house.config.limits.stream_buffer_tokens if parsed.stream else None))
+        context = self._context
+        context.cluster.check_placeable()
+        context.admission.enter(len(requests), parsed.num_choices)
+        max_tokens = context.config.limits.stream_buffer_tokens if parsed.stream else None
+        return PromptGroup(requests, context, DeltaBuffer(max_tokens))
 
     def _count_refused(self, error: TandemError) -> None:
         outcome = "invalid" if isinstance(error, InvalidRequestError) else _OUTCOMES.get(error.code, "failed")
-        self._house.metrics.requests.labels(outcome).inc()
+        self._context.metrics.requests.labels(outcome).inc()
         level = log.debug if outcome == "overloaded" else log.info
         level("request refused", outcome=outcome, code=error.code, error=error.message)
 
     # -- answers
 
     async def _send_error(self, send: Send, error: TandemError, request_id: str) -> None:
-        self._house.errors.add(error, request_id)
+        self._context.errors.add(error, request_id)
         await send_error(send, error, request_id)
 
-    async def _whole(self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str]) -> None:
-        outlet = telling.outlet
-        while items := await outlet.take():
+    async def _whole(self, send: Send, group: PromptGroup, answer: Answer, headers: Mapping[str, str]) -> None:
+        deltas = group.deltas
+        while items := await deltas.take():
             for prompt, delta in items:
                 answer.gather(prompt, delta)
-        if outlet.error is not None:
-            await self._send_error(send, outlet.error, answer.request_id)
+        if deltas.error is not None:
+            await self._send_error(send, deltas.error, answer.request_id)
             return
-        await send_body(send, 200, answer.body(telling.usages), {**headers, **_prompt_header(telling)})
+        await send_body(send, 200, answer.body(group.usages), {**headers, **_prompt_header(group)})
 
     async def _stream(
-        self, send: Send, telling: Telling, answer: Answer, headers: Mapping[str, str], abort: Callable[[], object]
+        self, send: Send, group: PromptGroup, answer: Answer, headers: Mapping[str, str], abort: Callable[[], object]
     ) -> None:
         """Frame by frame. Who reads too slowly is cut off by `abort`: a close would wait until the rest is read."""
-        outlet, writer = telling.outlet, asyncio.current_task()
-        items = await outlet.take()
-        if not items and outlet.error is not None:  # nothing was promised yet: a plain error is possible
-            await self._send_error(send, outlet.error, answer.request_id)
+        deltas, writer = group.deltas, asyncio.current_task()
+        items = await deltas.take()
+        if not items and deltas.error is not None:  # nothing was promised yet: a plain error is possible
+            await self._send_error(send, deltas.error, answer.request_id)
             return
         has_overflowed = False
 
@@ -156,25 +157,25 @@ class Exchange:
             if writer is not None:
                 writer.cancel()
 
-        outlet.on_overflow = overflow
+        deltas.on_overflow = overflow
         try:
-            headers = {**headers, **_prompt_header(telling), **_STREAM_HEADERS}
+            headers = {**headers, **_prompt_header(group), **_STREAM_HEADERS}
             await send(_start(200, "text/event-stream; charset=utf-8", headers))
             while items:
                 await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
-                items = await outlet.take()
-            if outlet.error is not None:
-                self._house.errors.add(outlet.error, answer.request_id)
-                await send(_body(error_frame(outlet.error, answer.request_id), more=False))
+                items = await deltas.take()
+            if deltas.error is not None:
+                self._context.errors.add(deltas.error, answer.request_id)
+                await send(_body(error_frame(deltas.error, answer.request_id), more=False))
             else:
-                await send(_body(answer.usage_frame(telling.usages) + DONE_FRAME, more=False))
+                await send(_body(answer.usage_frame(group.usages) + DONE_FRAME, more=False))
         except asyncio.CancelledError:
             if not has_overflowed:
                 raise
             log.warning("connection dropped: the client reads too slowly")
             abort()
         finally:
-            outlet.on_overflow = lambda: None
+            deltas.on_overflow = lambda: None
 
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -189,11 +190,11 @@ def _check_encoding(http: HttpRequest) -> None:
         )
 
 
-async def _watch_client(receive: Receive, telling: Telling) -> None:
+async def _watch_client(receive: Receive, group: PromptGroup) -> None:
     """Ends with the client's connection, or when the exchange cancels it."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    telling.client_gone("the client went away")
+    group.client_gone("the client went away")
 
 
 def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
@@ -204,9 +205,9 @@ def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
     return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names)}
 
 
-def _prompt_header(telling: Telling) -> dict[str, str]:
+def _prompt_header(group: PromptGroup) -> dict[str, str]:
     """The role that computes each prompt, as far as is known when the answer begins; of many prompts how often each."""
-    roles = [role or "unknown" for role in telling.prompts_at]
+    roles = [role or "unknown" for role in group.prompts_at]
     if len(roles) > _MAX_NAMED_ROLES:
         roles = [f"{role} {count}" for role, count in sorted(Counter(roles).items())]
     return {"tandem-prompt-computed-by": ", ".join(roles)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
+from router.lifecycle.in_flight import InFlightRequest
 from router.policy.recovery import AttemptEnd, Fault, Plan, failure
 from router.request.events import (
     Admitted,
@@ -31,9 +31,6 @@ from tandem.core.logging import get_logger
 from tandem.core.states import RequestState
 from tandem.core.worker_key import WorkerKey
 
-if TYPE_CHECKING:
-    from router.lifecycle.in_flight import Story
-
 log = get_logger(__name__)
 
 # How long decode may take to say whether prefill's commit came before prefill's end: some steps of a busy worker.
@@ -51,13 +48,13 @@ class AttemptOver(Exception):
 class Attempt:
     """Everything between choosing the workers and the end of the attempt."""
 
-    def __init__(self, story: Story, pair: Pair, plan: Plan) -> None:
-        self._story = story
+    def __init__(self, in_flight: InFlightRequest, pair: Pair, plan: Plan) -> None:
+        self._in_flight = in_flight
         self._plan = plan
         # `None` while decode has not said that it needs one, and for good where it computes by itself.
         self._prefill = pair.prefill
         self._decode = pair.decode
-        self._number = story.journal.attempt
+        self._number = in_flight.journal.attempt
         self._is_granted = False
         self._is_admitted = False
         # Prefill's loss, while decode has not said whether it got the pages before; and when that takes too long.
@@ -68,7 +65,7 @@ class Attempt:
         self._is_decode_leaving = False
         # Whether each choice was ended by a worker, which then holds nothing of it any more.
         # An earlier attempt's end is in the journal that this attempt's workers get.
-        self._ended_at_worker = [choice.is_finished for choice in story.journal.choices]
+        self._ended_at_worker = [choice.is_finished for choice in in_flight.journal.choices]
 
     async def run(self) -> None:
         """Begin, and follow the events until every choice has ended.
@@ -80,8 +77,8 @@ class Attempt:
         why = "the router gave up"
         try:
             self._begin()
-            while not self._story.journal.is_finished:
-                self._handle(await self._story.next_event())
+            while not self._in_flight.journal.is_finished:
+                self._handle(await self._in_flight.next_event())
             why = "every choice has ended"
         except (AttemptOver, TandemError) as error:
             why = str(error)
@@ -91,31 +88,32 @@ class Attempt:
 
     def _begin(self) -> None:
         """Both workers start at once: prefill computes while decode makes room. Or decode alone is asked."""
-        story, request = self._story, self._story.request
+        in_flight, request = self._in_flight, self._in_flight.request
         max_local_tokens = 0 if self._prefill is not None else self._plan.max_local_tokens
         num_tokens = len(request.prompt_ids)
-        self._decode.hold(request.request_id, story.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
-        self._decode.send(wire.reserve(request, story.journal, age_s=story.age_s, max_local_tokens=max_local_tokens))
+        self._decode.hold(request.request_id, in_flight.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
+        journal, age_s = in_flight.journal, in_flight.age_s
+        self._decode.send(wire.reserve(request, journal, age_s=age_s, max_local_tokens=max_local_tokens))
         if self._prefill is not None:
             self._start_prefill(self._prefill)
         points.reach("router.sent")
         log.debug("attempt begun", attempt=self._number, prefill=str(self._prefill_key), decode=str(self._decode.key))
 
     def _start_prefill(self, prefill: WorkerSession) -> None:
-        story, request = self._story, self._story.request
+        in_flight, request = self._in_flight, self._in_flight.request
         decode_info = self._decode.info
         if decode_info is None:  # never: placement takes greeted workers only
             raise InternalError(f"{self._decode.key} was chosen before its hello", request_id=request.request_id)
-        prefill.hold(request.request_id, story.inbox, len(request.prompt_ids), computes=True)
-        prefill.send(wire.start_prefill(request, story.journal, decode_info, age_s=story.age_s))
-        story.pages_kept_at[prefill.key] = prefill
+        prefill.hold(request.request_id, in_flight.inbox, len(request.prompt_ids), computes=True)
+        prefill.send(wire.start_prefill(request, in_flight.journal, decode_info, age_s=in_flight.age_s))
+        in_flight.pages_kept_at[prefill.key] = prefill
 
     # -- events
 
     def _handle(self, event: Event) -> None:
         if getattr(event, "attempt", self._number) != self._number:
             if isinstance(event, TokenGiven):
-                self._story.take_token(event)  # the journal counts it as stale
+                self._in_flight.take_token(event)  # the journal counts it as stale
             return
         match event:
             case TokenGiven():
@@ -124,15 +122,15 @@ class Attempt:
                 self._granted(event)
             case PrefillStarted():
                 if self._prefill is not None:
-                    self._prefill.note_begun(self._story.request.request_id)
-                self._story.note_prompt("prefill", event.num_cached_tokens)
-                self._story.reach(RequestState.PREFILLING)
+                    self._prefill.note_begun(self._in_flight.request.request_id)
+                self._in_flight.note_prompt("prefill", event.num_cached_tokens)
+                self._in_flight.reach(RequestState.PREFILLING)
             case LocalPrefillStarted():
                 self._computes_locally(event)
             case Admitted():
                 self._is_admitted = True
                 self._forget_loss()
-                self._decode.note_admitted(self._story.request.request_id)
+                self._decode.note_admitted(self._in_flight.request.request_id)
                 self._generates()
             case HandoffDone() | PrefillEnded():
                 self._prefill_done(event)
@@ -152,22 +150,22 @@ class Attempt:
                 pass
 
     def _token(self, token: TokenGiven) -> None:
-        story = self._story
+        in_flight = self._in_flight
         if token.finish_reason is not None and token.choice < len(self._ended_at_worker):
             self._ended_at_worker[token.choice] = True
-        story.take_token(token)
-        if story.life.state in (RequestState.QUEUED, RequestState.PREFILLING) and not story.journal.is_finished:
-            if not story.journal.has_first_tokens:
-                story.reach(RequestState.PREFILLING)
+        in_flight.take_token(token)
+        if in_flight.life.state in (RequestState.QUEUED, RequestState.PREFILLING) and not in_flight.journal.is_finished:
+            if not in_flight.journal.has_first_tokens:
+                in_flight.reach(RequestState.PREFILLING)
             elif self._prefill is None:  # decode goes on by itself: there is no handoff
                 self._generates()
             else:
-                story.reach(RequestState.HANDOFF)
+                in_flight.reach(RequestState.HANDOFF)
         if token.index == 0:
             self._ask_to_move()
 
     def _granted(self, granted: Granted) -> None:
-        request_id = self._story.request.request_id
+        request_id = self._in_flight.request.request_id
         self._decode.note_granted(request_id)
         self._is_granted = True
         if self._prefill is None:
@@ -179,24 +177,24 @@ class Attempt:
     def _find_prefill(self) -> WorkerSession:
         """Decode needs a prefill worker; where none is ready it gets its pages back while the request waits."""
         try:
-            return self._story.house.cluster.prefill_for(self._decode, self._plan.wishes)
+            return self._in_flight.context.cluster.prefill_for(self._decode, self._plan.wishes)
         except (NoWorkerError, IncompatibleError) as error:
             raise self._over(Fault.UNSERVED, self._decode.key, error) from error
 
     def _computes_locally(self, event: LocalPrefillStarted) -> None:
-        self._decode.note_admitted(self._story.request.request_id)
+        self._decode.note_admitted(self._in_flight.request.request_id)
         self._is_admitted = True
-        self._story.note_prompt("decode", event.num_cached_tokens)
-        self._story.reach(RequestState.PREFILLING)
+        self._in_flight.note_prompt("decode", event.num_cached_tokens)
+        self._in_flight.reach(RequestState.PREFILLING)
 
     def _generates(self) -> None:
         """Decode has all it needs, and goes on alone."""
-        self._story.reach(RequestState.DECODING)
-        self._story.house.moves.leave(self._story.inbox)  # if it came here by a move, that is done
+        self._in_flight.reach(RequestState.DECODING)
+        self._in_flight.context.migrations.leave(self._in_flight.inbox)  # if it came here by a move, that is done
         self._ask_to_move()
 
     def _prefill_done(self, event: HandoffDone | PrefillEnded) -> None:
-        if isinstance(event, PrefillEnded) or not self._story.journal.has_first_tokens:
+        if isinstance(event, PrefillEnded) or not self._in_flight.journal.has_first_tokens:
             # Its tokens come before this on the same stream, and they would have ended the request.
             prefill = self._prefill_key or self._decode.key
             error = InternalError(f"{prefill} ended without the first token of each choice")
@@ -206,7 +204,7 @@ class Attempt:
     def _let_prefill_go(self) -> None:
         self._is_prefill_done = True
         if self._prefill is not None:
-            self._prefill.let_go(self._story.request.request_id)
+            self._prefill.let_go(self._in_flight.request.request_id)
 
     # -- failures
 
@@ -220,7 +218,7 @@ class Attempt:
     def _needs_prefill(self) -> bool:
         """Commit is the truth: once decode has the pages and the client the first tokens, prefill may even die."""
         is_handed_over = self._is_admitted or self._is_prefill_done
-        return not (is_handed_over and self._story.journal.has_first_tokens)
+        return not (is_handed_over and self._in_flight.journal.has_first_tokens)
 
     def _failed(self, failed: AttemptFailed) -> None:
         if failed.worker == self._prefill_key and self._is_admitted and not self._needs_prefill():
@@ -236,12 +234,12 @@ class Attempt:
         if lost.worker == self._decode.key:
             raise self._died(lost)
         if lost.worker == self._prefill_key and self._needs_prefill():
-            if not (self._is_granted and self._story.journal.has_first_tokens):
+            if not (self._is_granted and self._in_flight.journal.has_first_tokens):
                 raise self._died(lost)
             # It may have committed: its end and decode's word come on two streams.
             self._lost = lost
             loop = asyncio.get_running_loop()
-            self._verdict_timer = loop.call_later(_VERDICT_S, self._story.inbox.put, WaitOver())
+            self._verdict_timer = loop.call_later(_VERDICT_S, self._in_flight.inbox.put, WaitOver())
 
     def _forget_loss(self) -> None:
         """No verdict on prefill's loss is awaited: what fails from now on is decode's own."""
@@ -260,19 +258,19 @@ class Attempt:
             return
         self._is_decode_leaving = True
         # Another worker may become ready only later.
-        self._story.house.cluster.watch(self._story.inbox)
+        self._in_flight.context.cluster.watch(self._in_flight.inbox)
         self._ask_to_move()
 
     def _ask_to_move(self) -> None:
         """What still is on its way to the leaving worker moves once it has arrived: its pages are then at prefill."""
-        has_arrived = self._is_admitted and self._story.journal.has_first_tokens
+        has_arrived = self._is_admitted and self._in_flight.journal.has_first_tokens
         if self._is_decode_leaving and has_arrived:
-            self._story.house.moves.ask(self._story.inbox)
+            self._in_flight.context.migrations.ask(self._in_flight.inbox)
 
     def _has_other_place(self) -> bool:
-        wishes = self._story.recovery.wishes_to_move(self._decode.key)
+        wishes = self._in_flight.recovery.wishes_to_move(self._decode.key)
         try:
-            self._story.house.cluster.place(len(self._story.request.prompt_ids), wishes)
+            self._in_flight.context.cluster.place(len(self._in_flight.request.prompt_ids), wishes)
         except (NoWorkerError, IncompatibleError):
             return False
         return True
@@ -280,16 +278,16 @@ class Attempt:
     def _move(self) -> None:
         if self._is_decode_leaving and self._has_other_place():
             raise self._over(Fault.MOVED, self._decode.key, DrainingError(f"{self._decode.key} is leaving"))
-        self._story.house.moves.leave(self._story.inbox)  # it stays, and asks again when workers change
+        self._in_flight.context.migrations.leave(self._in_flight.inbox)  # it stays, and asks again when workers change
 
     # -- the end
 
     def _close(self, why: str) -> None:
         """Leave nothing behind: whatever a worker may still hold of this attempt, it is told to drop."""
-        request_id = self._story.request.request_id
-        self._story.house.cluster.unwatch(self._story.inbox)
+        request_id = self._in_flight.request.request_id
+        self._in_flight.context.cluster.unwatch(self._in_flight.inbox)
         self._forget_loss()
-        ended_by_itself = self._story.journal.is_finished and all(self._ended_at_worker)
+        ended_by_itself = self._in_flight.journal.is_finished and all(self._ended_at_worker)
         if self._prefill is not None:
             if not ended_by_itself and not self._is_prefill_done:
                 self._prefill.cancel(request_id, self._number, why)

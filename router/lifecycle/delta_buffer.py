@@ -1,4 +1,4 @@
-"""Between the stories of one HTTP request and the writer of its answer: a bounded buffer of deltas."""
+"""Between the prompts of one HTTP request and the writer of its answer: a bounded buffer of deltas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from router.request.request import Delta
 from tandem.core.errors import CancelledError, TandemError
 
 
-class Outlet:
-    """Stories put, one writer takes. Not thread-safe.
+class DeltaBuffer:
+    """Each prompt puts, one writer takes. Not thread-safe.
 
     A client that reads too slowly blocks the writer; what piles up meanwhile is bounded in tokens.
     """
@@ -38,7 +38,7 @@ class Outlet:
             raise CancelledError(f"the client reads too slowly: more than {self._max_tokens} tokens wait for it")
 
     def close(self, error: TandemError | None = None) -> None:
-        """All stories have ended, the first failure being `error`."""
+        """All prompts have ended, the first failure being `error`."""
         self.error = error
         self._is_closed = True
         self._wake()

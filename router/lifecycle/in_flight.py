@@ -1,17 +1,4 @@
-"""The whole story of one request, from its place in the queue to its end.
-
-    QUEUED      a pair of workers is chosen; `Reserve` goes to decode, `StartPrefill` to prefill, at once
-    PREFILLING  prefill computes; when decode grants pages, prefill learns of the grant and writes into them
-    HANDOFF     every choice has its first token, from prefill; the pages are on their way
-    DECODING    decode has verified the pages and sends all further tokens
-    FINISHED    every choice has ended
-
-A prompt of the mixed pool is computed at decode: there is no handoff then, and PREFILLING goes over into DECODING.
-
-An attempt that a worker's loss or a refusal ends begins anew, with the journal: what the client has seen stands, and
-the new attempt goes on behind it. `router/policy/recovery.py` says how; `docs/life-of-a-request.md` tells the same hop
-by hop.
-"""
+"""The facts of one request over all its attempts, and what it tells its client."""
 
 from __future__ import annotations
 
@@ -20,27 +7,18 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from router.lifecycle.attempt import Attempt, AttemptOver
-from router.lifecycle.migration_slots import Moves
-from router.lifecycle.open_exchanges import UnderWay
-from router.lifecycle.request_errors import RequestErrors
-from router.policy.admission import Admission
-from router.policy.mixed_pool import MixedPool
+from router.lifecycle.context import RouterContext
 from router.policy.placement import Placement, Wishes, place
-from router.policy.recovery import FIRST, PLANNED, Fault, Plan, Recovery, RecoveryLimits
-from router.policy.retry_budget import RetryBudget
+from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Plan, Recovery, RecoveryLimits
 from router.request.choice_text import ChoiceText
 from router.request.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver, WorkerLost
 from router.request.journal import Journal
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, TokenGiven, Usage
-from router.workers.registry import Cluster, Pair
+from router.workers.registry import Pair
 from router.workers.session import WorkerSession
 from tandem.core import points
-from tandem.core.clock import Clock
-from tandem.core.config import Config
 from tandem.core.errors import (
     CancelledError,
     DeadlineError,
@@ -50,105 +28,38 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.core.logging import get_logger
-from tandem.core.metrics import RouterMetrics
 from tandem.core.states import RequestLife, RequestState
-from tandem.core.tokenizer import Tokenizer
 from tandem.core.worker_key import WorkerKey
 
 log = get_logger(__name__)
 
 _WAY = [RequestState.QUEUED, RequestState.PREFILLING, RequestState.HANDOFF, RequestState.DECODING]
-# Error codes that `tandem_requests_total` tells apart from "failed".
-_OUTCOMES = {
-    "cancelled": "cancelled",
-    "deadline": "deadline",
-    "overloaded": "overloaded",
-    "no_worker": "no_worker",
-    "draining": "no_worker",
-}
 
 
-@dataclass(frozen=True)
-class House:
-    """What all stories of one router share."""
-
-    config: Config
-    clock: Clock
-    cluster: Cluster
-    mixed_pool: MixedPool
-    admission: Admission
-    metrics: RouterMetrics
-    tokenizer: Tokenizer
-    under_way: UnderWay
-    budget: RetryBudget
-    moves: Moves
-    errors: RequestErrors
-
-
-async def tell(
-    request: Request,
-    house: House,
-    inbox: Mailbox[Event],
-    emit: Callable[[Delta], None],
-    on_prompt: Callable[[str], None],
-) -> Usage:
-    """Serve `request`; `emit` gets each delta as soon as it is settled, `on_prompt` the role that computes the prompt.
-
-    The request holds one place in `house.admission`, which is given back here. `inbox` may already hold what
-    happened to the client.
-
-    Raises:
-        TandemError: what the request ended with; nothing of it is left at any worker then.
-    """
-    story = Story(request, house, inbox, emit, on_prompt)
-    state, outcome = RequestState.FAILED, "failed"
-    try:
-        with story.deadline():
-            while True:
-                pair = await story.find_pair()
-                try:
-                    await Attempt(story, pair, story.plan).run()
-                    break
-                except AttemptOver as over:
-                    story.begin_anew(over)
-        state, outcome = RequestState.FINISHED, "finished"
-        return story.usage()
-    except TandemError as error:
-        outcome = _OUTCOMES.get(error.code, "failed")
-        if isinstance(error, CancelledError | DeadlineError):
-            state = RequestState.CANCELLED
-        raise
-    except asyncio.CancelledError:
-        state, outcome = RequestState.CANCELLED, "cancelled"
-        raise
-    finally:
-        story.end(state, outcome)
-
-
-class Story:
+class InFlightRequest:
     """The facts of one request over all its attempts."""
 
     def __init__(
         self,
         request: Request,
-        house: House,
+        context: RouterContext,
         inbox: Mailbox[Event],
         emit: Callable[[Delta], None],
         on_prompt: Callable[[str], None],
     ) -> None:
         self.request = request
-        self.house = house
+        self.context = context
         self.inbox = inbox
         self.journal = Journal(request.num_choices)
         self.life = RequestLife(request.request_id, request.arrived_s)
-        limits = house.config.limits
+        limits = context.config.limits
         self.recovery = Recovery(
             RecoveryLimits(
                 max_attempts=limits.max_attempts,
-                local_prefill_tokens=house.config.scheduling.local_prefill_tokens,
+                local_prefill_tokens=context.config.scheduling.local_prefill_tokens,
                 max_rest_s=limits.wait_for_worker_s,
             ),
-            house.budget,
+            context.budget,
         )
         self.plan = FIRST
         #: Every prefill worker that may keep pages of this request until it is told that it has ended.
@@ -156,7 +67,7 @@ class Story:
         self._num_cached_tokens: int | None = None
         self._emit = emit
         self._on_prompt = on_prompt
-        self._texts = [ChoiceText(house.tokenizer, request, n) for n in range(request.num_choices)]
+        self._texts = [ChoiceText(context.tokenizer, request, n) for n in range(request.num_choices)]
         # Events that were taken from the inbox and not looked at yet.
         self._pending: deque[Event] = deque()
         self._last_failure: TandemError | None = None
@@ -165,12 +76,12 @@ class Story:
         # Invariant: true exactly while we hold a place in the admission queue.
         self._is_waiting = True
         self._last_token_s: list[float | None] = [None] * request.num_choices
-        house.budget.earn()
+        context.budget.earn()
 
     @property
     def age_s(self) -> float:
         """Seconds since the request came, over all attempts: a retry does not begin to wait anew."""
-        return self.house.clock.now() - self.request.arrived_s
+        return self.context.clock.now() - self.request.arrived_s
 
     # -- inputs
 
@@ -221,14 +132,14 @@ class Story:
             IncompatibleError: no two workers pair.
             TandemError: as `next_event`.
         """
-        house, clock = self.house, self.house.clock
-        wait_s = house.config.limits.wait_for_worker_s
+        context, clock = self.context, self.context.clock
+        wait_s = context.config.limits.wait_for_worker_s
         give_up_s = clock.now() + wait_s
         while True:
             try:
                 placement = self._place()
             except (NoWorkerError, IncompatibleError) as error:
-                is_hopeless = self._last_failure is None and not house.cluster.snapshot().may_get_better
+                is_hopeless = self._last_failure is None and not context.cluster.snapshot().may_get_better
                 if is_hopeless or clock.now() >= give_up_s:
                     self._tell_whole(error, wait_s)
                     raise
@@ -237,22 +148,22 @@ class Story:
                 wake_s = self.plan.rests_until_s(placement)
                 if clock.now() >= wake_s:
                     points.reach("router.placed")
-                    return house.cluster.pair(placement)
+                    return context.cluster.pair(placement)
             await self._change_of_workers(wake_s)
 
     def _place(self) -> Placement:
         """A new request that is not urgent may go to decode alone; later attempts go as their plan says."""
-        snapshot, num_tokens = self.house.cluster.snapshot(), len(self.request.prompt_ids)
+        snapshot, num_tokens = self.context.cluster.snapshot(), len(self.request.prompt_ids)
         may_be_slow = self.plan is FIRST and self.request.priority >= 0
-        if may_be_slow and (decode := self.house.mixed_pool.computes_alone(snapshot, num_tokens)) is not None:
+        if may_be_slow and (decode := self.context.mixed_pool.computes_alone(snapshot, num_tokens)) is not None:
             self.plan = Plan(Wishes(decode=decode, alone=True), max_local_tokens=num_tokens)
         return place(snapshot, num_tokens, self.plan.wishes)
 
     async def _change_of_workers(self, until_s: float) -> None:
         """Wait until a worker comes or goes, for at most until then."""
-        timer = asyncio.get_running_loop().call_later(until_s - self.house.clock.now(), self.inbox.put, WaitOver())
+        timer = asyncio.get_running_loop().call_later(until_s - self.context.clock.now(), self.inbox.put, WaitOver())
         try:
-            with self.house.cluster.watched_by(self.inbox):
+            with self.context.cluster.watched_by(self.inbox):
                 await self.next_event()
         finally:
             timer.cancel()
@@ -265,9 +176,9 @@ class Story:
         if self._last_failure is not None:
             error.message = f"{self._last_failure.message}; then for {waited_s:g} s: {error.message}"
 
-    def begin_anew(self, over: AttemptOver) -> None:
+    def begin_anew(self, end: AttemptEnd) -> None:
         """The attempt is over: plan the next one, or raise the error with which the request ends."""
-        end, now_s = over.end, self.house.clock.now()
+        now_s = self.context.clock.now()
         log.warning(
             "attempt over",
             attempt=self.journal.attempt,
@@ -291,7 +202,7 @@ class Story:
         self._count(end.fault, end.error, now_s)
 
     def _count(self, fault: Fault, error: TandemError, now_s: float) -> None:
-        metrics = self.house.metrics
+        metrics = self.context.metrics
         if fault in PLANNED and fault is not Fault.UNSERVED:
             metrics.moves.labels(fault.value).inc()
             return
@@ -317,7 +228,7 @@ class Story:
             self._emit(delta)
 
     def _measure(self, choice: int, num_tokens: int) -> None:
-        now_s, metrics = self.house.clock.now(), self.house.metrics
+        now_s, metrics = self.context.clock.now(), self.context.metrics
         if self._fault_s is not None:
             metrics.recovery_s.observe(now_s - self._fault_s)
             self._fault_s = None
@@ -338,22 +249,22 @@ class Story:
         Prefill's and decode's streams are not ordered against each other, so a state may become known late.
         """
         behind, wanted = _WAY.index(self.life.state), _WAY.index(state)
-        now_s = self.house.clock.now()
+        now_s = self.context.clock.now()
         for step in _WAY[behind + 1 : wanted + 1]:
             self.life.to(step, now_s)
         self._leave_queue()
 
     def end(self, state: RequestState, outcome: str) -> None:
         """The request has ended in `state`: free what is kept of it, measure and log it."""
-        self.house.moves.leave(self.inbox)
+        self.context.migrations.leave(self.inbox)
         for session in self.pages_kept_at.values():
             session.release_pages(self.request.request_id)
         if state is RequestState.FINISHED:
             self.reach(RequestState.DECODING if self.life.state is RequestState.HANDOFF else RequestState.PREFILLING)
         self._leave_queue()
-        now_s = self.house.clock.now()
+        now_s = self.context.clock.now()
         self.life.to(state, now_s)
-        metrics, dropped = self.house.metrics, self.journal.dropped
+        metrics, dropped = self.context.metrics, self.journal.dropped
         phases = {phase: self.life.seconds_in(phase) for phase in _WAY}
         for phase, seconds in phases.items():
             metrics.phase_s.labels(phase.value).observe(seconds)
@@ -377,7 +288,7 @@ class Story:
     def _leave_queue(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self.house.admission.leave()
+            self.context.admission.leave()
 
     def note_prompt(self, computed_by: str, num_cached_tokens: int) -> None:
         """A worker of this role computes the prompt, and has found so many of its tokens there.

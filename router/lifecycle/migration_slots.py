@@ -14,7 +14,7 @@ from router.request.mailbox import Mailbox
 MAX_AT_ONCE = 4
 
 
-class Moves:
+class MigrationSlots:
     """Slots for moves, given out in the order of asking. Not thread-safe."""
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class UnderWay:
+class OpenExchanges:
     """A set of exchanges, each with a way to break it off."""
 
     def __init__(self) -> None:

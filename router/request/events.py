@@ -1,4 +1,4 @@
-"""All that can happen to a request under way, in past tense: the story's only inputs."""
+"""All that can happen to a request under way, in past tense: its only inputs."""
 
 from __future__ import annotations
 

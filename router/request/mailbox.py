@@ -1,4 +1,4 @@
-"""What reaches one request's story, in order: a queue whose reader takes all that waits at once."""
+"""What reaches one request's in_flight, in order: a queue whose reader takes all that waits at once."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Cluster:
         for session in sessions:
             await session.wait_closed()
 
-    # -- for the stories
+    # -- for requests
 
     def snapshot(self) -> Snapshot:
         """The load of every worker that takes requests, and whether others will."""
@@ -213,7 +213,7 @@ class Cluster:
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
     def event_seen(self, kind: str, message: Any) -> None:
-        """Measure what no story waits for: it may have ended before."""
+        """Measure what no request waits for: it may have ended before."""
         metrics = self._metrics
         if kind == "handoff_done":
             metrics.handoff_s.observe(message.handoff_s)

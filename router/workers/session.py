@@ -168,7 +168,7 @@ class WorkerSession:
             mixed_step_tokens=info.mixed_step_tokens,
         )
 
-    # -- for the stories
+    # -- for requests
 
     def hold(self, request_id: str, mailbox: Mailbox[Event], num_prompt_tokens: int, *, computes: bool) -> None:
         """From now on events of `request_id` go to `mailbox`, and the loss of this worker too.

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.lifecycle.migration_slots import Moves
+from router.lifecycle.migration_slots import MigrationSlots
 from router.request.events import Event, MayMove
 from router.request.mailbox import Mailbox
 
@@ -18,7 +18,7 @@ def turns(*inboxes: Mailbox[Event]) -> list[int]:
 
 
 def test_the_next_one_goes_when_one_is_done() -> None:
-    moves = Moves(2)
+    moves = MigrationSlots(2)
     a, b, c, d = (Mailbox[Event]() for _ in range(4))
     for inbox in (a, b, c, d, c, a):
         moves.ask(inbox)
@@ -35,7 +35,7 @@ def test_the_next_one_goes_when_one_is_done() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5))), st.integers(1, 3))
 def test_no_more_than_allowed_move_and_nobody_is_forgotten(steps: list[tuple[bool, int]], max_at_once: int) -> None:
-    moves, inboxes = Moves(max_at_once), [Mailbox[Event]() for _ in range(6)]
+    moves, inboxes = MigrationSlots(max_at_once), [Mailbox[Event]() for _ in range(6)]
     wanting, moving = [], set()
     for asks, number in steps:
         if asks and number not in wanting and number not in moving:

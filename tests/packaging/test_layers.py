@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = ["tandem", "router", "prefill_worker", "decode_worker", "kvtransfer"]
+TOP_LEVEL = ["benchmarks", "tandem", "router", "prefill_worker", "decode_worker", "kvtransfer"]
 
 WRONG_ARROWS = {
     # module that is extended, import that it must not have, contract that says so

@@ -18,14 +18,14 @@ from decode_worker.receiving import Answer, ReceivingDesk
 from kvtransfer.protocol.messages import Commit, CommitPart
 from kvtransfer.transports.base import MessageArrived
 from tandem.core.errors import TransportError
+from tandem.rpc.duplex import ServedStream
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
-from tandem.worker.sessions import Session, reading
 from tandem.worker.wire import call_from_message, call_from_proto, refusal_to_proto
 
 _log = logging.getLogger(__name__)
 
-Stream = Session[decode_pb.CommitAnswer]
+Stream = ServedStream[decode_pb.CommitAnswer]
 
 
 class AsksDesk(Protocol):
@@ -63,7 +63,7 @@ class CommitStreams:
         stream = Stream(next(self._numbers), cut_off)
         self._streams.add(stream)
         try:
-            with reading(stream, calls, lambda call: self._take(stream, call)):
+            with stream.reading(calls, lambda call: self._take(stream, call)):
                 async for answer in stream.messages():
                     yield answer
         finally:

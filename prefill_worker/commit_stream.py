@@ -12,6 +12,7 @@ from grpc import aio
 
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.rpc.convert import error_from_rpc
+from tandem.rpc.duplex import writing
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc
 
@@ -103,20 +104,16 @@ class CommitStream:
         """One stream, from its beginning to its end. Raises what ended it."""
         stub: Any = self._stub  # the stub's types know no stream that is written to
         stream = stub.Commits()
-        writer = asyncio.create_task(_write(stream, unsent))
-        try:
-            async for answer in stream:
-                if known.done():
-                    self._answered(answer)
-                else:
-                    known.set_result(None)
-                    self.is_open = True
-        finally:
-            self.is_open = False
-            writer.cancel()
-            stream.cancel()
-            # A write fails only with the stream, and the reader reports that.
-            await asyncio.gather(writer, return_exceptions=True)
+        async with writing(stream, unsent):
+            try:
+                async for answer in stream:
+                    if known.done():
+                        self._answered(answer)
+                    else:
+                        known.set_result(None)
+                        self.is_open = True
+            finally:
+                self.is_open = False
 
     def _over(self, task: asyncio.Task[None], known: _Known) -> None:
         self._running = None
@@ -133,8 +130,3 @@ class CommitStream:
             known.set_result(error)
         elif not self._is_closed:
             _log.warning("%s; what is unanswered is asked again", error)
-
-
-async def _write(stream: Any, unsent: _Calls) -> None:
-    while True:
-        await stream.write(await unsent.get())

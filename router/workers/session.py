@@ -27,6 +27,7 @@ from tandem.core.logging import get_logger
 from tandem.core.pages import pages_for
 from tandem.core.worker_key import WorkerKey
 from tandem.rpc.channel import make_channel
+from tandem.rpc.duplex import writing
 from tandem.rpc.v1 import decode_pb2, prefill_pb2
 from tandem.rpc.v1.common_pb2 import ROLE_PREFILL, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
@@ -268,26 +269,17 @@ class WorkerSession:
             call = stub.Session()
             self._last_heard_s = loop.time()
             watchdog = _Watchdog(lambda: self._last_heard_s, self._lease_s, call.cancel)
-            writer = asyncio.create_task(self._write(call), name=f"writer {self.key}")
-            try:
-                async for message in call:
-                    self._last_heard_s = loop.time()
-                    self._receive(message)
-            except asyncio.CancelledError:
-                if not watchdog.has_fired or self._is_closed():
-                    raise
-                raise WorkerLostError(f"worker {self.key} was silent for {self._lease_s:g} s") from None
-            finally:
-                watchdog.stop()
-                writer.cancel()
-                call.cancel()
-                # A write fails only with the stream, and the reader reports that.
-                await asyncio.gather(writer, return_exceptions=True)
-
-    async def _write(self, call: Any) -> None:
-        commands = self._commands
-        while True:
-            await call.write(await commands.get())
+            async with writing(call, self._commands, f"writer {self.key}"):
+                try:
+                    async for message in call:
+                        self._last_heard_s = loop.time()
+                        self._receive(message)
+                except asyncio.CancelledError:
+                    if not watchdog.has_fired or self._is_closed():
+                        raise
+                    raise WorkerLostError(f"worker {self.key} was silent for {self._lease_s:g} s") from None
+                finally:
+                    watchdog.stop()
 
     def _receive(self, message: Any) -> None:
         if message.HasField("status"):

@@ -7,23 +7,16 @@ ends all that the router had started here: no request outlives the router that w
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
+from tandem.rpc.duplex import ServedStream
 from tandem.rpc.v1 import common_pb2 as pb
-
-_log = logging.getLogger(__name__)
 
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event")
 Events = TypeVar("Events")
-
-# A peer that reads nothing for this many messages is taken for hung; what it had asked for ends.
-_MAX_PENDING_MESSAGES = 4096
-
 
 class SessionHandler(Protocol[Command]):
     """What the worker does with what its routers say. Called in the event loop; must not block."""
@@ -33,76 +26,6 @@ class SessionHandler(Protocol[Command]):
 
     def session_ended(self, session: int) -> None:
         """A router's stream is over: end everything it had started."""
-
-
-class Session(Generic[Events]):
-    """The stream to one peer: a router, or a prefill worker that commits. Lives in the event loop.
-
-    Args:
-        number: of the stream among those of its kind.
-        cut_off: called when the peer is too far behind; it must not count on the stream to move again.
-    """
-
-    def __init__(self, number: int, cut_off: Callable[[], None]) -> None:
-        self.number = number
-        self._cut_off = cut_off
-        self._pending: deque[Events] = deque()
-        self._wake = asyncio.Event()
-        self.closed = False
-
-    def put(self, message: Events) -> None:
-        """Queue a message; a peer too far behind is cut off."""
-        if self.closed:
-            return
-        if len(self._pending) >= _MAX_PENDING_MESSAGES:
-            _log.error("stream %d: its peer reads too slowly, closing it", self.number)
-            self.drop()
-            self._cut_off()
-            return
-        self._pending.append(message)
-        self._wake.set()
-
-    def end(self) -> None:
-        """Take nothing more; what is queued still goes out."""
-        self.closed = True
-        self._wake.set()
-
-    def drop(self) -> None:
-        """As `end`, but there is nobody to read what is queued."""
-        self._pending.clear()
-        self.end()
-
-    async def messages(self) -> AsyncIterator[Events]:
-        """What is queued, until it ends."""
-        while self._pending or not self.closed:
-            while self._pending:
-                yield self._pending.popleft()
-            self._wake.clear()
-            if not self.closed:
-                await self._wake.wait()
-
-
-@contextmanager
-def reading(
-    session: Session[Events], incoming: AsyncIterator[Command], take: Callable[[Command], None]
-) -> Iterator[None]:
-    """While it is open, `take` gets what comes in; the session drops at its end, and at the first that fails."""
-
-    async def read() -> None:
-        try:
-            async for message in incoming:
-                if not session.closed:
-                    take(message)
-        except Exception:  # noqa: BLE001 - logged; the stream ends, and with it all that its peer had started
-            _log.exception("stream %d: a message failed", session.number)
-        finally:
-            session.drop()
-
-    reader = asyncio.create_task(read())
-    try:
-        yield
-    finally:
-        reader.cancel()
 
 
 class SessionHub(Generic[Command, Event, Events]):
@@ -131,7 +54,7 @@ class SessionHub(Generic[Command, Event, Events]):
         self._heartbeat_s = heartbeat_s
         self._interval_s = interval_s
         self._handler: SessionHandler[Command] | None = None
-        self._sessions: dict[int, Session[Events]] = {}
+        self._sessions: dict[int, ServedStream[Events]] = {}
         self._next = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
@@ -176,25 +99,25 @@ class SessionHub(Generic[Command, Event, Events]):
             self._end(session)
             task.cancel()
 
-        session: Session[Events] = Session(self._next, cut_off)
+        session: ServedStream[Events] = ServedStream(self._next, cut_off)
         self._next += 1
         self._sessions[session.number] = session
         session.put(self._make_events([self._hello()], self._read_status()))
         try:
-            with reading(session, commands, lambda command: self._take(session, command)):
+            with session.reading(commands, lambda command: self._take(session, command)):
                 async for message in session.messages():
                     yield message
         finally:
             self._end(session)
 
-    def _end(self, session: Session[Events]) -> None:
+    def _end(self, session: ServedStream[Events]) -> None:
         """Tell the handler, once."""
         session.drop()
         if self._sessions.pop(session.number, None) is not None:
             assert self._handler is not None
             self._handler.session_ended(session.number)
 
-    def _take(self, session: Session[Events], command: Command) -> None:
+    def _take(self, session: ServedStream[Events], command: Command) -> None:
         assert self._handler is not None
         self._handler.command(session.number, command)
 

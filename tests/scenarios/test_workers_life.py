@@ -23,10 +23,10 @@ from prefill_worker.worker import PrefillWorker
 from tandem.core.errors import CancelledError, InternalError, TandemError, TransportError
 from tandem.core.sampling import SamplingParams
 from tandem.engine.engine import Engine
+from tandem.rpc import duplex
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2, prefill_pb2
-from tandem.worker import sessions
 from tandem.worker.process import WorkerProcess
 from tests.scenarios.worker_pair import CONFIG, SHARED_LOOP, Gate, WorkerPair, make_worker, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
@@ -188,7 +188,7 @@ async def test_a_router_that_reads_nothing_loses_its_requests(
     life: WorkerPair, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream is alive, and stuck in a write: what it had started ends all the same, and others go on."""
-    monkeypatch.setattr(sessions, "_MAX_PENDING_MESSAGES", 8)
+    monkeypatch.setattr(duplex, "_MAX_PENDING_MESSAGES", 8)
     worker = getattr(life, side)
     async with Router(life, "good") as good:
         hung = Router(life, "hung")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tandem.rpc import duplex
 from tandem.rpc.v1 import common_pb2 as pb
-from tandem.worker import sessions
 from tandem.worker.sessions import SessionHub
 
 WAIT_S = 5.0
@@ -133,7 +133,7 @@ async def test_a_cancelled_stream_ends_once() -> None:
 
 async def test_a_router_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stuck in a write; its requests end all the same, and its later commands are not heard."""
-    monkeypatch.setattr(sessions, "_MAX_PENDING_MESSAGES", 3)
+    monkeypatch.setattr(duplex, "_MAX_PENDING_MESSAGES", 3)
     hub = make_hub(handler := Handler())
     slow, other = Stream(hub, reads=False), Stream(hub)
     await slow.events(1)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from decode_worker.receiving import Answer, ReceivingDesk
 from kvtransfer.protocol.messages import Commit, CommitPart
-from kvtransfer.transports.base import MessageArrived
+from kvtransfer.transports.events import MessageArrived
 from tandem.core.errors import TransportError
 from tandem.rpc.duplex import ServedStream
 from tandem.rpc.v1 import common_pb2 as pb

@@ -24,8 +24,8 @@ from kvtransfer.protocol.arrivals import ArrivedDigests, WriteTag
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 from kvtransfer.protocol.receiver import ReceiverHandoffs
-from kvtransfer.transfer_thread import ThreadEvent
-from kvtransfer.transports.base import PeerId, Transport, WriteArrived
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import PeerId, ThreadEvent, WriteArrived
 from tandem.core import points
 from tandem.core.errors import TransportError
 

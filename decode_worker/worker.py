@@ -20,9 +20,9 @@ from kvtransfer.layout import check_compatible
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
-from kvtransfer.transfer_thread import ThreadEvent
-from kvtransfer.transports.base import MessageArrived, PeerId, Transport
+from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
+from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent
 from tandem.core import points
 from tandem.core.errors import IncompatibleError, TandemError, TransportError, WorkerLostError
 from tandem.rpc.channel import make_channel

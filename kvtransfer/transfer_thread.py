@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import PeerId, Transport, TransportEvent, WriteFailed, WriteHandle
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import PeerId, ThreadEvent, WriteFailed, WriteHandle, WritePosted
 from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)
@@ -31,16 +32,6 @@ SHORTEST_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 5e-3
 # Of the time since something happened, the pause until the next poll.
 PAUSE_SHARE = 1 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class WritePosted:
-    """The transport has taken the write."""
-
-    handle: WriteHandle
-
-
-ThreadEvent = TransportEvent | WritePosted
 
 
 @dataclass(slots=True)

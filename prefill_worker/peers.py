@@ -17,7 +17,7 @@ from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId, check_compatible
 from kvtransfer.protocol.messages import Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
-from kvtransfer.transports.base import PeerId
+from kvtransfer.transports.events import PeerId
 from prefill_worker.commit_stream import CommitStream
 from tandem.core.errors import IncompatibleError, TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel

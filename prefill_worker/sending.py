@@ -20,8 +20,15 @@ from kvtransfer.protocol.arrivals import WriteTag
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
-from kvtransfer.transfer_thread import ThreadEvent, WritePosted
-from kvtransfer.transports.base import MessageArrived, PeerId, WriteArrived, WriteCompleted, WriteFailed
+from kvtransfer.transports.events import (
+    MessageArrived,
+    PeerId,
+    ThreadEvent,
+    WriteArrived,
+    WriteCompleted,
+    WriteFailed,
+    WritePosted,
+)
 from prefill_worker.sealed_digests import SealedDigests
 from tandem.core import points
 

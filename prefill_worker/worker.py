@@ -15,8 +15,8 @@ from kvtransfer.extents import ArenaShape
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, FirstToken, Grant, RefusalReason
-from kvtransfer.transfer_thread import ThreadEvent
-from kvtransfer.transports.base import PeerId, Transport
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import PeerId, ThreadEvent
 from prefill_worker.commits import Commits
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.prompts import Prompts

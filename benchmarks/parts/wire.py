@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.extents import ArenaShape, PageWrite, merge_extents
-from kvtransfer.transports.base import PeerId, Transport, WriteCompleted, WriteFailed
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import PeerId, WriteCompleted, WriteFailed
 from kvtransfer.transports.registry import create_transport
 from tandem.core.errors import TransportError
 from tandem.core.ready_file import write_ready_file

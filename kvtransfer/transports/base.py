@@ -2,9 +2,9 @@
 
 One transfer thread owns a transport and alone calls it (see `kvtransfer.transfer_thread`). Nothing here blocks.
 
-A write has exactly one end, `WriteCompleted` or `WriteFailed`, reported by `poll`, or none yet: to a peer that has
-stopped it stays outstanding for ever, so time-outs belong to the caller. `abort` asks for an early end and is no fence;
-`WriteFailed.settled` says whether the transport vouches that no byte moves any more.
+A write has exactly one end, `WriteCompleted` or `WriteFailed` (`kvtransfer.transports.events`), reported by `poll`, or
+none yet: to a peer that has stopped it stays outstanding for ever, so time-outs belong to the caller. `abort` asks for
+an early end and is no fence; `WriteFailed.settled` says whether the transport vouches that no byte moves any more.
 """
 
 from __future__ import annotations
@@ -12,59 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NewType
+from typing import ClassVar
 
 from kvtransfer.doorbell import Doorbell
 from kvtransfer.extents import Descriptor
+from kvtransfer.transports.events import PeerId, TransportEvent, WriteHandle
 from tandem.core.errors import TransportError
-
-PeerId = NewType("PeerId", str)
-"""A peer's agent name: one for each incarnation."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteHandle:
-    """One posted write. `number` is unique within its transport; `tag` is what the caller gave."""
-
-    number: int
-    peer: PeerId
-    tag: bytes
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteCompleted:
-    """Every byte is in the peer's memory."""
-
-    handle: WriteHandle
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
-    """The write will not complete. `settled`: no byte of it moves any more."""
-
-    handle: WriteHandle
-    error: str
-    settled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WriteArrived:
-    """At the target: the write that a peer tagged `tag` is complete. A hint; the commit is the truth."""
-
-    peer: PeerId
-    tag: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class MessageArrived:
-    """At the target of `send`: `content` as it was sent. Who sent it is what the transport says, and no proof."""
-
-    peer: PeerId
-    content: bytes
-
-
-TransportEvent = WriteCompleted | WriteFailed | WriteArrived | MessageArrived
 
 
 @dataclass(frozen=True, slots=True)

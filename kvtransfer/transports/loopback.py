@@ -14,18 +14,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import (
+from kvtransfer.transports.base import Transport, check_descriptors
+from kvtransfer.transports.envelope import Envelope, PeerBook
+from kvtransfer.transports.events import (
     MessageArrived,
     PeerId,
-    Transport,
     TransportEvent,
     WriteArrived,
     WriteCompleted,
     WriteFailed,
     WriteHandle,
-    check_descriptors,
 )
-from kvtransfer.transports.envelope import Envelope, PeerBook
 from tandem.core.errors import TransportError
 
 

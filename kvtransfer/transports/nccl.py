@@ -19,16 +19,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public by documentation
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import (
-    PeerId,
-    Transport,
-    TransportEvent,
-    WriteCompleted,
-    WriteFailed,
-    WriteHandle,
-    check_descriptors,
-)
+from kvtransfer.transports.base import Transport, check_descriptors
 from kvtransfer.transports.envelope import Envelope, PeerBook
+from kvtransfer.transports.events import PeerId, TransportEvent, WriteCompleted, WriteFailed, WriteHandle
 from kvtransfer.transports.pairs import PairReader, PairWriter, QueuedWrite, Side, translated
 from tandem.core.errors import TransportError
 

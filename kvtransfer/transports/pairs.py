@@ -39,7 +39,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public by docum
 )
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import TransportEvent, WriteArrived, WriteCompleted, WriteFailed, WriteHandle
+from kvtransfer.transports.events import TransportEvent, WriteArrived, WriteCompleted, WriteFailed, WriteHandle
 from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.pair_wire import Header, frames
 from tandem.core.errors import TransportError

@@ -32,18 +32,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import (
+from kvtransfer.transports.base import Transport, check_descriptors
+from kvtransfer.transports.envelope import Envelope, PeerBook
+from kvtransfer.transports.events import (
     MessageArrived,
     PeerId,
-    Transport,
     TransportEvent,
     WriteArrived,
     WriteCompleted,
     WriteFailed,
     WriteHandle,
-    check_descriptors,
 )
-from kvtransfer.transports.envelope import Envelope, PeerBook
 from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)

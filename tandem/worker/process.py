@@ -27,8 +27,9 @@ from grpc import aio
 
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
-from kvtransfer.transfer_thread import ThreadEvent, TransferThread
+from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import ThreadEvent
 from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
 from tandem.core.config import Config

@@ -8,7 +8,7 @@ import pytest
 from transport_peer import Pair, PeerProcess
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import PeerId, WriteArrived
+from kvtransfer.transports.events import PeerId, WriteArrived
 from kvtransfer.transports.registry import transport_names
 
 PLACES = [("loopback", "here"), ("ucx", "here"), ("nccl", "here"), ("ucx", "process"), ("nccl", "process")]

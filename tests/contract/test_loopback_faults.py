@@ -8,7 +8,7 @@ import pytest
 from transport_peer import EMPTY, Agent, Pair
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import TransportEvent, WriteCompleted, WriteFailed, WriteHandle
+from kvtransfer.transports.events import TransportEvent, WriteCompleted, WriteFailed, WriteHandle
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
 

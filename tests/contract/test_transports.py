@@ -14,7 +14,7 @@ import pytest
 from transport_peer import ARENA_BYTES, EMPTY, Agent, Pair, PeerProcess
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import PeerId, WriteCompleted, WriteFailed
+from kvtransfer.transports.events import PeerId, WriteCompleted, WriteFailed
 from kvtransfer.transports.registry import create_transport, transport_names
 from tandem.core.errors import ConfigError, TransportError
 

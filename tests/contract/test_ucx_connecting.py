@@ -11,7 +11,7 @@ import pytest
 from transport_peer import ARENA_BYTES, PeerProcess, RemoteAgent
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import WriteCompleted, WriteFailed
+from kvtransfer.transports.events import WriteCompleted, WriteFailed
 from tandem.core.errors import TransportError
 
 NUM_KILLED = 24

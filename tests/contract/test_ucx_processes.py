@@ -10,7 +10,7 @@ import pytest
 from transport_peer import ARENA_BYTES, EMPTY, Pair, PeerProcess, RemoteAgent
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import WriteCompleted, WriteFailed
+from kvtransfer.transports.events import WriteCompleted, WriteFailed
 from tandem.core.errors import TransportError
 
 SMALL = [Descriptor(0, 0, 4096)]

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import MessageArrived, PeerId, Transport, TransportEvent, WriteArrived, WriteHandle
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import MessageArrived, PeerId, TransportEvent, WriteArrived, WriteHandle
 from kvtransfer.transports.registry import create_transport
 
 ARENA_BYTES = 24 << 20

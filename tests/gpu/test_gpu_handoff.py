@@ -17,7 +17,8 @@ import torch
 
 from kvtransfer.digest import digest_pages
 from kvtransfer.extents import ArenaShape, PageWrite, merge_extents, page_ranges
-from kvtransfer.transports.base import PeerId, Transport, WriteArrived, WriteCompleted
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import PeerId, WriteArrived, WriteCompleted
 from kvtransfer.transports.registry import create_transport
 from tandem.engine.engine import Engine, SequenceInput
 

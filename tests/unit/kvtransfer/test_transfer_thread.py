@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transfer_thread import ThreadEvent, TransferThread, WritePosted, _pause_s
-from kvtransfer.transports.base import PeerId, Transport, TransportEvent, WriteArrived, WriteFailed
+from kvtransfer.transfer_thread import TransferThread, _pause_s
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import PeerId, ThreadEvent, TransportEvent, WriteArrived, WriteFailed, WritePosted
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
 

@@ -22,7 +22,7 @@ from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transfer_thread import TransferThread
-from kvtransfer.transports.base import MessageArrived, PeerId
+from kvtransfer.transports.events import MessageArrived, PeerId
 from kvtransfer.transports.loopback import FaultPlan, LoopbackNetwork, LoopbackTransport
 from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
 

@@ -13,7 +13,7 @@ import pytest
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.messages import AttemptKey, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
-from kvtransfer.transports.base import PeerId
+from kvtransfer.transports.events import PeerId
 from prefill_worker.peers import DecodePeers, Peer
 from tandem.core.errors import WorkerLostError
 from tandem.rpc.channel import bind, make_server

@@ -12,7 +12,7 @@ from desk_ends import GRACE_S, KEY, LAYOUT, SENDER, THEIRS, World
 from decode_worker.receiving import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol.messages import FailureReason, RefusalReason
-from kvtransfer.transports.base import MessageArrived, PeerId, TransportEvent, WriteArrived
+from kvtransfer.transports.events import MessageArrived, PeerId, TransportEvent, WriteArrived
 from kvtransfer.transports.loopback import Fault, FaultPlan
 
 EXTENT = LAYOUT.extent_bytes

@@ -14,7 +14,7 @@ from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.arrivals import ExtentRun, WriteTag
 from kvtransfer.protocol.messages import AttemptKey, CommitPart, FailureReason, RefusalReason
-from kvtransfer.transports.base import PeerId, WriteArrived
+from kvtransfer.transports.events import PeerId, WriteArrived
 from kvtransfer.transports.loopback import Fault, FaultPlan
 from prefill_worker.sending import HandoffStats
 

@@ -1,0 +1,63 @@
+"""What a transport tells of writes and messages: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+PeerId = NewType("PeerId", str)
+"""A peer's agent name: one for each incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteHandle:
+    """One posted write. `number` is unique within its transport; `tag` is what the caller gave."""
+
+    number: int
+    peer: PeerId
+    tag: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WritePosted:
+    """The transport has taken the write."""
+
+    handle: WriteHandle
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCompleted:
+    """Every byte is in the peer's memory."""
+
+    handle: WriteHandle
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The write will not complete. `settled`: no byte of it moves any more."""
+
+    handle: WriteHandle
+    error: str
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteArrived:
+    """At the target: the write that a peer tagged `tag` is complete. A hint; the commit is the truth."""
+
+    peer: PeerId
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MessageArrived:
+    """At the target of `send`: `content` as it was sent. Who sent it is what the transport says, and no proof."""
+
+    peer: PeerId
+    content: bytes
+
+
+TransportEvent = WriteCompleted | WriteFailed | WriteArrived | MessageArrived
+ThreadEvent = TransportEvent | WritePosted
+"""What the transfer thread tells: it adds which writes are posted."""

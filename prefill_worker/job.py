@@ -1,15 +1,19 @@
-"""One attempt at one prompt, as the prefill worker's runner knows it."""
+"""One attempt at one prompt, as the role knows it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtransfer.protocol.messages import AttemptKey
-from prefill_worker.sending import HandoffStats
+from kvtransfer.protocol.messages import AttemptKey, FirstToken
+from prefill_worker.events import PromptWork
 from tandem.core.errors import TandemError
+from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken
-from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.sequence import Sequence
+from tandem.worker.request import AttemptSpec, RequestLimits
+from tandem.worker.scheduler import ScheduledSequence
+from tandem.worker.sequence import FinishReason, Sequence, finish_reason
+from tandem.worker.turn import turn_of
+from tandem.worker.validate import open_journals, validate
 
 
 @dataclass(slots=True)
@@ -34,15 +38,10 @@ class PromptJob:
     computed_s: float | None = None  # when it was computed, and its first tokens given out, for the first time
     sealed_s: float | None = None  # when it was computed last: again after a preemption
     num_computed_tokens: int = 0  # all that was computed for it, again after a preemption too
-    # Decode has pages for it: what is sealed goes to the desk, and nothing preempts it.
+    # Decode has pages for it: what is sealed goes to the driver, and nothing preempts it.
     attached: bool = False
-    repeated: bool = False  # its start came again, perhaps when the desk was through: then it is open there again
-    over: bool = False  # nobody waits for it; only the desk may hold pages still
-
-    @property
-    def compute_s(self) -> float:
-        """From the first chunk to the first tokens, in seconds."""
-        return self.computed_s - self.started_s if self.computed_s is not None and self.started_s is not None else 0.0
+    repeated: bool = False  # its start came again, perhaps when the driver was through: then it is open there again
+    over: bool = False  # nobody waits for it; only the driver may hold pages still
 
     @property
     def open_choices(self) -> list[int]:
@@ -58,29 +57,45 @@ class PromptJob:
         """All its pages hold what they shall."""
         return self.sequence.num_computed == self.sequence.num_prompt
 
-    def describe_handoff(self, stats: HandoffStats) -> prefill_pb.HandoffDone:
-        return prefill_pb.HandoffDone(
-            request_id=self.key.request_id,
-            attempt=self.key.attempt,
-            num_bytes=stats.num_bytes,
-            num_extents=stats.num_extents,
-            num_descriptors=stats.num_descriptors,
-            handoff_s=stats.handoff_s,
-            exposed_s=stats.exposed_s,
-            compute_s=self.compute_s,
-            num_computed_tokens=self.num_computed_tokens,
-            num_cached_tokens=self.sequence.num_cached,
-            answer_s=stats.answer_s,
-        )
+    @property
+    def work(self) -> PromptWork:
+        began_s, ended_s = self.started_s, self.computed_s
+        compute_s = ended_s - began_s if ended_s is not None and began_s is not None else 0.0
+        return PromptWork(compute_s, self.num_computed_tokens, self.sequence.num_cached)
 
-    def describe_end(self) -> prefill_pb.PrefillEnded:
-        return prefill_pb.PrefillEnded(
-            request_id=self.key.request_id,
-            attempt=self.key.attempt,
-            compute_s=self.compute_s,
-            num_computed_tokens=self.num_computed_tokens,
-            num_cached_tokens=self.sequence.num_cached,
-        )
+    def ended_by(self, token_id: int, limits: RequestLimits) -> FinishReason | None:
+        """Why nothing follows `token_id` as a first token; `None`: something does."""
+        num_tokens = self.sequence.num_prompt + 1
+        return finish_reason(self.sequence.params, token_id, 1, num_tokens, limits.eos, limits.max_context)
+
+    def going_on(self, limits: RequestLimits) -> tuple[FirstToken, ...]:
+        """What decode continues: choices that did not end with their first token."""
+        going_on = [FirstToken(choice, ids[0]) for choice, ids in self.journal.items()]
+        for choice, token in self.first_tokens.items():
+            if self.ended_by(token.token_id, limits) is None:
+                going_on.append(FirstToken(choice, token.token_id))
+        return tuple(going_on)
+
+
+def make_job(
+    session: int, spec: AttemptSpec, receiver: str, limits: RequestLimits, arrival: int, now_s: float
+) -> PromptJob:
+    """Raises `InvalidRequestError` for a prompt that the model cannot compute."""
+    validate(spec, limits)
+    journal, finished = open_journals(spec, limits)
+    sequence = Sequence(
+        request_id=spec.key.request_id,
+        attempt=spec.key.attempt,
+        choice=0,
+        turn=turn_of(spec.priority, now_s - spec.age_s, limits.priority_ageing_s),
+        arrival=arrival,
+        token_ids=list(spec.prompt_ids),
+        num_prompt=len(spec.prompt_ids),
+        params=spec.params,
+    )
+    job = PromptJob(spec.key, session, sequence, spec.num_choices, journal, finished, receiver)
+    sequence.owner = job
+    return job
 
 
 @dataclass(slots=True)
@@ -90,4 +105,15 @@ class StepPart:
     job: PromptJob
     first: int
     pages: tuple[int, ...]
-    next_layer: int = 0  # the desk knows of the layers before it
+    next_layer: int = 0  # the driver knows of the layers before it
+
+
+def part_of(item: ScheduledSequence, page_size: int) -> StepPart:
+    """What a step does for one prompt.
+
+    Chunks end on page borders or with the prompt, so the first page was not begun by an earlier chunk.
+    """
+    end, num_prompt = item.start + item.num_tokens, item.sequence.num_prompt
+    first = item.start // page_size
+    last = pages_for(end, page_size) if end == num_prompt else end // page_size
+    return StepPart(item.sequence.owner, first, tuple(item.sequence.pages[first:last]))

@@ -1,12 +1,12 @@
-"""The prefill worker: wires prompts (runner), sending desk (transfer thread) and service (event loop) together."""
+"""The prefill worker: wires role (runner), sender driver (transfer thread) and service (event loop) together."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -14,34 +14,35 @@ from grpc import aio
 from kvtransfer.extents import ArenaShape
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, FirstToken, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId, ThreadEvent
 from prefill_worker.commits import Commits
+from prefill_worker.events import Event, HandoffStats
 from prefill_worker.peers import DecodePeers, Peer
-from prefill_worker.prompts import Prompts
-from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
+from prefill_worker.queued_driver import QueuedDriver
+from prefill_worker.role import PrefillRole
+from prefill_worker.sender_driver import SenderDriver
+from prefill_worker.wire import events_to_proto
 from tandem.core import points
+from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TandemError, TransportError, WorkerLostError
 from tandem.core.pages import pages_for
+from tandem.engine.sampler import Sampler
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.rpc.v1 import prefill_pb2_grpc
-from tandem.worker.limits import quarantine_cap_pages
+from tandem.worker.limits import quarantine_cap_pages, request_limits
 from tandem.worker.process import WorkerProcess
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import grant_from_proto, refusal_from_proto
-
-# So long a runner waits at most, once a step, for the desk to take in which prompts it has computed. Their commits go
-# out meanwhile, where all is written.
-SPEAK_FIRST_S = 2e-3
+from tandem.worker.wire import grant_from_proto, refusal_from_proto, spec_from_proto
 
 _log = logging.getLogger(__name__)
 
-Hub = SessionHub[prefill_pb.PrefillCommand, prefill_pb.PrefillEvent, prefill_pb.PrefillEvents]
+Hub = SessionHub[prefill_pb.PrefillCommand, Event | pb.WorkerInfo, prefill_pb.PrefillEvents]
 
 
 class PrefillWorker(WorkerProcess):
@@ -52,8 +53,8 @@ class PrefillWorker(WorkerProcess):
     def make_role(self) -> StepHooks:
         transport = self.config.transport
         self.hub: Hub = SessionHub(
-            _make_events,
-            lambda: prefill_pb.PrefillEvent(hello=self.info),
+            events_to_proto,
+            lambda: self.info,
             self.read_status,
             heartbeat_s=transport.lease_s / 4,
             interval_s=self.config.metrics.worker_interval_s,
@@ -73,7 +74,7 @@ class PrefillWorker(WorkerProcess):
             self.worker_id, lambda receiver: self.peers.peers.get(receiver), self.loop.call_soon_threadsafe
         )
         self._on_transfer(self.commits.bind)
-        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
+        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.driver.tick()))
         limits = SenderLimits(
             lease_margin_s=min(0.5, transport.lease_s / 10),
             write_timeout_s=transport.lease_s,
@@ -82,22 +83,37 @@ class PrefillWorker(WorkerProcess):
             grace_s=transport.grace_s,
             quarantine_cap_pages=quarantine_cap_pages(transport, self.pool.num_pages),
         )
-        self.desk = SendingDesk(
-            self.incarnation,
-            self.layout,
-            self.arena_shape,
-            self.engine.arena.extent_view,
-            limits,
-            self,
-            self.transfer.write,
-            self._transport_peer,
+        clock = MonotonicClock()
+        self.driver = SenderDriver(
+            incarnation=self.incarnation,
+            layout=self.layout,
+            shape=self.arena_shape,
+            read_extent=self.engine.arena.extent_view,
+            limits=limits,
+            outlet=self,
+            write=self.transfer.write,
+            peer=self._transport_peer,
+            clock=clock,
         )
         # Where each attempt's pages go. Written and read in the event loop.
         self._targets: dict[AttemptKey, pb.WorkerInfo] = {}
         # One for each time that decode is being told that nothing of a grant is outstanding; each for a bounded time,
         # see `DecodePeers.confirm_idle`. Added to by the transfer thread, taken from by the event loop.
         self._confirming: set[object] = set()
-        self.prompts = Prompts(self, _QueuedDesk(self), self._emit)
+        self.prompts = PrefillRole(
+            worker_id=self.worker_id,
+            scheduler=self.scheduler,
+            driver=QueuedDriver(self.driver, self.on_transfer),
+            emit=self.hub.emit,
+            limits=request_limits(self.engine, self.config),
+            num_layers=self.layout.num_layers,
+            sample=Sampler(self.engine.eos_token_ids),
+            counters=self.counters,
+            load=self.load,
+            pacing=self.pacing,
+            clock=clock,
+            is_draining=lambda: self.draining,
+        )
         return self.prompts
 
     def add_services(self, server: aio.Server) -> None:
@@ -107,8 +123,8 @@ class PrefillWorker(WorkerProcess):
         await self.peers.close()
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
-        self.desk.on_transport(event)
-        self.counters.num_transfer_bytes = self.desk.num_bytes_written
+        self.driver.on_transport(event)
+        self.counters.num_transfer_bytes = self.driver.num_bytes_written
 
     def num_held(self) -> int:
         """What a drain waits for: prompts that somebody wants, and decode workers that are told of an idle writer.
@@ -123,15 +139,7 @@ class PrefillWorker(WorkerProcess):
         """One command of a router."""
         match command.WhichOneof("command"):
             case "start":
-                start = command.start
-                key = AttemptKey(start.request_id, start.attempt)
-                self._targets[key] = start.decode
-                if start.decode.host_id == self.info.host_id:
-                    self.pacing.met(start.decode.incarnation, start.decode.pid)
-                # Opened from here, so that no grant can be attached before, however long the runner's step takes.
-                num_pages = pages_for(len(start.prompt_ids), self.pool.page_size)
-                self.on_transfer(lambda _: self.desk.open(key, num_pages, start.decode.incarnation))
-                self.runner.submit(lambda: self.prompts.start(session, start))
+                self._take_in(session, command.start)
             case "attach":
                 self.spawn(self._attach(command.attach))
             case "cancel":
@@ -142,6 +150,21 @@ class PrefillWorker(WorkerProcess):
                 self.runner.submit(lambda: self.prompts.release_request(request_id))
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
+
+    def _take_in(self, session: int, start: prefill_pb.StartPrefill) -> None:
+        key, receiver = AttemptKey(start.request_id, start.attempt), start.decode.incarnation
+        try:
+            spec = spec_from_proto(start)
+        except TandemError as error:
+            self.runner.submit(partial(self.prompts.refuse, session, key, error))
+            return
+        self._targets[key] = start.decode
+        if start.decode.host_id == self.info.host_id:
+            self.pacing.met(receiver, start.decode.pid)
+        # Opened from here, so that no grant can be attached before, however long the runner's step takes.
+        num_pages = pages_for(len(spec.prompt_ids), self.pool.page_size)
+        self.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
+        self.runner.submit(lambda: self.prompts.start(session, spec, receiver))
 
     def session_ended(self, session: int) -> None:
         """A router is gone."""
@@ -173,22 +196,23 @@ class PrefillWorker(WorkerProcess):
         if not reply.ok:
             reason, detail = refusal_from_proto(reply.error)
             if reason is not RefusalReason.ALREADY_ENDED:  # else the command was a repetition
-                self.on_transfer(lambda _: self.desk.happened(key, ev.RefusalReceived(reason, detail)))
+                self.on_transfer(lambda _: self.driver.happened(key, ev.RefusalReceived(reason, detail)))
             return
         self.on_transfer(lambda _: self._attached(key, grant, asked_s + reply.lease_s))
         self.prompts.grant_attached(key)
+        self.runner.submit(lambda: self.prompts.attach(key))
         await self._renew(peer, key, grant, reply.lease_s)
 
     def _attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
         """On the transfer thread."""
         points.reach("prefill.attached")
-        self.desk.attached(key, grant, lease_ends_s)
+        self.driver.attached(key, grant, lease_ends_s)
 
     async def _renew(self, peer: Peer, key: AttemptKey, grant: Grant, lease_s: float) -> None:
         """Keep the lease while the handoff needs it; a lease that is not renewed is lost by time."""
         while True:
             await asyncio.sleep(lease_s / 3)
-            if not self.desk.needs_lease(key):
+            if not self.driver.needs_lease(key):
                 return
             asked_s = time.monotonic()
             try:
@@ -199,7 +223,7 @@ class PrefillWorker(WorkerProcess):
             if not reply.ok:
                 return  # committed already, or ended: the commit's answer says which
             ends_s = asked_s + reply.lease_s
-            self.on_transfer(lambda _, e=ends_s: self.desk.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
+            self.on_transfer(lambda _, e=ends_s: self.driver.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
 
     def _attach_failed(self, key: AttemptKey, error: TandemError) -> None:
         """Decode could not be reached, or must not be paired with: the attempt ends with that very error."""
@@ -225,7 +249,7 @@ class PrefillWorker(WorkerProcess):
 
     def _peer_lost(self, peer: Peer) -> None:
         def forget(transport: Transport) -> None:
-            self.desk.receiver_lost(peer.info.incarnation)
+            self.driver.receiver_lost(peer.info.incarnation)
             try:
                 transport.disconnect(peer.name)
             except TransportError as error:  # it is gone either way
@@ -238,7 +262,7 @@ class PrefillWorker(WorkerProcess):
         peer = self.peers.peers.get(receiver)
         return (peer.name, peer.shape) if peer is not None else None
 
-    # -- what the desk says; on the transfer thread
+    # -- what the driver says; on the transfer thread
 
     def commit_part(self, part: CommitPart) -> None:
         self.commits.send(part)
@@ -259,19 +283,19 @@ class PrefillWorker(WorkerProcess):
     def _take_answer(
         self, key: AttemptKey, receiver: str, grant_id: str, event: ev.SenderEvent, verified_at_s: float
     ) -> None:
-        if not self.desk.has_asked(key, receiver, grant_id):
+        if not self.driver.has_asked(key, receiver, grant_id):
             _log.info("%s answers for %.100r of %s, which is over or was never asked", receiver, grant_id, key)
             return
         points.reach("prefill.committed")
         if verified_at_s:
-            self.desk.verified(key, verified_at_s)
-        self.desk.happened(key, event)
+            self.driver.verified(key, verified_at_s)
+        self.driver.happened(key, event)
 
     def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> None:
         """Somebody, perhaps decode, wants the writes of a grant to end; on the transfer thread."""
-        self.desk.stop_asked(key, asked)
-        if self.desk.num_stops_ignored:
-            self.counters.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.desk.num_stops_ignored}
+        self.driver.stop_asked(key, asked)
+        if self.driver.num_stops_ignored:
+            self.counters.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.driver.num_stops_ignored}
 
     def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         this = object()  # decode may ask for the same grant several times at once
@@ -312,39 +336,6 @@ class PrefillWorker(WorkerProcess):
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
 
-    # -- what prompts say; on the runner thread
-
-    def _emit(self, session: int, events: list[prefill_pb.PrefillEvent]) -> None:
-        self.hub.emit({session: events})
-
-
-class _QueuedDesk:
-    """The desk as the runner sees it: each call goes to the transfer thread, in order."""
-
-    def __init__(self, worker: PrefillWorker) -> None:
-        self._worker = worker
-        self._untaken: list[Future[None]] = []  # prompts of the step that has just been computed
-
-    def computed_layer(self, layer: int, pages: tuple[int, ...]) -> None:
-        self._worker.on_transfer(lambda _: self._worker.desk.computed_layer(layer, pages))
-
-    def sealed(self, pages: Sequence[SealedPages]) -> None:
-        self._worker.on_transfer(lambda _: self._worker.desk.sealed(pages))
-
-    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None:
-        taken = self._worker.on_transfer(lambda _: self._worker.desk.computed(key, first_tokens, computed_s))
-        if taken is not None:
-            self._untaken.append(taken)
-
-    def let_it_speak(self) -> None:
-        # Other threads get Python's lock when this one rests: decode would wait for all that the runner has to do
-        # behind a step.
-        wait(self._untaken, SPEAK_FIRST_S)
-        self._untaken.clear()
-
-    def cancel(self, key: AttemptKey) -> None:
-        self._worker.on_transfer(lambda _: self._worker.desk.happened(key, ev.CancelRequested()))
-
 
 class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, worker: PrefillWorker) -> None:
@@ -363,7 +354,3 @@ class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         asked = ev.StopAsked(request.grant_id, receiver, request.capability)
         worker.on_transfer(lambda _: worker.stop_asked(key, asked))
         return prefill_pb.StopWritesReply()
-
-
-def _make_events(events: Sequence[prefill_pb.PrefillEvent], status: pb.WorkerStatus) -> prefill_pb.PrefillEvents:
-    return prefill_pb.PrefillEvents(events=events, status=status)

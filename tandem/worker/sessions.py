@@ -7,7 +7,7 @@ ends all that the router had started here: no request outlives the router that w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
@@ -65,12 +65,12 @@ class SessionHub(Generic[Command, Event, Events]):
 
     # -- from other threads
 
-    def emit(self, events_by_session: dict[int, list[Event]]) -> None:
+    def emit(self, events_by_session: Mapping[int, Sequence[Event]]) -> None:
         """Send events, in order; thread-safe."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._deliver, events_by_session)
 
-    def broadcast(self, events: list[Event]) -> None:
+    def broadcast(self, events: Sequence[Event]) -> None:
         """Send events to every router; thread-safe."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(lambda: self._deliver(dict.fromkeys(self._sessions, events)))
@@ -82,7 +82,7 @@ class SessionHub(Generic[Command, Event, Events]):
 
     # -- in the event loop
 
-    def _deliver(self, events_by_session: dict[int, list[Event]]) -> None:
+    def _deliver(self, events_by_session: Mapping[int, Sequence[Event]]) -> None:
         status = self._read_status()
         for number, events in events_by_session.items():
             session = self._sessions.get(number)

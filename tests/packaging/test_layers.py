@@ -24,6 +24,9 @@ WRONG_ARROWS = {
     "engine knows NIXL": ("tandem/engine/arena.py", "import nixl_cu12", "NIXL is imported by"),
     "scheduler knows gRPC": ("tandem/worker/scheduler.py", "import grpc", "What decides runs anywhere"),
     "protocol reads a clock": ("kvtransfer/protocol/grants.py", "import time", "What decides reads no clock"),
+    "a role knows protobuf": ("prefill_worker/role.py", "import tandem.rpc.convert", "What decides runs anywhere"),
+    "a role reads a clock": ("prefill_worker/role.py", "import time", "What decides reads no clock"),
+    "a driver waits": ("prefill_worker/sender_driver.py", "import threading", "What decides reads no clock"),
     "scheduler waits": ("tandem/worker/scheduler.py", "import asyncio", "What decides reads no clock"),
 }
 

@@ -47,7 +47,7 @@ async def computing_the_second_chunk(pair: WorkerPair, router: Router) -> AsyncI
 
 @asynccontextmanager
 async def between_two_writes(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-    with Stash(pair.prefill.desk, "_write", first=1) as stash:
+    with Stash(pair.prefill.driver, "_write", first=1) as stash:
         # Attached before anything is computed, or all would go as one write.
         with Gate(pair.prefill.engine, "forward"):
             ask = await router.begin(an_ask())
@@ -208,7 +208,7 @@ async def test_a_prompt_refused_after_its_handoff_failed_harms_nobody(pair: Work
             await router.until_attached(ask)
             pair.prefill.draining = True
             await router.cancel(ask, "decode")
-            await until(lambda: ask.key not in pair.prefill.desk._entries, "the end of the handoff")
+            await until(lambda: ask.key not in pair.prefill.driver._entries, "the end of the handoff")
             gate.open()
             await router.until(lambda: "prefill" in router.outcomes[ask.key].failures, "the refusal")
             pair.prefill.draining = False

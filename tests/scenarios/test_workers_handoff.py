@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import prefill_worker.sending
-import prefill_worker.worker
+import prefill_worker.queued_driver
+import prefill_worker.sender_driver
 from decode_worker.commits import Stream
 from kvtransfer.extents import Descriptor
 from kvtransfer.protocol.arrivals import ArrivedDigests
@@ -47,7 +47,7 @@ LEASE_S = 1.0
 async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
     """Bytes of each (layer, page of the prompt), here and there, when decode is about to compute its first step."""
     local: dict[tuple[AttemptKey, int, int], int] = {}
-    sealed = pair.prefill.desk.sealed
+    sealed = pair.prefill.driver.sealed
 
     def watched(parts: Any) -> None:
         for part in parts:
@@ -55,7 +55,7 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
                 local.update({(part.key, layer, part.first_index + n): page for layer in part.layers})
         sealed(parts)
 
-    pair.prefill.desk.sealed = watched  # type: ignore[method-assign]
+    pair.prefill.driver.sealed = watched  # type: ignore[method-assign]
     try:
         async with Router(pair) as router:
             with Gate(pair.decode.engine, "forward") as gate:
@@ -80,7 +80,7 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
             for ask in asks:
                 await router.finish(ask)
     finally:
-        del pair.prefill.desk.sealed
+        del pair.prefill.driver.sealed
         await pair.settled()
 
 
@@ -116,14 +116,14 @@ async def test_pages_land_in_their_place_behind_cached_ones(pair: WorkerPair) ->
 @pytest.fixture
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes go to each other's pages."""
-    merge = prefill_worker.sending.merge_extents
+    merge = prefill_worker.sender_driver.merge_extents
 
     def wrong(writes: Any, local: Any, remote: Any) -> list[Descriptor]:
         pages = sorted({w.remote_page for w in writes})
         turned = dict(zip(pages, pages[1:] + pages[:1], strict=True))
         return merge([w._replace(remote_page=turned[w.remote_page]) for w in writes], local, remote)
 
-    monkeypatch.setattr(prefill_worker.sending, "merge_extents", wrong)
+    monkeypatch.setattr(prefill_worker.sender_driver, "merge_extents", wrong)
 
 
 @pytest.fixture
@@ -184,13 +184,13 @@ async def test_one_flipped_byte_ends_the_attempt_at_both(pair: WorkerPair, side:
     """Before it is sent, though sealed already; or when it has arrived, and before it is read."""
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
-        before_send, before_read = Stash(pair.prefill.desk, "_write"), Gate(pair.decode.desk, "on_transport")
+        before_send, before_read = Stash(pair.prefill.driver, "_write"), Gate(pair.decode.desk, "on_transport")
         with before_send if side == "prefill" else before_read as held:
             await router.begin(ask)
             await held.wait()
             grant = router.outcomes[ask.key].grant
             assert grant is not None
-            mine = sorted(pair.prefill.desk._entries[ask.key].pages)
+            mine = sorted(pair.prefill.driver._entries[ask.key].pages)
             page = mine[0] if side == "prefill" else grant.pages[0]
             view = getattr(pair, side).engine.arena.extent_view(0, page)
             view[5] ^= 1
@@ -360,14 +360,14 @@ async def begin_attached(pair: WorkerPair, router: Router, ask: Ask) -> None:
         await until(lambda: ask.key in pair.prefill.prompts._newly_attached, "a place at decode")
 
 
-async def test_the_runner_goes_on_when_the_desk_knows_what_is_computed(
+async def test_the_runner_goes_on_when_the_driver_knows_what_is_computed(
     pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the commit does not wait for Python's lock behind all that follows a step."""
-    monkeypatch.setattr(prefill_worker.worker, "SPEAK_FIRST_S", 20.0)
+    monkeypatch.setattr(prefill_worker.queued_driver, "COMMIT_FIRST_S", 20.0)
     ask = Ask(prompt_of(60, seed=7))
     async with Router(pair) as router:
-        with Gate(pair.prefill.desk, "computed") as gate:
+        with Gate(pair.prefill.driver, "computed") as gate:
             await begin_attached(pair, router, ask)
             await gate.wait()
             with pytest.raises(TimeoutError):
@@ -375,10 +375,10 @@ async def test_the_runner_goes_on_when_the_desk_knows_what_is_computed(
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
 
 
-async def test_a_desk_that_hangs_does_not_hold_the_first_token(pair: WorkerPair, oracle: Oracle) -> None:
+async def test_a_driver_that_hangs_does_not_hold_the_first_token(pair: WorkerPair, oracle: Oracle) -> None:
     ask = Ask(prompt_of(60, seed=8))
     async with Router(pair) as router:
-        with Gate(pair.prefill.desk, "computed") as gate:
+        with Gate(pair.prefill.driver, "computed") as gate:
             await begin_attached(pair, router, ask)
             await gate.wait()
             await router.until(lambda: router.outcomes[ask.key].tokens, "the first token")
@@ -472,7 +472,7 @@ async def test_only_the_decode_worker_that_was_asked_answers_a_commit(pair: Work
                 )
                 pair.prefill._answered(receiver, answer)
                 pair.prefill.transfer.submit(lambda _: None).result()
-                assert commit.key in pair.prefill.desk._entries, "its pages would be free before decode has read them"
+                assert commit.key in pair.prefill.driver._entries, "its pages would be free before decode has read them"
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
 
 
@@ -544,7 +544,7 @@ async def test_a_lease_that_is_not_renewed_ends_the_attempt(hasty_pair: WorkerPa
             with Gate(pair.prefill.engine, "forward") as gate:
                 ask = await router.begin(Ask(prompt_of(60)))
                 await router.until_attached(ask)
-                await until(lambda: not pair.prefill.desk.num_handoffs, "the end of the handoff")
+                await until(lambda: not pair.prefill.driver.num_handoffs, "the end of the handoff")
                 gate.open()
             # The writer stops in time, by its own clock, and says so: decode has nothing to add.
             await router.heard(ask, "prefill.failed")
@@ -574,7 +574,7 @@ async def test_every_router_hears_of_a_writer_that_does_not_answer(hasty_pair: W
         await pair.settled()
 
 
-async def test_a_start_that_comes_again_when_the_desk_is_through_leaves_nothing_open(
+async def test_a_start_that_comes_again_when_the_driver_is_through_leaves_nothing_open(
     pair: WorkerPair, oracle: Oracle
 ) -> None:
     async with Router(pair) as router:
@@ -582,7 +582,7 @@ async def test_a_start_that_comes_again_when_the_desk_is_through_leaves_nothing_
             ask = await router.begin(Ask(prompt_of(30)))
             await closed.wait()
             await router.start(ask)
-            await until(lambda: pair.prefill.desk.num_handoffs, "the handoff that is open again")
+            await until(lambda: pair.prefill.driver.num_handoffs, "the handoff that is open again")
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
     await pair.settled()
 

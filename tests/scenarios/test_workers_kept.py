@@ -83,7 +83,7 @@ def num_private_pages(pair: WorkerPair) -> int:
     """Pages that only their own requests can find, in use or evictable."""
 
     def count() -> int:
-        pool, kept = pair.prefill.pool, pair.prefill.prompts.kept
+        pool, kept = pair.prefill.pool, pair.prefill.prompts.retained
         return sum(pool.match([key]) for k in kept._by_request.values() for key in k.private_keys)
 
     return pair.on_runner(pair.prefill, count)
@@ -169,7 +169,7 @@ async def test_what_was_evicted_is_computed_and_the_tokens_stay(pair: WorkerPair
 
 async def test_kept_without_a_prefix_cache(pair: WorkerPair, second_decode: DecodeWorker) -> None:
     """Then every page is private: found by the same request only."""
-    scheduler, kept = pair.prefill.scheduler, pair.prefill.prompts.kept
+    scheduler, kept = pair.prefill.scheduler, pair.prefill.prompts.retained
     scheduler.prefix_cache, kept._shares = False, False
     try:
         async with two_routers(pair, second_decode) as (first, second):
@@ -193,7 +193,7 @@ async def test_kept_without_a_prefix_cache(pair: WorkerPair, second_decode: Deco
 
 
 async def test_release_and_the_end_of_the_router_leave_nothing_private(pair: WorkerPair) -> None:
-    kept = pair.prefill.prompts.kept
+    kept = pair.prefill.prompts.retained
     async with Router(pair) as router:
         asks = [Ask(prompt_of(40, seed=n)) for n in range(2)]
         await router.ask(*asks)
@@ -305,13 +305,13 @@ async def test_a_drain_does_not_wait_for_a_decode_worker_that_is_gone(pair: Work
 async def test_a_drain_does_not_wait_for_a_write_that_nobody_wants(pair: WorkerPair) -> None:
     """Cancelled, with a write under way that does not end: its pages stay in quarantine, and the worker may go."""
     async with Router(pair) as router:
-        with Stash(pair.prefill.desk, "_write") as stash:
+        with Stash(pair.prefill.driver, "_write") as stash:
             ask = await router.begin(Ask(prompt_of(30)))
             await stash.wait()
             assert num_held(pair) == 1
             await router.cancel(ask, "prefill")
             await until(lambda: not num_held(pair), "the end of the drain")
-            assert pair.prefill.desk.num_handoffs == 1
+            assert pair.prefill.driver.num_handoffs == 1
             pool = pair.prefill.pool
             await until(lambda: pair.on_runner(pair.prefill, pool.counts).quarantined == 2, "two pages in quarantine")
         await router.cancel(ask, "decode")

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 import tandem.worker.process
 from decode_worker.worker import DecodeWorker
+from kvtransfer.protocol.messages import AttemptKey
 from kvtransfer.transports.loopback import LoopbackTransport
 from prefill_worker.worker import PrefillWorker
 from tandem.core.errors import CancelledError, InternalError, TandemError, TransportError
@@ -25,9 +26,10 @@ from tandem.core.sampling import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.rpc import duplex
 from tandem.rpc.channel import make_channel
-from tandem.rpc.v1 import common_pb2 as pb
-from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2, prefill_pb2
+from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2
 from tandem.worker.process import WorkerProcess
+from tandem.worker.request import AttemptFailed
+from tandem.worker.wire import failed_to_proto
 from tests.scenarios.worker_pair import CONFIG, SHARED_LOOP, Gate, WorkerPair, make_worker, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 
@@ -197,12 +199,13 @@ async def test_a_router_that_reads_nothing_loses_its_requests(
             ask = await hung.begin(Ask(prompt_of(40)))
             await hung.heard(ask, "decode.granted", "prefill.started")
             hung.stop_reading(side)
-            event = pb.AttemptFailed(request_id="nobody", error=pb.Error(message="x" * 100_000))
-            make = prefill_pb2.PrefillEvent if side == "prefill" else decode_pb2.DecodeEvent
+            event: Any = AttemptFailed(AttemptKey("nobody", 0), InternalError("x" * 100_000))
+            if side == "decode":
+                event = decode_pb2.DecodeEvent(failed=failed_to_proto(event))
             num_sent = 0
             while len(worker.hub._sessions) > 1:
                 assert num_sent < 200, "it is still not cut off"
-                worker.hub.broadcast([make(failed=event)])
+                worker.hub.broadcast([event])
                 num_sent += 1
                 await good.heard_of("nobody", num_sent, side)
             await hung.cancel(ask, "decode" if side == "prefill" else "prefill")

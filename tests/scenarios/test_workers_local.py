@@ -305,7 +305,7 @@ async def test_a_prompt_that_is_being_computed_is_in_the_figures_that_go_with_th
         emit = place._emit
 
         def emit_and_look(*arguments: Any) -> None:
-            if any(kind in str(arguments) for kind in ("started {", "local {")):
+            if any(kind in str(arguments) for kind in ("PromptStarted(", "local {")):
                 figures[worker.role] = worker.read_status().num_queued_tokens
             emit(*arguments)
 

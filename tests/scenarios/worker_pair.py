@@ -150,7 +150,7 @@ class HeldCommits(Stash):
 
     def _let_go(self, args: Any, options: Any) -> None:
         def send(_: Any) -> None:
-            if args[0].key in self._prefill.desk._entries:
+            if args[0].key in self._prefill.driver._entries:
                 self._inner(*args, **options)
 
         self._prefill.on_transfer(send)
@@ -216,7 +216,7 @@ class WorkerPair:
         prefill, decode = self.prefill, self.decode
         held: dict[str, Collection[Any]] = {
             "prompts": prefill.prompts.jobs,
-            "handoffs": prefill.desk._entries,
+            "handoffs": prefill.driver._entries,
             "targets": prefill._targets,
             "confirmations": prefill._confirming,
             "generations": decode.generations.jobs,

@@ -64,7 +64,7 @@ class Prompt:
     output: tuple[int, ...]
     steps: list[tuple[int, int, int]]
     pages: list[int] | None = None  # the sequence's hold
-    sealed: set[int] = field(default_factory=set)  # the desk's hold
+    sealed: set[int] = field(default_factory=set)  # the driver's hold
     is_over: bool = False  # nothing more is computed
 
 
@@ -135,7 +135,7 @@ class Prefill:
             self.close(self.prompts.pop(key))
 
     def close(self, prompt: Prompt) -> None:
-        """The desk's hold ends."""
+        """The driver's hold ends."""
         self.leave_batch(prompt)
         quarantined = [p for p in prompt.sealed if self.pool.state(p) is PageState.QUARANTINED]
         self.pool.lift(quarantined)

@@ -1,4 +1,4 @@
-"""Sending desk and receiving desk, each on a transfer thread of its own, over the loopback transport.
+"""Sender driver and receiving desk, each on a transfer thread of its own, over the loopback transport.
 
 No model, no gRPC: the outlets pass what the desks say to each other, and write down what they tell their workers.
 """
@@ -24,7 +24,9 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstTo
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.events import MessageArrived, PeerId
 from kvtransfer.transports.loopback import FaultPlan, LoopbackNetwork, LoopbackTransport
-from prefill_worker.sending import HandoffStats, SealedPages, SendingDesk
+from prefill_worker.events import HandoffStats
+from prefill_worker.sender_driver import SealedPages, SenderDriver
+from tandem.core.clock import MonotonicClock
 
 LAYOUT = LayoutId("ab" * 32, "float32", num_layers=2, num_kv_heads=1, head_dim=2, page_size=4)
 KEY = AttemptKey("request", 1)
@@ -55,6 +57,8 @@ class End:
         return self._read(layer, page)
 
     def on_event(self, event: Any) -> None: ...
+
+    def tick(self) -> None: ...
 
     def tell(self, *what: Any) -> None:
         with self._changed:
@@ -97,13 +101,26 @@ class Sending(End):
             quarantine_cap_pages=1,
         )
         self.knows_receiver = True
-        self.desk = SendingDesk(SENDER, LAYOUT, MINE, self.read_extent, limits, self, self.thread.write, self.peer)
+        self.driver = SenderDriver(
+            incarnation=SENDER,
+            layout=LAYOUT,
+            shape=MINE,
+            read_extent=self.read_extent,
+            limits=limits,
+            outlet=self,
+            write=self.thread.write,
+            peer=self.peer,
+            clock=MonotonicClock(),
+        )
 
     def peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
         return (PeerId(receiver), THEIRS) if self.knows_receiver else None
 
     def on_event(self, event: Any) -> None:
-        self.desk.on_transport(event)
+        self.driver.on_transport(event)
+
+    def tick(self) -> None:
+        self.driver.tick()
 
     def commit_part(self, part: CommitPart) -> None:
         self.tell("part", part)
@@ -161,6 +178,9 @@ class Receiving(End):
             self.num_arrived += 1
             self.tell("arrived")
 
+    def tick(self) -> None:
+        self.desk.tick()
+
     def queue(self, key: AttemptKey) -> None:
         self.tell("queue", key)
 
@@ -194,8 +214,8 @@ class Receiving(End):
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
         self.tell("ask_to_stop", sender)
         if self.stops:
-            desk, asked = self.world.sending.desk, sev.StopAsked(grant.grant_id, RECEIVER, grant.capability)
-            self.world.sending.thread.submit(lambda _: desk.stop_asked(grant.key, asked))
+            driver, asked = self.world.sending.driver, sev.StopAsked(grant.grant_id, RECEIVER, grant.capability)
+            self.world.sending.thread.submit(lambda _: driver.stop_asked(grant.key, asked))
 
     def kill_writer(self, sender: str) -> None:
         self.tell("kill_writer", sender)
@@ -223,15 +243,15 @@ class World:
         receiving.thread.submit(lambda transport: receiving.desk.bind(transport, receiving.on_event)).result()
 
     def answer(self, key: AttemptKey, ask: Callable[[ReceivingDesk], Answer], yes: sev.SenderEvent | None) -> None:
-        """Ask the receiving desk, and tell the sending one what it said."""
+        """Ask the receiving desk, and tell the sender driver what it said."""
 
         def call(_: Any) -> None:
             found = ask(self.receiving.desk)
             event = yes if found.refusal is None else sev.RefusalReceived(found.refusal, found.detail)
             if found.verified_at_s:
-                self.sending.thread.submit(lambda _: self.sending.desk.verified(key, found.verified_at_s))
+                self.sending.thread.submit(lambda _: self.sending.driver.verified(key, found.verified_at_s))
             if event is not None:
-                self.sending.thread.submit(lambda _: self.sending.desk.happened(key, event))
+                self.sending.thread.submit(lambda _: self.sending.driver.happened(key, event))
 
         self.receiving.thread.submit(call)
 
@@ -247,19 +267,19 @@ class World:
         desk = self.receiving.desk
         answer = self.receiving.run(lambda: desk.attach(grant.grant_id, SENDER, grant.capability, renew=False))
         assert answer.refusal is None
-        self.sending.run(lambda: self.sending.desk.attached(KEY, grant, asked_s + LEASE_S))
+        self.sending.run(lambda: self.sending.driver.attached(KEY, grant, asked_s + LEASE_S))
 
     def open(self, num_pages: int = 3) -> None:
-        self.sending.run(lambda: self.sending.desk.open(KEY, num_pages, RECEIVER))
+        self.sending.run(lambda: self.sending.driver.open(KEY, num_pages, RECEIVER))
 
     def seal(self, pages: tuple[int, ...] = (1, 2, 5), first: int = 0, layers: tuple[int, ...] = (0, 1)) -> None:
         parts = [SealedPages(KEY, range(layer, layer + 1), first, pages) for layer in layers]
         for layer in layers:
-            self.sending.run(lambda layer=layer: self.sending.desk.computed_layer(layer, pages))
-        self.sending.run(lambda: self.sending.desk.sealed(parts))
+            self.sending.run(lambda layer=layer: self.sending.driver.computed_layer(layer, pages))
+        self.sending.run(lambda: self.sending.driver.sealed(parts))
 
     def computed(self, ago_s: float = 0.0) -> None:
-        self.sending.run(lambda: self.sending.desk.computed(KEY, FIRST, time.monotonic() - ago_s))
+        self.sending.run(lambda: self.sending.driver.computed(KEY, FIRST, time.monotonic() - ago_s))
 
     def tick_until(self, end: End, kind: str) -> None:
         """Pass the time of an end until it has told its worker of `kind`."""
@@ -272,7 +292,7 @@ class World:
         """What the ticker does."""
         assert end.due_s is not None
         time.sleep(max(0.0, end.due_s - time.monotonic()) + 0.001)
-        end.run(end.desk.tick)  # type: ignore[attr-defined]
+        end.run(end.tick)
 
     def check_bytes(self, local: tuple[int, ...], remote: tuple[int, ...]) -> None:
         for layer in range(2):

@@ -87,7 +87,7 @@ def test_a_write_that_fails_in_the_middle_is_settled_by_an_exit_only(world: Worl
     world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER, is_here=True))
     world.tick_until(world.receiving, "lift")
     assert time.monotonic() >= exited_s + IN_FLIGHT_S, "what was on its way had no time to land"
-    world.sending.run(lambda: world.sending.desk.receiver_lost("decode-0#1"))
+    world.sending.run(lambda: world.sending.driver.receiver_lost("decode-0#1"))
     world.sending.wait("closed", KEY)
 
 

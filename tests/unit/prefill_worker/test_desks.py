@@ -16,7 +16,7 @@ from kvtransfer.protocol.arrivals import ExtentRun, WriteTag
 from kvtransfer.protocol.messages import AttemptKey, CommitPart, FailureReason, RefusalReason
 from kvtransfer.transports.events import PeerId, WriteArrived
 from kvtransfer.transports.loopback import Fault, FaultPlan
-from prefill_worker.sending import HandoffStats
+from prefill_worker.events import HandoffStats
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def test_pages_are_written_committed_admitted_and_released_once(world: World, gr
     stats: HandoffStats = world.sending.wait("succeeded", KEY)[2]
     world.sending.wait("closed", KEY)
     assert (stats.num_extents, stats.num_bytes) == (6, 6 * LAYOUT.extent_bytes)
-    assert world.sending.desk.num_bytes_written == stats.num_bytes
+    assert world.sending.driver.num_bytes_written == stats.num_bytes
     assert stats.num_descriptors <= 6
     assert world.receiving.wait("admit", grant)[2].first_tokens == FIRST
     world.check_bytes((1, 2, 5), (7, 3, 4))
     assert num_released(world) == {1: 1, 2: 1, 5: 1}
-    assert world.sending.desk.num_handoffs == 0
+    assert world.sending.driver.num_handoffs == 0
     assert not world.receiving.transport.wants_polling
     assert world.receiving.desk.num_refused == 0
 
@@ -125,7 +125,7 @@ def test_a_write_that_never_ends_keeps_its_pages_in_quarantine(world: World) -> 
     world.tick_until(world.receiving, "kill_writer")
     assert ("lift", (7, 3, 4)) not in world.receiving.told
     # The receiver's process ends: nothing of this can do harm there any more.
-    world.sending.run(lambda: world.sending.desk.receiver_lost(RECEIVER))
+    world.sending.run(lambda: world.sending.driver.receiver_lost(RECEIVER))
     world.sending.wait("closed", KEY)
     assert num_released(world) == {1: 1, 2: 1, 5: 1}
 
@@ -181,7 +181,7 @@ def test_a_receiver_that_is_gone(world: World) -> None:
 def test_a_grant_of_pages_that_do_not_exist_ends_the_attempt_only(world: World) -> None:
     world.open()
     grant = world.grant((7, 3, 12))
-    world.sending.run(lambda: world.sending.desk.attached(KEY, grant, time.monotonic() + LEASE_S))
+    world.sending.run(lambda: world.sending.driver.attached(KEY, grant, time.monotonic() + LEASE_S))
     world.seal()
     world.sending.wait("failed", FailureReason.WRITE_FAILED)
     world.sending.wait("closed", KEY)
@@ -203,9 +203,9 @@ def test_a_commit_is_sent_again_and_given_up_in_the_end(world: World) -> None:
 def test_what_comes_for_an_attempt_that_has_ended(world: World) -> None:
     world.open()
     world.open()
-    world.sending.run(lambda: world.sending.desk.happened(KEY, sev.CancelRequested()))
+    world.sending.run(lambda: world.sending.driver.happened(KEY, sev.CancelRequested()))
     world.sending.wait("closed", KEY)
-    world.sending.run(lambda: world.sending.desk.happened(KEY, sev.CancelRequested()))
+    world.sending.run(lambda: world.sending.driver.happened(KEY, sev.CancelRequested()))
     world.computed()
     world.attach(grant := world.grant())
     world.sending.wait("confirm_idle", grant.grant_id)
@@ -493,9 +493,9 @@ def test_a_stop_without_the_capability_is_counted_and_changes_nothing(world: Wor
     world.open()
     grant = world.grant()
     world.attach(grant)
-    desk = world.sending.desk
-    world.sending.run(lambda: desk.stop_asked(KEY, sev.StopAsked(grant.grant_id, RECEIVER, b"made up")))
-    assert desk.num_stops_ignored == 1
+    driver = world.sending.driver
+    world.sending.run(lambda: driver.stop_asked(KEY, sev.StopAsked(grant.grant_id, RECEIVER, b"made up")))
+    assert driver.num_stops_ignored == 1
     world.seal()
     world.computed()
     world.sending.wait("succeeded", KEY)
@@ -508,30 +508,30 @@ def test_writes_that_never_end_and_hold_too_much_replace_the_sender_once(world: 
     world.open()
     world.attach(world.grant())
     world.seal()
-    cancelled_s = time.monotonic()  # before the desk reads its clock
-    world.sending.run(lambda: world.sending.desk.happened(KEY, sev.CancelRequested()))
+    cancelled_s = time.monotonic()  # before the driver reads its clock
+    world.sending.run(lambda: world.sending.driver.happened(KEY, sev.CancelRequested()))
     world.sending.wait("quarantine", (1, 2, 5))
     assert not any(t[0] == "replace_self" for t in world.sending.told), "they may end at once"
     world.tick_until(world.sending, "replace_self")
     assert time.monotonic() >= cancelled_s + 0.1
     world.sending.wait("replace_self", 3)
-    world.sending.run(world.sending.desk.tick)
+    world.sending.run(world.sending.driver.tick)
     assert [t[0] for t in world.sending.told].count("replace_self") == 1
     assert world.sending.due_s is None, "nothing is due any more"
-    world.sending.run(lambda: world.sending.desk.receiver_lost(RECEIVER))
+    world.sending.run(lambda: world.sending.driver.receiver_lost(RECEIVER))
     world.sending.wait("closed", KEY)
 
 
 def test_a_lease_is_renewed_only_while_its_handoff_lasts(world: World) -> None:
-    desk = world.sending.desk
-    assert not desk.needs_lease(KEY)
+    driver = world.sending.driver
+    assert not driver.needs_lease(KEY)
     world.open()
     world.attach(world.grant())
-    assert desk.needs_lease(KEY)
+    assert driver.needs_lease(KEY)
     world.seal()
     world.computed()
     world.sending.wait("closed", KEY)
-    assert not desk.needs_lease(KEY)
+    assert not driver.needs_lease(KEY)
 
 
 def test_the_points_of_a_handoff_are_reached_in_their_order(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,45 +1,39 @@
 """What a prefill worker does around each step: prompts in, sealed pages and first tokens out.
 
-Runs on the runner thread. A prompt's pages have two holders: its sequence, until decode has the pages or nobody wants
-them, and the sending desk, from when it hears of a page until no write can read it. It hears of pages only when a
-grant is attached; before that the scheduler may take them for a prompt that has one.
+A prompt's pages have two holders: its sequence, until decode has the pages or nobody wants them, and the sender driver,
+from when it hears of a page until no write can read it. It hears of pages only when a grant is attached; before that
+the scheduler may take them for a prompt that has one.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtransfer.protocol.messages import AttemptKey, FirstToken, RefusalReason
-from prefill_worker.job import PromptJob, StepPart
-from prefill_worker.kept import KeptPrompts
-from prefill_worker.sending import HandoffStats, SealedPages
+from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted
+from prefill_worker.job import PromptJob, StepPart, make_job, part_of
+from prefill_worker.retained_prompts import RetainedPrompts
+from prefill_worker.sender_driver import SealedPages
 from tandem.core import points
+from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, TandemError, WorkerLostError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
-from tandem.engine.sampler import Logits, Sampler
-from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.limits import request_limits
-from tandem.worker.process import WorkerProcess
-from tandem.worker.request import AttemptFailed, TokenSampled
-from tandem.worker.scheduler import Batch, ScheduledSequence
-from tandem.worker.sequence import FinishReason, Sequence, finish_reason
-from tandem.worker.turn import turn_of
-from tandem.worker.validate import open_journals, validate
-from tandem.worker.wire import failed_to_proto, spec_from_proto, token_to_proto
-
-_log = logging.getLogger(__name__)
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.load import LoadReport
+from tandem.worker.pacing import Pacing
+from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
+from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.step import SampleTokens
 
 # Attempts that ended and are remembered, so that a late repetition of their start is not taken for a new one.
 _NUM_REMEMBERED = 4096
 
 
-class Desk(Protocol):
-    """The sending desk, called from the runner thread; each call is queued to the transfer thread, in order."""
+class SenderPort(Protocol):
+    """The sender driver as the role calls it. Calls are carried out in order, perhaps later and in another thread."""
 
     def computed_layer(self, layer: int, pages: tuple[int, ...]) -> None: ...
 
@@ -47,104 +41,118 @@ class Desk(Protocol):
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None: ...
 
-    def let_it_speak(self) -> None:
-        """Give it time to take in which prompts are computed, a little of it."""
+    def wait_taken(self) -> None:
+        """Wait, for a short time at most, until it has taken in which prompts are computed."""
 
     def cancel(self, key: AttemptKey) -> None:
         """Nothing more comes of this attempt, or nothing ever did."""
 
 
-class Prompts:
-    """The `Role` of a prefill worker.
+class PrefillRole:
+    """The `StepHooks` of a prefill worker. One thread calls it: in a worker, the runner.
 
     Args:
-        emit: sends events to routers, by session; from the runner thread.
+        emit: takes events for routers, by session.
+        num_layers: of the model.
+        is_draining: whether prompts are refused.
     """
 
     def __init__(
-        self, worker: WorkerProcess, desk: Desk, emit: Callable[[int, list[prefill_pb.PrefillEvent]], None]
+        self,
+        *,
+        worker_id: str,
+        scheduler: BatchScheduler,
+        driver: SenderPort,
+        emit: Callable[[dict[int, list[Event]]], None],
+        limits: RequestLimits,
+        num_layers: int,
+        sample: SampleTokens,
+        counters: WorkerCounters,
+        load: LoadReport,
+        pacing: Pacing,
+        clock: Clock,
+        is_draining: Callable[[], bool],
     ) -> None:
-        self._worker = worker
-        self._scheduler = worker.scheduler
-        self._pool = worker.pool
-        self._desk = desk
+        self._worker_id = worker_id
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._driver = driver
         self._emit = emit
-        self._sampler = Sampler(worker.engine.eos_token_ids)
-        self._eos = frozenset(worker.engine.eos_token_ids)
-        self._limits = request_limits(worker.engine, worker.config)
-        self._page_size = worker.pool.page_size
+        self._limits = limits
+        self._num_layers = num_layers
+        self._sample = sample
+        self._counters = counters
+        self._load = load
+        self._pacing = pacing
+        self._now = clock.now
+        self._is_draining = is_draining
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
         self.jobs: dict[AttemptKey, PromptJob] = {}
-        self.kept = KeptPrompts(worker.pool, worker.scheduler.salt, shares=worker.scheduler.prefix_cache)
-        # Attached, and the runner may be in a step still. Added to by any thread, read by the runner.
+        self.retained = RetainedPrompts(scheduler.pool, scheduler.salt, shares=scheduler.prefix_cache)
+        # Attached, and a step may be under way still. Added to by any thread.
         self._newly_attached: set[AttemptKey] = set()
         self._ended_keys: OrderedDict[AttemptKey, None] = OrderedDict()
         self._arrivals = 0
 
     # -- commands
 
-    def start(self, session: int, command: prefill_pb.StartPrefill) -> None:
-        """Take a prompt in, whose handoff is open at the desk; a repeated command changes nothing."""
-        key = AttemptKey(command.request_id, command.attempt)
+    def start(self, session: int, spec: AttemptSpec, receiver: str) -> None:
+        """Take a prompt in, whose handoff is open at the driver; a repeated command changes nothing.
+
+        Args:
+            receiver: incarnation of the decode worker that the pages are for.
+        """
+        key = spec.key
         if key in self.jobs:
             self.jobs[key].repeated = True
             return
         try:
-            job = self._make_job(key, session, command)
-            is_kept = self._recall(job)
-            if not is_kept:
+            job = self._make_job(session, spec, receiver)
+            is_computed = self._recall(job)
+            if not is_computed:
                 self._scheduler.add(job.sequence)
         except TandemError as error:
-            self._desk.cancel(key)
-            self._send(session, failed=failed_to_proto(AttemptFailed(key, error)))
+            self._driver.cancel(key)
+            self._send(session, AttemptFailed(key, error))
             return
         for older in [k for k in self.jobs if k.request_id == key.request_id and k.attempt < key.attempt]:
             self.cancel(older)
         self.jobs[key] = job
         points.reach("prefill.queued")
-        if is_kept:
+        if is_computed:
             self._begin(job)
             self._finish([job])
 
-    def _make_job(self, key: AttemptKey, session: int, command: prefill_pb.StartPrefill) -> PromptJob:
-        if self._worker.draining:
-            raise DrainingError(f"{self._worker.worker_id} is draining", request_id=key.request_id)
+    def refuse(self, session: int, key: AttemptKey, error: TandemError) -> None:
+        """A router's start of this attempt could not be read."""
+        if key not in self.jobs:
+            self._send(session, AttemptFailed(key, error))
+
+    def _make_job(self, session: int, spec: AttemptSpec, receiver: str) -> PromptJob:
+        key = spec.key
+        if self._is_draining():
+            raise DrainingError(f"{self._worker_id} is draining", request_id=key.request_id)
         if key in self._ended_keys:
             reason = RefusalReason.ALREADY_ENDED.value
-            raise HandoffError(f"{key} has ended at {self._worker.worker_id}", reason=reason)
-        spec, prompt = spec_from_proto(command), list(command.prompt_ids)
-        validate(spec, self._limits)
-        journal, finished = open_journals(spec, self._limits)
+            raise HandoffError(f"{key} has ended at {self._worker_id}", reason=reason)
         self._arrivals += 1
-        sequence = Sequence(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            choice=0,
-            turn=turn_of(spec.priority, time.monotonic() - spec.age_s, self._limits.priority_ageing_s),
-            arrival=self._arrivals,
-            token_ids=prompt,
-            num_prompt=len(prompt),
-            params=spec.params,
-        )
-        job = PromptJob(key, session, sequence, spec.num_choices, journal, finished, command.decode.incarnation)
-        sequence.owner = job
-        return job
+        return make_job(session, spec, receiver, self._limits, self._arrivals, self._now())
 
     def _recall(self, job: PromptJob) -> bool:
         """Take over what an earlier attempt has left; whether that is all, so that nothing is to compute."""
-        recalled = self.kept.recall(job.sequence)
+        recalled = self.retained.recall(job.sequence)
         if recalled is not None:
             job.first_tokens = {c: recalled.first_tokens[c] for c in job.open_choices if c in recalled.first_tokens}
         job.sequence.samples = bool(job.to_sample)
-        return recalled is not None and not job.to_sample and self.kept.give_pages(job.sequence, recalled)
+        return recalled is not None and not job.to_sample and self.retained.give_pages(job.sequence, recalled)
 
     def grant_attached(self, key: AttemptKey) -> None:
-        """Decode took this worker as the grant's writer, and the desk will hear of it first; from any thread."""
+        """Decode took this worker as the grant's writer, and the driver hears of it first. From any thread; `attach` is
+        to follow, and a step that is under way finds it sooner."""
         self._newly_attached.add(key)
-        self._worker.runner.submit(lambda: self._attach(key))
 
-    def _attach(self, key: AttemptKey) -> None:
-        """Decode's pages wait for this prompt from now on: it goes first, and what is sealed goes to the desk."""
+    def attach(self, key: AttemptKey) -> None:
+        """Decode's pages wait for this prompt from now on: it goes first, and what is sealed goes to the driver."""
         self._newly_attached.discard(key)
         job = self.jobs.get(key)
         if job is None or job.over or job.attached:
@@ -153,27 +161,27 @@ class Prompts:
         self._scheduler.promote(job.sequence)
         self._seal_computed(job)
         if job.computed and job.sealed_s is not None:
-            self._desk.computed(key, self._going_on(job), job.sealed_s)
+            self._driver.computed(key, job.going_on(self._limits), job.sealed_s)
 
     def cancel(self, key: AttemptKey) -> None:
         """Nobody wants this attempt any more. What it computed may serve the request's next one."""
         job = self.jobs.get(key)
         if job is not None and not job.over:
             self._leave(job)
-            self._desk.cancel(key)
+            self._driver.cancel(key)
 
     def release_request(self, request_id: str) -> None:
         """The request has ended: no attempt will ask for its pages again."""
-        self.kept.drop(request_id)
+        self.retained.drop(request_id)
 
     def session_ended(self, session: int) -> None:
         """Its router is gone, and with it all that it had started."""
         for job in [j for j in self.jobs.values() if j.session == session]:
             self.cancel(job.key)
-        self.kept.drop_session(session)
+        self.retained.drop_session(session)
 
     def receiver_ended(self, keys: Iterable[AttemptKey], error: WorkerLostError) -> None:
-        """The decode worker of these attempts is gone; of those with a grant the desk says so itself."""
+        """The decode worker of these attempts is gone; of those with a grant the driver says so itself."""
         for key in keys:
             job = self.jobs.get(key)
             if job is not None and not job.attached:
@@ -183,76 +191,67 @@ class Prompts:
 
     def give_way(self) -> bool:
         """Prompts wait while decode has the cores for what it was just given."""
-        return self._worker.pacing.give_way(has_work=bool(self._scheduler.running or self._scheduler.waiting))
+        return self._pacing.give_way(has_work=bool(self._scheduler.running or self._scheduler.waiting))
 
     def before_schedule(self) -> None:
         """Prompts wait in the scheduler itself."""
 
     def before_forward(self, batch: Batch) -> Callable[[int], None]:
-        self._worker.counters.num_preemptions += len(batch.preempted)
+        self._counters.num_preemptions += len(batch.preempted)
         for sequence in batch.admitted:
             self._begin(sequence.owner)
-        parts = [self._filled_by(item) for item in batch.items]
+        parts = [part_of(item, self._pool.page_size) for item in batch.items]
         filled = tuple(page for part in parts for page in part.pages)
         points.reach("prefill.chunk")
 
         def on_layer(layer: int) -> None:
-            self._desk.computed_layer(layer, filled)
+            self._driver.computed_layer(layer, filled)
             sealed = [pages for part in parts if (pages := self._seal_part(part, layer)) is not None]
             if sealed:
-                self._desk.sealed(sealed)
+                self._driver.sealed(sealed)
 
         return on_layer
 
     def _begin(self, job: PromptJob) -> None:
         """It has its pages; those found in the cache hold what they shall."""
         num_cached = job.sequence.num_cached
-        self._worker.counters.num_prompt_tokens_cached += num_cached
+        self._counters.num_prompt_tokens_cached += num_cached
         if job.attached:
             self._seal_computed(job)
         if job.started_s is None:
-            job.started_s = time.monotonic()
-            request_id, attempt = job.key.request_id, job.key.attempt
-            started = prefill_pb.PrefillStarted(request_id=request_id, attempt=attempt, num_cached_tokens=num_cached)
+            job.started_s = self._now()
             self.snapshot()  # goes with it: from now on the router counts the prompt by the worker's figures
-            self._send(job.session, started=started)
+            self._send(job.session, PromptStarted(job.key, num_cached))
 
     def _seal_computed(self, job: PromptJob) -> None:
-        """Give the desk all pages that are computed so far, in all layers."""
-        num_computed = job.sequence.num_computed
-        num_pages = pages_for(num_computed, self._page_size) if job.computed else num_computed // self._page_size
+        """Give the driver all pages that are computed so far, in all layers."""
+        num_computed, page_size = job.sequence.num_computed, self._pool.page_size
+        num_pages = pages_for(num_computed, page_size) if job.computed else num_computed // page_size
         pages = tuple(job.sequence.pages[:num_pages])
         if pages:
             self._pool.share(pages)
-            self._desk.sealed([SealedPages(job.key, range(self._worker.layout.num_layers), 0, pages)])
-
-    def _filled_by(self, item: ScheduledSequence) -> StepPart:
-        """Chunks end on page borders or with the prompt, so the first page was not begun by an earlier chunk."""
-        end, num_prompt = item.start + item.num_tokens, item.sequence.num_prompt
-        first = item.start // self._page_size
-        last = pages_for(end, self._page_size) if end == num_prompt else end // self._page_size
-        return StepPart(item.sequence.owner, first, tuple(item.sequence.pages[first:last]))
+            self._driver.sealed([SealedPages(job.key, range(self._num_layers), 0, pages)])
 
     def _seal_part(self, part: StepPart, layer: int) -> SealedPages | None:
-        """What the desk may hear of the step now that `layer` is computed: it may have been attached just now."""
+        """What the driver may hear of the step now that `layer` is computed: it may have been attached just now."""
         job = part.job
         if job.key in self._newly_attached:
-            self._attach(job.key)
+            self.attach(job.key)
         if not job.attached or not part.pages:
             return None
-        if part.next_layer == 0:  # the desk's hold begins as it hears of a page: a step that failed before leaves none
+        if part.next_layer == 0:  # its hold begins as it hears of a page: a step that failed before leaves none
             self._pool.share(part.pages)
         layers, part.next_layer = range(part.next_layer, layer + 1), layer + 1
         return SealedPages(job.key, layers, part.first, part.pages)
 
-    def sample(self, batch: Batch, logits: Logits) -> list[list[int]]:
+    def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]
         choices = [job.to_sample for job in jobs]
         rows = []
         for job, of_one in zip(jobs, choices, strict=True):
             state = SequenceState(job.sequence.token_ids)
             rows.append([SampleRow(state, job.sequence.params, choice, 0) for choice in of_one])
-        for job, of_one, tokens in zip(jobs, choices, self._sampler(logits, rows), strict=True):
+        for job, of_one, tokens in zip(jobs, choices, self._sample(logits, rows), strict=True):
             for choice, token in zip(of_one, tokens, strict=True):
                 if isinstance(token, SampledToken):
                     job.first_tokens[choice] = token
@@ -262,9 +261,8 @@ class Prompts:
         return [[0] for _ in jobs]
 
     def after_step(self, batch: Batch) -> None:
-        self._worker.counters.num_prompt_tokens_computed += batch.num_tokens
-        pacing = self._worker.pacing
-        pacing.before_handoffs({item.sequence.owner.receiver for item in batch.items})
+        self._counters.num_prompt_tokens_computed += batch.num_tokens
+        self._pacing.before_handoffs({item.sequence.owner.receiver for item in batch.items})
         ended: list[PromptJob] = []
         for item in batch.items:
             job: PromptJob = item.sequence.owner
@@ -274,7 +272,7 @@ class Prompts:
             elif item.start + item.num_tokens == item.sequence.num_prompt:
                 ended.append(job)
         self._finish(ended)
-        pacing.after_handoffs(job.receiver for job in ended if job.attached and not job.over)
+        self._pacing.after_handoffs(job.receiver for job in ended if job.attached and not job.over)
         self.snapshot()
 
     def _finish(self, jobs: list[PromptJob]) -> None:
@@ -282,7 +280,7 @@ class Prompts:
         for job in jobs:
             self._hand_over(job)
         if jobs:
-            self._desk.let_it_speak()
+            self._driver.wait_taken()
         for job in jobs:
             self._give_out(job)
 
@@ -291,43 +289,31 @@ class Prompts:
         del sequence.token_ids[sequence.num_prompt :]
         sequence.samples = False
         self._scheduler.park(sequence)
-        self.kept.keep(job.session, sequence, job.first_tokens)
-        job.sealed_s = time.monotonic()
-        going_on = self._going_on(job)
+        self.retained.retain(job.session, sequence, job.first_tokens)
+        job.sealed_s = self._now()
+        going_on = job.going_on(self._limits)
         if going_on and job.attached:
-            self._desk.computed(job.key, going_on, job.sealed_s)
+            self._driver.computed(job.key, going_on, job.sealed_s)
 
     def _give_out(self, job: PromptJob) -> None:
         """Its first tokens; its end, where they are the last ones."""
-        going_on = self._going_on(job)
+        going_on = job.going_on(self._limits)
         if job.computed_s is None:
             job.computed_s = job.sealed_s
             self._tell(job, ends=not going_on)
         if not going_on:
             self.cancel(job.key)
-            self.kept.drop(job.key.request_id)
-
-    def _going_on(self, job: PromptJob) -> tuple[FirstToken, ...]:
-        """What decode continues: choices that did not end with their first token."""
-        going_on = [FirstToken(choice, ids[0]) for choice, ids in job.journal.items()]
-        for choice, token in job.first_tokens.items():
-            if self._ended_by(job, token.token_id) is None:
-                going_on.append(FirstToken(choice, token.token_id))
-        return tuple(going_on)
+            self.retained.drop(job.key.request_id)
 
     def _tell(self, job: PromptJob, *, ends: bool) -> None:
-        events = []
-        for choice, token in job.first_tokens.items():
-            event = token_to_proto(TokenSampled(job.key, choice, 0, token, self._ended_by(job, token.token_id)))
-            events.append(prefill_pb.PrefillEvent(first_token=event))
+        events: list[Event] = [
+            TokenSampled(job.key, choice, 0, token, job.ended_by(token.token_id, self._limits))
+            for choice, token in job.first_tokens.items()
+        ]
         if ends:
-            events.append(prefill_pb.PrefillEvent(ended=job.describe_end()))
+            events.append(PromptEnded(job.key, job.work))
         if events:
-            self._emit(job.session, events)
-
-    def _ended_by(self, job: PromptJob, token_id: int) -> FinishReason | None:
-        num_tokens = job.sequence.num_prompt + 1
-        return finish_reason(job.sequence.params, token_id, 1, num_tokens, self._eos, self._worker.engine.max_context)
+            self._emit({job.session: events})
 
     def _fail_sampling(self, job: PromptJob, error: TandemError) -> None:
         """Its logits are of no use; what it computed may be none either, so nobody else shall find it."""
@@ -337,30 +323,30 @@ class Prompts:
     def step_failed(self, batch: Batch, error: Exception) -> None:
         for item in batch.items:
             job: PromptJob = item.sequence.owner
-            self._send(job.session, failed=failed_to_proto(AttemptFailed(job.key, error)))
+            self._send(job.session, AttemptFailed(job.key, error))
             self.cancel(job.key)
 
     def going_idle(self) -> None:
         self.snapshot()
 
     def _leave(self, job: PromptJob) -> None:
-        """Drop the sequence's own hold on its pages; the desk's goes on."""
+        """Drop the sequence's own hold on its pages; the driver's goes on."""
         if not job.over:
             job.over = True
             self._pool.release(self._scheduler.remove(job.sequence))
 
-    # -- what the desk says, on the runner thread
+    # -- what the driver says
 
     def handed_off(self, key: AttemptKey, stats: HandoffStats) -> None:
         """Decode has acknowledged."""
         job = self.jobs[key]
-        self._send(job.session, handoff_done=job.describe_handoff(stats))
+        self._send(job.session, HandedOff(key, stats, job.work))
 
     def fail(self, key: AttemptKey, error: TandemError) -> None:
         """The attempt cannot go on; ends it as a cancel does, but says why."""
         job = self.jobs.get(key)
         if job is not None and not job.over:
-            self._send(job.session, failed=failed_to_proto(AttemptFailed(key, error)))
+            self._send(job.session, AttemptFailed(key, error))
             self.cancel(key)
 
     def handoff_failed(self, key: AttemptKey, error: TandemError) -> None:
@@ -371,33 +357,33 @@ class Prompts:
         if isinstance(error, HandoffError) and error.reason == RefusalReason.DIGEST_MISMATCH.value:
             # The bytes may have changed here since they were sealed: the next attempt computes them anew.
             self._pool.discard(job.sequence.keys)
-            self.kept.drop(key.request_id)
+            self.retained.drop(key.request_id)
         self._leave(job)
-        self._send(job.session, failed=failed_to_proto(AttemptFailed(key, error)))
+        self._send(job.session, AttemptFailed(key, error))
 
     def quarantine(self, pages: tuple[int, ...]) -> None:
         """Writes that nobody waits for may still read these pages: they must not be overwritten.
 
-        A page that others hold too stays theirs: reading it does no harm, and the desk's own reference keeps it.
+        A page that others hold too stays theirs: reading it does no harm, and the driver's own reference keeps it.
         """
         self._pool.quarantine([p for p in pages if self._pool.references(p) == 1])
 
     def release(self, pages: tuple[int, ...]) -> None:
-        """The desk's hold ends."""
+        """The driver's hold ends."""
         quarantined = [p for p in pages if self._pool.state(p) is PageState.QUARANTINED]
         self._pool.lift(quarantined)
         kept = set(quarantined)
         self._pool.release([p for p in pages if p not in kept])
 
     def closed(self, key: AttemptKey) -> None:
-        """The desk is through with the attempt, or with a prompt that was not taken."""
+        """The driver is through with the attempt, or with a prompt that was not taken."""
         job = self.jobs.pop(key, None)
         if job is None:
             return
         # After an acknowledgement, this is the last hold: the pages become evictable, a prompt's last one first.
         self._leave(job)
         if job.repeated:
-            self._desk.cancel(key)
+            self._driver.cancel(key)
         self._ended_keys[key] = None
         if len(self._ended_keys) > _NUM_REMEMBERED:
             self._ended_keys.popitem(last=False)
@@ -412,7 +398,7 @@ class Prompts:
     def snapshot(self) -> None:
         waiting = self._scheduler.waiting
         tokens = sum(s.num_to_compute for s in waiting) + sum(s.num_to_compute for s in self._scheduler.running)
-        self._worker.load.take(len(waiting), tokens)
+        self._load.take(len(waiting), tokens)
 
-    def _send(self, session: int, **event: object) -> None:
-        self._emit(session, [prefill_pb.PrefillEvent(**event)])  # type: ignore[arg-type]
+    def _send(self, session: int, event: Event) -> None:
+        self._emit({session: [event]})

@@ -1,13 +1,12 @@
 """Drives the sender's half of every handoff: what the protocol instructs becomes writes, calls and events.
 
-All of `SendingDesk` runs on the transfer thread, which alone owns the handoffs and the transport. Calls to decode
+In a worker all of it runs on the transfer thread, which alone owns the handoffs and the transport. Calls to decode
 workers and events to routers leave through the event loop, pages go back through the runner.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,8 +28,10 @@ from kvtransfer.transports.events import (
     WriteFailed,
     WritePosted,
 )
+from prefill_worker.events import HandoffStats
 from prefill_worker.sealed_digests import SealedDigests
 from tandem.core import points
+from tandem.core.clock import Clock
 
 _log = logging.getLogger(__name__)
 
@@ -45,20 +46,8 @@ class SealedPages:
     local_pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffStats:
-    """Sizes in bytes and counts; times in seconds."""
-
-    num_bytes: int
-    num_extents: int
-    num_descriptors: int
-    handoff_s: float  # first post to acknowledgement
-    exposed_s: float  # end of the prompt's computation to acknowledgement
-    answer_s: float  # decode's verification to acknowledgement; 0: not known
-
-
-class SendingOutlet(Protocol):
-    """Where the desk's results go. Called on the transfer thread; must hand over and return."""
+class SenderOutlet(Protocol):
+    """Where the driver's results go. Called on the transfer thread; must hand over and return."""
 
     def commit_part(self, part: CommitPart) -> None: ...
 
@@ -92,7 +81,7 @@ class SendingOutlet(Protocol):
 class _Entry:
     handoff: SenderHandoff
     number: int  # in the tags of its writes
-    # All pages ever sealed for it: the desk holds them until the handoff is done.
+    # All pages ever sealed for it: the driver holds them until the handoff is done.
     pages: set[int] = field(default_factory=set)
     released: bool = False
     draining_since_s: float | None = None  # set while it has failed and its writes go on
@@ -104,7 +93,7 @@ class _Entry:
     num_extents: int = 0
 
 
-class SendingDesk:
+class SenderDriver:
     """All handoffs that this worker sends.
 
     Args:
@@ -115,14 +104,16 @@ class SendingDesk:
 
     def __init__(
         self,
+        *,
         incarnation: str,
         layout: LayoutId,
         shape: ArenaShape,
         read_extent: ReadExtent,
         limits: SenderLimits,
-        outlet: SendingOutlet,
+        outlet: SenderOutlet,
         write: Callable[..., None],
         peer: Callable[[str], tuple[PeerId, ArenaShape] | None],
+        clock: Clock,
     ) -> None:
         self._incarnation = incarnation
         self._layout = layout
@@ -133,6 +124,7 @@ class SendingDesk:
         self._outlet = outlet
         self._write = write
         self._peer = peer
+        self._now = clock.now
         self._entries: dict[AttemptKey, _Entry] = {}
         self._by_number: dict[int, _Entry] = {}
         self._next_number = 0
@@ -173,7 +165,7 @@ class SendingDesk:
         for part in pages:
             entry = self._entries.get(part.key)
             if entry is None or entry.released:
-                # Pages were shared with the desk once, with their first layer.
+                # Pages were shared with the driver once, with their first layer.
                 if part.layers[0] == 0:
                     self._outlet.release(part.local_pages)
                 continue
@@ -182,14 +174,21 @@ class SendingDesk:
             self._handle(part.key, ev.PagesSealed(part.layers[0], part.first_index, part.local_pages, digests))
 
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None:
-        """The prompt was computed at `computed_s`, on the monotonic clock, and all its pages were sealed."""
+        """The prompt was computed at `computed_s` of this clock, and all its pages were sealed."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.computed_s = computed_s
             self._handle(key, ev.AllComputed(first_tokens))
 
+    def wait_taken(self) -> None:
+        """Whoever calls in the same thread need not wait."""
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Nothing more comes of this attempt, or nothing ever did."""
+        self.happened(key, ev.CancelRequested())
+
     def verified(self, key: AttemptKey, verified_at_s: float) -> None:
-        """Decode, on this host, has verified the pages at this time of the monotonic clock that both share."""
+        """Decode, on this host, has verified the pages at this time of the clock that both share."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.verified_at_s = verified_at_s
@@ -201,7 +200,7 @@ class SendingDesk:
         return grant is not None and (grant.receiver, grant.grant_id) == (receiver, grant_id)
 
     def happened(self, key: AttemptKey, event: ev.SenderEvent) -> None:
-        """Any other event: answers of decode, a cancel."""
+        """Any other event: answers of decode, for one."""
         if key in self._entries:
             self._handle(key, event)
 
@@ -250,7 +249,7 @@ class SendingDesk:
 
     def _check_quarantine(self) -> None:
         """A write ends soon after its attempt failed, or its host is lost: then it may go on for ever."""
-        before_s = time.monotonic() - self._limits.grace_s
+        before_s = self._now() - self._limits.grace_s
         entries = self._entries.values()
         staying = (e for e in entries if e.draining_since_s is not None and e.draining_since_s <= before_s)
         num_pages = sum(entry.handoff.num_held_pages for entry in staying)
@@ -263,7 +262,7 @@ class SendingDesk:
 
     def _handle(self, key: AttemptKey, event: ev.SenderEvent) -> None:
         entry = self._entries[key]
-        for instruction in entry.handoff.handle(event, time.monotonic()):
+        for instruction in entry.handoff.handle(event, self._now()):
             self._carry_out(entry, instruction)
         if entry.handoff.state is SenderState.DONE and not entry.released:
             entry.released = True
@@ -273,11 +272,11 @@ class SendingDesk:
             del self._by_number[entry.number]
             self._outlet.closed(key)
         elif entry.handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
-            entry.draining_since_s = time.monotonic()
+            entry.draining_since_s = self._now()
         self._outlet.deadline(min(self._deadlines(), default=None))
 
     def _deadlines(self) -> Iterator[float]:
-        now_s, grace_s = time.monotonic(), self._limits.grace_s
+        now_s, grace_s = self._now(), self._limits.grace_s
         for entry in self._entries.values():
             if (due_s := entry.handoff.next_deadline_s()) is not None:
                 yield due_s
@@ -328,7 +327,7 @@ class SendingDesk:
 
         def may_post() -> bool:
             # Right before it: over shared memory the post itself copies.
-            now_s = time.monotonic()
+            now_s = self._now()
             if not entry.handoff.may_post(now_s):
                 return False
             entry.first_post_s = entry.first_post_s or now_s
@@ -337,7 +336,7 @@ class SendingDesk:
         self._write(name, descriptors, tag, may_post=may_post)
 
     def _stats(self, entry: _Entry) -> HandoffStats:
-        now_s = time.monotonic()
+        now_s = self._now()
         return HandoffStats(
             num_bytes=entry.handoff.num_bytes_posted,
             num_extents=entry.num_extents,

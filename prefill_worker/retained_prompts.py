@@ -16,11 +16,11 @@ from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.sequence import Sequence
 
 # Requests that are remembered at a time; the oldest go first.
-_MAX_KEPT = 4096
+_MAX_RETAINED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPrompt:
+class RetainedPrompt:
     """Of one request: what was sampled after its prompt, and how its pages are told from others."""
 
     session: int  # of the router that wants it
@@ -38,26 +38,26 @@ class Recalled:
     keys: list[bytes]  # of all pages of the prompt
 
 
-class KeptPrompts:
-    """Kept prompts by request id, at most `bound` of them, and no more private keys than the pool has pages.
+class RetainedPrompts:
+    """Retained prompts by request id, at most `bound` of them, and no more private keys than the pool has pages.
 
     Args:
         shares: whether full pages are entered for all requests to find (the prefix cache is on).
     """
 
-    def __init__(self, pool: PagePool, salt: bytes, *, shares: bool, bound: int = _MAX_KEPT) -> None:
+    def __init__(self, pool: PagePool, salt: bytes, *, shares: bool, bound: int = _MAX_RETAINED) -> None:
         self._pool = pool
         self._salt = salt
         self._shares = shares
         self._bound = bound
-        self._by_request: OrderedDict[str, KeptPrompt] = OrderedDict()
-        # Invariant: the private keys of all kept prompts together.
+        self._by_request: OrderedDict[str, RetainedPrompt] = OrderedDict()
+        # Invariant: the private keys of all retained prompts together.
         self.num_private_keys = 0
 
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def keep(self, session: int, sequence: Sequence, first_tokens: dict[int, SampledToken]) -> None:
+    def retain(self, session: int, sequence: Sequence, first_tokens: dict[int, SampledToken]) -> None:
         """Remember a prompt that is computed and still has its pages."""
         request_id = sequence.request_id
         self.drop(request_id)  # an earlier attempt's, or another request's that had this id
@@ -65,7 +65,7 @@ class KeptPrompts:
         for page, key in zip(sequence.pages, keys, strict=True):
             self._pool.publish(page, key)
         private = tuple(keys[num_shared:])
-        self._by_request[request_id] = KeptPrompt(session, sequence.params, keys[-1], private, dict(first_tokens))
+        self._by_request[request_id] = RetainedPrompt(session, sequence.params, keys[-1], private, dict(first_tokens))
         self.num_private_keys += len(private)
         # With more private keys than pages, some of the oldest were evicted already.
         while len(self._by_request) > self._bound or self.num_private_keys > self._pool.num_pages:
@@ -73,14 +73,14 @@ class KeptPrompts:
 
     def recall(self, sequence: Sequence) -> Recalled | None:
         """What an earlier attempt of the same request has left; `sequence` gets the keys of its full pages."""
-        kept = self._by_request.get(sequence.request_id)
-        if kept is None or kept.params != sequence.params:
+        retained = self._by_request.get(sequence.request_id)
+        if retained is None or retained.params != sequence.params:
             return None
         keys, _ = self._keys_of(sequence)
-        if keys[-1] != kept.last_key:  # the id of another request, used again
+        if keys[-1] != retained.last_key:  # the id of another request, used again
             return None
         sequence.keys = keys[: sequence.num_prompt // self._pool.page_size]
-        return Recalled(dict(kept.first_tokens), keys)
+        return Recalled(dict(retained.first_tokens), keys)
 
     def give_pages(self, sequence: Sequence, recalled: Recalled) -> bool:
         """Give `sequence` all pages of its prompt, if all are there still: nothing of it is to compute."""
@@ -103,12 +103,12 @@ class KeptPrompts:
 
     def drop(self, request_id: str) -> None:
         """The request has ended: what nobody else can find is of no use any more."""
-        kept = self._by_request.pop(request_id, None)
-        if kept is not None:
-            self.num_private_keys -= len(kept.private_keys)
-            self._pool.discard(kept.private_keys)
+        retained = self._by_request.pop(request_id, None)
+        if retained is not None:
+            self.num_private_keys -= len(retained.private_keys)
+            self._pool.discard(retained.private_keys)
 
     def drop_session(self, session: int) -> None:
         """The router that wanted them is gone."""
-        for request_id in [r for r, kept in self._by_request.items() if kept.session == session]:
+        for request_id in [r for r, retained in self._by_request.items() if retained.session == session]:
             self.drop(request_id)

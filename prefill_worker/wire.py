@@ -11,7 +11,7 @@ from tandem.worker.request import AttemptFailed, TokenSampled
 from tandem.worker.wire import failed_to_proto, token_to_proto
 
 
-def events_to_proto(events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus) -> prefill_pb.PrefillEvents:
+def make_events(events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus) -> prefill_pb.PrefillEvents:
     """One message to a router. A `WorkerInfo` is the hello that each session begins with."""
     return prefill_pb.PrefillEvents(events=[event_to_proto(event) for event in events], status=status)
 

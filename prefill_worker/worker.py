@@ -23,7 +23,7 @@ from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.queued_driver import QueuedDriver
 from prefill_worker.role import PrefillRole
 from prefill_worker.sender_driver import SenderDriver
-from prefill_worker.wire import events_to_proto
+from prefill_worker.wire import make_events
 from tandem.core import points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TandemError, TransportError, WorkerLostError
@@ -53,7 +53,7 @@ class PrefillWorker(WorkerProcess):
     def make_role(self) -> StepHooks:
         transport = self.config.transport
         self.hub: Hub = SessionHub(
-            events_to_proto,
+            make_events,
             lambda: self.info,
             self.read_status,
             heartbeat_s=transport.lease_s / 4,
@@ -100,7 +100,7 @@ class PrefillWorker(WorkerProcess):
         # One for each time that decode is being told that nothing of a grant is outstanding; each for a bounded time,
         # see `DecodePeers.confirm_idle`. Added to by the transfer thread, taken from by the event loop.
         self._confirming: set[object] = set()
-        self.prompts = PrefillRole(
+        self.core = PrefillRole(
             worker_id=self.worker_id,
             scheduler=self.scheduler,
             driver=QueuedDriver(self.driver, self.on_transfer),
@@ -114,7 +114,7 @@ class PrefillWorker(WorkerProcess):
             clock=clock,
             is_draining=lambda: self.draining,
         )
-        return self.prompts
+        return self.core
 
     def add_services(self, server: aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_PrefillService(self), server)
@@ -131,7 +131,7 @@ class PrefillWorker(WorkerProcess):
 
         Not for a write that nobody waits for, which may never end: the end of this process ends it, and is a fence.
         """
-        return self.prompts.num_wanted + len(self._confirming)
+        return self.core.num_wanted + len(self._confirming)
 
     # -- routers, in the event loop
 
@@ -144,10 +144,10 @@ class PrefillWorker(WorkerProcess):
                 self.spawn(self._attach(command.attach))
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
-                self.runner.submit(lambda: self.prompts.cancel(key))
+                self.runner.submit(lambda: self.core.cancel(key))
             case "release":
                 request_id = command.release.request_id
-                self.runner.submit(lambda: self.prompts.release_request(request_id))
+                self.runner.submit(lambda: self.core.release_request(request_id))
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 
@@ -156,7 +156,7 @@ class PrefillWorker(WorkerProcess):
         try:
             spec = spec_from_proto(start)
         except TandemError as error:
-            self.runner.submit(partial(self.prompts.refuse, session, key, error))
+            self.runner.submit(partial(self.core.refuse, session, key, error))
             return
         self._targets[key] = start.decode
         if start.decode.host_id == self.info.host_id:
@@ -164,11 +164,11 @@ class PrefillWorker(WorkerProcess):
         # Opened from here, so that no grant can be attached before, however long the runner's step takes.
         num_pages = pages_for(len(spec.prompt_ids), self.pool.page_size)
         self.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
-        self.runner.submit(lambda: self.prompts.start(session, spec, receiver))
+        self.runner.submit(lambda: self.core.start(session, spec, receiver))
 
     def session_ended(self, session: int) -> None:
         """A router is gone."""
-        self.runner.submit(lambda: self.prompts.session_ended(session))
+        self.runner.submit(lambda: self.core.session_ended(session))
 
     def forget_target(self, key: AttemptKey) -> None:
         """The attempt is over here; in the event loop."""
@@ -199,8 +199,8 @@ class PrefillWorker(WorkerProcess):
                 self.on_transfer(lambda _: self.driver.happened(key, ev.RefusalReceived(reason, detail)))
             return
         self.on_transfer(lambda _: self._attached(key, grant, asked_s + reply.lease_s))
-        self.prompts.grant_attached(key)
-        self.runner.submit(lambda: self.prompts.attach(key))
+        self.core.grant_attached(key)
+        self.runner.submit(lambda: self.core.attach(key))
         await self._renew(peer, key, grant, reply.lease_s)
 
     def _attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
@@ -227,7 +227,7 @@ class PrefillWorker(WorkerProcess):
 
     def _attach_failed(self, key: AttemptKey, error: TandemError) -> None:
         """Decode could not be reached, or must not be paired with: the attempt ends with that very error."""
-        self.runner.submit(lambda: self.prompts.fail(key, error))
+        self.runner.submit(lambda: self.core.fail(key, error))
 
     async def _connect(self, metadata: bytes) -> PeerId:
         return await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
@@ -245,7 +245,7 @@ class PrefillWorker(WorkerProcess):
         keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
         if keys:
             error = WorkerLostError(f"decode worker {incarnation} has ended")
-            self.runner.submit(lambda: self.prompts.receiver_ended(keys, error))
+            self.runner.submit(lambda: self.core.receiver_ended(keys, error))
 
     def _peer_lost(self, peer: Peer) -> None:
         def forget(transport: Transport) -> None:
@@ -310,7 +310,7 @@ class PrefillWorker(WorkerProcess):
             self.runner.submit(self.check_drained)
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
-        self.runner.submit(lambda: self.prompts.handed_off(key, stats))
+        self.runner.submit(lambda: self.core.handed_off(key, stats))
 
     def failed(self, failure: ev.Fail) -> None:
         reason = failure.refusal.value if failure.refusal else failure.reason.value
@@ -319,19 +319,19 @@ class PrefillWorker(WorkerProcess):
         error.retryable = failure.retryable
         if failure.reason is FailureReason.CANCELLED:
             return  # whoever cancelled knows
-        self.runner.submit(lambda: self.prompts.handoff_failed(failure.key, error))
+        self.runner.submit(lambda: self.core.handoff_failed(failure.key, error))
 
     def quarantine(self, pages: tuple[int, ...]) -> None:
-        self.runner.submit(lambda: self.prompts.quarantine(pages))
+        self.runner.submit(lambda: self.core.quarantine(pages))
 
     def release(self, pages: tuple[int, ...]) -> None:
         if pages:
-            self.runner.submit(lambda: self.prompts.release(pages))
+            self.runner.submit(lambda: self.core.release(pages))
 
     def closed(self, key: AttemptKey) -> None:
         self.commits.closed(key)
         self.loop.call_soon_threadsafe(self.forget_target, key)
-        self.runner.submit(lambda: self.prompts.closed(key))
+        self.runner.submit(lambda: self.core.closed(key))
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)

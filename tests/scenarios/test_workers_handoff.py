@@ -357,7 +357,7 @@ async def begin_attached(pair: WorkerPair, router: Router, ask: Ask) -> None:
     with Gate(pair.prefill.engine, "forward") as computing:
         await router.begin(ask)
         await computing.wait()
-        await until(lambda: ask.key in pair.prefill.prompts._newly_attached, "a place at decode")
+        await until(lambda: ask.key in pair.prefill.core._newly_attached, "a place at decode")
 
 
 async def test_the_runner_goes_on_when_the_driver_knows_what_is_computed(

@@ -83,7 +83,7 @@ def num_private_pages(pair: WorkerPair) -> int:
     """Pages that only their own requests can find, in use or evictable."""
 
     def count() -> int:
-        pool, kept = pair.prefill.pool, pair.prefill.prompts.retained
+        pool, kept = pair.prefill.pool, pair.prefill.core.retained
         return sum(pool.match([key]) for k in kept._by_request.values() for key in k.private_keys)
 
     return pair.on_runner(pair.prefill, count)
@@ -151,7 +151,7 @@ async def test_what_was_evicted_is_computed_and_the_tokens_stay(pair: WorkerPair
         ask = Ask(prompt_of(6 * PAGE + 3), SEEDED)
         (lost,) = await first.ask(ask)
         await first.heard(ask, "prefill.handoff_done")
-        await until(lambda: not pair.prefill.prompts.jobs, "the end of the handoff")
+        await until(lambda: not pair.prefill.core.jobs, "the end of the handoff")
         pool = pair.prefill.pool
 
         def need_memory() -> None:
@@ -169,7 +169,7 @@ async def test_what_was_evicted_is_computed_and_the_tokens_stay(pair: WorkerPair
 
 async def test_kept_without_a_prefix_cache(pair: WorkerPair, second_decode: DecodeWorker) -> None:
     """Then every page is private: found by the same request only."""
-    scheduler, kept = pair.prefill.scheduler, pair.prefill.prompts.retained
+    scheduler, kept = pair.prefill.scheduler, pair.prefill.core.retained
     scheduler.prefix_cache, kept._shares = False, False
     try:
         async with two_routers(pair, second_decode) as (first, second):
@@ -193,12 +193,12 @@ async def test_kept_without_a_prefix_cache(pair: WorkerPair, second_decode: Deco
 
 
 async def test_release_and_the_end_of_the_router_leave_nothing_private(pair: WorkerPair) -> None:
-    kept = pair.prefill.prompts.retained
+    kept = pair.prefill.core.retained
     async with Router(pair) as router:
         asks = [Ask(prompt_of(40, seed=n)) for n in range(2)]
         await router.ask(*asks)
         await until(lambda: num_private_pages(pair) == 2, "two partial pages")
-        await until(lambda: not pair.prefill.prompts.jobs, "the end of the handoffs")
+        await until(lambda: not pair.prefill.core.jobs, "the end of the handoffs")
         num_free = pair.prefill.pool.counts().free
         await router.say("prefill", release=prefill_pb2.Release(request_id=asks[0].request_id))
         await until(lambda: pair.prefill.pool.counts().free == num_free + 1, "the partial page")

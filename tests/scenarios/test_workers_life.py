@@ -112,7 +112,7 @@ async def test_a_draining_worker_finishes_what_it_holds_and_takes_no_more(life: 
             await router.cancel(late)
             await router.finish(held)
         await draining
-        assert (life.prefill.prompts.num_wanted if side == "prefill" else life.decode.num_held()) == 0
+        assert (life.prefill.core.num_wanted if side == "prefill" else life.decode.num_held()) == 0
         # Decode may ask only now that prefill confirms an idle grant: that of the late one, which it had never begun.
         await until(lambda: worker.num_held() == 0, "the answer to it")
         await router.until(lambda: router.statuses[side].draining, "the word of it")

@@ -311,7 +311,7 @@ async def test_a_prompt_that_is_being_computed_is_in_the_figures_that_go_with_th
 
         monkeypatch.setattr(place, "_emit", emit_and_look)
 
-    watch(pair.prefill.prompts, pair.prefill)
+    watch(pair.prefill.core, pair.prefill)
     watch(pair.decode.generations, pair.decode)
     async with Router(pair) as router:
         await router.finish(await router.begin(Ask(prompt_of(50))))

@@ -94,7 +94,7 @@ async def test_prefill_gives_way_to_the_first_step(
             await until(shares.begun.is_set, "a rest")
             await until(lambda: shares.decode.borrow() == 1, "prefill's thread")
             assert not shares.ended.wait(0.1)
-            assert pair.prefill.prompts.jobs[second.key].started_s is None
+            assert pair.prefill.core.jobs[second.key].started_s is None
         await until(shares.ended.is_set, "the end of the rest")
         for ask in (first, second):
             assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
@@ -225,7 +225,7 @@ async def about_to_be_complete(pair: WorkerPair, router: Router) -> AsyncIterato
     with steps_when_told(pair) as stands:
         elder = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
         await until(stands.is_set, "the elder's first step")
-        with Gate(pair.prefill.prompts, "sample") as sample:
+        with Gate(pair.prefill.core, "sample") as sample:
             with Gate(pair.prefill.engine, "forward"):
                 younger = await router.begin(Ask(prompt_of(32, seed=1)))
                 await router.until_attached(younger)

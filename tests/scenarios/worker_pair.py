@@ -215,7 +215,7 @@ class WorkerPair:
                 left.append(f"{worker.worker_id}: {scheduler.running} {scheduler.waiting} {scheduler.parked}")
         prefill, decode = self.prefill, self.decode
         held: dict[str, Collection[Any]] = {
-            "prompts": prefill.prompts.jobs,
+            "prompts": prefill.core.jobs,
             "handoffs": prefill.driver._entries,
             "targets": prefill._targets,
             "confirmations": prefill._confirming,

@@ -224,13 +224,13 @@ class Router:
         await self.say("prefill", attach=attach)
 
     async def until_attached(self, ask: Ask) -> None:
-        """Until decode has taken prefill as the grant's writer, and prefill knows: its next layer tells the desk."""
-        prompts = self._pair.prefill.prompts
+        """Until decode has taken prefill as the grant's writer, and prefill knows: its next layer tells the driver."""
+        core = self._pair.prefill.core
 
         def is_attached() -> bool:
             record = self._pair.decode.desk._handoffs.record(ask.key)
-            job = prompts.jobs.get(ask.key)
-            knows = ask.key in prompts._newly_attached or (job is not None and job.attached)
+            job = core.jobs.get(ask.key)
+            knows = ask.key in core._newly_attached or (job is not None and job.attached)
             return record is not None and record.state is GrantState.OPEN and knows
 
         await until(is_attached, f"an attached grant of {ask.key}")

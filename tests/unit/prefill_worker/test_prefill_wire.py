@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted, PromptWork
-from prefill_worker.wire import events_to_proto
+from prefill_worker.wire import make_events
 from tandem.core.errors import DrainingError
 from tandem.core.sampling import SampledToken
 from tandem.rpc.v1 import common_pb2 as pb
@@ -27,7 +27,7 @@ def test_a_message_has_all_events_in_order_and_the_status() -> None:
         HandedOff(KEY, STATS, WORK),
         AttemptFailed(KEY, DrainingError("it drains")),
     ]
-    message = events_to_proto(events, status)
+    message = make_events(events, status)
     assert message.status == status
     name = {"request_id": "request", "attempt": 2}
     work = {"compute_s": 0.5, "num_computed_tokens": 7, "num_cached_tokens": 4}

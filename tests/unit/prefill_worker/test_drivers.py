@@ -1,4 +1,4 @@
-"""What the two desks do together: pages, parts, commits, and what goes wrong with them."""
+"""What the two drivers do together: pages, parts, commits, and what goes wrong with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from desk_ends import FIRST, KEY, LAYOUT, LEASE_S, MINE, RECEIVER, SENDER, THEIRS, World
+from driver_ends import FIRST, KEY, LAYOUT, LEASE_S, MINE, RECEIVER, SENDER, THEIRS, World
 
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol import sender_events as sev

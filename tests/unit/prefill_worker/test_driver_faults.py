@@ -1,4 +1,4 @@
-"""Both desks over a transport that delays, repeats, reorders and loses: what a fault costs, and what it never can."""
+"""Both drivers over a transport that delays, repeats, reorders and loses: what a fault costs, and what it never can."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from desk_ends import GRACE_S, KEY, LAYOUT, SENDER, THEIRS, World
+from driver_ends import GRACE_S, KEY, LAYOUT, SENDER, THEIRS, World
 
 from decode_worker.receiving import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev

@@ -1,6 +1,6 @@
 """Sender driver and receiving desk, each on a transfer thread of its own, over the loopback transport.
 
-No model, no gRPC: the outlets pass what the desks say to each other, and write down what they tell their workers.
+No model, no gRPC: the outlets pass what the drivers say to each other, and write down what they tell their workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECRET = b"the receiver's own secret"
 
 
 class End:
-    """A transfer thread with its arena, and a record of what its desk told the worker."""
+    """A transfer thread with its arena, and a record of what its driver told the worker."""
 
     def __init__(self, name: str, shape: ArenaShape, network: LoopbackNetwork, faults: FaultPlan | None = None) -> None:
         self.arena = np.random.default_rng(len(name)).integers(0, 255, shape.num_bytes, dtype=np.uint8)

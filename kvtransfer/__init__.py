@@ -1,0 +1,1 @@
+"""The handoff of KV pages: its protocol without I/O, the thread that drives it, and the transports."""

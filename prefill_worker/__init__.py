@@ -1,0 +1,1 @@
+"""The prefill role: computes prompts, and pushes their pages into the memory of decode workers."""

@@ -1,0 +1,1 @@
+"""Tandem serves large language models with the two phases of inference on separate workers."""

@@ -41,7 +41,7 @@ def generate() -> dict[str, str]:
         if protoc.main(arguments) != 0:
             sys.exit("protoc failed; see its message above")
         made = {p.name: _relocated(p.read_text()) for p in sorted(Path(out, "tandem", "v1").iterdir())}
-    return {"__init__.py": "", **made}
+    return {"__init__.py": '"""Generated from `protos/tandem/v1` by `make stubs`."""\n', **made}
 
 
 def _relocated(text: str) -> str:

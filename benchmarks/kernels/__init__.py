@@ -1,0 +1,1 @@
+"""Each kernel alone, against what the threads of this machine can do."""

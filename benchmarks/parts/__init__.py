@@ -1,0 +1,1 @@
+"""What transfer, admission, router, idling and starting cost, beside their goals."""

@@ -1,0 +1,1 @@
+"""Tandem and other servers under the same loads, in turn."""

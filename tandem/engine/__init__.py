@@ -1,0 +1,1 @@
+"""The model on its KV arena: forwards of ragged batches over pages, and sampling."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -19,13 +20,24 @@ def test_list_of_packages_is_complete_and_has_nothing_else() -> None:
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == on_disk
 
 
-@pytest.mark.parametrize("top", TOP_LEVEL)
-def test_every_folder_with_code_is_a_package_and_its_init_is_empty(top: str) -> None:
-    folders = {path.parent for path in (ROOT / top).rglob("*.py")}
-    for folder in folders:
+@pytest.mark.parametrize("top", [*TOP_LEVEL, "benchmarks"])
+def test_every_folder_with_code_is_a_package_that_says_what_it_is_about_and_nothing_else(top: str) -> None:
+    for folder in {path.parent for path in (ROOT / top).rglob("*.py")}:
         init = folder / "__init__.py"
         assert init.is_file(), f"{init} is missing"
-        assert init.read_text() == "", f"{init} holds code: import from the modules themselves"
+        module = ast.parse(init.read_text())
+        assert ast.get_docstring(module), f"{init} does not say in one or two sentences what the folder is about"
+        assert len(module.body) == 1, f"{init} holds code: import from the modules themselves"
+
+
+def test_the_design_lists_every_room_with_its_own_words() -> None:
+    rooms = {
+        str(init.parent.relative_to(ROOT)): " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").split())
+        for top in [*TOP_LEVEL, "benchmarks"]
+        for init in (ROOT / top).rglob("__init__.py")
+    }
+    listed = dict(re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE))
+    assert listed == rooms
 
 
 def test_everything_is_pinned_but_torch() -> None:

@@ -1,0 +1,1 @@
+"""What a measurement says: figures, tables, plots, comparisons and the file that keeps them."""

@@ -1,0 +1,1 @@
+"""Ray behind the supervisor: actors, their placement, and watchers that prove the end of processes."""

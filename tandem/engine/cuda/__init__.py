@@ -1,0 +1,1 @@
+"""Kernels and captured steps for CUDA; attention by FlashAttention, torch or Triton."""

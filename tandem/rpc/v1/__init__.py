@@ -1,0 +1,1 @@
+"""Generated from `protos/tandem/v1` by `make stubs`."""

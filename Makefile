@@ -44,7 +44,7 @@ serve: $(STAMP)  ## start the cluster with the embedded model on http://127.0.0.
 	@exec $(BIN)/tandem serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 bench: $(STAMP)  ## measure Tandem and, with PEER_VENV=DIR, vLLM, in turn on the same loads (1.5 hours)
-	@$(BIN)/python tools/bench_peers.py --json $(FIGURES)/peers.json $(ARGS)
+	@$(BIN)/python -m benchmarks.peers --json $(FIGURES)/peers.json $(ARGS)
 
 quick: $(STAMP)  ## run the tests that start no process and take no seconds
 	@$(IN_PAIRS) -m "not processes and not long and not faults and not soak" $(TESTS) $(ARGS)
@@ -70,14 +70,14 @@ check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_stubs.py --check
 	$(BIN)/python tools/generate_config_docs.py --check
-	$(BIN)/python tools/generate_benchmark_docs.py --check
+	$(BIN)/python -m benchmarks.docs --check
 
 stubs: $(STAMP)  ## generate tandem/rpc/v1 from protos/
 	$(BIN)/python tools/generate_stubs.py
 
 docs: $(STAMP)  ## generate tandem.yaml, docs/configuration.md and docs/benchmarks.md from their sources
 	$(BIN)/python tools/generate_config_docs.py
-	$(BIN)/python tools/generate_benchmark_docs.py
+	$(BIN)/python -m benchmarks.docs
 
 wheel: $(STAMP)  ## build the wheel into dist/
 	@rm -rf build dist

@@ -26,21 +26,26 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
+    return run("tandem", options)
+
+
+def run(program: str, options: argparse.Namespace) -> int:
+    """Run the command that was parsed; failures are told in one line. Returns the exit code, as `main` does."""
     try:
         return int(options.run(options))
     except TandemError as error:
         if options.debug:
             traceback.print_exc()
-        print(f"tandem {options.command}: {error.message}", file=sys.stderr)
+        print(f"{program} {options.command}: {error.message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"tandem {options.command}: interrupted", file=sys.stderr)
+        print(f"{program} {options.command}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if options.debug:
             raise
         print(
-            f"tandem {options.command}: {type(error).__name__}: {error} (a defect; --debug shows where)",
+            f"{program} {options.command}: {type(error).__name__}: {error} (a defect; --debug shows where)",
             file=sys.stderr,
         )
         return 1
@@ -63,11 +68,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_certs(commands)
     _add_bench(commands)
-    _add_command(commands, "version", "print the version", "tandem version", _version)
+    add_command(commands, "version", "print the version", "tandem version", _version)
     return parser
 
 
-def _add_command(commands: Any, name: str, help: str, example: str, run: Any) -> argparse.ArgumentParser:
+def add_command(commands: Any, name: str, help: str, example: str, run: Any) -> argparse.ArgumentParser:
+    """A command with `--debug`, an example below its help, and `run` as what it does with the options."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help,
@@ -81,7 +87,7 @@ def _add_command(commands: Any, name: str, help: str, example: str, run: Any) ->
 
 
 def _add_serve(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "serve",
         "start a cluster in the foreground; Ctrl-C stops it",
@@ -118,13 +124,13 @@ def _add_target_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_status(commands: Any) -> None:
-    command = _add_command(commands, "status", "show the workers of a running cluster", "tandem status --json", _status)
+    command = add_command(commands, "status", "show the workers of a running cluster", "tandem status --json", _status)
     _add_target_options(command)
     command.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _add_scale(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "scale",
         "change how many workers each pool has, while requests run",
@@ -138,7 +144,7 @@ def _add_scale(commands: Any) -> None:
 
 
 def _add_drain(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "drain",
         "replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves",
@@ -161,7 +167,7 @@ def _add_drain(commands: Any) -> None:
 
 
 def _add_stop(commands: Any) -> None:
-    command = _add_command(commands, "stop", "stop a running cluster", "tandem stop --port 8000", _stop)
+    command = add_command(commands, "stop", "stop a running cluster", "tandem stop --port 8000", _stop)
     _add_target_options(command)
     command.add_argument("--now", action="store_true", help="do not let requests under way finish")
     command.add_argument(
@@ -170,7 +176,7 @@ def _add_stop(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "doctor",
         "check packages, ports, Ray, transport, memory and model; say what to do for each",
@@ -181,7 +187,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_certs(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "certs",
         "make the certificates by which a cluster's processes know each other",
@@ -206,7 +212,7 @@ def _add_bench(commands: Any) -> None:
         epilog="example:\n  tandem bench run --concurrency 8 --input-len 128 --output-len 128",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_subcommands(command, _add_command)
+    add_subcommands(command, add_command)
 
 
 # --- what they run ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What `tandem bench gpu` runs. Imports no Ray, no gRPC and no HTTP client: where GPUs are they may not be."""
+"""What `python -m benchmarks gpu` runs. Imports no Ray, no gRPC and no HTTP client: where GPUs are they may not be."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WRONG_USAGE = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """`tandem bench gpu`; 2 where there is no such GPU."""
+    """`python -m benchmarks gpu`; 2 where there is no such GPU."""
     from benchmarks.gpu import report as measuring  # imports torch
     from benchmarks.gpu.measure import find_device
 
     try:
         find_device(options.device)
     except ConfigError as error:
-        print(f"tandem bench gpu: {error.message}", file=sys.stderr)
+        print(f"python -m benchmarks gpu: {error.message}", file=sys.stderr)
         return _WRONG_USAGE
     report = measuring.measure(options.device, options.models)
     console = Console()

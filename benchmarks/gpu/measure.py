@@ -1,4 +1,4 @@
-"""What a GPU can do, and what an engine with random weights does on it: the measuring half of `tandem bench gpu`."""
+"""What a GPU can do, and what an engine with random weights does on it: what `benchmarks gpu` measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem bench gpu`: how near prefill and decode on one GPU come to what it was measured to do."""
+"""`python -m benchmarks gpu`: how near prefill and decode on one GPU come to what it was measured to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem bench kernels`: from its options to a table and a file."""
+"""`python -m benchmarks kernels`: from its options to a table and a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of `tandem bench parts`: figures of one machine, one code and one model, of one run or of several."""
+"""The file of `benchmarks parts`: figures of one machine, one code and one model, of one run or of several."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PartsFile:
         }
         earlier = None
         if path.exists():
-            earlier = json_file.read_format(path, FORMAT, "`tandem bench parts`", key="--json")
+            earlier = json_file.read_format(path, FORMAT, "`python -m benchmarks parts`", key="--json")
         if earlier is None or not (differing := _differing(earlier, settings)):
             return cls(path, settings, earlier)
         if kept := [figure["name"] for figure in earlier["figures"] if figure["name"] not in wanted]:

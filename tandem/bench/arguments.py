@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,23 +13,17 @@ from tandem.core.arguments import number, whole
 #: Adds a command by its name, help, example and handler, and gives its parser.
 AddCommand = Callable[..., argparse.ArgumentParser]
 
-#: What `parts` can measure.
-PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "idle", "startup")
-
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
 def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> None:
-    """`run`, `goodput`, `compare`, `plot`, `overload`, `kernels`, `parts` and `gpu`, below `command`."""
+    """`run`, `goodput`, `compare`, `plot` and `overload`, below `command`."""
     subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     _add_run(subcommands, add_command)
     _add_goodput(subcommands, add_command)
     _add_compare(subcommands, add_command)
     _add_plot(subcommands, add_command)
     _add_overload(subcommands, add_command)
-    _add_kernels(subcommands, add_command)
-    _add_parts(subcommands, add_command)
-    _add_gpu(subcommands, add_command)
 
 
 def _add_run(subcommands: Any, add_command: AddCommand) -> None:
@@ -118,77 +111,6 @@ def _add_overload(subcommands: Any, add_command: AddCommand) -> None:
         "--max-sockets", type=_count, default=1024, metavar="N", help="requests beyond are not sent (default: 1024)"
     )
     command.add_argument("--seed", type=int, default=1)
-
-
-def _add_kernels(subcommands: Any, add_command: AddCommand) -> None:
-    command = add_command(
-        subcommands,
-        "kernels",
-        "measure the engine's kernels against what this machine's threads can do; no server; about a minute",
-        "tandem bench kernels\n"
-        "tandem bench kernels --threads 2 --json kernels.json\n"
-        "tandem bench kernels --model ~/models/llama-1b --threads 1 4 8",
-        _kernels,
-    )
-    command.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="a checkpoint (default: a random Llama of 82 M weights, made for this)",
-    )
-    command.add_argument(
-        "--threads",
-        type=_count,
-        nargs="+",
-        metavar="N",
-        help="numbers of threads, one after the other (default: 1 and all)",
-    )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-    command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
-
-
-def _add_parts(subcommands: Any, add_command: AddCommand) -> None:
-    command = add_command(
-        subcommands,
-        "parts",
-        "measure single parts of the system against their goals: transfer, admission, router, idle, start; 4 minutes",
-        "tandem bench parts --json parts.json\n"
-        "tandem bench parts --only ttft streaming\n"
-        "tandem bench parts --only exposed bandwidth --model ~/models/llama-1b --transport nccl",
-        _parts,
-    )
-    command.add_argument(
-        "--only",
-        nargs="+",
-        choices=PARTS,
-        metavar="NAME",
-        help=f"measure these alone: {', '.join(PARTS)} (default: all)",
-    )
-    command.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint of exposed, bandwidth and admission (default: a random Llama of 82 M weights)",
-    )
-    command.add_argument(
-        "--transport", choices=("ucx", "nccl"), help="of the handoffs (default: ucx where it is installed)"
-    )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-
-
-def _add_gpu(subcommands: Any, add_command: AddCommand) -> None:
-    command = add_command(
-        subcommands,
-        "gpu",
-        "measure prefill and decode on one GPU against its own limits; random weights, no server; some minutes",
-        "tandem bench gpu\ntandem bench gpu --device cuda:1 --models 8b --json gpu.json",
-        _gpu,
-    )
-    command.add_argument("--device", default="cuda", metavar="DEVICE", help="cuda or cuda:N (default: cuda)")
-    command.add_argument(
-        "--models", nargs="+", choices=("1b", "8b"), default=["1b", "8b"], help="Llama shapes (default: both)"
-    )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
 def _add_server(command: argparse.ArgumentParser) -> None:
@@ -316,25 +238,3 @@ def _overload(options: argparse.Namespace) -> int:
     from tandem.bench import commands
 
     return commands.overload(options)
-
-
-def _kernels(options: argparse.Namespace) -> int:
-    from benchmarks.kernels import command as kernels_command
-
-    kernels_command.run(options.model, options.threads, options.json, progress=options.progress)
-    return 0
-
-
-def _parts(options: argparse.Namespace) -> int:
-    # Read when gRPC is imported. Its handlers at forks write to the terminal, and our children only ever exec.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from benchmarks.parts import command as parts_command
-
-    parts_command.run(options.model, options.transport, options.only, options.json)
-    return 0
-
-
-def _gpu(options: argparse.Namespace) -> int:
-    from benchmarks.gpu import command as gpu_command
-
-    return gpu_command.run(options)

@@ -1,4 +1,4 @@
-"""`tandem bench gpu` as far as it goes without a GPU: its models and limits, its table, its refusal."""
+"""`python -m benchmarks gpu` as far as it goes without a GPU: its models and limits, its table, its refusal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks import __main__ as benchmarks
 from benchmarks.gpu import measure as gpu_measure
 from benchmarks.gpu import report as gpu
 from benchmarks.kernels.roofline import Work, decode_step, prefill
-from tandem import cli
 from tandem.engine.engine import SequenceInput
 
 
@@ -87,7 +87,7 @@ def test_what_is_measured_is_one_forward_pass_a_time(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "gpu"]) == 2
+    assert benchmarks.main(["gpu"]) == 2
     assert "sees no CUDA device" in capsys.readouterr().err
 
 
@@ -98,9 +98,9 @@ def test_it_needs_no_server_and_no_client() -> None:
         "import sys\n"
         "absent = ('ray', 'fastapi', 'grpc', 'nixl_cu12', 'orjson', 'uvicorn', 'uvloop')\n"
         "sys.modules.update(dict.fromkeys(absent))\n"
-        "from tandem import cli\n"
-        "sys.exit(cli.main(['bench', 'gpu', '--device', 'cuda:99']))\n"
+        "from benchmarks import __main__ as benchmarks\n"
+        "sys.exit(benchmarks.main(['gpu', '--device', 'cuda:99']))\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert (run.returncode, run.stdout) == (2, ""), run.stderr
-    assert run.stderr.startswith("tandem bench gpu: ")
+    assert run.stderr.startswith("python -m benchmarks gpu: ")

@@ -1,4 +1,4 @@
-"""`tandem bench kernels`: its arithmetic by hand, its tables from a sample, and a small real run."""
+"""`python -m benchmarks kernels`: its arithmetic by hand, its tables from a sample, and a small real run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from benchmarks import __main__ as benchmarks
 from benchmarks.kernels import command as kernels_command
 from benchmarks.kernels import roofline as cost
 from benchmarks.kernels.cases import Sizes, scattered_pages
 from benchmarks.kernels.measure import DEFAULT_MODEL, shape_of, thread_counts
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report, Work
 from benchmarks.timing import Timing, timed
-from tandem import cli
 from tandem.bench.machine import OtherLoad
 from tandem.core.errors import ConfigError
 from tandem.engine.random_model import ModelSpec, make_config
@@ -250,14 +250,14 @@ def test_threads_are_one_and_all_unless_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_more_threads_than_cores_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "kernels", "--threads", "9999"]) == 1
+    assert benchmarks.main(["kernels", "--threads", "9999"]) == 1
     assert "--threads 9999: this process may use" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "kernels", "--threads", "0"])
+        benchmarks.main(["kernels", "--threads", "0"])
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "kernels", "--threads", "1", "--no-progress", "--model", str(tmp_path)]) == 1
+    assert benchmarks.main(["kernels", "--threads", "1", "--no-progress", "--model", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "has no config.json" in said.err
     assert said.out == ""
@@ -287,8 +287,8 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_other_commands_do_not_wait_for_torch() -> None:
     program = (
-        "import sys; from tandem.cli import make_parser; import tandem.bench.commands\n"
-        "make_parser().parse_args(['bench', 'kernels', '--threads', '1', '2'])\n"
+        "import sys; from benchmarks.__main__ import make_parser\n"
+        "make_parser().parse_args(['kernels', '--threads', '1', '2'])\n"
         "print(sorted({'torch', 'numba', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

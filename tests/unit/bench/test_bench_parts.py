@@ -1,4 +1,4 @@
-"""`tandem bench parts`: its arithmetic by hand, its table, its refusals; and its cheap parts, measured for real."""
+"""`benchmarks parts`: its arithmetic by hand, its table, its refusals; and its cheap parts, measured for real."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from benchmarks import __main__ as benchmarks
 from benchmarks.parts import command as parts_command
 from benchmarks.parts import figures as parts
 from benchmarks.parts.figures import Figure, shown, shown_goal
@@ -29,7 +30,6 @@ from benchmarks.parts.router import RouterSizes, RouterTtft, Streamed, _Reader, 
 from benchmarks.parts.serve import Idle, is_own, measure_idle, name_of
 from benchmarks.peers.figures import Goal
 from tandem import cli
-from tandem.bench import arguments
 from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.random_model import ModelSpec, save
 
@@ -115,8 +115,8 @@ def test_figures_are_shown_in_their_units(value: float, unit: str, text: str) ->
 
 
 def test_the_command_offers_what_there_is() -> None:
-    assert tuple(part.name for part in parts.PARTS) == arguments.PARTS
-    assert {name for names, _ in parts_command._GROUPS for name in names} == set(arguments.PARTS)
+    assert tuple(part.name for part in parts.PARTS) == benchmarks.PARTS
+    assert {name for names, _ in parts_command._GROUPS for name in names} == set(benchmarks.PARTS)
 
 
 def test_the_table_says_what_missed_its_goal() -> None:
@@ -393,7 +393,7 @@ def test_what_was_found_before_a_failure_is_shown_and_written(
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
-    line = [sys.executable, "-m", "tandem.cli", "bench", "parts", "--only", "streaming"]
+    line = [sys.executable, "-m", "benchmarks", "parts", "--only", "streaming"]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert process.stderr is not None
     while "streams" not in process.stderr.readline():
@@ -411,7 +411,7 @@ def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Sig
 
 def test_an_unknown_part_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "parts", "--only", "speed"])
+        benchmarks.main(["parts", "--only", "speed"])
     assert ended.value.code == 2
     assert "invalid choice: 'speed'" in capsys.readouterr().err
 

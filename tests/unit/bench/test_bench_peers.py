@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import io
 import re
 import socket
@@ -12,9 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -24,6 +21,7 @@ from rich.console import Console
 
 from benchmarks import child_process
 from benchmarks.code import Code
+from benchmarks.peers import __main__ as command
 from benchmarks.peers import run
 from benchmarks.peers.run import Comparison, compare, prompt_tokens
 from benchmarks.peers.servers import CONTESTANTS, Command, Contestant, Place, chosen_contestants, running
@@ -39,18 +37,6 @@ from tandem.core.errors import ConfigError, TandemError
 
 REPOSITORY = Path(__file__).parents[3]
 PEER_PROCESS = Path(__file__).with_name("peer_process.py")
-
-
-@cache
-def tool(name: str) -> ModuleType:
-    """Import one of `tools`, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", REPOSITORY / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- the servers ------------------------------------------------------------------------------------------------------
@@ -309,23 +295,23 @@ async def test_an_interrupt_keeps_what_is_there_and_ends_the_server(tmp_path: Pa
 
 @pytest.mark.processes
 def test_the_model_in_the_cache_is_that_of_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench_peers, console = tool("bench_peers"), Console(file=io.StringIO())
-    monkeypatch.setattr(bench_peers, "CACHE", tmp_path)
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(command, "CACHE", tmp_path)
     small = {"hidden": 16, "layers": 1, "heads": 2, "kv-heads": 1, "intermediate": 16, "vocab": 300}
-    monkeypatch.setattr(bench_peers, "MODEL_OPTIONS", small)
-    first = bench_peers._made_model(console)
+    monkeypatch.setattr(command, "MODEL_OPTIONS", small)
+    first = command._made_model(console)
     assert (first / "config.json").is_file()
     stamp = first.stat().st_mtime_ns
-    assert bench_peers._made_model(console) == first
+    assert command._made_model(console) == first
     assert first.stat().st_mtime_ns == stamp
-    monkeypatch.setattr(bench_peers, "MODEL_OPTIONS", {**small, "layers": 2})
-    second = bench_peers._made_model(console)
+    monkeypatch.setattr(command, "MODEL_OPTIONS", {**small, "layers": 2})
+    second = command._made_model(console)
     assert second != first
     assert '"num_hidden_layers": 2' in (second / "config.json").read_text()
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main = tool("bench_peers").main
+    main = command.main
     assert main(["--servers", "peer-split", "--peer-venv", str(tmp_path)]) == 1
     assert "holds no vLLM" in capsys.readouterr().err
     assert main(["--loads", "Q"]) == 1

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks import docs
 from benchmarks.parts import figures as parts
 from benchmarks.parts.figures import Figure
 from benchmarks.peers import figures as figures
@@ -20,19 +17,6 @@ from tandem.bench.report.summary import Distribution
 
 REPOSITORY = Path(__file__).parents[3]
 CODE = {"digest": "0123456789abcdef", "commit": "c0ffee" * 6 + "c0ff", "is_dirty": False}
-
-
-@cache
-def generator() -> ModuleType:
-    """`tools/generate_benchmark_docs.py`, which is in no package."""
-    path = REPOSITORY / "tools" / "generate_benchmark_docs.py"
-    spec = importlib.util.spec_from_file_location("generate_benchmark_docs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(
@@ -143,7 +127,7 @@ def test_a_goal_is_a_bound(value: float, is_lower: bool, is_reached: bool) -> No
 
 
 def test_the_page_has_ratios_beside_goals() -> None:
-    page = generator().page(content(*PAIRS, goodput=(("tandem", 3.0), ("peer-colocated", 2.5))))
+    page = docs.page(content(*PAIRS, goodput=(("tandem", 3.0), ("peer-colocated", 2.5))))
     lines = page.splitlines()
     assert "| date | 2026-01-01 to 2026-01-05 |" in lines
     assert "| vLLM with | vllm 0.32.0 |" in lines
@@ -162,18 +146,18 @@ def test_the_page_has_ratios_beside_goals() -> None:
 
 
 def test_what_was_not_measured_is_not_on_the_page() -> None:
-    page = generator().page(content(run("tandem", load="B", ms=30.0)))
+    page = docs.page(content(run("tandem", load="B", ms=30.0)))
     assert "## Load B" in page
     assert "| output tokens/s | 100.0 |" in page
     assert "goal ≤ 2: **missed**" in page
     for absent in ("## Load A", "## Load C", "Goodput", "ratio to", "split over NIXL", "greedy outputs"):
         assert absent not in page
-    assert generator().page(None) == generator().page(content())
-    assert "No servers were compared yet" in generator().page(None)
+    assert docs.page(None) == docs.page(content())
+    assert "No servers were compared yet" in docs.page(None)
 
 
 def test_goals_are_set_against_one_engine_alone() -> None:
-    page = generator().page(content(run("tandem", rate=120.0), run("peer-split", rate=100.0)))
+    page = docs.page(content(run("tandem", rate=120.0), run("peer-split", rate=100.0)))
     assert "| ratio to vLLM, split over NIXL | Tandem | goal |" in page
     assert "| output tokens/s | 1.20 |  |" in page
 
@@ -181,50 +165,50 @@ def test_goals_are_set_against_one_engine_alone() -> None:
 def test_failures_are_said() -> None:
     failing = run("tandem")
     failing["figures"]["num_failed"] = {"http_500": 2, "timeout": 1}
-    assert "- Tandem: 3 requests failed and are in no figure" in generator().page(content(failing))
+    assert "- Tandem: 3 requests failed and are in no figure" in docs.page(content(failing))
 
 
 def test_the_page_does_not_depend_on_the_order_of_the_runs() -> None:
-    assert generator().page(content(*PAIRS)) == generator().page(content(*reversed(PAIRS)))
+    assert docs.page(content(*PAIRS)) == docs.page(content(*reversed(PAIRS)))
 
 
 def test_runs_hours_apart_have_no_ratio() -> None:
     early = run("tandem", rate=120.0, date="2026-01-01T02:00:01+00:00")
     late = run("peer-colocated", date="2026-01-01T04:00:01+00:00")
-    page = generator().page(content(early, late))
+    page = docs.page(content(early, late))
     assert "| output tokens/s | 1.20 | ≥ 1.1: reached |" in page
     assert "without a ratio" not in page
-    page = generator().page(content({**early, "date": "2026-01-01T02:00:00+00:00"}, late))
+    page = docs.page(content({**early, "date": "2026-01-01T02:00:00+00:00"}, late))
     assert "| output tokens/s |  |  |" in page
     assert "- Tandem: repetitions without a ratio, as more than 2 hours apart: 1" in page
 
 
 def test_the_page_names_the_code() -> None:
-    page = generator().page(content(run("tandem")))
+    page = docs.page(content(run("tandem")))
     assert "| Tandem at | commit c0ffeec0ffee (sources 0123456789abcdef) |" in page
     assert "Warning" not in page
     dirty = run("tandem-strict", code={**CODE, "is_dirty": True, "digest": "f"})
-    page = generator().page(content(run("tandem"), dirty))
+    page = docs.page(content(run("tandem"), dirty))
     assert "| Tandem, strict split at | commit c0ffeec0ffee with changes (sources f) |" in page
     assert "- **Warning**: not all figures of Tandem are of the same code." in page
     alone = run("tandem", code={"digest": "f", "commit": None, "is_dirty": None})
-    assert "| Tandem at | no commit (sources f) |" in generator().page(content(alone))
+    assert "| Tandem at | no commit (sources f) |" in docs.page(content(alone))
 
 
 def test_a_disturbed_machine_is_said() -> None:
     loud = [run("tandem", 2, load=load, other_cores=0.26) for load in "AB"]
-    page = generator().page(content(run("tandem"), *loud, run("peer-split", other_cores=0.2)))
+    page = docs.page(content(run("tandem"), *loud, run("peer-split", other_cores=0.2)))
     assert page.count("Warning") == 1
     assert "- **Warning**: others used 0.26 cores just before Tandem, repetition 2." in page
     found = content(goodput=(("tandem", 3.0),))
     found["goodput"][0]["other_cores"] = 1.5
-    assert "others used 1.50 cores just before Tandem, goodput." in generator().page(found)
+    assert "others used 1.50 cores just before Tandem, goodput." in docs.page(found)
 
 
 def test_a_file_from_before_these_were_recorded_is_read() -> None:
     old = run("tandem")
     del old["code"], old["other_cores"]
-    page = generator().page(content(old))
+    page = docs.page(content(old))
     assert "| Tandem at | code that was not recorded |" in page
     assert "- **Warning**: whether the machine was quiet was not measured for 1 of 1 runs." in page
 
@@ -246,7 +230,7 @@ def test_a_search_without_an_upper_end_gives_a_bound(
     found = content(goodput=(("tandem", ours[0]), ("peer-colocated", other[0])))
     for search, (_, failed_from) in zip(found["goodput"], (ours, other), strict=True):
         search["failed_from_per_s"] = failed_from
-    page = generator().page(found)
+    page = docs.page(found)
     assert f"| Tandem {row}" in page
     assert "One search\nof each server" in page
 
@@ -254,18 +238,18 @@ def test_a_search_without_an_upper_end_gives_a_bound(
 def test_searches_hours_apart_have_no_ratio() -> None:
     found = content(goodput=(("tandem", 3.0), ("peer-colocated", 2.0)))
     found["goodput"][0]["date"] = "2026-01-05T03:00:00+00:00"
-    assert "| Tandem | 3.00 | more than 2 hours apart |  |" in generator().page(found)
+    assert "| Tandem | 3.00 | more than 2 hours apart |  |" in docs.page(found)
 
 
 def test_the_page_says_where_answers_part() -> None:
     answers = {"tandem": [["a", "b"], ["c", "d"]], "peer-colocated": [["a", "b"], ["c", "x"]]}
-    page = generator().page(content(run("tandem"), answers=answers))
+    page = docs.page(content(run("tandem"), answers=answers))
     assert "| Tandem and vLLM, one engine | 1 of 2 | 2 |" in page
-    assert "The same tokens" not in generator().page(content(run("tandem"), answers={"tandem": [["a"]]}))
+    assert "The same tokens" not in docs.page(content(run("tandem"), answers={"tandem": [["a"]]}))
 
 
 def test_a_search_without_a_rate_is_no_division_by_zero() -> None:
-    page = generator().page(content(goodput=(("tandem", 3.0), ("peer-colocated", None))))
+    page = docs.page(content(goodput=(("tandem", 3.0), ("peer-colocated", None))))
     assert "| Tandem | 3.00 |  |  |" in page
     assert "| vLLM, one engine | 0.00 |  |  |" in page
 
@@ -292,16 +276,16 @@ FIGURES = (
 
 
 def test_the_page_shows_parts_beside_their_goals() -> None:
-    page = generator().page(None, of_parts(*FIGURES))
+    page = docs.page(None, of_parts(*FIGURES))
     assert "No servers were compared yet" in page
     assert "| 30 % of a raw write of the same extents | ≤ 25 %: **missed** | one at a time |" in page
     assert "| 12,000 tokens/s | ≥ 10,000 tokens/s: reached | all at once |" in page
     assert "| exposed: raw write | 3.00 ms | 4.50 ms | 1,200 |" in page
     assert "| exposed: bytes | 50,331,648 |  |  |" in page
     assert "Warning" not in page
-    assert "others used 0.50 cores" in generator().page(None, of_parts(other_cores=0.5))
-    assert "## Parts" not in generator().page(content(run("tandem")))
-    assert "## Parts" in generator().page(content(run("tandem")), of_parts())
+    assert "others used 0.50 cores" in docs.page(None, of_parts(other_cores=0.5))
+    assert "## Parts" not in docs.page(content(run("tandem")))
+    assert "## Parts" in docs.page(content(run("tandem")), of_parts())
 
 
 def of_kernels(*shares: float, other_load: float = 0.0) -> dict[str, Any]:
@@ -327,12 +311,12 @@ def of_kernels(*shares: float, other_load: float = 0.0) -> dict[str, Any]:
 
 
 def test_the_page_shows_kernels_beside_the_limits_of_their_threads() -> None:
-    page = generator().page(None, None, of_kernels(0.9, 0.62))
+    page = docs.page(None, None, of_kernels(0.9, 0.62))
     assert "| limit | 1 thread | 2 threads |" in page
     assert "| products | 100 GFLOP/s | 200 GFLOP/s |" in page
     assert "| decode, batch 8 | 12.50 ms, 90% | 12.50 ms, 62% | ≥ 60%: reached |" in page
     assert "| sampling | 12.50 ms, 5% | 12.50 ms, 5% |  |" in page
     assert "Warning" not in page
-    page = generator().page(None, None, of_kernels(0.9, 0.59))
+    page = docs.page(None, None, of_kernels(0.9, 0.59))
     assert "| 12.50 ms, 90% | 12.50 ms, 59% | ≥ 60%: **missed** |" in page  # on any number of threads
-    assert "others used 0.40 cores" in generator().page(None, None, of_kernels(0.9, other_load=0.4))
+    assert "others used 0.40 cores" in docs.page(None, None, of_kernels(0.9, other_load=0.4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,22 +11,13 @@ from typing import Any
 import httpx
 from bench_peers import Peer, serving, well_behaved, whole
 
+from benchmarks.peers.split_router import make_app
+
 REPOSITORY = Path(__file__).parents[3]
 PARAMS = {"remote_engine_id": "prefill-0", "remote_block_ids": [3, 4]}
 ASKED = {
     "prompt": [5, 6, 7], "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0,
 }  # fmt: skip
-
-
-def make_app(*arguments: Any) -> Any:
-    """As `tools/peer_split_router.py` does, which is in no package."""
-    path = REPOSITORY / "tools" / "peer_split_router.py"
-    spec = importlib.util.spec_from_file_location("peer_split_router", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_app(*arguments)
 
 
 async def asked(prefill: Peer, decode: Peer) -> httpx.Response:

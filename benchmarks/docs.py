@@ -1,7 +1,7 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `parts.json`, `kernels.json`.
 
-    python tools/generate_benchmark_docs.py            write it
-    python tools/generate_benchmark_docs.py --check    fail when the committed one is stale
+    python -m benchmarks.docs                           write it
+    python -m benchmarks.docs --check                   fail when the committed one is stale
 
 What was not measured has no place in the page.
 """
@@ -290,7 +290,7 @@ def _parts_section(measured: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "## Parts of the system"
     yield ""
-    yield "Measured by `tandem bench parts`; [benchmarking.md](benchmarking.md) says how."
+    yield "Measured by `python -m benchmarks parts`; [benchmarking.md](benchmarking.md) says how."
     yield ""
     yield from _circumstances(measured)
     yield f"| handoffs | by {measured['transport']}, of the model {measured['model']} |"
@@ -331,8 +331,8 @@ def _kernels_section(measured: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "## Kernels"
     yield ""
-    yield "Measured by `tandem bench kernels`, which takes each kernel's limit from what libraries reach on as many"
-    yield "threads; [benchmarking.md](benchmarking.md) says how. Shares are the limit over the median run."
+    yield "Measured by `python -m benchmarks kernels`, which takes each kernel's limit from what libraries reach on as"
+    yield "many threads; [benchmarking.md](benchmarking.md) says how. Shares are the limit over the median run."
     yield ""
     yield from _circumstances(measured)
     yield f"| model | {measured['model']['name']}, float32 |"
@@ -395,8 +395,8 @@ def main() -> None:
     try:
         text = page(
             read(source) if source.exists() else None,
-            _read(ROOT / PARTS_SOURCE, parts.FORMAT, "`tandem bench parts`"),
-            _read(ROOT / KERNELS_SOURCE, kernels_command.FORMAT, "`tandem bench kernels`"),
+            _read(ROOT / PARTS_SOURCE, parts.FORMAT, "`python -m benchmarks parts`"),
+            _read(ROOT / KERNELS_SOURCE, kernels_command.FORMAT, "`python -m benchmarks kernels`"),
         )
     except ConfigError as error:
         sys.exit(error.message)

@@ -1,8 +1,8 @@
 """Measure Tandem and, where vLLM is installed, vLLM, in turn on the same loads.
 
-    python tools/bench_peers.py                                   Tandem alone, or with PEER_VENV both; 1.5 hours
-    python tools/bench_peers.py --peer-venv DIR --loads A B --repetitions 1 --requests 16 --json short.json
-    python tools/bench_peers.py --peer-venv DIR --loads --goodput AzureLLMInferenceTrace_conv.csv
+    python -m benchmarks.peers                                   Tandem alone, or with PEER_VENV both; 1.5 hours
+    python -m benchmarks.peers --peer-venv DIR --loads A B --repetitions 1 --requests 16 --json short.json
+    python -m benchmarks.peers --peer-venv DIR --loads --goodput AzureLLMInferenceTrace_conv.csv
 
 Started again, it measures what the file does not hold yet. docs/benchmarking.md says more; `make docs` writes
 docs/benchmarks.md from docs/figures/peers.json.
@@ -35,7 +35,7 @@ from tandem.bench.machine import machine, versions
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 #: The model of the comparison, unless another is named: a Llama of 82 million parameters.
 MODEL_OPTIONS = {
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         comparison = _comparison(options, console)
         num_failed = _in_loop(comparison)
     except TandemError as error:
-        console.print(f"bench_peers: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"benchmarks.peers: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; started again it goes on from here", highlight=False)
@@ -138,7 +138,7 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
         cores=sorted(os.sched_getaffinity(0)),
         directory=options.logs.resolve(),
         peer_venv=options.peer_venv,
-        split_router=ROOT / "tools/peer_split_router.py",
+        split_router=Path(__file__).with_name("split_router.py"),
     )
     return Comparison(plan, place, contestants, plain_vocabulary(tokenizer), trace, measured, console, code)
 

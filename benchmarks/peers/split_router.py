@@ -1,6 +1,6 @@
 """Join vLLM's prefill and decode engines to one server: POST /v1/completions, streamed through.
 
-    python tools/peer_split_router.py PORT PREFILL_URL DECODE_URL
+    python benchmarks/peers/split_router.py PORT PREFILL_URL DECODE_URL
 
 It runs in vLLM's own virtual environment. Each request goes to the prefill engine for one token, with
 `do_remote_decode`; then, with the `kv_transfer_params` which that returned, to the decode engine, whose bytes are

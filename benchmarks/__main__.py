@@ -1,0 +1,134 @@
+"""`python -m benchmarks kernels | parts | gpu`: what only those measure who work on Tandem itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tandem.cli import add_command, run
+from tandem.core.arguments import Parser, whole
+
+#: What `parts` can measure.
+PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "idle", "startup")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one measurement; the exit code as `tandem`'s."""
+    options = make_parser().parse_args(arguments)
+    return run("benchmarks", options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m benchmarks",
+        description="Measure kernels, single parts of the system, or one GPU, beside what they could do.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_kernels(commands)
+    _add_parts(commands)
+    _add_gpu(commands)
+    return parser
+
+
+def _add_kernels(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "kernels",
+        "measure the engine's kernels against what this machine's threads can do; no server; about a minute",
+        "python -m benchmarks kernels\n"
+        "python -m benchmarks kernels --threads 2 --json kernels.json\n"
+        "python -m benchmarks kernels --model ~/models/llama-1b --threads 1 4 8",
+        _kernels,
+    )
+    command.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint (default: a random Llama of 82 M weights, made for this)",
+    )
+    command.add_argument(
+        "--threads",
+        type=whole(1),
+        nargs="+",
+        metavar="N",
+        help="numbers of threads, one after the other (default: 1 and all)",
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
+
+
+def _add_parts(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "parts",
+        "measure single parts of the system against their goals: transfer, admission, router, idle, start; 4 minutes",
+        "python -m benchmarks parts --json parts.json\n"
+        "python -m benchmarks parts --only ttft streaming\n"
+        "python -m benchmarks parts --only exposed bandwidth --model ~/models/llama-1b --transport nccl",
+        _parts,
+    )
+    command.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        metavar="NAME",
+        help=f"measure these alone: {', '.join(PARTS)} (default: all)",
+    )
+    command.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint of exposed, bandwidth and admission (default: a random Llama of 82 M weights)",
+    )
+    command.add_argument(
+        "--transport", choices=("ucx", "nccl"), help="of the handoffs (default: ucx where it is installed)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def _add_gpu(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "gpu",
+        "measure prefill and decode on one GPU against its own limits; random weights, no server; some minutes",
+        "python -m benchmarks gpu\npython -m benchmarks gpu --device cuda:1 --models 8b --json gpu.json",
+        _gpu,
+    )
+    command.add_argument("--device", default="cuda", metavar="DEVICE", help="cuda or cuda:N (default: cuda)")
+    command.add_argument(
+        "--models", nargs="+", choices=("1b", "8b"), default=["1b", "8b"], help="Llama shapes (default: both)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+# --- what they run: imports stand inside ------------------------------------------------------------------------------
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    from benchmarks.kernels import command
+
+    command.run(options.model, options.threads, options.json, progress=options.progress)
+    return 0
+
+
+def _parts(options: argparse.Namespace) -> int:
+    # Read when gRPC is imported. Its handlers at forks write to the terminal, and our children only ever exec.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from benchmarks.parts import command
+
+    command.run(options.model, options.transport, options.only, options.json)
+    return 0
+
+
+def _gpu(options: argparse.Namespace) -> int:
+    from benchmarks.gpu import command
+
+    return command.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,8 +23,9 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReaso
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
 from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent
+from kvtransfer.wire import kv_format
 from tandem.core import points
-from tandem.core.errors import IncompatibleError, TandemError, TransportError, WorkerLostError
+from tandem.core.errors import TandemError, TransportError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -36,7 +37,6 @@ from tandem.worker.process import WorkerProcess
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import layout_from_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -138,11 +138,7 @@ class DecodeWorker(WorkerProcess):
             TransportError: its metadata is of no use.
             WorkerLostError: its process has ended.
         """
-        check_compatible(layout_from_proto(prefill.layout), prefill.worker_id, self.layout, self.worker_id)
-        if prefill.transport != self.info.transport:
-            raise IncompatibleError(
-                f"{prefill.worker_id} sends by {prefill.transport}, {self.worker_id} takes {self.info.transport}"
-            )
+        check_compatible(kv_format(prefill), prefill.worker_id, kv_format(self.info), self.worker_id)
         incarnation, metadata = prefill.incarnation, prefill.transport_metadata
         described = unpack(metadata, prefill.transport)[0].agent_name
         if described != incarnation:  # or its end would be taken for that of whoever the description is of

@@ -1,4 +1,4 @@
-"""What two workers must agree on before one may write KV pages into the other's memory."""
+"""What two workers must agree on before one may write KV pages into the other's memory. Pure."""
 
 from __future__ import annotations
 
@@ -53,13 +53,27 @@ def differences(a: LayoutId, b: LayoutId) -> list[str]:
     return [f.name for f in fields(LayoutId) if getattr(a, f.name) != getattr(b, f.name)]
 
 
-def check_compatible(a: LayoutId, a_name: str, b: LayoutId, b_name: str) -> None:
-    """Let the pair pass when both layouts are equal.
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """What a worker's pages are and how they travel; two workers may serve a request together where these are equal."""
+
+    layout: LayoutId
+    transport: str
+
+
+def mismatch(a: KvFormat, a_name: str, b: KvFormat, b_name: str) -> list[str]:
+    """Each field in which two workers differ, with both values, for people; empty where they pair."""
+    pairs = [(name, getattr(a.layout, name), getattr(b.layout, name)) for name in differences(a.layout, b.layout)]
+    if a.transport != b.transport:
+        pairs.append(("transport", a.transport, b.transport))
+    return [f"{name}: {a_name} has {ours!r}, {b_name} has {theirs!r}" for name, ours, theirs in pairs]
+
+
+def check_compatible(a: KvFormat, a_name: str, b: KvFormat, b_name: str) -> None:
+    """Let the pair pass when both formats are equal.
 
     Raises:
         IncompatibleError: naming both sides and every differing field with both values.
     """
-    names = differences(a, b)
-    if names:
-        parts = "; ".join(f"{n}: {a_name} has {getattr(a, n)!r}, {b_name} has {getattr(b, n)!r}" for n in names)
-        raise IncompatibleError(f"{a_name} and {b_name} cannot exchange KV pages: {parts}")
+    if differing := mismatch(a, a_name, b, b_name):
+        raise IncompatibleError(f"{a_name} and {b_name} cannot exchange KV pages: {'; '.join(differing)}")

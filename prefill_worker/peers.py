@@ -18,14 +18,14 @@ from kvtransfer.layout import LayoutId, check_compatible
 from kvtransfer.protocol.messages import Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.events import PeerId
+from kvtransfer.wire import kv_format
 from prefill_worker.commit_stream import CommitStream
-from tandem.core.errors import IncompatibleError, TandemError, WorkerLostError
+from tandem.core.errors import TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_from_proto, error_from_rpc
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc
-from tandem.worker.wire import layout_from_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -70,7 +70,6 @@ class DecodePeers:
     def __init__(
         self,
         info: pb.WorkerInfo,
-        layout: LayoutId,
         connect: Callable[[bytes], Awaitable[PeerId]],
         paired: Callable[[Peer], None],
         lost: Callable[[Peer], None],
@@ -80,7 +79,6 @@ class DecodePeers:
         confirm_for_s: float,
     ) -> None:
         self._info = info
-        self._layout = layout
         self._connect = connect
         self._paired = paired
         self._lost = lost
@@ -144,12 +142,9 @@ class DecodePeers:
         info = reply.decode
         if info.incarnation != wanted.incarnation:
             raise WorkerLostError(f"{wanted.worker_id} is not {wanted.incarnation} any more, but {info.incarnation}")
-        if info.transport != self._info.transport:
-            raise IncompatibleError(
-                f"{self._info.worker_id} sends by {self._info.transport}, {info.worker_id} takes {info.transport}"
-            )
-        layout = layout_from_proto(info.layout)
-        check_compatible(self._layout, self._info.worker_id, layout, info.worker_id)
+        theirs = kv_format(info)
+        check_compatible(kv_format(self._info), self._info.worker_id, theirs, info.worker_id)
+        layout = theirs.layout
         shape = ArenaShape(layout.num_layers, info.num_pages, layout.extent_bytes)
         commits = CommitStream(
             stub,

@@ -62,7 +62,6 @@ class PrefillWorker(WorkerProcess):
         self.hub.attach(self, self.loop)
         self.peers = DecodePeers(
             self.info,
-            self.layout,
             self._connect,
             self._watch_peer,
             self._peer_lost,

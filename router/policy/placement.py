@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.policy.kv_format import KvFormat, mismatches
+from kvtransfer.layout import KvFormat, mismatch
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.pages import pages_for
 from tandem.core.worker_key import WorkerKey
@@ -94,7 +94,7 @@ def place(snapshot: Snapshot, num_prompt_tokens: int, wishes: Wishes = ANY) -> P
     formats = {worker.kv_format for worker in prefills}
     pairable = [worker for worker in decodes if worker.kv_format in formats]
     if not pairable:
-        raise _incompatible(prefills, decodes)
+        raise _incompatible(prefills[0], decodes[0].key, decodes[0].kv_format)
     wished_format = next((worker.kv_format for worker in prefills if worker.key == wishes.prefill), None)
 
     def decode_rank(worker: WorkerLoad) -> tuple[object, ...]:
@@ -110,7 +110,7 @@ def place_prefill(snapshot: Snapshot, decode: WorkerKey, kv_format: KvFormat, wi
     """The least loaded prefill worker for a decode worker that has granted pages. Raises as `place` does."""
     prefills = _taken("prefill", snapshot.prefill, wishes)
     if all(worker.kv_format != kv_format for worker in prefills):
-        raise IncompatibleError(_explained([(str(p.key), p.kv_format) for p in prefills], [(str(decode), kv_format)]))
+        raise _incompatible(prefills[0], decode, kv_format)
     return Placement(_best_prefill(prefills, kv_format, wishes).key, decode)
 
 
@@ -140,13 +140,9 @@ def _decode_cost(worker: WorkerLoad, num_prompt_tokens: int) -> tuple[bool, int,
     return lacks_room, worker.num_active, -worker.num_available_pages, worker.key
 
 
-def _incompatible(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> IncompatibleError:
-    return IncompatibleError(
-        _explained([(str(p.key), p.kv_format) for p in prefills], [(str(d.key), d.kv_format) for d in decodes])
-    )
-
-
-def _explained(prefill: Sequence[tuple[str, KvFormat]], decode: Sequence[tuple[str, KvFormat]]) -> str:
+def _incompatible(prefill: WorkerLoad, decode: WorkerKey, kv_format: KvFormat) -> IncompatibleError:
     """One pair is enough to act on; `GET /v1/cluster` has all of them."""
-    _, _, differing = mismatches(prefill, decode)[0]
-    return f"no prefill worker can pair with a decode worker: {'; '.join(differing)} (see GET /v1/cluster)"
+    differing = mismatch(prefill.kv_format, str(prefill.key), kv_format, str(decode))
+    return IncompatibleError(
+        f"no prefill worker can pair with a decode worker: {'; '.join(differing)} (see GET /v1/cluster)"
+    )

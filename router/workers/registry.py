@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.policy.kv_format import KvFormat, mismatches
+from kvtransfer.layout import mismatch
 from router.policy.placement import ANY, Placement, Snapshot, Wishes, place, place_prefill
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
@@ -183,14 +183,14 @@ class Cluster:
         """Say which of the connected workers this one cannot serve a request with, and why."""
         others = [s for s in self._sessions.values() if s.state is SessionState.OPEN and s.role != session.role]
         prefill, decode = ([session], others) if session.is_prefill else (others, [session])
-        differing = mismatches(*_formats(prefill, decode))
+        differing = _mismatches(prefill, decode)
         if differing:
             pairs_with_nobody = len(differing) == len(others)
             log.error(
                 "workers do not pair",
                 worker=str(session.key),
                 pairs_with_nobody=pairs_with_nobody,
-                differences=[d for _, _, names in differing for d in names],
+                differences=[d for pair in differing for d in pair["differences"]],
             )
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None:
@@ -268,19 +268,26 @@ class Cluster:
         open_sessions = [s for s in self._sessions.values() if s.state is SessionState.OPEN]
         prefill = [s for s in open_sessions if s.is_prefill]
         decode = [s for s in open_sessions if not s.is_prefill]
-        differing = mismatches(*_formats(prefill, decode))
         return {
             "model": model,
             "membership_version": max(self._version, 0),
             **pools,
-            "incompatible": [{"prefill": p, "decode": d, "differences": names} for p, d, names in differing],
+            "incompatible": _mismatches(prefill, decode),
         }
 
 
-def _formats(
-    prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession]
-) -> tuple[list[tuple[str, KvFormat]], list[tuple[str, KvFormat]]]:
-    return [(str(s.key), s.kv_format) for s in prefill], [(str(s.key), s.kv_format) for s in decode]
+def _mismatches(prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession]) -> list[dict[str, Any]]:
+    """Every pair that may not serve a request together, with what differs."""
+    return [
+        {
+            "prefill": str(p.key),
+            "decode": str(d.key),
+            "differences": mismatch(p.kv_format, str(p.key), d.kv_format, str(d.key)),
+        }
+        for p in prefill
+        for d in decode
+        if p.kv_format != d.kv_format
+    ]
 
 
 def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
@@ -296,7 +303,7 @@ def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
         "address": member.address,
         "transport": info.transport if info is not None else "",
         "version": info.version if info is not None else "",
-        "layout": _layout(info.layout) if info is not None else None,
+        "layout": asdict(session.kv_format.layout) if session is not None and info is not None else None,
         "num_running": status.num_running,
         "num_queued": status.num_queued,
         "num_queued_tokens": status.num_queued_tokens,
@@ -306,10 +313,6 @@ def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
 
 def _shown_without_session(member: Member) -> str:
     return "starting" if member.state == "ready" else member.state
-
-
-def _layout(layout: Any) -> dict[str, Any]:
-    return {field.name: getattr(layout, field.name) for field in layout.DESCRIPTOR.fields}
 
 
 def _shown(member: Member) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from router.policy.kv_format import KvFormat, kv_format
+from kvtransfer.wire import kv_format
 from router.policy.placement import WorkerLoad
 from router.request.events import DecodeLeaves, Event, WorkerLost
 from router.request.mailbox import Mailbox
@@ -80,7 +80,7 @@ class WorkerSession:
         self.state = SessionState.CONNECTING
         self.info: WorkerInfo | None = None  # set exactly once, by the first hello
         self.status = WorkerStatus()
-        self.kv_format: KvFormat = ()  # set with `info`
+        self.kv_format = kv_format(WorkerInfo())  # set with `info`
         self._lease_s = lease_s
         self._observer = observer
         # Invariant: all and only requests with an attempt under way at this worker.

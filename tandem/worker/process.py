@@ -32,6 +32,7 @@ from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import ThreadEvent
 from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
+from kvtransfer.wire import layout_to_proto
 from tandem.core.config import Config
 from tandem.core.errors import CancelledError, InternalError
 from tandem.core.pages import PagePool
@@ -57,7 +58,6 @@ from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
 from tandem.worker.watchdog import Watchdog
-from tandem.worker.wire import layout_to_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.capability import is_seal_of, seal, split_seal
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
+from kvtransfer.wire import layout_from_proto, layout_to_proto
 from tandem.core.errors import HandoffError
 from tandem.rpc.convert import error_to_proto, sampling_from_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -55,32 +56,6 @@ def failed_to_proto(failed: AttemptFailed) -> pb.AttemptFailed:
     key = failed.key
     error = error_to_proto(failed.error, key.request_id)
     return pb.AttemptFailed(request_id=key.request_id, attempt=key.attempt, error=error)
-
-
-def layout_to_proto(layout: LayoutId) -> pb.Layout:
-    return pb.Layout(
-        weights_sha256=layout.weights_sha256,
-        dtype=layout.dtype,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        page_size=layout.page_size,
-        protocol_version=layout.protocol_version,
-        digest=layout.digest,
-    )
-
-
-def layout_from_proto(message: pb.Layout) -> LayoutId:
-    return LayoutId(
-        weights_sha256=message.weights_sha256,
-        dtype=message.dtype,
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        page_size=message.page_size,
-        protocol_version=message.protocol_version,
-        digest=message.digest,
-    )
 
 
 def grant_to_proto(grant: Grant) -> decode_pb.Grant:

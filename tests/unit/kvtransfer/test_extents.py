@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from kvtransfer.digest import digest_bytes, digest_pages, read_from
 from kvtransfer.extents import ArenaShape, Descriptor, PageWrite, merge_extents, page_ranges
-from kvtransfer.layout import LayoutId, check_compatible, differences
+from kvtransfer.layout import KvFormat, LayoutId, check_compatible, differences, mismatch
+from kvtransfer.wire import kv_format
 from tandem.core.errors import IncompatibleError
+from tandem.rpc.v1.common_pb2 import Layout, WorkerInfo
 
 HERE = ArenaShape(num_layers=2, num_pages=8, extent_bytes=16)
 THERE = ArenaShape(num_layers=2, num_pages=5, extent_bytes=16)
@@ -84,13 +86,32 @@ def test_ranges_of_pages_in_every_layer() -> None:
 
 
 def test_different_layouts_are_named_with_both_sides_and_every_field() -> None:
-    other = replace(LAYOUT, dtype="bfloat16", page_size=256)
-    check_compatible(LAYOUT, "prefill-0", LAYOUT, "decode-1")
+    ours, other = KvFormat(LAYOUT, "ucx"), KvFormat(replace(LAYOUT, dtype="bfloat16", page_size=256), "ucx")
+    check_compatible(ours, "prefill-0", KvFormat(LAYOUT, "ucx"), "decode-1")
     with pytest.raises(IncompatibleError) as caught:
-        check_compatible(LAYOUT, "prefill-0", other, "decode-1")
+        check_compatible(ours, "prefill-0", other, "decode-1")
     for part in ("prefill-0", "decode-1", "dtype", "'bfloat16'", "page_size", "256"):
         assert part in str(caught.value)
     assert "num_layers" not in str(caught.value)
+
+
+def test_workers_on_another_transport_do_not_pair() -> None:
+    ours, other = KvFormat(LAYOUT, "ucx"), KvFormat(LAYOUT, "nccl")
+    assert mismatch(ours, "prefill-0", other, "decode-1") == ["transport: prefill-0 has 'ucx', decode-1 has 'nccl'"]
+    with pytest.raises(IncompatibleError, match="transport: prefill-0 has 'ucx', decode-1 has 'nccl'"):
+        check_compatible(ours, "prefill-0", other, "decode-1")
+
+
+def test_what_a_worker_says_of_its_pages_has_every_field_of_the_wire() -> None:
+    assert [f.name for f in fields(LayoutId)] == [f.name for f in Layout.DESCRIPTOR.fields]
+    info = WorkerInfo(worker_id="x", transport="ucx", num_pages=5, version="1", layout=Layout(page_size=32))
+    other = WorkerInfo(worker_id="y", transport="nccl", num_pages=7, version="2", layout=Layout(protocol_version=2))
+    assert mismatch(kv_format(info), "x", kv_format(other), "y") == [
+        "page_size: x has 32, y has 0",
+        "protocol_version: x has 0, y has 2",
+        "transport: x has 'ucx', y has 'nccl'",
+    ]
+    assert kv_format(info) == kv_format(WorkerInfo(transport="ucx", layout=Layout(page_size=32)))
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(LayoutId)])

@@ -14,13 +14,13 @@ from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.messages import AttemptKey, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.events import PeerId
+from kvtransfer.wire import layout_to_proto
 from prefill_worker.peers import DecodePeers, Peer
 from tandem.core.errors import WorkerLostError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc
-from tandem.worker.wire import layout_to_proto
 
 LAYOUT = LayoutId("ab" * 32, "float32", num_layers=2, num_kv_heads=1, head_dim=2, page_size=4)
 KEY = AttemptKey("request", 1)
@@ -85,10 +85,11 @@ class Site:
         async def connect(_: bytes) -> PeerId:
             return PeerId(self.decode.info.incarnation)
 
-        mine = pb.WorkerInfo(worker_id="prefill-0", incarnation="prefill-0#1", transport="ucx")
+        mine = pb.WorkerInfo(
+            worker_id="prefill-0", incarnation="prefill-0#1", transport="ucx", layout=layout_to_proto(LAYOUT)
+        )
         peers = DecodePeers(
             mine,
-            LAYOUT,
             connect,
             lambda peer: paired(peers, peer),
             lose,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.mixed_pool import MixedPool
 from router.policy.placement import Snapshot, WorkerLoad
 from tandem.core.worker_key import WorkerKey
@@ -18,7 +19,7 @@ POOL = MixedPool(max_prompt_tokens=2000)
 def load(
     name: str, *, stepping: int = 0, active: int = 0, queued: int = 0, pages: int = 1000, layout: str = "a"
 ) -> WorkerLoad:
-    kv_format = (("dtype", layout),)
+    kv_format = KvFormat(LayoutId("w", layout, num_layers=1, num_kv_heads=1, head_dim=8, page_size=16), "ucx")
     return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, stepping, mixed_step_tokens=12)
 
 

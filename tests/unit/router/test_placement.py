@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.kv_format import differences, kv_format
+from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.placement import Placement, Snapshot, Wishes, WorkerLoad, place, place_prefill
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.worker_key import WorkerKey
-from tandem.rpc.v1.common_pb2 import Layout, WorkerInfo
 
 
 def load(name: str, *, active: int = 0, queued_tokens: int = 0, pages: int = 100, layout: str = "a") -> WorkerLoad:
-    return WorkerLoad(WorkerKey(name, "1"), (("dtype", layout), ("transport", "ucx")), 32, active, queued_tokens, pages)
+    kv_format = KvFormat(LayoutId("w", layout, num_layers=1, num_kv_heads=1, head_dim=8, page_size=32), "ucx")
+    return WorkerLoad(WorkerKey(name, "1"), kv_format, 32, active, queued_tokens, pages)
 
 
 def test_prefill_goes_where_the_fewest_prompt_tokens_wait() -> None:
@@ -158,14 +158,3 @@ def test_waiting_makes_sense_where_the_membership_says_so(
     prefill: list[WorkerLoad], decode: list[WorkerLoad], is_prefill_coming: bool, is_decode_coming: bool, hope: bool
 ) -> None:
     assert Snapshot(prefill, decode, is_prefill_coming, is_decode_coming).may_get_better is hope
-
-
-def test_a_format_has_every_field_of_the_layout_and_the_transport() -> None:
-    info = WorkerInfo(worker_id="x", transport="ucx", num_pages=5, version="1", layout=Layout(page_size=32))
-    other = WorkerInfo(worker_id="y", transport="nccl", num_pages=7, version="2", layout=Layout(protocol_version=2))
-    assert differences("x", kv_format(info), "y", kv_format(other)) == [
-        "page_size: x has 32, y has 0",
-        "protocol_version: x has 0, y has 2",
-        "transport: x has 'ucx', y has 'nccl'",
-    ]
-    assert kv_format(info) == kv_format(WorkerInfo(transport="ucx", layout=Layout(page_size=32)))

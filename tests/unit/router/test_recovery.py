@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.placement import Placement, Snapshot, Wishes, WorkerLoad, place
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
 from router.policy.retry_budget import RetryBudget
@@ -26,6 +27,7 @@ from tandem.core.worker_key import WorkerKey
 
 P0, P1, D0, D1 = (WorkerKey(name, "1") for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
 LOST, DRAINING, BUSY = WorkerLostError("lost"), DrainingError("leaves"), OverloadedError("full", retry_after_s=3.0)
+FORMAT = KvFormat(LayoutId("w", "f", num_layers=1, num_kv_heads=1, head_dim=8, page_size=32), "ucx")
 LIMITS = RecoveryLimits(max_attempts=3, local_prefill_tokens=512, max_rest_s=10.0)
 
 
@@ -193,7 +195,7 @@ ERRORS = {Fault.OVERLOADED: BUSY, Fault.REFUSED: DRAINING, Fault.MOVED: DRAINING
 
 
 def load(key: WorkerKey) -> WorkerLoad:
-    return WorkerLoad(key, (("dtype", "f"),), 32, 0, 0, 100)
+    return WorkerLoad(key, FORMAT, 32, 0, 0, 100)
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Fault)), st.booleans()), min_size=40, max_size=40), st.integers(1, 5))

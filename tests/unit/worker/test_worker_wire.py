@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.capability import seal
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
+from kvtransfer.wire import layout_from_proto, layout_to_proto
 from tandem.core import errors
 from tandem.core.errors import HandoffError, InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.pages import PageCounts
@@ -36,8 +37,6 @@ from tandem.worker.wire import (
     failed_to_proto,
     grant_from_proto,
     grant_to_proto,
-    layout_from_proto,
-    layout_to_proto,
     part_from_proto,
     part_to_proto,
     refusal_from_proto,

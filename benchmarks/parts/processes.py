@@ -14,16 +14,15 @@ from typing import Any
 
 from benchmarks.child_process import log_tail, start_child, stop_child
 from tandem.core.errors import TandemError
+from tandem.core.identity import Role
 from tandem.rpc.channel import make_channel
-from tandem.rpc.v1 import common_pb2 as pb
+from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import control_pb2
 from tandem.rpc.v1.control_pb2_grpc import RouterControlStub
 
 _START_S = 120.0
 _LOOK_S = 0.01  # between two looks for a ready file
 _TELL_S = 10.0
-
-_ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
 @dataclass
@@ -131,7 +130,7 @@ async def tell_router(router: Child, workers: dict[str, dict[str, Any]]) -> None
         control_pb2.Member(
             worker_id=facts["id"],
             incarnation=facts["incarnation"],
-            role=_ROLES[role],
+            role=ROLE_TO_PROTO[Role(role)],
             address=facts["address"],
             state="ready",
             node="localhost",

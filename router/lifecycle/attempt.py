@@ -27,9 +27,9 @@ from router.workers.registry import Pair
 from router.workers.session import WorkerSession
 from tandem.core import points
 from tandem.core.errors import DrainingError, IncompatibleError, InternalError, NoWorkerError, TandemError
+from tandem.core.identity import Role, WorkerKey
 from tandem.core.logging import get_logger
 from tandem.core.states import RequestState
-from tandem.core.worker_key import WorkerKey
 
 log = get_logger(__name__)
 
@@ -123,7 +123,7 @@ class Attempt:
             case PrefillStarted():
                 if self._prefill is not None:
                     self._prefill.note_begun(self._in_flight.request.request_id)
-                self._in_flight.note_prompt("prefill", event.num_cached_tokens)
+                self._in_flight.note_prompt(Role.PREFILL, event.num_cached_tokens)
                 self._in_flight.reach(RequestState.PREFILLING)
             case LocalPrefillStarted():
                 self._computes_locally(event)
@@ -184,7 +184,7 @@ class Attempt:
     def _computes_locally(self, event: LocalPrefillStarted) -> None:
         self._decode.note_admitted(self._in_flight.request.request_id)
         self._is_admitted = True
-        self._in_flight.note_prompt("decode", event.num_cached_tokens)
+        self._in_flight.note_prompt(Role.DECODE, event.num_cached_tokens)
         self._in_flight.reach(RequestState.PREFILLING)
 
     def _generates(self) -> None:

@@ -27,9 +27,9 @@ from tandem.core.errors import (
     NoWorkerError,
     TandemError,
 )
+from tandem.core.identity import Role, WorkerKey
 from tandem.core.logging import get_logger
 from tandem.core.states import RequestLife, RequestState
-from tandem.core.worker_key import WorkerKey
 
 log = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class InFlightRequest:
         context: RouterContext,
         inbox: Mailbox[Event],
         emit: Callable[[Delta], None],
-        on_prompt: Callable[[str], None],
+        on_prompt: Callable[[Role], None],
     ) -> None:
         self.request = request
         self.context = context
@@ -290,7 +290,7 @@ class InFlightRequest:
             self._is_waiting = False
             self.context.admission.leave()
 
-    def note_prompt(self, computed_by: str, num_cached_tokens: int) -> None:
+    def note_prompt(self, computed_by: Role, num_cached_tokens: int) -> None:
         """A worker of this role computes the prompt, and has found so many of its tokens there.
 
         What a retry finds is our own, computed by an earlier attempt.

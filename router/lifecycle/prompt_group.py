@@ -12,6 +12,7 @@ from router.request.events import ClientGone, Event, RouterLeaves
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, Usage
 from tandem.core.errors import InternalError, TandemError
+from tandem.core.identity import Role
 from tandem.core.logging import bound, get_logger
 
 log = get_logger(__name__)
@@ -62,7 +63,7 @@ class PromptGroup:
                 admission.first_token(self._age_s())
             deltas.put(number, delta)
 
-        def on_prompt(role: str) -> None:
+        def on_prompt(role: Role) -> None:
             self.prompts_at[number] = role
 
         with bound(wire_id=request.request_id):

@@ -24,11 +24,8 @@ from router.lifecycle.in_flight import InFlightRequest
 from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, Usage
-from tandem.core.errors import (
-    CancelledError,
-    DeadlineError,
-    TandemError,
-)
+from tandem.core.errors import CancelledError, DeadlineError, TandemError
+from tandem.core.identity import Role
 from tandem.core.states import RequestState
 
 # Error codes that `tandem_requests_total` tells apart from "failed".
@@ -46,7 +43,7 @@ async def serve_request(
     context: RouterContext,
     inbox: Mailbox[Event],
     emit: Callable[[Delta], None],
-    on_prompt: Callable[[str], None],
+    on_prompt: Callable[[Role], None],
 ) -> Usage:
     """Serve `request`; `emit` gets each delta as soon as it is settled, `on_prompt` the role that computes the prompt.
 

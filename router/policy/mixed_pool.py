@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.policy.placement import Snapshot, WorkerLoad
+from tandem.core.identity import WorkerKey
 from tandem.core.pages import pages_for
-from tandem.core.worker_key import WorkerKey
 
 # What a prompt token costs in a step that is not full, against one in a prefill worker's chunk. With less, prompts
 # would be kept from a prefill worker that is about to have time for them.

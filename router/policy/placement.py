@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvtransfer.layout import KvFormat, mismatch
 from tandem.core.errors import IncompatibleError, NoWorkerError
+from tandem.core.identity import WorkerKey
 from tandem.core.pages import pages_for
-from tandem.core.worker_key import WorkerKey
 
 
 @dataclass(frozen=True, slots=True)

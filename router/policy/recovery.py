@@ -32,7 +32,7 @@ from tandem.core.errors import (
     WorkerLostError,
     WorkersDiedError,
 )
-from tandem.core.worker_key import WorkerKey
+from tandem.core.identity import WorkerKey
 
 _MAX_DEATHS = 2
 

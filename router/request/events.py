@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from router.request.request import TokenGiven
 from tandem.core.errors import TandemError
-from tandem.core.worker_key import WorkerKey
+from tandem.core.identity import WorkerKey
 from tandem.rpc.v1.decode_pb2 import Grant
 
 

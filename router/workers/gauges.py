@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.policy.retry_budget import RetryBudget
-from router.workers.registry import ROLE_NAMES
 from router.workers.session import SessionState, WorkerSession
 from tandem.rpc.guard import RoleGuard
 
@@ -62,7 +61,7 @@ class WorkerGauges(Collector):
         for session in self._sessions():
             if session.state is not SessionState.OPEN:
                 continue
-            labels = [session.key.worker_id, ROLE_NAMES[session.role]]
+            labels = [session.key.worker_id, session.role]
             counts = session.status.pages
             for state in ("free", "used", "reserved", "cached", "quarantined"):
                 pages.add_metric([*labels, state], getattr(counts, state))

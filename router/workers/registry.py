@@ -13,17 +13,17 @@ from router.policy.placement import ANY, Placement, Snapshot, Wishes, place, pla
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers.session import SessionState, WorkerSession
+from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.logging import get_logger
 from tandem.core.metrics import RouterMetrics
-from tandem.core.worker_key import WorkerKey
-from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerStatus
+from tandem.rpc.convert import ROLE_FROM_PROTO
+from tandem.rpc.v1.common_pb2 import WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import WriterSuspected
 
 log = get_logger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
-ROLE_NAMES = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,21 @@ class Cluster:
             log.warning("old membership ignored", version=membership.version, current=self._version)
             return False
         self._version = membership.version
-        self._members = {WorkerKey(m.worker_id, m.incarnation): m for m in membership.members}
+        members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
+        if unknown := len(membership.members) - len(members):
+            log.error("members of unknown roles ignored", num_members=unknown)
+        self._members = {WorkerKey(m.worker_id, m.incarnation): m for m in members}
         for key, member in self._members.items():
             self._apply_member(key, member)
         self._suspected &= self._members.keys()
-        lives = {member.worker_id: member.incarnation for member in membership.members}
+        lives = {member.worker_id: member.incarnation for member in members}
         for key in self._sessions.keys() - self._members.keys():
             if key.worker_id in lives:  # the next life begins only when this one has ended
                 self._sessions[key].declare_dead(f"{lives[key.worker_id]} has taken its place")
             else:
                 self._sessions[key].retire()
         self._forget_closed()
-        log.info("membership", version=membership.version, members=[_shown(m) for m in membership.members])
+        log.info("membership", version=membership.version, members=[_shown(m) for m in members])
         self._tell_watchers()
         return True
 
@@ -105,12 +108,12 @@ class Cluster:
         """The load of every worker that takes requests, and whether others will."""
         ready = [session for session in self._sessions.values() if session.takes_requests]
         ready_keys = {session.key for session in ready}
-        coming = {member.role for key, member in self._members.items() if key not in ready_keys}
+        coming = {ROLE_FROM_PROTO[member.role] for key, member in self._members.items() if key not in ready_keys}
         return Snapshot(
             prefill=[s.load() for s in ready if s.is_prefill],
             decode=[s.load() for s in ready if not s.is_prefill],
-            is_prefill_coming=ROLE_PREFILL in coming,
-            is_decode_coming=ROLE_DECODE in coming,
+            is_prefill_coming=Role.PREFILL in coming,
+            is_decode_coming=Role.DECODE in coming,
         )
 
     def place(self, num_prompt_tokens: int, wishes: Wishes = ANY) -> Placement:
@@ -168,7 +171,7 @@ class Cluster:
 
     def session_changed(self, session: WorkerSession) -> None:
         if session.state is SessionState.LOST:
-            self._metrics.workers_lost.labels(ROLE_NAMES[session.role]).inc()
+            self._metrics.workers_lost.labels(session.role).inc()
         elif session.state is SessionState.OPEN:
             self._warn_of_formats(session)
         elif session.state is SessionState.CLOSED and session.key not in self._members:
@@ -177,7 +180,7 @@ class Cluster:
         self._tell_watchers()
 
     def worker_died(self, session: WorkerSession) -> None:
-        self._metrics.worker_deaths.labels(ROLE_NAMES[session.role]).inc()
+        self._metrics.worker_deaths.labels(session.role).inc()
 
     def _warn_of_formats(self, session: WorkerSession) -> None:
         """Say which of the connected workers this one cannot serve a request with, and why."""
@@ -196,7 +199,7 @@ class Cluster:
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None:
         before = self._counted.get(session.key) or WorkerStatus()
         self._counted[session.key] = status
-        metrics, role = self._metrics, ROLE_NAMES[session.role]
+        metrics, role = self._metrics, session.role
         transport = session.info.transport if session.info is not None else ""
         for counter, now, then in (
             (metrics.prompt_tokens_computed.labels(role), status.prompt_tokens_computed, before.prompt_tokens_computed),
@@ -241,7 +244,7 @@ class Cluster:
         log.error("a decode worker suspects a silent writer: it must be killed on its node", writer=str(key))
         self._metrics.writers_suspected.inc()
         member = self._members.get(key)  # none: it has ended, which the decode worker has yet to hear
-        if member is not None and member.role == ROLE_PREFILL:
+        if member is not None and ROLE_FROM_PROTO[member.role] is Role.PREFILL:
             self._suspected.add(key)
 
     # -- for the supervisor
@@ -258,13 +261,13 @@ class Cluster:
 
     def describe(self, model: str) -> dict[str, Any]:
         """The body of `GET /v1/cluster`."""
-        pools: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+        pools: dict[str, list[dict[str, Any]]] = {role.value: [] for role in WORKER_ROLES}
         for key in sorted(self._members.keys() | self._sessions.keys()):
             session, member = self._sessions.get(key), self._members.get(key)
             if session is not None:
                 member = session.member
-            if member is not None and member.role in ROLE_NAMES:
-                pools[ROLE_NAMES[member.role]].append(_described(member, session))
+            if member is not None:
+                pools[ROLE_FROM_PROTO[member.role]].append(_described(member, session))
         open_sessions = [s for s in self._sessions.values() if s.state is SessionState.OPEN]
         prefill = [s for s in open_sessions if s.is_prefill]
         decode = [s for s in open_sessions if not s.is_prefill]
@@ -316,4 +319,4 @@ def _shown_without_session(member: Member) -> str:
 
 
 def _shown(member: Member) -> str:
-    return f"{ROLE_NAMES.get(member.role, '?')} {member.worker_id}/{member.incarnation} {member.state}"
+    return f"{ROLE_FROM_PROTO[member.role]} {member.worker_id}/{member.incarnation} {member.state}"

@@ -23,13 +23,14 @@ from router.request.events import DecodeLeaves, Event, WorkerLost
 from router.request.mailbox import Mailbox
 from router.workers import wire
 from tandem.core.errors import TandemError, WorkerLostError
+from tandem.core.identity import Role, WorkerKey
 from tandem.core.logging import get_logger
 from tandem.core.pages import pages_for
-from tandem.core.worker_key import WorkerKey
 from tandem.rpc.channel import make_channel
+from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.duplex import writing
 from tandem.rpc.v1 import decode_pb2, prefill_pb2
-from tandem.rpc.v1.common_pb2 import ROLE_PREFILL, WorkerInfo, WorkerStatus
+from tandem.rpc.v1.common_pb2 import WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
 from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
 from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceStub
@@ -76,7 +77,7 @@ class WorkerSession:
     def __init__(self, member: Member, *, lease_s: float, observer: SessionObserver) -> None:
         self.member = member
         self.key = WorkerKey(member.worker_id, member.incarnation)
-        self.role = member.role
+        self.role = ROLE_FROM_PROTO[member.role]
         self.state = SessionState.CONNECTING
         self.info: WorkerInfo | None = None  # set exactly once, by the first hello
         self.status = WorkerStatus()
@@ -129,7 +130,7 @@ class WorkerSession:
 
     @property
     def is_prefill(self) -> bool:
-        return self.role == ROLE_PREFILL
+        return self.role is Role.PREFILL
 
     @property
     def takes_requests(self) -> bool:
@@ -309,7 +310,7 @@ class WorkerSession:
             self._observer.event_seen(kind, getattr(event, kind))
 
     def _greet(self, info: WorkerInfo) -> None:
-        if (info.worker_id, info.incarnation) != self.key or info.role != self.role:
+        if (info.worker_id, info.incarnation) != self.key or info.role != self.member.role:
             raise WorkerLostError(
                 f"{self.member.address} answers as {info.worker_id}/{info.incarnation}, not as {self.key}"
             )

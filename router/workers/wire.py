@@ -16,7 +16,7 @@ from router.request.events import (
 )
 from router.request.journal import Journal
 from router.request.request import Request, TokenGiven
-from tandem.core.worker_key import WorkerKey
+from tandem.core.identity import WorkerKey
 from tandem.rpc.convert import error_from_proto, sampling_to_proto
 from tandem.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 

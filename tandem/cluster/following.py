@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import grpc
 
-from tandem.cluster.serve.report import ROLE_NAMES, ClusterNews, Reporter
+from tandem.cluster.serve.report import ClusterNews, Reporter
 from tandem.core.errors import WorkerLostError
+from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 
 
@@ -64,8 +65,8 @@ def node_advice(cluster: supervisor_pb2.Cluster, target: str) -> list[str]:
     if not waiting:
         return []
     counts = {pool.role: sum(worker.member.role == pool.role for worker in waiting) for pool in cluster.pools}
-    lacking = ", ".join(f'"{ROLE_NAMES[role]}": {count}' for role, count in counts.items() if count)
-    back = [(ROLE_NAMES[p.role], p.wanted - counts[p.role]) for p in cluster.pools if 0 < counts[p.role] < p.wanted]
+    lacking = ", ".join(f'"{ROLE_FROM_PROTO[role]}": {count}' for role, count in counts.items() if count)
+    back = [(ROLE_FROM_PROTO[p.role], p.wanted - counts[p.role]) for p in cluster.pools if 0 < counts[p.role] < p.wanted]
     names = ", ".join(worker.member.worker_id for worker in waiting)
     lines = [
         f"Ray has no free node for {names}. Everything else goes on; what waits starts when a node comes.",

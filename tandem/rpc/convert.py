@@ -1,6 +1,8 @@
-"""Where the wire meets the domain: errors and sampling parameters. Nothing else translates them."""
+"""Where the wire meets the domain: roles, errors and sampling parameters. Nothing else translates them."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import grpc
 from grpc import aio
@@ -14,9 +16,14 @@ from tandem.core.errors import (
     WorkerLostError,
     error_class,
 )
+from tandem.core.identity import Role
 from tandem.core.pages import PageCounts
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
+
+#: Roles as they travel. A router is not among them: it is told of workers, and nobody is told of it.
+ROLE_TO_PROTO: Final = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
+ROLE_FROM_PROTO: Final = {number: role for role, number in ROLE_TO_PROTO.items()}
 
 
 def error_to_proto(error: BaseException, request_id: str = "") -> pb.Error:

@@ -12,7 +12,11 @@ from typing import Final
 
 
 class PeerRole(StrEnum):
-    """What a process of the cluster is, as its certificate says."""
+    """What a process may call, as its certificate says.
+
+    Not `tandem.core.identity.Role`, which says what a process serves as and has a pool: whoever only calls, as the
+    supervisor and `tandem status` do, has a certificate too. Where both have a role it has the same name.
+    """
 
     SUPERVISOR = "supervisor"
     ROUTER = "router"

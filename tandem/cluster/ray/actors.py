@@ -32,9 +32,9 @@ from tandem.cluster.ray.home import session_directory
 from tandem.cluster.ray.node_resources import kv_bytes_here
 from tandem.cluster.ray.node_watcher import NodeWatcher, ProcessId, started_at
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
-from tandem.cluster.supervisor.events import Role
 from tandem.core import points
 from tandem.core.errors import InternalError, TandemError
+from tandem.core.identity import Role
 from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
 from tandem.rpc.permissions import PeerRole

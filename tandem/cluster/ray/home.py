@@ -18,6 +18,7 @@ import tandem
 from tandem.cluster.ray.probe import asks_for_token
 from tandem.cluster.spec import NAMESPACE
 from tandem.core.errors import ConfigError, InternalError
+from tandem.core.identity import WORKER_ROLES
 
 OBJECT_STORE_BYTES = 100 << 20
 """Neither requests nor pages go through Ray's object store; this is close to the least that Ray accepts."""
@@ -72,7 +73,7 @@ def start_local_ray() -> RayHome:
             address="local",
             namespace=NAMESPACE,
             num_cpus=0,  # no idle workers in store; our actors ask for no CPUs
-            resources=dict.fromkeys(("prefill", "decode"), _PLENTY),
+            resources={role.value: _PLENTY for role in WORKER_ROLES},
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,

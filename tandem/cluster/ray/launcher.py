@@ -27,9 +27,10 @@ from tandem.cluster.ray.node_resources import threads_for
 from tandem.cluster.ray.node_watcher import ProcessId
 from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
-from tandem.cluster.supervisor.events import Drain, Intent, Placement, Role
+from tandem.cluster.supervisor.events import Drain, Intent, Placement
 from tandem.cluster.supervisor.handles import Found, FoundWorker, Memory, WorkerState
 from tandem.core.errors import WorkerLostError
+from tandem.core.identity import Role
 from tandem.rpc.v1 import common_pb2
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import ray
 
 from tandem.cluster.checks.host import this_host
 from tandem.cluster.checks.preflight import Preflight, share_of_gpu, share_of_memory
-from tandem.cluster.supervisor.events import Role
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError
+from tandem.core.identity import WORKER_ROLES, Role
 
 
 def threads_for(role: Role) -> int:
@@ -54,7 +54,7 @@ def kv_bytes_here(config: Config, role: Role, model_dir: Path) -> int:
 
 def num_places(resources: dict[str, float]) -> float:
     """How many workers a node with these Ray resources can hold; at least 1."""
-    return max(1.0, sum(resources.get(role, 0.0) for role in Role))
+    return max(1.0, sum(resources.get(role, 0.0) for role in WORKER_ROLES))
 
 
 def gpu_memory_bytes() -> tuple[int, int]:

@@ -9,10 +9,10 @@ from tandem.cluster.checks.host import this_host
 from tandem.cluster.checks.preflight import check_room
 from tandem.cluster.ray.launcher import RayLauncher
 from tandem.cluster.spec import ClusterSpec, SupervisorFace
-from tandem.cluster.supervisor.events import Role
 from tandem.cluster.supervisor.service import SupervisorService
 from tandem.cluster.supervisor.slots import Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
+from tandem.core.identity import Role
 from tandem.rpc.channel import bind, host_of, make_server
 from tandem.rpc.v1 import supervisor_pb2_grpc
 

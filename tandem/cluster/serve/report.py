@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from tandem.rpc.v1 import common_pb2, supervisor_pb2
+from tandem.rpc.convert import ROLE_FROM_PROTO
+from tandem.rpc.v1 import supervisor_pb2
 
 _LOG_WIDTH = 240
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "failed": "red", "stopping": "yellow"}
-ROLE_NAMES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 
 
 class Reporter:
@@ -135,7 +135,7 @@ def cluster_table(cluster: supervisor_pb2.Cluster) -> Table:
 
 def pools_line(cluster: supervisor_pb2.Cluster) -> str:
     """`prefill 1/1 ready, decode 1/2 ready`."""
-    return ", ".join(f"{ROLE_NAMES[pool.role]} {pool.ready}/{pool.wanted} ready" for pool in cluster.pools)
+    return ", ".join(f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready" for pool in cluster.pools)
 
 
 def _worker_line(worker: supervisor_pb2.ClusterWorker) -> str:

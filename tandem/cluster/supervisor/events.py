@@ -6,12 +6,8 @@ Plain data between `pools`, which decides, and `supervisor`, which acts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
+from tandem.core.identity import Role
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.cluster.supervisor.events import Intent, Placement, Role
+from tandem.cluster.supervisor.events import Intent, Placement
+from tandem.core.identity import Role
 
 
 @dataclass(frozen=True)

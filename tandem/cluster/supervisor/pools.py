@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.slots import Phase, Policy, RouterLife, Slot
+from tandem.core.identity import WORKER_ROLES, Role
 
 _DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
 
@@ -38,7 +39,7 @@ class Cluster:
     policy: Policy
     new_incarnation: Callable[[], str]
     version: int = 0
-    wanted: dict[ev.Role, int] = field(default_factory=lambda: dict.fromkeys(ev.Role, 0))
+    wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(WORKER_ROLES, 0))
     slots: dict[str, Slot] = field(default_factory=dict)
     router: RouterLife | None = None
     closing_s: float | None = None
@@ -150,9 +151,9 @@ class Cluster:
             slot.failures = intent.failures.get(slot.worker_id, 0)
         if self.closing:  # what is missing has been stopped already, or will not be missed
             return out
-        return out + [step for role in ev.Role for step in self._reconcile(role, now, intent.failures)]
+        return out + [step for role in WORKER_ROLES for step in self._reconcile(role, now, intent.failures)]
 
-    def _reconcile(self, role: ev.Role, now: float, failures: dict[str, int] | None = None) -> list[ev.Instruction]:
+    def _reconcile(self, role: Role, now: float, failures: dict[str, int] | None = None) -> list[ev.Instruction]:
         """Bring the pool to its wanted size; slots that leave without a refill do not count.
 
         `failures` of an earlier supervisor's slots: those that failed of late wait before they start.
@@ -186,13 +187,13 @@ class Cluster:
         slot.drain_s = self.policy.drain_s
         return self._drain(slot, now)
 
-    def _new_slot(self, role: ev.Role) -> Slot:
+    def _new_slot(self, role: Role) -> Slot:
         taken = {slot.index for slot in self._of(role)}
         slot = Slot(role=role, index=next(i for i in range(len(taken) + 1) if i not in taken))
         self.slots[slot.worker_id] = slot
         return slot
 
-    def _of(self, role: ev.Role) -> list[Slot]:
+    def _of(self, role: Role) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.role is role]
 
     # --- replacing one worker by an order ------------------------------------------------------------------------
@@ -299,7 +300,7 @@ class Cluster:
         self._hurry(slot.role, now)
         return self._start_due(now)
 
-    def _hurry(self, role: ev.Role, now: float) -> None:
+    def _hurry(self, role: Role, now: float) -> None:
         """In a pool where nobody serves or starts, the first of those that wait for a restart waits only briefly."""
         slots = self._of(role)
         if any(slot.phase in (Phase.READY, Phase.STARTING) for slot in slots):

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 
 from tandem.cluster.spec import ClusterSpec
-from tandem.cluster.supervisor.events import Role
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.cluster.supervisor.wire import fill_cluster
 from tandem.cluster.waits import check_wait
 from tandem.core.errors import ConfigError
+from tandem.core.identity import Role
 from tandem.core.version import version
 from tandem.rpc.v1 import common_pb2, supervisor_pb2, supervisor_pb2_grpc
 
@@ -38,7 +38,7 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
 
     async def Scale(self, request: supervisor_pb2.ScaleRequest, _context: Any) -> supervisor_pb2.ScaleReply:
         await self._supervisor.opened.wait()
-        wanted = {role: getattr(request, role) for role in Role if request.HasField(role.value)}
+        wanted = {Role(field.name): workers for field, workers in request.ListFields()}
         try:
             await self._supervisor.scale(wanted)
         except ConfigError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.cluster.supervisor.events import Ending, Member, Placement, Role
+from tandem.cluster.supervisor.events import Ending, Member, Placement
+from tandem.core.identity import Role
 
 MAX_UNTOLD = 1024
 """Endings that are kept for a worker that does not take them; long before that many its silence ends it."""

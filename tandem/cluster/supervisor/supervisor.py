@@ -23,6 +23,7 @@ from tandem.cluster.supervisor.worker_monitor import FollowedWorker
 from tandem.core import points
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, TandemError
+from tandem.core.identity import Role
 from tandem.rpc.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,10 @@ class Supervisor:
         self,
         launcher: Launcher,
         *,
-        wanted: dict[ev.Role, int],
+        wanted: dict[Role, int],
         heartbeat_s: float,
         policy: Policy,
-        check_room: Callable[[dict[ev.Role, int]], None] = lambda _added: None,
+        check_room: Callable[[dict[Role, int]], None] = lambda _added: None,
     ) -> None:
         """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit."""
         self.cluster = Cluster(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
@@ -110,7 +111,7 @@ class Supervisor:
         """What the router that lives has told of its requests."""
         return self._router.errors if self._router else None
 
-    async def scale(self, wanted: dict[ev.Role, int]) -> None:
+    async def scale(self, wanted: dict[Role, int]) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
 
         Raises:
@@ -364,7 +365,7 @@ class Supervisor:
         self._feed(ev.WorkerAdopted(worker.role, worker.worker_id, worker.incarnation, address, placement, draining))
         self._spawn(self._follow_worker(followed))
 
-    async def _start_worker(self, role: ev.Role, worker_id: str, incarnation: str) -> None:
+    async def _start_worker(self, role: Role, worker_id: str, incarnation: str) -> None:
         points.reach("supervisor.start_worker")
         handle = await asyncio.to_thread(self._launcher.start_worker, role, worker_id, incarnation)
         slot = self.cluster.slots.get(worker_id)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem.cluster.supervisor.events import Ending, PublishMembership, Role
+from tandem.cluster.supervisor.events import Ending, PublishMembership
 from tandem.cluster.supervisor.events import Member as MemberState
 from tandem.cluster.supervisor.pools import Cluster
 from tandem.cluster.supervisor.slots import Phase, Slot
+from tandem.core.identity import Role
+from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
-
-ROLE_TO_WIRE = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
 
 
 def membership(instruction: PublishMembership) -> control_pb2.Membership:
@@ -28,7 +28,7 @@ def fill_cluster(
     for role, wanted in cluster.wanted.items():
         slots = [slot for slot in cluster.slots.values() if slot.role is role]
         ready = sum(slot.phase is Phase.READY for slot in slots)
-        message.pools.append(supervisor_pb2.Pool(role=ROLE_TO_WIRE[role], wanted=wanted, ready=ready))
+        message.pools.append(supervisor_pb2.Pool(role=ROLE_TO_PROTO[role], wanted=wanted, ready=ready))
     for slot in sorted(cluster.slots.values(), key=lambda slot: (slot.role != Role.PREFILL, slot.index)):
         message.workers.append(_worker(slot, loads.get(slot.worker_id), now))
     if router := cluster.router:
@@ -79,7 +79,7 @@ def _member(member: MemberState) -> control_pb2.Member:
     return control_pb2.Member(
         worker_id=member.worker_id,
         incarnation=member.incarnation,
-        role=ROLE_TO_WIRE[member.role],
+        role=ROLE_TO_PROTO[member.role],
         address=member.address,
         state=member.state,
         node=member.node,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.ray.node_resources import gpu_memory_bytes, kv_bytes_here
-from tandem.cluster.supervisor.events import Role
 from tandem.core.config import EMBEDDED_MODEL, Config, from_dict
 from tandem.core.errors import ConfigError
+from tandem.core.identity import Role
 from tandem.core.model_path import read_facts, resolve_model
 
 MIB = 1 << 20

@@ -26,7 +26,6 @@ from tandem.cluster.supervisor.events import (
     Placement,
     ProcessEnded,
     PublishMembership,
-    Role,
     RouterAdopted,
     RouterExited,
     RouterHeard,
@@ -48,6 +47,7 @@ from tandem.cluster.supervisor.events import (
 )
 from tandem.cluster.supervisor.pools import Cluster
 from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy
+from tandem.core.identity import Role
 
 HERE = Placement("node-a", 100)
 KILLED = Ending("worker_lost", "its process was killed or crashed")

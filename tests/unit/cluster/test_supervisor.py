@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
-from tandem.cluster.supervisor.events import Intent, Placement, Role
+from tandem.cluster.supervisor.events import Intent, Placement
 from tandem.cluster.supervisor.handles import Found, FoundWorker, Memory, WorkerState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerLostError
+from tandem.core.identity import Role
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tandem.rpc.v1.control_pb2 import SuspectedWriter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.mixed_pool import MixedPool
 from router.policy.placement import Snapshot, WorkerLoad
-from tandem.core.worker_key import WorkerKey
+from tandem.core.identity import WorkerKey
 
 POOL = MixedPool(max_prompt_tokens=2000)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.placement import Placement, Snapshot, Wishes, WorkerLoad, place, place_prefill
 from tandem.core.errors import IncompatibleError, NoWorkerError
-from tandem.core.worker_key import WorkerKey
+from tandem.core.identity import WorkerKey
 
 
 def load(name: str, *, active: int = 0, queued_tokens: int = 0, pages: int = 100, layout: str = "a") -> WorkerLoad:

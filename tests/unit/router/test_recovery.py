@@ -23,7 +23,7 @@ from tandem.core.errors import (
     WorkerLostError,
     WorkersDiedError,
 )
-from tandem.core.worker_key import WorkerKey
+from tandem.core.identity import WorkerKey
 
 P0, P1, D0, D1 = (WorkerKey(name, "1") for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
 LOST, DRAINING, BUSY = WorkerLostError("lost"), DrainingError("leaves"), OverloadedError("full", retry_after_s=3.0)

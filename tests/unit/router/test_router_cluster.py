@@ -17,8 +17,8 @@ from router.request.events import Event, WorkerLost
 from router.request.mailbox import Mailbox
 from router.workers.gauges import DeniedCalls
 from router.workers.registry import Cluster
+from tandem.core.identity import WorkerKey
 from tandem.core.metrics import RouterMetrics
-from tandem.core.worker_key import WorkerKey
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -59,6 +59,16 @@ def test_nobody_but_a_prefill_worker_writes() -> None:
     cluster.apply(members)
     cluster.event_seen("writer_suspected", suspicion("1"))
     assert not cluster.suspected
+
+
+def test_members_of_a_role_that_it_does_not_know_are_none_of_its_workers() -> None:
+    """A later version of the supervisor may have such."""
+    members = membership(1, "127.0.0.1:1")
+    members.members[0].role = 7  # type: ignore[assignment]
+    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics())
+    assert cluster.apply(members)
+    assert cluster.sessions() == []
+    assert not cluster.snapshot().is_decode_coming
 
 
 def test_every_status_names_the_suspected_writers(site: Site) -> None:

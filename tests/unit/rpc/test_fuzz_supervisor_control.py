@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.spec import ClusterSpec
-from tandem.cluster.supervisor.events import Role
 from tandem.cluster.supervisor.service import SupervisorService
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import from_dict
 from tandem.core.errors import ConfigError
+from tandem.core.identity import Role
 from tandem.rpc.channel import bind, make_channel, make_server
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 from tests.unit.cluster.test_supervisor import POLICY, World, supervising, until

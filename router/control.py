@@ -40,7 +40,7 @@ class RouterControl(RouterControlServicer):
         self._stop = stop
 
     async def SetMembership(self, request: Membership, _: Any) -> MembershipReply:
-        self._context.cluster.apply(request)
+        self._context.workers.apply(request)
         return MembershipReply()
 
     async def DrainRouter(self, _request: DrainRouterRequest, _: Any) -> DrainRouterReply:
@@ -57,7 +57,7 @@ class RouterControl(RouterControlServicer):
         return RouterStatusReply(
             num_under_way=context.open_exchanges.num,
             num_waiting=context.admission.num_waiting,
-            suspected_writers=[SuspectedWriter(**key._asdict()) for key in sorted(context.cluster.suspected)],
+            suspected_writers=[SuspectedWriter(**key._asdict()) for key in sorted(context.workers.suspected)],
             errors=context.errors.to_wire(),
         )
 

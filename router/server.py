@@ -20,10 +20,9 @@ from router.lifecycle.open_exchanges import OpenExchanges
 from router.lifecycle.request_errors import RequestErrors
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
-from router.policy.mixed_pool import MixedPool
 from router.policy.retry_budget import RetryBudget
 from router.workers.gauges import BudgetGauges, DeniedCalls, WorkerGauges
-from router.workers.registry import Cluster
+from router.workers.registry import WorkerRegistry
 from tandem.core import points
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
@@ -155,7 +154,7 @@ class RouterServer:
             http.stop()
             await http_task
             await control.stop(grace=0)
-            await context.cluster.close()
+            await context.workers.close()
         log.info("router closed")
 
     def _build(self) -> tuple[RouterContext, ModelCard]:
@@ -164,14 +163,14 @@ class RouterServer:
         card = ModelCard.from_dir(self._model_dir, config, tokenizer)
         clock, metrics = MonotonicClock(), RouterMetrics()
         scheduling = config.scheduling
-        cluster = Cluster(lease_s=config.transport.lease_s, metrics=metrics)
+        workers = WorkerRegistry(lease_s=config.transport.lease_s, metrics=metrics)
 
         def num_places() -> int:
-            return scheduling.max_num_seqs * sum(s.takes_requests and not s.is_prefill for s in cluster.sessions())
+            return scheduling.max_num_seqs * sum(s.takes_requests and not s.is_prefill for s in workers.sessions())
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places)
-        cluster.on_change = admission.look_at_places
-        metrics.registry.register(WorkerGauges(cluster.sessions, lambda: admission.num_waiting))
+        workers.on_change = admission.look_at_places
+        metrics.registry.register(WorkerGauges(workers.sessions, lambda: admission.num_waiting))
         # One full worker's death must not spend it.
         burst = max(_MIN_RETRY_BURST, config.scheduling.max_num_seqs)
         budget = RetryBudget(config.limits.retry_budget, burst, clock)
@@ -179,8 +178,7 @@ class RouterServer:
         context = RouterContext(
             config=config,
             clock=clock,
-            cluster=cluster,
-            mixed_pool=MixedPool(scheduling.local_prefill_tokens if scheduling.mixed_pool else 0),
+            workers=workers,
             admission=admission,
             metrics=metrics,
             tokenizer=tokenizer,

@@ -27,6 +27,7 @@ from router.openai.model_card import ModelCard
 from router.openai.openapi import document
 from router.openai.responses import error_body, error_headers
 from router.openai.schema import parse_chat, parse_completion
+from router.policy.route import check_ready
 from tandem.core import metrics
 from tandem.core.errors import (
     AuthenticationError,
@@ -124,12 +125,12 @@ def _add_cluster_routes(app: FastAPI, context: RouterContext, card: ModelCard) -
     async def health() -> Response:
         if context.admission.is_draining:
             raise DrainingError("the router is shutting down")
-        context.cluster.check_ready()
+        check_ready(context.workers.snapshot())
         return _json({"status": "ok"})
 
     @_add_get(app, "/v1/cluster")
     async def cluster() -> Response:
-        return _json(context.cluster.describe(card.own_name))
+        return _json(context.workers.describe(card.own_name))
 
     described = document(context.config, card)
 

@@ -25,6 +25,7 @@ from router.openai.model_card import ModelCard
 from router.openai.responses import DONE_FRAME, Answer, error_body, error_frame, error_headers
 from router.openai.schema import ParsedRequest, PromptBounds, parse_body
 from router.openai.tokenize import requests_from
+from router.policy.route import check_placeable
 from router.request.request import Request
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError, TandemError, UnsupportedEncodingError
@@ -92,7 +93,7 @@ class Exchange:
     ) -> tuple[ParsedRequest, list[Request]]:
         """What the body asks for, and one request for each of its prompts."""
         context, card = self._context, self._card
-        limits = [limit for limit in (card.max_context, context.cluster.max_context()) if limit is not None]
+        limits = [limit for limit in (card.max_context, context.workers.max_context()) if limit is not None]
         bounds = PromptBounds(context.admission.max_waiting, min(limits, default=None))
 
         def work() -> tuple[ParsedRequest, list[Request]]:
@@ -113,7 +114,7 @@ class Exchange:
     def _admit(self, parsed: ParsedRequest, requests: list[Request]) -> PromptGroup:
         """Give each request a place in the queue."""
         context = self._context
-        context.cluster.check_placeable()
+        check_placeable(context.workers.snapshot())
         context.admission.enter(len(requests), parsed.num_choices)
         max_tokens = context.config.limits.stream_buffer_tokens if parsed.stream else None
         return PromptGroup(requests, context, DeltaBuffer(max_tokens))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from router.lifecycle.in_flight import InFlightRequest
-from router.policy.recovery import AttemptEnd, Fault, Plan, failure
+from router.policy.recovery import AttemptEnd, Fault, failure
+from router.policy.route import Route, choose, choose_prefill
 from router.request.events import (
     Admitted,
     AttemptFailed,
@@ -23,7 +25,6 @@ from router.request.events import (
 )
 from router.request.request import TokenGiven
 from router.workers import wire
-from router.workers.registry import Pair
 from router.workers.session import WorkerSession
 from tandem.core import points
 from tandem.core.errors import DrainingError, IncompatibleError, InternalError, NoWorkerError, TandemError
@@ -48,12 +49,14 @@ class AttemptOver(Exception):
 class Attempt:
     """Everything between choosing the workers and the end of the attempt."""
 
-    def __init__(self, in_flight: InFlightRequest, pair: Pair, plan: Plan) -> None:
+    def __init__(self, in_flight: InFlightRequest, route: Route) -> None:
+        """`route` is of the present workers."""
         self._in_flight = in_flight
-        self._plan = plan
+        self._route = route
+        self._workers = workers = in_flight.context.workers
         # `None` while decode has not said that it needs one, and for good where it computes by itself.
-        self._prefill = pair.prefill
-        self._decode = pair.decode
+        self._prefill = workers.session(route.prefill) if route.prefill is not None else None
+        self._decode = workers.session(route.decode)
         self._number = in_flight.journal.attempt
         self._is_granted = False
         self._is_admitted = False
@@ -89,7 +92,7 @@ class Attempt:
     def _begin(self) -> None:
         """Both workers start at once: prefill computes while decode makes room. Or decode alone is asked."""
         in_flight, request = self._in_flight, self._in_flight.request
-        max_local_tokens = 0 if self._prefill is not None else self._plan.max_local_tokens
+        max_local_tokens = self._route.max_local_tokens
         num_tokens = len(request.prompt_ids)
         self._decode.hold(request.request_id, in_flight.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
         journal, age_s = in_flight.journal, in_flight.age_s
@@ -97,12 +100,18 @@ class Attempt:
         if self._prefill is not None:
             self._start_prefill(self._prefill)
         points.reach("router.sent")
-        log.debug("attempt begun", attempt=self._number, prefill=str(self._prefill_key), decode=str(self._decode.key))
+        log.debug(
+            "attempt begun",
+            attempt=self._number,
+            prefill=str(self._prefill_key),
+            decode=str(self._decode.key),
+            why=self._route.why.value,
+        )
 
     def _start_prefill(self, prefill: WorkerSession) -> None:
         in_flight, request = self._in_flight, self._in_flight.request
         decode_info = self._decode.info
-        if decode_info is None:  # never: placement takes greeted workers only
+        if decode_info is None:  # never: a route takes greeted workers only
             raise InternalError(f"{self._decode.key} was chosen before its hello", request_id=request.request_id)
         prefill.hold(request.request_id, in_flight.inbox, len(request.prompt_ids), computes=True)
         prefill.send(wire.start_prefill(request, in_flight.journal, decode_info, age_s=in_flight.age_s))
@@ -177,7 +186,10 @@ class Attempt:
     def _find_prefill(self) -> WorkerSession:
         """Decode needs a prefill worker; where none is ready it gets its pages back while the request waits."""
         try:
-            return self._in_flight.context.cluster.prefill_for(self._decode, self._plan.wishes)
+            wishes, decode = self._in_flight.plan.wishes, self._decode
+            return self._workers.session(
+                choose_prefill(self._workers.snapshot(), decode.key, decode.kv_format, wishes)
+            )
         except (NoWorkerError, IncompatibleError) as error:
             raise self._over(Fault.UNSERVED, self._decode.key, error) from error
 
@@ -258,7 +270,7 @@ class Attempt:
             return
         self._is_decode_leaving = True
         # Another worker may become ready only later.
-        self._in_flight.context.cluster.watch(self._in_flight.inbox)
+        self._workers.watch(self._in_flight.inbox)
         self._ask_to_move()
 
     def _ask_to_move(self) -> None:
@@ -269,8 +281,9 @@ class Attempt:
 
     def _has_other_place(self) -> bool:
         wishes = self._in_flight.recovery.wishes_to_move(self._decode.key)
+        later = replace(self._in_flight.facts, is_first_attempt=False)
         try:
-            self._in_flight.context.cluster.place(len(self._in_flight.request.prompt_ids), wishes)
+            choose(self._workers.snapshot(), later, wishes)
         except (NoWorkerError, IncompatibleError):
             return False
         return True
@@ -285,7 +298,7 @@ class Attempt:
     def _close(self, why: str) -> None:
         """Leave nothing behind: whatever a worker may still hold of this attempt, it is told to drop."""
         request_id = self._in_flight.request.request_id
-        self._in_flight.context.cluster.unwatch(self._in_flight.inbox)
+        self._workers.unwatch(self._in_flight.inbox)
         self._forget_loss()
         ended_by_itself = self._in_flight.journal.is_finished and all(self._ended_at_worker)
         if self._prefill is not None:

@@ -8,9 +8,8 @@ from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.open_exchanges import OpenExchanges
 from router.lifecycle.request_errors import RequestErrors
 from router.policy.admission import Admission
-from router.policy.mixed_pool import MixedPool
 from router.policy.retry_budget import RetryBudget
-from router.workers.registry import Cluster
+from router.workers.registry import WorkerRegistry
 from tandem.core.clock import Clock
 from tandem.core.config import Config
 from tandem.core.metrics import RouterMetrics
@@ -23,8 +22,7 @@ class RouterContext:
 
     config: Config
     clock: Clock
-    cluster: Cluster
-    mixed_pool: MixedPool
+    workers: WorkerRegistry
     admission: Admission
     metrics: RouterMetrics
     tokenizer: Tokenizer

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from router.lifecycle.context import RouterContext
-from router.policy.placement import Placement, Wishes, place
-from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Plan, Recovery, RecoveryLimits
+from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
+from router.policy.route import RequestFacts, Route, choose
 from router.request.choice_text import ChoiceText
 from router.request.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver, WorkerLost
 from router.request.journal import Journal
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, TokenGiven, Usage
-from router.workers.registry import Pair
 from router.workers.session import WorkerSession
 from tandem.core import points
 from tandem.core.errors import (
@@ -123,7 +122,18 @@ class InFlightRequest:
 
     # -- placing
 
-    async def find_pair(self) -> Pair:
+    @property
+    def facts(self) -> RequestFacts:
+        request, scheduling = self.request, self.context.config.scheduling
+        return RequestFacts(
+            num_prompt_tokens=len(request.prompt_ids),
+            priority=request.priority,
+            deadline_s=request.arrived_s + request.timeout_s if request.timeout_s is not None else None,
+            mixed_pool_tokens=scheduling.local_prefill_tokens if scheduling.mixed_pool else 0,
+            is_first_attempt=self.journal.attempt == 1,
+        )
+
+    async def find_route(self) -> Route:
         """The workers of the next attempt. Where there are none, it waits for up to `limits.wait_for_worker_s`:
         a new request only if the membership says that one will come, a later attempt for any change.
 
@@ -137,33 +147,25 @@ class InFlightRequest:
         give_up_s = clock.now() + wait_s
         while True:
             try:
-                placement = self._place()
+                route = choose(context.workers.snapshot(), self.facts, self.plan.wishes)
             except (NoWorkerError, IncompatibleError) as error:
-                is_hopeless = self._last_failure is None and not context.cluster.snapshot().may_get_better
+                is_hopeless = self._last_failure is None and not context.workers.snapshot().may_get_better
                 if is_hopeless or clock.now() >= give_up_s:
                     self._tell_whole(error, wait_s)
                     raise
                 wake_s = give_up_s
             else:
-                wake_s = self.plan.rests_until_s(placement)
+                wake_s = self.plan.rests_until_s(route)
                 if clock.now() >= wake_s:
                     points.reach("router.placed")
-                    return context.cluster.pair(placement)
+                    return route
             await self._change_of_workers(wake_s)
-
-    def _place(self) -> Placement:
-        """A new request that is not urgent may go to decode alone; later attempts go as their plan says."""
-        snapshot, num_tokens = self.context.cluster.snapshot(), len(self.request.prompt_ids)
-        may_be_slow = self.plan is FIRST and self.request.priority >= 0
-        if may_be_slow and (decode := self.context.mixed_pool.computes_alone(snapshot, num_tokens)) is not None:
-            self.plan = Plan(Wishes(decode=decode, alone=True), max_local_tokens=num_tokens)
-        return place(snapshot, num_tokens, self.plan.wishes)
 
     async def _change_of_workers(self, until_s: float) -> None:
         """Wait until a worker comes or goes, for at most until then."""
         timer = asyncio.get_running_loop().call_later(until_s - self.context.clock.now(), self.inbox.put, WaitOver())
         try:
-            with self.context.cluster.watched_by(self.inbox):
+            with self.context.workers.watched_by(self.inbox):
                 await self.next_event()
         finally:
             timer.cancel()

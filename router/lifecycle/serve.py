@@ -58,9 +58,9 @@ async def serve_request(
     try:
         with in_flight.deadline():
             while True:
-                pair = await in_flight.find_pair()
+                route = await in_flight.find_route()
                 try:
-                    await Attempt(in_flight, pair, in_flight.plan).run()
+                    await Attempt(in_flight, route).run()
                     break
                 except AttemptOver as over:
                     in_flight.begin_anew(over.end)

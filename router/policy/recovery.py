@@ -22,8 +22,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from router.policy.placement import Placement, Wishes
 from router.policy.retry_budget import RetryBudget
+from router.policy.route import Route, Wishes
 from tandem.core.errors import (
     DrainingError,
     HandoffError,
@@ -76,17 +76,15 @@ class Plan:
     """How the next attempt looks.
 
     Attributes:
-        max_local_tokens: of `Reserve`; above 0 decode is asked first, alone.
         rest_until_s: workers that are overloaded, and until when they are left in peace.
     """
 
     wishes: Wishes = field(default_factory=Wishes)
-    max_local_tokens: int = 0
     rest_until_s: Mapping[WorkerKey, float] = field(default_factory=dict)
 
-    def rests_until_s(self, placement: Placement) -> float:
-        """When both workers of a placement may be asked; 0 where neither rests."""
-        keys = (placement.prefill, placement.decode)
+    def rests_until_s(self, route: Route) -> float:
+        """When both workers of a route may be asked; 0 where neither rests."""
+        keys = (route.prefill, route.decode)
         return max((until for key, until in self.rest_until_s.items() if key in keys), default=0.0)
 
 
@@ -183,8 +181,8 @@ class Recovery:
             decode = end.decode
             local = self._limits.local_prefill_tokens if end.fault in (Fault.DIED, Fault.LEFT) else 0
         avoid = frozenset(self._avoid) | self._rest_until_s.keys()
-        wishes = Wishes(prefill, decode, alone=local > 0, avoid=avoid, exclude=frozenset(self._exclude))
-        return Plan(wishes, local, dict(self._rest_until_s))
+        wishes = Wishes(prefill, decode, local, avoid, frozenset(self._exclude))
+        return Plan(wishes, dict(self._rest_until_s))
 
 
 def failure(

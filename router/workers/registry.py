@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from kvtransfer.layout import mismatch
-from router.policy.placement import ANY, Placement, Snapshot, Wishes, place, place_prefill
+from router.policy.snapshot import Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers.session import SessionState, WorkerSession
@@ -26,15 +26,7 @@ log = get_logger(__name__)
 _CONNECTABLE = ("ready", "draining")
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The two workers of one attempt; `prefill` is `None` where decode is asked first."""
-
-    prefill: WorkerSession | None
-    decode: WorkerSession
-
-
-class Cluster:
+class WorkerRegistry:
     """All sessions. Methods run on the router's loop."""
 
     def __init__(self, *, lease_s: float, metrics: RouterMetrics) -> None:
@@ -116,30 +108,9 @@ class Cluster:
             is_decode_coming=Role.DECODE in coming,
         )
 
-    def place(self, num_prompt_tokens: int, wishes: Wishes = ANY) -> Placement:
-        """A placement by the workers as they are now; raises as `placement.place` does."""
-        return place(self.snapshot(), num_prompt_tokens, wishes)
-
-    def pair(self, placement: Placement) -> Pair:
-        """The sessions of a placement that was made from the current snapshot."""
-        prefill = self._sessions[placement.prefill] if placement.prefill is not None else None
-        return Pair(prefill, self._sessions[placement.decode])
-
-    def prefill_for(self, decode: WorkerSession, wishes: Wishes) -> WorkerSession:
-        """A prefill worker for a decode worker that has granted pages; raises as `place` does."""
-        placement = place_prefill(self.snapshot(), decode.key, decode.kv_format, wishes)
-        assert placement.prefill is not None
-        return self._sessions[placement.prefill]
-
-    def check_ready(self) -> None:
-        """Raises as `place` does unless a request could be placed: both pools have a ready worker, and two pair."""
-        self.place(num_prompt_tokens=0)
-
-    def check_placeable(self) -> None:
-        """Raises as `place` does unless a request could be placed now, or once a worker that is coming is there."""
-        snapshot = self.snapshot()
-        if not snapshot.may_get_better:
-            place(snapshot, num_prompt_tokens=0)
+    def session(self, key: WorkerKey) -> WorkerSession:
+        """Of a worker that is in the current snapshot."""
+        return self._sessions[key]
 
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""

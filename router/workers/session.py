@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvtransfer.wire import kv_format
-from router.policy.placement import WorkerLoad
+from router.policy.snapshot import WorkerLoad
 from router.request.events import DecodeLeaves, Event, WorkerLost
 from router.request.mailbox import Mailbox
 from router.workers import wire
@@ -93,7 +93,7 @@ class WorkerSession:
         self._last_heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    # -- for the cluster
+    # -- for the registry
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"session {self.key}")

@@ -66,7 +66,8 @@ def node_advice(cluster: supervisor_pb2.Cluster, target: str) -> list[str]:
         return []
     counts = {pool.role: sum(worker.member.role == pool.role for worker in waiting) for pool in cluster.pools}
     lacking = ", ".join(f'"{ROLE_FROM_PROTO[role]}": {count}' for role, count in counts.items() if count)
-    back = [(ROLE_FROM_PROTO[p.role], p.wanted - counts[p.role]) for p in cluster.pools if 0 < counts[p.role] < p.wanted]
+    missed = [p for p in cluster.pools if 0 < counts[p.role] < p.wanted]
+    back = [(ROLE_FROM_PROTO[p.role], p.wanted - counts[p.role]) for p in missed]
     names = ", ".join(worker.member.worker_id for worker in waiting)
     lines = [
         f"Ray has no free node for {names}. Everything else goes on; what waits starts when a node comes.",

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
-from router.policy.placement import Placement, Snapshot, Wishes, WorkerLoad, place
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
 from router.policy.retry_budget import RetryBudget
+from router.policy.route import RequestFacts, Route, Why, Wishes, choose
+from router.policy.snapshot import Snapshot, WorkerLoad
 from tandem.core.clock import VirtualClock
 from tandem.core.errors import (
     DrainingError,
@@ -80,15 +81,14 @@ CASES = [
 def test_each_end_leads_to_its_next_attempt(case: Case) -> None:
     state = recovery()
     plan = state.after(case.end, 0.0)
-    assert plan.wishes == Wishes(case.prefill, case.decode, case.local > 0, case.avoid, case.exclude)
-    assert plan.max_local_tokens == case.local
+    assert plan.wishes == Wishes(case.prefill, case.decode, case.local, case.avoid, case.exclude)
     assert state.num_failures == int(case.counts)
     assert state._budget.num_left == 100 - int(case.counts)
 
 
 def test_decode_is_never_asked_to_compute_where_that_is_off() -> None:
     plan = recovery(replace(LIMITS, local_prefill_tokens=0)).after(ended(Fault.DIED, P0, LOST), 0.0)
-    assert (plan.max_local_tokens, plan.wishes.alone, plan.wishes.decode) == (0, False, D0)
+    assert (plan.wishes.max_local_tokens, plan.wishes.decode) == (0, D0)
 
 
 def test_two_deaths_are_the_end_and_one_worker_dies_once() -> None:
@@ -147,10 +147,10 @@ def test_a_spent_budget_ends_the_request_with_its_own_error_and_says_so() -> Non
 def test_an_overloaded_worker_rests_for_as_long_as_it_asks_within_bounds() -> None:
     state = recovery()
     plan = state.after(ended(Fault.OVERLOADED, D0, BUSY), 100.0)
-    assert plan.rests_until_s(Placement(P0, D0)) == 103.0
-    assert plan.rests_until_s(Placement(P0, D1)) == 0.0
+    assert plan.rests_until_s(Route(P0, D0, 0, Why.LOAD)) == 103.0
+    assert plan.rests_until_s(Route(P0, D1, 0, Why.LOAD)) == 0.0
     plan = state.after(ended(Fault.OVERLOADED, P0, OverloadedError("full", retry_after_s=1e9)), 100.0)
-    assert plan.rests_until_s(Placement(P0, D0)) == 110.0
+    assert plan.rests_until_s(Route(P0, D0, 0, Why.LOAD)) == 110.0
 
 
 @pytest.mark.parametrize(
@@ -206,19 +206,19 @@ def test_every_request_ends_and_never_asks_who_is_gone(steps: list[tuple[Fault, 
     wishes, gone, num_failures = Wishes(), set[WorkerKey](), 0
     for fault, is_decode in steps:
         try:
-            placement = place(snapshot, 10, wishes)
+            route = choose(snapshot, RequestFacts(10), wishes)
         except TandemError:
             assert len(gone) >= 3
             return
-        assert not gone & {placement.prefill, placement.decode}
-        if placement.prefill is None:
+        assert not gone & {route.prefill, route.decode}
+        if route.prefill is None:
             is_decode = True
         if fault is Fault.MOVED:
             is_decode = True
-        if fault is Fault.UNSERVED and placement.prefill is not None:
+        if fault is Fault.UNSERVED and route.prefill is not None:
             continue
-        worker = placement.decode if is_decode or placement.prefill is None else placement.prefill
-        end = AttemptEnd(fault, worker, ERRORS.get(fault, LOST), placement.prefill, placement.decode)
+        worker = route.decode if is_decode or route.prefill is None else route.prefill
+        end = AttemptEnd(fault, worker, ERRORS.get(fault, LOST), route.prefill, route.decode)
         num_failures += fault not in PLANNED
         try:
             wishes = state.after(end, 0.0).wishes

@@ -16,7 +16,7 @@ from router_site import Site, wait_until
 from router.request.events import Event, WorkerLost
 from router.request.mailbox import Mailbox
 from router.workers.gauges import DeniedCalls
-from router.workers.registry import Cluster
+from router.workers.registry import WorkerRegistry
 from tandem.core.identity import WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
@@ -38,37 +38,37 @@ def suspicion(incarnation: str) -> WriterSuspected:
 
 def test_a_writer_is_suspected_as_long_as_it_is_a_member() -> None:
     metrics = RouterMetrics()
-    cluster = Cluster(lease_s=1.0, metrics=metrics)
-    cluster.apply(membership(1, "", "starting"))
-    cluster.event_seen("writer_suspected", suspicion("an earlier one, which has ended"))
-    assert not cluster.suspected
+    registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
+    registry.apply(membership(1, "", "starting"))
+    registry.event_seen("writer_suspected", suspicion("an earlier one, which has ended"))
+    assert not registry.suspected
     for _ in range(2):  # decode says so again after each grace
-        cluster.event_seen("writer_suspected", suspicion("1"))
-    assert cluster.suspected == {WorkerKey("prefill-0", "1")}
+        registry.event_seen("writer_suspected", suspicion("1"))
+    assert registry.suspected == {WorkerKey("prefill-0", "1")}
     assert b"tandem_writers_suspected_total 3.0" in metrics.exposition()
-    cluster.apply(membership(2, "", "failed"))
-    assert cluster.suspected
-    cluster.apply(Membership(version=3))
-    assert not cluster.suspected
+    registry.apply(membership(2, "", "failed"))
+    assert registry.suspected
+    registry.apply(Membership(version=3))
+    assert not registry.suspected
 
 
 def test_nobody_but_a_prefill_worker_writes() -> None:
-    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics())
+    registry = WorkerRegistry(lease_s=1.0, metrics=RouterMetrics())
     members = membership(1, "", "starting")
     members.members[0].role = ROLE_DECODE
-    cluster.apply(members)
-    cluster.event_seen("writer_suspected", suspicion("1"))
-    assert not cluster.suspected
+    registry.apply(members)
+    registry.event_seen("writer_suspected", suspicion("1"))
+    assert not registry.suspected
 
 
 def test_members_of_a_role_that_it_does_not_know_are_none_of_its_workers() -> None:
     """A later version of the supervisor may have such."""
     members = membership(1, "127.0.0.1:1")
     members.members[0].role = 7  # type: ignore[assignment]
-    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics())
-    assert cluster.apply(members)
-    assert cluster.sessions() == []
-    assert not cluster.snapshot().is_decode_coming
+    registry = WorkerRegistry(lease_s=1.0, metrics=RouterMetrics())
+    assert registry.apply(members)
+    assert registry.sessions() == []
+    assert not registry.snapshot().is_decode_coming
 
 
 def test_every_status_names_the_suspected_writers(site: Site) -> None:
@@ -86,9 +86,9 @@ def test_every_status_names_the_suspected_writers(site: Site) -> None:
 
 def test_what_a_handoff_took_is_measured() -> None:
     metrics = RouterMetrics()
-    cluster = Cluster(lease_s=1.0, metrics=metrics)
-    cluster.event_seen("handoff_done", HandoffDone(handoff_s=0.5, exposed_s=0.25, compute_s=2.0))
-    cluster.event_seen("admitted", Admitted(admission_s=0.125))
+    registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
+    registry.event_seen("handoff_done", HandoffDone(handoff_s=0.5, exposed_s=0.25, compute_s=2.0))
+    registry.event_seen("admitted", Admitted(admission_s=0.125))
     sums = {"handoff": 0.5, "exposed_transfer": 0.25, "prefill_compute": 2.0, "admission": 0.125}
     for name, seconds in sums.items():
         assert f"tandem_{name}_seconds_sum {seconds}\n".encode() in metrics.exposition()
@@ -100,9 +100,9 @@ async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
     monkeypatch.setattr("router.workers.session._MAX_BACKOFF_S", 0.05)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
-        cluster = Cluster(lease_s=5.0, metrics=RouterMetrics())
-        cluster.apply(membership(1, f"127.0.0.1:{closed.getsockname()[1]}"))
-        (session,) = cluster.sessions()
+        registry = WorkerRegistry(lease_s=5.0, metrics=RouterMetrics())
+        registry.apply(membership(1, f"127.0.0.1:{closed.getsockname()[1]}"))
+        (session,) = registry.sessions()
         await tries(session, 5)
         assert capsys.readouterr().out.count("worker not reached") == 1
         other = await asyncio.to_thread(FakePrefill, "prefill-9")
@@ -113,7 +113,7 @@ async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
             assert len(told) == 1
             assert "answers as prefill-9/1" in told[0]
         finally:
-            await cluster.close()
+            await registry.close()
             await asyncio.to_thread(other.kill)
 
 
@@ -139,15 +139,15 @@ async def test_a_lost_workers_call_is_gone_at_once_without_the_garbage_collector
 ) -> None:
     """gRPC keeps a connection open as long as its call lives."""
     worker = await asyncio.to_thread(FakePrefill, "prefill-0")
-    cluster = Cluster(lease_s=0.3, metrics=RouterMetrics())
+    registry = WorkerRegistry(lease_s=0.3, metrics=RouterMetrics())
     gc.collect()
     before = num_calls()
     gc.disable()
     try:
         changed = asyncio.Event()
-        cluster.on_change = changed.set
-        cluster.apply(membership(1, worker.info.address))
-        (session,) = cluster.sessions()
+        registry.on_change = changed.set
+        registry.apply(membership(1, worker.info.address))
+        (session,) = registry.sessions()
         mailbox: Mailbox[Event] = Mailbox()
         session.hold("r", mailbox, 10, computes=True)
         async with asyncio.timeout(15):
@@ -163,7 +163,7 @@ async def test_a_lost_workers_call_is_gone_at_once_without_the_garbage_collector
         assert num_calls() == before
     finally:
         gc.enable()
-        await cluster.close()
+        await registry.close()
         await asyncio.to_thread(worker.kill)
 
 
@@ -187,9 +187,9 @@ def test_a_router_shows_whom_it_refused(site: Site) -> None:
 
 
 def test_admission_hears_of_workers_that_come_and_go() -> None:
-    cluster = Cluster(lease_s=1.0, metrics=RouterMetrics())
+    registry = WorkerRegistry(lease_s=1.0, metrics=RouterMetrics())
     changes: list[int] = []
-    cluster.on_change = lambda: changes.append(1)
-    cluster.apply(membership(1, "", "starting"))
-    cluster.apply(Membership(version=2))
+    registry.on_change = lambda: changes.append(1)
+    registry.apply(membership(1, "", "starting"))
+    registry.apply(Membership(version=2))
     assert len(changes) == 2

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
-from router.policy.mixed_pool import MixedPool
-from router.policy.placement import Snapshot, WorkerLoad
+from router.policy.route import RequestFacts, Route, Why, choose
+from router.policy.snapshot import Snapshot, WorkerLoad
+from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import WorkerKey
 
-POOL = MixedPool(max_prompt_tokens=2000)
+LONGEST = 2000
 
 
 def load(
@@ -23,9 +24,22 @@ def load(
     return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, stepping, mixed_step_tokens=12)
 
 
-def chosen(snapshot: Snapshot, num_tokens: int, pool: MixedPool = POOL) -> str | None:
-    key = pool.computes_alone(snapshot, num_tokens)
-    return key.worker_id if key is not None else None
+def alone(snapshot: Snapshot, facts: RequestFacts) -> Route | None:
+    """Where decode computes the prompt; `None`: it is handed off, or there is nobody."""
+    try:
+        route = choose(snapshot, facts)
+    except (NoWorkerError, IncompatibleError):
+        return None
+    if route.prefill is not None:
+        assert (route.max_local_tokens, route.why) == (0, Why.LOAD)
+        return None
+    assert (route.max_local_tokens, route.why) == (facts.num_prompt_tokens, Why.MIXED_POOL)
+    return route
+
+
+def chosen(snapshot: Snapshot, num_tokens: int, longest: int = LONGEST) -> str | None:
+    route = alone(snapshot, RequestFacts(num_tokens, mixed_pool_tokens=longest))
+    return route.decode.worker_id if route is not None else None
 
 
 def test_an_idle_prefill_worker_gets_every_prompt() -> None:
@@ -68,7 +82,7 @@ def test_a_prompt_that_does_not_fit_is_handed_off() -> None:
 
 def test_it_can_be_switched_off_and_needs_both_pools() -> None:
     prefill = [load("p0", queued=9000)]
-    assert chosen(Snapshot(prefill, [load("d0")]), 512, MixedPool(max_prompt_tokens=0)) is None
+    assert chosen(Snapshot(prefill, [load("d0")]), 512, 0) is None
     assert chosen(Snapshot([], [load("d0")]), 512) is None
     assert chosen(Snapshot(prefill, []), 512) is None
 
@@ -99,6 +113,16 @@ def test_only_workers_that_pair_count() -> None:
     assert chosen(Snapshot([old, new], [load("d0", stepping=1), load("d1", layout="b")]), 512) is None
 
 
+def test_only_new_requests_that_are_not_urgent() -> None:
+    """A later attempt goes as recovery says, and who is urgent does not wait for full steps."""
+    snapshot = Snapshot([load("p0", queued=9000)], [load("d0")])
+    facts = RequestFacts(512, mixed_pool_tokens=LONGEST)
+    assert alone(snapshot, facts)
+    assert alone(snapshot, replace(facts, priority=1))
+    assert not alone(snapshot, replace(facts, priority=-1))
+    assert not alone(snapshot, replace(facts, is_first_attempt=False))
+
+
 loads = st.builds(
     lambda name, stepping, queued, pages, layout: load(
         f"w{name}", stepping=stepping, queued=queued, pages=pages, layout=layout
@@ -116,14 +140,15 @@ pools = st.lists(loads, max_size=5, unique_by=lambda w: w.key)
 def test_only_workers_with_room_and_never_against_a_shorter_queue(
     prefill: list[WorkerLoad], decode: list[WorkerLoad], num_tokens: int, random: object
 ) -> None:
-    key = POOL.computes_alone(Snapshot(prefill, decode), num_tokens)
+    facts = RequestFacts(num_tokens, mixed_pool_tokens=LONGEST)
+    route = alone(Snapshot(prefill, decode), facts)
     random.shuffle(prefill)  # type: ignore[attr-defined]
     random.shuffle(decode)  # type: ignore[attr-defined]
-    assert POOL.computes_alone(Snapshot(prefill, decode), num_tokens) == key
-    if key is None:
+    assert alone(Snapshot(prefill, decode), facts) == route
+    if route is None:
         return
-    (worker,) = [w for w in decode if w.key == key]
+    (worker,) = [w for w in decode if w.key == route.decode]
     assert worker.num_stepping < worker.mixed_step_tokens
     assert worker.num_available_pages * worker.page_size >= num_tokens
-    assert num_tokens <= POOL.max_prompt_tokens
+    assert num_tokens <= LONGEST
     assert min(w.num_queued_tokens for w in prefill if w.kv_format == worker.kv_format) > worker.num_queued_tokens

@@ -1,0 +1,43 @@
+"""The workers as a routing decision sees them: plain data, taken at one moment. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtransfer.layout import KvFormat
+from tandem.core.identity import WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One ready worker as the router sees it now: its last report and what was sent to it since."""
+
+    key: WorkerKey
+    kv_format: KvFormat
+    page_size: int
+    num_active: int  # requests that run or wait there
+    num_queued_tokens: int  # prompt tokens not yet computed
+    num_available_pages: int  # free or evictable, less what our unanswered reservations will take
+    # Of a decode worker: requests that take part in its steps now, and the tokens of a step up to which it computes
+    # prompts; 0: it should not.
+    num_stepping: int = 0
+    mixed_step_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All workers that may get new requests, and the pools that more will join."""
+
+    prefill: Sequence[WorkerLoad]
+    decode: Sequence[WorkerLoad]
+    # Whether the membership has a worker of the pool that is not ready: it starts, or is to be replaced.
+    is_prefill_coming: bool = False
+    is_decode_coming: bool = False
+
+    @property
+    def may_get_better(self) -> bool:
+        """Where nothing can be placed now: whether waiting makes sense, by the membership alone."""
+        if self.prefill and self.decode:  # but no two of them pair
+            return self.is_prefill_coming or self.is_decode_coming
+        return bool((self.prefill or self.is_prefill_coming) and (self.decode or self.is_decode_coming))

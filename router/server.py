@@ -165,15 +165,17 @@ class RouterServer:
         scheduling = config.scheduling
         workers = WorkerRegistry(lease_s=config.transport.lease_s, metrics=metrics)
 
-        def num_places() -> int:
-            return scheduling.max_num_seqs * sum(s.takes_requests and not s.is_prefill for s in workers.sessions())
+        def num_places() -> float:
+            """This router's share."""
+            num_workers = sum(s.takes_requests and not s.is_prefill for s in workers.sessions())
+            return scheduling.max_num_seqs * num_workers / workers.num_routers
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places)
         workers.on_change = admission.look_at_places
         metrics.registry.register(WorkerGauges(workers.sessions, lambda: admission.num_waiting))
         # One full worker's death must not spend it.
         burst = max(_MIN_RETRY_BURST, config.scheduling.max_num_seqs)
-        budget = RetryBudget(config.limits.retry_budget, burst, clock)
+        budget = RetryBudget(config.limits.retry_budget, burst, clock, lambda: workers.num_routers)
         metrics.registry.register(BudgetGauges(budget))
         context = RouterContext(
             config=config,

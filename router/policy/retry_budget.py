@@ -2,13 +2,15 @@
 
 Retries multiply the load right when workers are missing; bounded to a share of the requests, they cannot become a
 storm that keeps the rest of the cluster down. (The idea is that of Finagle's `RetryBudget` and of gRPC's retry
-throttling.) There is one router, so its budget is the cluster's.
+throttling.) It is the cluster's: each router keeps its share of it, by the requests that come to it.
 
 The bucket also fills by a few retries a minute: a quiet cluster, whose few requests would earn next to nothing, comes
 by some again. With a share of 0 nothing refills it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from tandem.core.clock import Clock
 
@@ -22,14 +24,16 @@ class RetryBudget:
         num_refused: retries that found it empty.
     """
 
-    def __init__(self, share: float, burst: int, clock: Clock) -> None:
-        """`share`: of a retry, what each request earns. `burst`: what the bucket holds at most, and at first."""
+    def __init__(self, share: float, burst: int, clock: Clock, num_routers: Callable[[], int] = lambda: 1) -> None:
+        """`share`: of a retry, what each request earns. `burst`: what the buckets of all routers hold at most, and at
+        first. `num_routers`: that there are now."""
         self._share = share
         self._refill_per_s = REFILL_PER_MINUTE / 60 if share > 0 else 0.0
         self._burst = burst
+        self._num_routers = num_routers
         self._clock = clock
-        # Invariant: between 0 and the burst, as of `_filled_s`.
-        self._left = float(burst)
+        # Invariant: between 0 and this router's part of the burst, as of `_filled_s`.
+        self._left = burst / num_routers()
         self._filled_s = clock.now()
         self.num_refused = 0
 
@@ -53,6 +57,6 @@ class RetryBudget:
         return True
 
     def _fill(self, amount: float) -> None:
-        now_s = self._clock.now()
-        amount += (now_s - self._filled_s) * self._refill_per_s
-        self._left, self._filled_s = min(self._left + amount, float(self._burst)), now_s
+        now_s, num_routers = self._clock.now(), self._num_routers()
+        amount += (now_s - self._filled_s) * self._refill_per_s / num_routers
+        self._left, self._filled_s = min(self._left + amount, self._burst / num_routers), now_s

@@ -33,6 +33,8 @@ class WorkerRegistry:
         self._lease_s = lease_s
         self._metrics = metrics
         self._version = -1
+        #: That serve the same workers, this one included.
+        self.num_routers = 1
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
@@ -51,7 +53,7 @@ class WorkerRegistry:
         if membership.version < self._version:
             log.warning("old membership ignored", version=membership.version, current=self._version)
             return False
-        self._version = membership.version
+        self._version, self.num_routers = membership.version, max(1, membership.num_routers)
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
         if unknown := len(membership.members) - len(members):
             log.error("members of unknown roles ignored", num_members=unknown)

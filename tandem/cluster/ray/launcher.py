@@ -28,7 +28,7 @@ from tandem.cluster.ray.node_watcher import ProcessId
 from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.supervisor.events import Drain, Intent, Placement
-from tandem.cluster.supervisor.handles import Found, FoundWorker, Memory, WorkerState
+from tandem.cluster.supervisor.handles import Found, FoundRouter, FoundWorker, Memory, WorkerState
 from tandem.core.errors import WorkerLostError
 from tandem.core.identity import Role
 from tandem.rpc.v1 import common_pb2
@@ -130,14 +130,14 @@ class RayLauncher:
         ).remote(self._spec, role.value, worker_id, incarnation, num_threads)
         return RayWorker(actor, name, self._watchers)
 
-    def start_router(self, incarnation: str) -> RayRouter:
+    def start_router(self, name: str, incarnation: str) -> RayRouter:
         on_its_node = NodeAffinitySchedulingStrategy(self._spec.node_id, soft=False)
-        name = f"router.{incarnation}"
+        name = f"{name}.{incarnation}"
         actor = make_actor(RouterActor, name=name, scheduling_strategy=on_its_node)
         return RayRouter(actor.remote(self._spec, self._key_digests), name, self._watchers)
 
     def find(self) -> Found:
-        workers, router, watchers = [], None, []
+        workers, routers, watchers = list[FoundWorker](), list[FoundRouter](), []
         for name in ray.util.list_named_actors():
             place, _, incarnation = name.partition(".")
             if not incarnation:
@@ -148,14 +148,14 @@ class RayLauncher:
                 continue  # died since it was listed
             if place == WATCHER:
                 watchers.append((incarnation, actor))
-            elif place == "router":
-                router = (incarnation, RayRouter(actor, name, self._watchers))
+            elif (role := _role_of(place)) is Role.ROUTER:
+                routers.append(FoundRouter(place, incarnation, RayRouter(actor, name, self._watchers)))
             else:
-                worker = RayWorker(actor, name, self._watchers)
-                workers.append(FoundWorker(Role(place.rpartition("-")[0]), place, incarnation, worker))
+                workers.append(FoundWorker(role, place, incarnation, RayWorker(actor, name, self._watchers)))
         kept = kept_of(self._spec.node_id, kv_store.recall().get("processes"))
         ended = [name.partition(".") for name in self._watchers.adopt(watchers, kept)]
-        return Found(workers, router, [incarnation for place, _, incarnation in ended if place != "router"])
+        ended_workers = [incarnation for place, _, incarnation in ended if _role_of(place) is not Role.ROUTER]
+        return Found(workers, routers, ended_workers)
 
     def begin_term(self) -> Memory:
         kept = kv_store.recall()
@@ -211,6 +211,11 @@ def start_supervisor(spec: ClusterSpec, key_digests: frozenset[bytes]) -> Any:
         max_task_retries=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
     ).remote(spec, key_digests)
+
+
+def _role_of(place: str) -> Role:
+    """Of the slot with this name."""
+    return Role(place.rpartition("-")[0])
 
 
 def _worker_state(state: ActorState) -> WorkerState:

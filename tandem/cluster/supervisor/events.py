@@ -1,6 +1,7 @@
 """What happens to a cluster (events, past tense) and what shall be done about it (instructions, imperative).
 
-Plain data between `pools`, which decides, and `supervisor`, which acts.
+Plain data between `pools`, which decides, and `supervisor`, which acts. A `name` is that of a slot (`prefill-0`,
+`router-0`); a worker's name is its worker id.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Intent:
     Attributes:
         wanted: sizes of the pools.
         drains: of the workers that leave, by worker id.
-        failures: of slots that failed of late, by worker id: a crash loop stays backed off.
+        failures: of slots that failed of late, by name: a crash loop stays backed off.
         closing_s: a shutdown was asked for, which gives requests so many seconds; `None`: none was.
     """
 
@@ -62,7 +63,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Member:
-    """One worker in the membership that the router gets. `state`: starting, ready, draining or failed."""
+    """One worker in the membership that routers get. `state`: starting, ready, draining or failed."""
 
     worker_id: str
     incarnation: str
@@ -92,6 +93,7 @@ class WorkerAdopted:
 class RouterAdopted:
     """A restarted supervisor found this router alive; `RouterStarted` follows."""
 
+    name: str
     incarnation: str
 
 
@@ -155,10 +157,10 @@ class WorkerFailedToStart:
 
 
 @dataclass(frozen=True)
-class WorkerExited:
-    """Its process has ended, or it has given up by itself. `error` is `None` when it was asked to stop."""
+class Exited:
+    """A process has ended, or it has given up by itself. `error` is `None` when it was asked to stop."""
 
-    worker_id: str
+    name: str
     incarnation: str
     error: Ending | None
 
@@ -173,9 +175,9 @@ class Drained:
 
 @dataclass(frozen=True)
 class LoadReported:
-    """It answered a heartbeat. `num_requests`: running and queued."""
+    """It answered a heartbeat. `num_requests`: that it holds, running and queued."""
 
-    worker_id: str
+    name: str
     incarnation: str
     num_requests: int
 
@@ -190,7 +192,7 @@ class WriterSuspected:
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """This incarnation's process has provably ended, seen on its own node. May come before or after `WorkerExited`."""
+    """This worker's process has provably ended, seen on its own node. May come before or after `Exited`."""
 
     incarnation: str
 
@@ -205,27 +207,13 @@ class EndingsTaken:
 
 
 @dataclass(frozen=True)
-class RouterHeard:
-    """The router answered a heartbeat."""
-
-    incarnation: str
-
-
-@dataclass(frozen=True)
 class RouterStarted:
-    """A router, the first or a later one, listens. It knows no membership yet."""
+    """It listens. It knows no membership yet."""
 
+    name: str
     incarnation: str
     url: str
     control_address: str
-
-
-@dataclass(frozen=True)
-class RouterExited:
-    """It could not start, or its process has ended. `error` is `None` when it was asked to stop."""
-
-    incarnation: str
-    error: Ending | None
 
 
 @dataclass(frozen=True)
@@ -249,7 +237,7 @@ class StoodStill:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed; sent at `Cluster.wake_at()`."""
+    """Time has passed; sent at `PoolState.wake_at()`."""
 
 
 Event = (
@@ -262,15 +250,13 @@ Event = (
     | LoadingHeard
     | WorkerStarted
     | WorkerFailedToStart
-    | WorkerExited
+    | Exited
     | Drained
     | LoadReported
     | WriterSuspected
     | ProcessEnded
     | EndingsTaken
     | RouterStarted
-    | RouterHeard
-    | RouterExited
     | ClosingBegun
     | ShutdownRequested
     | StoodStill
@@ -282,9 +268,9 @@ Event = (
 
 
 @dataclass(frozen=True)
-class StartWorker:
+class StartProcess:
     role: Role
-    worker_id: str
+    name: str
     incarnation: str
 
 
@@ -297,18 +283,18 @@ class DrainWorker:
 
 
 @dataclass(frozen=True)
-class StopWorker:
-    """Ask it to stop; `WorkerExited` follows."""
+class StopProcess:
+    """Ask it to stop; `Exited` follows."""
 
-    worker_id: str
+    name: str
     incarnation: str
 
 
 @dataclass(frozen=True)
-class KillWorker:
-    """End its process whatever it does; `WorkerExited` follows."""
+class KillProcess:
+    """End it whatever it does; `Exited` follows."""
 
-    worker_id: str
+    name: str
     incarnation: str
     reason: str
 
@@ -323,39 +309,26 @@ class NoteEnded:
 
 
 @dataclass(frozen=True)
-class StartRouter:
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class StopRouter:
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class KillRouter:
-    """End its process whatever it does; `RouterExited` follows."""
-
-    incarnation: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class PublishMembership:
-    """Push to the router; `version` grows with every change of the membership."""
+    """Push to a router.
 
+    Attributes:
+        version: grows with every change of the rest.
+        num_routers: that serve, this one included: what is bounded for the cluster is shared among them.
+    """
+
+    name: str
+    incarnation: str
     version: int
     members: tuple[Member, ...]
+    num_routers: int
 
 
 Instruction = (
-    StartWorker
+    StartProcess
+    | StopProcess
+    | KillProcess
     | DrainWorker
-    | StopWorker
-    | KillWorker
     | NoteEnded
-    | StartRouter
-    | StopRouter
-    | KillRouter
     | PublishMembership
 )

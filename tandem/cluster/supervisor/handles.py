@@ -19,7 +19,7 @@ class WorkerState:
 
 
 class ProcessHandle(Protocol):
-    """One incarnation of a worker or the router. Every call but `kill` raises `WorkerLostError` once it has ended."""
+    """One incarnation of a worker or a router. Every call but `kill` raises `WorkerLostError` once it has ended."""
 
     async def wait_closed(self) -> None:
         """Until it has stopped. Raises the `TandemError` on which it gave up."""
@@ -60,11 +60,18 @@ class FoundWorker:
 
 
 @dataclass(frozen=True)
+class FoundRouter:
+    name: str
+    incarnation: str
+    handle: RouterHandle
+
+
+@dataclass(frozen=True)
 class Found:
     """What an earlier supervisor left running. `ended`: incarnations of workers that have provably ended."""
 
     workers: list[FoundWorker]
-    router: tuple[str, RouterHandle] | None
+    routers: list[FoundRouter]
     ended: list[str]
 
 
@@ -81,7 +88,7 @@ class Launcher(Protocol):
 
     def start_worker(self, role: Role, worker_id: str, incarnation: str) -> WorkerHandle: ...
 
-    def start_router(self, incarnation: str) -> RouterHandle: ...
+    def start_router(self, name: str, incarnation: str) -> RouterHandle: ...
 
     def find(self) -> Found: ...
 

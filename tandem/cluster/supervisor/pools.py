@@ -1,14 +1,14 @@
 """What the supervisor decides: events in, instructions out; no clock, no I/O, no Ray.
 
-A *slot* is a place in a pool (`prefill-0`); it outlives the processes that fill it. Each process is one
+A *slot* is a place in a pool (`prefill-0`, `router-0`); it outlives the processes that fill it. Each process is one
 *incarnation* of its slot. A life goes
 
-    StartWorker ─> STARTING ─WorkerStarted─> READY ──leaves──> DRAINING ─Drained─> STOPPING ─WorkerExited─> gone
-                      │                        │
-                      └── failed to start ─────┴── exited ──> STARTING again, at once or after WAITING
+    StartProcess ─> STARTING ─WorkerStarted─> READY ──leaves──> DRAINING ─Drained─> STOPPING ─Exited─> gone
+                       │                        │
+                       └── failed to start ─────┴── exited ──> STARTING again, at once or after WAITING
 
-A worker leaves because its pool was made smaller, or by an order (`tandem drain`): then another slot takes its place,
-as a rule one that is READY before the old one drains.
+A router goes the same way without DRAINING. A worker leaves because its pool was made smaller, or by an order
+(`tandem drain`): then another slot takes its place, as a rule one that is READY before the old one drains.
 
 An event that names another incarnation than the slot's present one is stale and changes nothing.
 """
@@ -19,15 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
-from tandem.cluster.supervisor.slots import Phase, Policy, RouterLife, Slot
+from tandem.cluster.supervisor.slots import Phase, Policy, RouterSlot, Slot, WorkerSlot
 from tandem.core.identity import WORKER_ROLES, Role
 
 _DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
 
 
 @dataclass
-class Cluster:
-    """The pools and the router as they are and as they shall be.
+class PoolState:
+    """The pools as they are and as they shall be.
 
     Attributes:
         new_incarnation: a name never used before in this Ray cluster.
@@ -39,45 +39,44 @@ class Cluster:
     policy: Policy
     new_incarnation: Callable[[], str]
     version: int = 0
-    wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(WORKER_ROLES, 0))
-    slots: dict[str, Slot] = field(default_factory=dict)
-    router: RouterLife | None = None
+    wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    workers: dict[str, WorkerSlot] = field(default_factory=dict)
+    routers: dict[str, RouterSlot] = field(default_factory=dict)
     closing_s: float | None = None
     stopping: bool = False
-    _published: tuple[ev.Member, ...] = ()
+    _published: tuple[tuple[ev.Member, ...], int] = ((), 1)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event at `now` (seconds on any steady clock) and say what shall be done, in order."""
         out = self._dispatch(event, now) + self._relieve(now)
-        members = tuple(slot.member for slot in self.slots.values())
-        if members != self._published:
-            self._published, self.version = members, self.version + 1
-            if self.router and self.router.phase is Phase.READY:
-                out.append(ev.PublishMembership(self.version, members))
+        ready = [router for router in self.routers.values() if router.phase is Phase.READY]
+        now_published = tuple(slot.member for slot in self.workers.values()), max(1, len(ready))
+        if now_published != self._published:
+            self._published, self.version = now_published, self.version + 1
         elif isinstance(event, ev.RouterStarted):
-            out.append(ev.PublishMembership(self.version, members))
-        return out
+            ready = [router for router in ready if router.incarnation == event.incarnation]
+        else:
+            return out
+        return out + [ev.PublishMembership(r.name, r.incarnation, self.version, *now_published) for r in ready]
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
-        slots = self.slots.values()
-        timed = [(slot.retry_at, slot.deadline, slot.place_by, slot.silent_at(self.policy)) for slot in slots]
-        times = [t for of_slot in timed for t in of_slot if t is not None]
-        if self.router and self.router.phase is Phase.READY:
-            times.append(self.router.heard_at + self.policy.router_silence_s)
-        if self.router and self.router.retry_at is not None:
-            times.append(self.router.retry_at)
-        return min(times, default=None)
+        return min((t for slot in self.slots for t in slot.times(self.policy) if t is not None), default=None)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Of all pools."""
+        return [*self.workers.values(), *self.routers.values()]
 
     @property
     def intent(self) -> ev.Intent:
         """What the next supervisor must be told if this one dies now."""
         drains = {
-            slot.worker_id: ev.Drain(slot.incarnation, slot.drain_s, slot.refill, slot.successor)
-            for slot in self.slots.values()
+            slot.name: ev.Drain(slot.incarnation, slot.drain_s, slot.refill, slot.successor)
+            for slot in self.workers.values()
             if slot.leaving and slot.phase is not Phase.STOPPING
         }
-        failures = {slot.worker_id: slot.failures for slot in self.slots.values() if slot.failures}
+        failures = {slot.name: slot.failures for slot in self.slots if slot.failures}
         return ev.Intent(dict(self.wanted), drains, failures, self.closing_s)
 
     @property
@@ -87,26 +86,25 @@ class Cluster:
 
     @property
     def settled(self) -> bool:
-        """Every pool has exactly its wanted workers, all ready, and the router is ready."""
+        """Every pool has exactly its wanted processes, all ready."""
         return (
             not self.closing
-            and self.router is not None
-            and self.router.phase is Phase.READY
-            and all(slot.phase is Phase.READY for slot in self.slots.values())
+            and all(slot.phase is Phase.READY for slot in self.slots)
             and all(len(self._of(role)) == wanted for role, wanted in self.wanted.items())
         )
 
     @property
     def closed(self) -> bool:
         """A shutdown was asked for and nothing is left."""
-        return self.stopping and not self.slots and self.router is None
+        return self.stopping and not self.slots
 
     def _dispatch(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         match event:
             case ev.WorkerAdopted():
                 return self._adopt(event, now)
             case ev.RouterAdopted():
-                self.router = RouterLife(incarnation=event.incarnation, phase=Phase.STARTING)
+                router = RouterSlot(Role.ROUTER, _index(event.name), event.incarnation, Phase.STARTING)
+                self.routers[router.name] = router
                 return []
             case ev.ClusterOpened():
                 return self._open(event.intent, now)
@@ -122,36 +120,34 @@ class Cluster:
                 return []
             case ev.ShutdownRequested():
                 return self._shut_down(now)
-            case ev.StoodStill():
-                self._excuse(event.seconds, now)
+            case ev.StoodStill():  # what could not be heard does not count as silent, nor as late
+                for each in self.slots:
+                    each.excuse(event.seconds, now)
                 return []
             case ev.Tick():
                 return self._tick(now)
-            case ev.RouterStarted() | ev.RouterExited() | ev.RouterHeard():
-                return self._on_router(event, now)
+            case ev.Exited() | ev.LoadReported() | ev.RouterStarted():
+                slot = self.workers.get(event.name) or self.routers.get(event.name)
+                return self._on_any(slot, event, now) if slot and slot.incarnation == event.incarnation else []
             case _:
-                slot = self.slots.get(event.worker_id)
-                if slot is None or slot.incarnation != event.incarnation:
-                    return []
-                return self._on_worker(slot, event, now)
+                worker = self.workers.get(event.worker_id)
+                return self._on_worker(worker, event, now) if worker and worker.incarnation == event.incarnation else []
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
         self.wanted, self.closing_s = dict(intent.wanted), intent.closing_s
         out: list[ev.Instruction] = []
-        if self.router is None and not self.closing:
-            self.router = RouterLife()
-            out += self._start_router()
         for worker_id, order in intent.drains.items():
-            slot = self.slots.get(worker_id)
-            if slot is not None and slot.incarnation == order.incarnation:
-                out += self._resume_drain(slot, order, now)
-        for slot in self.slots.values():
-            slot.failures = intent.failures.get(slot.worker_id, 0)
+            worker = self.workers.get(worker_id)
+            if worker is not None and worker.incarnation == order.incarnation:
+                out += self._resume_drain(worker, order, now)
+        for slot in self.slots:
+            slot.failures = intent.failures.get(slot.name, 0)
         if self.closing:  # what is missing has been stopped already, or will not be missed
             return out
-        return out + [step for role in WORKER_ROLES for step in self._reconcile(role, now, intent.failures)]
+        roles = (Role.ROUTER, *WORKER_ROLES)  # clients are answered before anything is loaded
+        return out + [step for role in roles for step in self._reconcile(role, now, intent.failures)]
 
     def _reconcile(self, role: Role, now: float, failures: dict[str, int] | None = None) -> list[ev.Instruction]:
         """Bring the pool to its wanted size; slots that leave without a refill do not count.
@@ -165,7 +161,7 @@ class Cluster:
         if missing >= 0:
             added = [self._new_slot(role) for _ in range(missing)]
             for slot in added:
-                slot.failures = (failures or {}).get(slot.worker_id, 0)
+                slot.failures = (failures or {}).get(slot.name, 0)
                 slot.retry_at = now + self.policy.delay(slot.failures)
             self._hurry(role, now)
             return self._start_due(now)
@@ -180,26 +176,37 @@ class Cluster:
             return []
         slot.leaving = True
         if slot.phase is Phase.WAITING:
-            del self.slots[slot.worker_id]
+            self._forget(slot)
             return []
         if slot.phase is Phase.STARTING:  # holds nothing yet
             return self._stop(slot, now, kill="the pool was made smaller while it started")
+        if not isinstance(slot, WorkerSlot):
+            return self._stop(slot, now)
         slot.drain_s = self.policy.drain_s
         return self._drain(slot, now)
 
     def _new_slot(self, role: Role) -> Slot:
         taken = {slot.index for slot in self._of(role)}
-        slot = Slot(role=role, index=next(i for i in range(len(taken) + 1) if i not in taken))
-        self.slots[slot.worker_id] = slot
-        return slot
+        index = next(i for i in range(len(taken) + 1) if i not in taken)
+        if role is Role.ROUTER:
+            router = RouterSlot(role, index)
+            self.routers[router.name] = router
+            return router
+        worker = WorkerSlot(role, index)
+        self.workers[worker.name] = worker
+        return worker
+
+    def _forget(self, slot: Slot) -> None:
+        self.workers.pop(slot.name, None)
+        self.routers.pop(slot.name, None)
 
     def _of(self, role: Role) -> list[Slot]:
-        return [slot for slot in self.slots.values() if slot.role is role]
+        return [slot for slot in self.slots if slot.role is role]
 
     # --- replacing one worker by an order ------------------------------------------------------------------------
 
     def _order_drain(self, order: ev.DrainOrdered, now: float) -> list[ev.Instruction]:
-        slot = self.slots.get(order.worker_id)
+        slot = self.workers.get(order.worker_id)
         if slot is None or slot.leaving or slot.phase is not Phase.READY:
             return []
         slot.leaving, slot.drain_s, slot.note = True, order.timeout_s, ""
@@ -207,10 +214,10 @@ class Cluster:
             slot.refill = True
             return self._drain(slot, now)
         successor = self._new_slot(slot.role)
-        slot.successor, slot.place_by = successor.worker_id, now + self.policy.place_s
+        slot.successor, slot.place_by = successor.name, now + self.policy.place_s
         return [self._start(successor)]
 
-    def _resume_drain(self, slot: Slot, order: ev.Drain, now: float) -> list[ev.Instruction]:
+    def _resume_drain(self, slot: WorkerSlot, order: ev.Drain, now: float) -> list[ev.Instruction]:
         """An earlier supervisor began it. A worker that it has told to drain is DRAINING already."""
         slot.leaving, slot.drain_s, slot.refill = True, order.timeout_s, order.refill
         if slot.phase is Phase.DRAINING:
@@ -219,7 +226,7 @@ class Cluster:
         slot.successor = order.successor
         return self._go_on_leaving(slot, now) if slot.phase is Phase.READY else []
 
-    def _go_on_leaving(self, slot: Slot, now: float) -> list[ev.Instruction]:
+    def _go_on_leaving(self, slot: WorkerSlot, now: float) -> list[ev.Instruction]:
         """One that was to leave, and serves again under this supervisor: at once, or once its successor is there."""
         if not slot.successor:
             return self._drain(slot, now)
@@ -229,42 +236,54 @@ class Cluster:
     def _relieve(self, now: float) -> list[ev.Instruction]:
         """Workers whose successor has come, or will not come while they wait."""
         out: list[ev.Instruction] = []
-        for slot in [slot for slot in self.slots.values() if slot.successor and slot.phase is Phase.READY]:
-            successor = self.slots.get(slot.successor)
+        for slot in [slot for slot in self.workers.values() if slot.successor and slot.phase is Phase.READY]:
+            successor = self.workers.get(slot.successor)
             if successor is None or successor.leaving or successor.phase is Phase.READY:
                 out += self._drain(slot, now)
             elif successor.failures >= self.policy.max_successor_failures:
                 slot.stay()
                 reason = successor.last_error.message if successor.last_error else ""
-                slot.note = f"it stays: its successor {successor.worker_id} cannot start ({reason})"
+                slot.note = f"it stays: its successor {successor.name} cannot start ({reason})"
                 out += self._dismiss(successor, now)
             elif slot.place_by is not None and slot.place_by <= now:
                 slot.place_by = None
                 if successor.placement is None:
-                    slot.note = f"no node has room for {successor.worker_id} beside it: it goes first"
+                    slot.note = f"no node has room for {successor.name} beside it: it goes first"
                     out += self._drain(slot, now)
         return out
 
-    def _drain(self, slot: Slot, now: float) -> list[ev.Instruction]:
+    def _drain(self, slot: WorkerSlot, now: float) -> list[ev.Instruction]:
         slot.phase, slot.deadline = Phase.DRAINING, now + slot.drain_s
         slot.successor, slot.place_by = "", None
-        return [ev.DrainWorker(slot.worker_id, slot.incarnation)]
+        return [ev.DrainWorker(slot.name, slot.incarnation)]
 
-    # --- one worker's life ---------------------------------------------------------------------------------------
+    # --- one life ------------------------------------------------------------------------------------------------
 
     def _start(self, slot: Slot) -> ev.Instruction:
         slot.begin(self.new_incarnation())
-        return ev.StartWorker(slot.role, slot.worker_id, slot.incarnation)
+        return ev.StartProcess(slot.role, slot.name, slot.incarnation)
 
     def _stop(self, slot: Slot, now: float, kill: str = "") -> list[ev.Instruction]:
-        slot.phase, slot.deadline = Phase.STOPPING, None if kill else now + self.policy.stop_s
-        slot.place_by = None
+        slot.stop(None if kill else now + self.policy.stop_s, kill)
         if kill:
-            slot.killed_for = kill
-            return [ev.KillWorker(slot.worker_id, slot.incarnation, kill)]
-        return [ev.StopWorker(slot.worker_id, slot.incarnation)]
+            return [ev.KillProcess(slot.name, slot.incarnation, kill)]
+        return [ev.StopProcess(slot.name, slot.incarnation)]
 
-    def _on_worker(self, slot: Slot, event: ev.Event, now: float) -> list[ev.Instruction]:
+    def _on_any(
+        self, slot: Slot, event: ev.Exited | ev.LoadReported | ev.RouterStarted, now: float
+    ) -> list[ev.Instruction]:
+        match event:
+            case ev.LoadReported():
+                slot.heard_at, slot.num_requests = now, event.num_requests
+                return self._remind(slot) if isinstance(slot, WorkerSlot) else []
+            case ev.RouterStarted() if isinstance(slot, RouterSlot) and slot.phase is Phase.STARTING:
+                slot.url, slot.control_address = event.url, event.control_address
+                slot.ready(now)
+            case ev.Exited() if slot.phase is not Phase.WAITING:
+                return self._ended(slot, event.error, now)
+        return []
+
+    def _on_worker(self, slot: WorkerSlot, event: ev.Event, now: float) -> list[ev.Instruction]:
         match event:
             case ev.WorkerPlaced() if slot.phase is Phase.STARTING:
                 slot.placement, slot.heard_at = event.placement, now
@@ -274,9 +293,6 @@ class Cluster:
                 slot.address, slot.placement = event.address, event.placement
                 slot.ready(now)
                 return self._remind(slot) + (self._go_on_leaving(slot, now) if slot.leaving else [])
-            case ev.LoadReported():
-                slot.heard_at, slot.num_requests = now, event.num_requests
-                return self._remind(slot)
             case ev.EndingsTaken():
                 for ended in event.ended:
                     slot.untold.pop(ended, None)
@@ -286,15 +302,13 @@ class Cluster:
                 return self._stop(slot, now, kill="it is silent beyond its lease, and pages wait for its end")
             case ev.WorkerFailedToStart() if slot.phase is Phase.STARTING:
                 # Its process is still there, and it may hold memory that the next one needs.
-                corpse = ev.KillWorker(slot.worker_id, slot.incarnation, "it failed to start")
+                corpse = ev.KillProcess(slot.name, slot.incarnation, "it failed to start")
                 return [corpse, *self._ended(slot, event.error, now)]
-            case ev.WorkerExited() if slot.phase is not Phase.WAITING:
-                return self._ended(slot, event.error, now)
         return []
 
     def _ended(self, slot: Slot, error: ev.Ending | None, now: float) -> list[ev.Instruction]:
         if slot.leaving or self.stopping:
-            del self.slots[slot.worker_id]
+            self._forget(slot)
             return self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
         self._hurry(slot.role, now)
@@ -311,94 +325,48 @@ class Cluster:
             first.retry_at = min(retry_at, now + self.policy.max_lone_delay_s)
 
     def _start_due(self, now: float) -> list[ev.Instruction]:
-        return [self._start(slot) for slot in self.slots.values() if slot.is_due(now)]
+        return [self._start(slot) for slot in self.slots if slot.is_due(now)]
 
     def _tell_all(self, ended: str) -> list[ev.Instruction]:
-        """Every other process may have dealt with the one that has ended."""
-        others = [s for s in self.slots.values() if s.phase is not Phase.WAITING and s.incarnation != ended]
+        """Every other worker may have dealt with the one that has ended."""
+        others = [s for s in self.workers.values() if s.phase is not Phase.WAITING and s.incarnation != ended]
         for slot in others:
             slot.owe(ended)
-        return [ev.NoteEnded(slot.worker_id, slot.incarnation, (ended,)) for slot in others if slot.listens]
+        return [ev.NoteEnded(slot.name, slot.incarnation, (ended,)) for slot in others if slot.listens]
 
-    def _remind(self, slot: Slot) -> list[ev.Instruction]:
-        return [ev.NoteEnded(slot.worker_id, slot.incarnation, tuple(slot.untold))] if slot.untold else []
+    def _remind(self, slot: WorkerSlot) -> list[ev.Instruction]:
+        return [ev.NoteEnded(slot.name, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
     def _tick(self, now: float) -> list[ev.Instruction]:
         out = self._start_due(now)
-        for slot in self.slots.values():
+        for slot in self.slots:
             silent_at = slot.silent_at(self.policy)
             if silent_at is not None and silent_at <= now:
                 out += self._stop(slot, now, kill=f"it answered no heartbeat for {now - slot.heard_at:.0f} s")
             elif slot.deadline is not None and slot.deadline <= now:
-                late = f"drain within {slot.drain_s:.0f} s" if slot.phase is Phase.DRAINING else "stop in time"
-                out += self._stop(slot, now, kill=f"it did not {late}")
-        return out + self._tick_router(now)
-
-    def _excuse(self, seconds: float, now: float) -> None:
-        """Who could not be heard was not silent, and who was not waited for is not late."""
-        for life in [*self.slots.values(), *([self.router] if self.router else [])]:
-            life.excuse(seconds, now)
+                out += self._stop(slot, now, kill=slot.overdue)
+        return out
 
     def _adopt(self, event: ev.WorkerAdopted, now: float) -> list[ev.Instruction]:
-        slot = Slot(role=event.role, index=int(event.worker_id.rpartition("-")[2]), incarnation=event.incarnation)
-        self.slots[slot.worker_id] = slot
-        slot.phase, slot.placement, slot.heard_at = Phase.STARTING, event.placement, now
+        slot = WorkerSlot(event.role, _index(event.worker_id), event.incarnation, Phase.STARTING)
+        self.workers[slot.name] = slot
+        slot.placement, slot.heard_at = event.placement, now
         if event.address:
             slot.address = event.address
             slot.ready(now)
         return self._dismiss(slot, now) if event.draining else []
 
-    # --- the router and the end ----------------------------------------------------------------------------------
-
-    def _start_router(self) -> list[ev.Instruction]:
-        assert self.router is not None
-        self.router.begin(self.new_incarnation())
-        self.router.control_address = ""
-        return [ev.StartRouter(self.router.incarnation)]
-
-    def _on_router(
-        self, event: ev.RouterStarted | ev.RouterExited | ev.RouterHeard, now: float
-    ) -> list[ev.Instruction]:
-        router = self.router
-        if router is None or router.incarnation != event.incarnation:
-            return []
-        match event:
-            case ev.RouterHeard():
-                router.heard_at = now
-            case ev.RouterStarted() if router.phase is Phase.STARTING:
-                router.url, router.control_address = event.url, event.control_address
-                router.ready(now)
-            case ev.RouterExited() if self.stopping:
-                self.router = None
-            case ev.RouterExited() if router.phase is not Phase.WAITING:
-                router.end(event.error, now, self.policy)
-                return self._start_router() if router.is_due(now) else []
-        return []
-
-    def _tick_router(self, now: float) -> list[ev.Instruction]:
-        router = self.router
-        if router is None:
-            return []
-        silent_s = now - router.heard_at
-        if router.phase is Phase.READY and silent_s >= self.policy.router_silence_s:
-            router.phase = Phase.STOPPING
-            router.killed_for = f"it answered no heartbeat for {silent_s:.0f} s"
-            return [ev.KillRouter(router.incarnation, router.killed_for)]
-        return self._start_router() if router.is_due(now) else []
-
     def _shut_down(self, now: float) -> list[ev.Instruction]:
         self.closing_s, self.stopping = 0.0, True
         out: list[ev.Instruction] = []
-        for slot in list(self.slots.values()):
+        for slot in self.slots:
             slot.leaving = True
             if slot.phase is Phase.WAITING:
-                del self.slots[slot.worker_id]
+                self._forget(slot)
             elif slot.phase is not Phase.STOPPING:
                 out += self._stop(slot, now, kill="the cluster stops" if slot.phase is Phase.STARTING else "")
-        if self.router is not None:
-            if self.router.phase is Phase.WAITING:
-                self.router = None
-            elif self.router.phase is not Phase.STOPPING:
-                self.router.phase = Phase.STOPPING
-                out.append(ev.StopRouter(self.router.incarnation))
         return out
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition("-")[2])

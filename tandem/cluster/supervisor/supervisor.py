@@ -1,7 +1,7 @@
 """The supervisor: carries out what `pools` decides. One event loop, no decisions of its own.
 
 Every process it drives has one task that follows its life and turns what happens into events
-(`worker_monitor`, `router_monitor`). An error that nothing here foresees ends the whole supervisor: its actor is
+(`process_monitor`). An error that nothing here foresees ends the whole supervisor: its actor is
 started again by Ray and adopts what runs.
 """
 
@@ -15,10 +15,12 @@ from typing import Any
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.clock_jump import Standstill
-from tandem.cluster.supervisor.handles import FoundWorker, Launcher, Memory, RouterHandle, WorkerHandle
-from tandem.cluster.supervisor.pools import Cluster
+from tandem.cluster.supervisor.handles import FoundWorker, Launcher, Memory, ProcessHandle, RouterHandle, WorkerHandle
+from tandem.cluster.supervisor.pools import PoolState
+from tandem.cluster.supervisor.process_monitor import Following
 from tandem.cluster.supervisor.router_monitor import FollowedRouter
 from tandem.cluster.supervisor.slots import Phase, Policy
+from tandem.cluster.supervisor.wire import joined_errors
 from tandem.cluster.supervisor.worker_monitor import FollowedWorker
 from tandem.core import points
 from tandem.core.config import MAX_POOL
@@ -32,7 +34,7 @@ FIND_TIMEOUT_S = 9.0
 """How long an adopted worker may take to say how it is, 4 s of them for a call of the earlier supervisor. After that it
 counts as one that still starts, also where it is about to stop."""
 
-_UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.RouterHeard, ev.WriterSuspected, ev.Tick)
+_UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.WriterSuspected, ev.Tick)
 
 
 class Supervisor:
@@ -53,14 +55,15 @@ class Supervisor:
         check_room: Callable[[dict[Role, int]], None] = lambda _added: None,
     ) -> None:
         """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit."""
-        self.cluster = Cluster(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
+        self.cluster = PoolState(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
         self.opened = asyncio.Event()
         self._launcher = launcher
         self._first_wanted = wanted
         self._check_room = check_room
         self._heartbeat_s = heartbeat_s
+        # By name and incarnation: all and only those whose process has been asked for.
         self._workers: dict[tuple[str, str], FollowedWorker] = {}
-        self._router: FollowedRouter | None = None
+        self._routers: dict[tuple[str, str], FollowedRouter] = {}
         self._tasks: asyncio.TaskGroup
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
@@ -93,6 +96,10 @@ class Supervisor:
             await self._tell_watchers()
 
     @property
+    def _following(self) -> Following:
+        return Following(self._feed, self._tasks, self._heartbeat_s)
+
+    @property
     def now(self) -> float:
         return self._loop.time()
 
@@ -103,13 +110,14 @@ class Supervisor:
 
     @property
     def num_under_way(self) -> int:
-        """Requests that the router has, as of its last heartbeat."""
-        return self._router.num_under_way if self._router else 0
+        """Requests that the routers have, as of their last heartbeats."""
+        return sum(router.num_under_way for router in self._routers.values())
 
     @property
     def request_errors(self) -> common_pb2.RequestErrors | None:
-        """What the router that lives has told of its requests."""
-        return self._router.errors if self._router else None
+        """What the routers that live have told of their requests; the newest is of the one that told last."""
+        told = sorted(self._routers.values(), key=lambda router: router.errors_at)
+        return joined_errors([router.errors for router in told if router.errors is not None])
 
     async def scale(self, wanted: dict[Role, int]) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
@@ -141,9 +149,9 @@ class Supervisor:
             ConfigError: there is no such worker, or it is not ready.
         """
         self._check_open()
-        slot = self.cluster.slots.get(worker_id)
+        slot = self.cluster.workers.get(worker_id)
         if slot is None:
-            known = ", ".join(sorted(self.cluster.slots))
+            known = ", ".join(sorted(self.cluster.workers))
             raise ConfigError(f"there is no worker {worker_id}; there are {known}", key="worker_id")
         if slot.leaving:
             raise ConfigError(f"{worker_id} is leaving already; `tandem status` shows how far it is", key="worker_id")
@@ -182,33 +190,29 @@ class Supervisor:
                 await self._closed.wait()
         except TimeoutError:
             log.warning("some processes did not stop in time; killing them")
-            for worker in self._workers.values():
-                self._spawn(worker.kill())
-            if self._router:
-                self._spawn(self._router.kill())
+            for followed in (self._workers, self._routers):
+                for process in followed.values():
+                    self._spawn(process.kill())
             self._forget_what_never_ran()
             await self._closed.wait()
 
     async def _let_requests_end(self, grace_s: float) -> None:
-        """An adopted router is not connected yet: it is awaited."""
+        """At every router. An adopted one is not connected yet: it is awaited."""
         try:
             async with asyncio.timeout(grace_s):
                 async for _ in self.changes():
-                    router = self.cluster.router
-                    if router is None or router.phase is not Phase.STARTING:
+                    if all(router.phase is not Phase.STARTING for router in self.cluster.routers.values()):
                         break
-                if self._router:
-                    await self._router.drain(grace_s)
+                await asyncio.gather(*(router.drain(grace_s) for router in self._routers.values()))
         except TimeoutError:
             log.warning("requests were still under way after %.0f s", grace_s)
 
     def _forget_what_never_ran(self) -> None:
         """Ray was asked for these processes and has not even taken the order: its control store is lost."""
-        for slot in list(self.cluster.slots.values()):
-            if (slot.worker_id, slot.incarnation) not in self._workers:
-                self._feed(ev.WorkerExited(slot.worker_id, slot.incarnation, None))
-        if self.cluster.router and self._router is None:
-            self._feed(ev.RouterExited(self.cluster.router.incarnation, None))
+        taken = self._workers.keys() | self._routers.keys()
+        for slot in self.cluster.slots:
+            if (slot.name, slot.incarnation) not in taken:
+                self._feed(ev.Exited(slot.name, slot.incarnation, None))
 
     async def changes(self) -> AsyncIterator[None]:
         """Yields at once, then after each change; ends when everything has stopped."""
@@ -254,46 +258,41 @@ class Supervisor:
     def _outline(self) -> object:
         """All that a watcher can see, without the loads and the errors of requests."""
         cluster = self.cluster
-        router = (cluster.router.phase, cluster.router.incarnation) if cluster.router else None
-        slots = tuple((slot.member, slot.failures, slot.leaving, slot.note) for slot in cluster.slots.values())
-        return slots, router, tuple(cluster.wanted.items()), cluster.closing, cluster.stopping
+        routers = tuple((slot.phase, slot.incarnation) for slot in cluster.routers.values())
+        workers = tuple((slot.member, slot.failures, slot.leaving, slot.note) for slot in cluster.workers.values())
+        return workers, routers, tuple(cluster.wanted.items()), cluster.closing, cluster.stopping
 
     def _do(self, instruction: ev.Instruction) -> None:
+        if isinstance(instruction, ev.StartProcess):
+            start = self._start_router if instruction.role is Role.ROUTER else self._start_worker
+            self._spawn(start(instruction))
+            return
+        # Absent: it has ended meanwhile, or its process has not even been asked for; its own task tells.
         match instruction:
-            case ev.StartWorker(role, worker_id, incarnation):
-                self._spawn(self._start_worker(role, worker_id, incarnation))
-            case ev.StartRouter(incarnation):
-                self._spawn(self._start_router(incarnation))
-            case ev.PublishMembership() | ev.StopRouter() | ev.KillRouter():
-                self._do_to_router(instruction)
-            case _:
-                # Absent: it has ended meanwhile, or its process has not even been asked for; its own task tells.
+            case ev.DrainWorker() | ev.NoteEnded():
                 if worker := self._workers.get((instruction.worker_id, instruction.incarnation)):
                     self._do_to_worker(worker, instruction)
+            case ev.PublishMembership():
+                if router := self._routers.get((instruction.name, instruction.incarnation)):
+                    router.publish(instruction)
+            case ev.StopProcess() | ev.KillProcess():
+                key = instruction.name, instruction.incarnation
+                if process := self._workers.get(key) or self._routers.get(key):
+                    self._end(process, instruction)
 
-    def _do_to_worker(
-        self, worker: FollowedWorker, instruction: ev.DrainWorker | ev.StopWorker | ev.KillWorker | ev.NoteEnded
-    ) -> None:
+    def _do_to_worker(self, worker: FollowedWorker, instruction: ev.DrainWorker | ev.NoteEnded) -> None:
         match instruction:
             case ev.DrainWorker():
                 worker.drain()
-            case ev.StopWorker():
-                worker.stop()
-            case ev.KillWorker():
-                self._spawn(worker.kill())
             case ev.NoteEnded():
                 self._spawn(worker.note_ended(instruction.ended))
 
-    def _do_to_router(self, instruction: ev.PublishMembership | ev.StopRouter | ev.KillRouter) -> None:
-        if self._router is None:
-            return  # its process has been asked for and is not there yet: `_start_router` ends it
+    def _end(self, process: FollowedWorker | FollowedRouter, instruction: ev.StopProcess | ev.KillProcess) -> None:
         match instruction:
-            case ev.PublishMembership():
-                self._router.publish(instruction)
-            case ev.StopRouter():
-                self._spawn(self._router.stop(self.cluster.policy.stop_s))
-            case ev.KillRouter():
-                self._spawn(self._router.kill())
+            case ev.StopProcess():
+                process.stop()
+            case ev.KillProcess():
+                self._spawn(process.kill())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.create_task(work)
@@ -341,9 +340,9 @@ class Supervisor:
         await asyncio.gather(*(self._adopt_worker(worker) for worker in found.workers))
         for ended in found.ended:
             self._feed(ev.ProcessEnded(ended))
-        if found.router:
-            self._feed(ev.RouterAdopted(found.router[0]))
-            self._spawn(self._follow_router(*found.router))
+        for router in found.routers:
+            self._feed(ev.RouterAdopted(router.name, router.incarnation))
+            self._spawn(self._follow_router(self._take_router(router.name, router.incarnation, router.handle)))
         self._feed(ev.ClusterOpened(memory.intent or ev.Intent(self._first_wanted)))
         await self._remember()
         self.opened.set()
@@ -361,56 +360,54 @@ class Supervisor:
             return
         except TimeoutError:
             log.warning("%s does not say how it is; taking it for one that starts", worker.worker_id)
-        followed = self._take(worker.worker_id, worker.incarnation, worker.handle)
+        followed = self._take_worker(worker.worker_id, worker.incarnation, worker.handle)
         self._feed(ev.WorkerAdopted(worker.role, worker.worker_id, worker.incarnation, address, placement, draining))
         self._spawn(self._follow_worker(followed))
 
-    async def _start_worker(self, role: Role, worker_id: str, incarnation: str) -> None:
+    async def _start_worker(self, start: ev.StartProcess) -> None:
         points.reach("supervisor.start_worker")
-        handle = await asyncio.to_thread(self._launcher.start_worker, role, worker_id, incarnation)
-        slot = self.cluster.slots.get(worker_id)
-        if slot is None or slot.incarnation != incarnation or slot.phase is not Phase.STARTING:
-            await handle.kill()  # dismissed while its process was asked for
-            self._feed(ev.WorkerExited(worker_id, incarnation, None))
-            return
-        await self._follow_worker(self._take(worker_id, incarnation, handle))
+        handle = await asyncio.to_thread(self._launcher.start_worker, start.role, start.name, start.incarnation)
+        if await self._is_still_wanted(start, handle):
+            await self._follow_worker(self._take_worker(start.name, start.incarnation, handle))
 
-    def _take(self, worker_id: str, incarnation: str, handle: WorkerHandle) -> FollowedWorker:
+    async def _start_router(self, start: ev.StartProcess) -> None:
+        handle = await asyncio.to_thread(self._launcher.start_router, start.name, start.incarnation)
+        if await self._is_still_wanted(start, handle):
+            await self._follow_router(self._take_router(start.name, start.incarnation, handle))
+
+    async def _is_still_wanted(self, start: ev.StartProcess, handle: ProcessHandle) -> bool:
+        """One that was dismissed while its process was asked for is killed here."""
+        slot = self.cluster.workers.get(start.name) or self.cluster.routers.get(start.name)
+        if slot is not None and slot.incarnation == start.incarnation and slot.phase is Phase.STARTING:
+            return True
+        await handle.kill()
+        self._feed(ev.Exited(start.name, start.incarnation, None))
+        return False
+
+    def _take_worker(self, name: str, incarnation: str, handle: WorkerHandle) -> FollowedWorker:
         """From here on instructions reach it."""
-        worker = FollowedWorker(
-            worker_id, incarnation, handle, feed=self._feed, tasks=self._tasks, heartbeat_s=self._heartbeat_s
-        )
-        self._workers[worker_id, incarnation] = worker
+        worker = self._workers[name, incarnation] = FollowedWorker(name, incarnation, handle, self._following)
         return worker
+
+    def _take_router(self, name: str, incarnation: str, handle: RouterHandle) -> FollowedRouter:
+        router = self._routers[name, incarnation] = FollowedRouter(
+            name, incarnation, handle, self._following, self._note_change
+        )
+        return router
 
     async def _follow_worker(self, worker: FollowedWorker) -> None:
         end = await worker.follow()
-        del self._workers[worker.worker_id, worker.incarnation]
+        del self._workers[worker.name, worker.incarnation]
         self._feed(end)
 
-    async def _start_router(self, incarnation: str) -> None:
-        handle = await asyncio.to_thread(self._launcher.start_router, incarnation)
-        if self.cluster.stopping:
-            await handle.kill()
-            self._feed(ev.RouterExited(incarnation, None))
-            return
-        await self._follow_router(incarnation, handle)
-
-    async def _follow_router(self, incarnation: str, handle: RouterHandle) -> None:
-        self._router = router = FollowedRouter(
-            incarnation,
-            handle,
-            feed=self._feed,
-            on_errors=self._note_change,
-            tasks=self._tasks,
-            heartbeat_s=self._heartbeat_s,
-        )
+    async def _follow_router(self, router: FollowedRouter) -> None:
         end = await router.follow()
-        self._router = None
+        del self._routers[router.name, router.incarnation]
         self._feed(end)
 
 
 def _brief(instruction: ev.Instruction) -> str:
     if isinstance(instruction, ev.PublishMembership):
-        return f"PublishMembership(version={instruction.version}, members={len(instruction.members)})"
+        version, num_members = instruction.version, len(instruction.members)
+        return f"PublishMembership({instruction.name}, version={version}, members={num_members})"
     return str(instruction)

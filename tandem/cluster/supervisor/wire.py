@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from tandem.cluster.supervisor.events import Ending, PublishMembership
 from tandem.cluster.supervisor.events import Member as MemberState
-from tandem.cluster.supervisor.pools import Cluster
-from tandem.cluster.supervisor.slots import Phase, Slot
-from tandem.core.identity import Role
+from tandem.cluster.supervisor.pools import PoolState
+from tandem.cluster.supervisor.slots import Phase, RouterSlot, WorkerSlot
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 
 def membership(instruction: PublishMembership) -> control_pb2.Membership:
     return control_pb2.Membership(
-        version=instruction.version, members=[_member(member) for member in instruction.members]
+        version=instruction.version,
+        members=[_member(member) for member in instruction.members],
+        num_routers=instruction.num_routers,
     )
 
 
 def fill_cluster(
-    message: supervisor_pb2.Cluster, cluster: Cluster, loads: Mapping[str, common_pb2.WorkerStatus], now: float
+    message: supervisor_pb2.Cluster, cluster: PoolState, loads: Mapping[str, common_pb2.WorkerStatus], now: float
 ) -> supervisor_pb2.Cluster:
     """Lay the state over `message`, which holds what does not change (version, model, log directory …)."""
     message.membership_version = cluster.version
     message.settled, message.stopping = cluster.settled, cluster.closing
-    for role, wanted in cluster.wanted.items():
-        slots = [slot for slot in cluster.slots.values() if slot.role is role]
-        ready = sum(slot.phase is Phase.READY for slot in slots)
-        message.pools.append(supervisor_pb2.Pool(role=ROLE_TO_PROTO[role], wanted=wanted, ready=ready))
-    for slot in sorted(cluster.slots.values(), key=lambda slot: (slot.role != Role.PREFILL, slot.index)):
-        message.workers.append(_worker(slot, loads.get(slot.worker_id), now))
-    if router := cluster.router:
-        message.router.CopyFrom(
-            supervisor_pb2.ClusterRouter(
-                state="draining" if cluster.closing and router.phase is Phase.READY else router.phase.value,
-                url=router.url,
-                control_address=router.control_address,
-                incarnation=router.incarnation,
-                detail=router.last_error.message if router.last_error else "",
-                last_error=_error(router.last_error),
-                failures=router.failures,
-            )
-        )
+    for role in WORKER_ROLES:
+        ready = sum(slot.role is role and slot.phase is Phase.READY for slot in cluster.workers.values())
+        message.pools.append(supervisor_pb2.Pool(role=ROLE_TO_PROTO[role], wanted=cluster.wanted[role], ready=ready))
+    for slot in sorted(cluster.workers.values(), key=lambda slot: (slot.role != Role.PREFILL, slot.index)):
+        message.workers.append(_worker(slot, loads.get(slot.name), now))
+    if cluster.routers:  # the message has room for one, as there is one HTTP port: see `supervisor_process`
+        first = min(cluster.routers.values(), key=lambda router: router.index)
+        message.router.CopyFrom(_router(first, closing=cluster.closing))
     return message
 
 
-def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> supervisor_pb2.ClusterWorker:
+def _router(slot: RouterSlot, *, closing: bool) -> supervisor_pb2.ClusterRouter:
+    return supervisor_pb2.ClusterRouter(
+        state="draining" if closing and slot.phase is Phase.READY else slot.phase.value,
+        url=slot.url,
+        control_address=slot.control_address,
+        incarnation=slot.incarnation,
+        detail=slot.last_error.message if slot.last_error else "",
+        last_error=_error(slot.last_error),
+        failures=slot.failures,
+    )
+
+
+def _worker(slot: WorkerSlot, load: common_pb2.WorkerStatus | None, now: float) -> supervisor_pb2.ClusterWorker:
     return supervisor_pb2.ClusterWorker(
         member=_member(slot.member),
         detail=_detail(slot),
@@ -58,7 +63,7 @@ def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> sup
     )
 
 
-def _detail(slot: Slot) -> str:
+def _detail(slot: WorkerSlot) -> str:
     """What it waits for, or why it last ended."""
     if slot.note and slot.listens:
         return slot.note
@@ -89,3 +94,16 @@ def _member(member: MemberState) -> control_pb2.Member:
 
 def _error(ending: Ending | None) -> common_pb2.Error | None:
     return common_pb2.Error(code=ending.code, message=ending.message) if ending else None
+
+
+def joined_errors(told: Sequence[common_pb2.RequestErrors]) -> common_pb2.RequestErrors | None:
+    """What several routers have told, the newest last, as one; `None`: nobody has."""
+    if not told:
+        return None
+    counts: Counter[tuple[str, int]] = Counter()
+    for errors in told:
+        for entry in errors.counts:
+            counts[entry.code, entry.http_status] += entry.count
+    newest = next((errors.newest for errors in reversed(told) if errors.HasField("newest")), None)
+    joined = [common_pb2.ErrorCount(code=code, http_status=s, count=count) for (code, s), count in counts.items()]
+    return common_pb2.RequestErrors(counts=joined, newest=newest)

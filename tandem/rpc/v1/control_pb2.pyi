@@ -64,8 +64,11 @@ class Membership(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
+    num_routers: _builtins.int
+    """that serve, this one included; each takes its share of what is bounded for the cluster"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     def __init__(
@@ -73,10 +76,11 @@ class Membership(_message.Message):
         *,
         version: _builtins.int = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
+        num_routers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "num_routers", b"num_routers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -16,10 +17,10 @@ from tandem.cluster.supervisor.events import (
     Ending,
     EndingsTaken,
     Event,
+    Exited,
     Instruction,
     Intent,
-    KillRouter,
-    KillWorker,
+    KillProcess,
     LoadingHeard,
     LoadReported,
     NoteEnded,
@@ -27,43 +28,43 @@ from tandem.cluster.supervisor.events import (
     ProcessEnded,
     PublishMembership,
     RouterAdopted,
-    RouterExited,
-    RouterHeard,
     RouterStarted,
     ShutdownRequested,
-    StartRouter,
-    StartWorker,
+    StartProcess,
     StoodStill,
-    StopRouter,
-    StopWorker,
+    StopProcess,
     Tick,
     WantedChanged,
     WorkerAdopted,
-    WorkerExited,
     WorkerFailedToStart,
     WorkerPlaced,
     WorkerStarted,
     WriterSuspected,
 )
-from tandem.cluster.supervisor.pools import Cluster
-from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy
+from tandem.cluster.supervisor.pools import PoolState
+from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy, RouterSlot
 from tandem.core.identity import Role
 
 HERE = Placement("node-a", 100)
 KILLED = Ending("worker_lost", "its process was killed or crashed")
 
 
+def wanting(prefill: int = 1, decode: int = 1, routers: int = 1) -> Intent:
+    return Intent({Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers})
+
+
 class Story:
     """A cluster, a clock and everything it was told to do."""
 
-    def __init__(self, prefill: int = 1, decode: int = 1, *, ready: bool = True) -> None:
+    def __init__(self, prefill: int = 1, decode: int = 1, *, routers: int = 1, ready: bool = True) -> None:
         names = (f"life-{n}" for n in itertools.count())
-        self.cluster = Cluster(policy=Policy(), new_incarnation=lambda: next(names))
+        self.cluster = PoolState(policy=Policy(), new_incarnation=lambda: next(names))
         self.now = 0.0
-        self.last = self.feed(ClusterOpened(Intent({Role.PREFILL: prefill, Role.DECODE: decode})))
+        self.last = self.feed(ClusterOpened(wanting(prefill, decode, routers)))
         if ready:
-            self.start_router()
-            for worker_id in list(self.cluster.slots):
+            for name in self.cluster.routers:
+                self.start_router(name)
+            for worker_id in list(self.cluster.workers):
                 self.start(worker_id)
 
     def feed(self, event: Event, after_s: float = 0.0) -> list[Instruction]:
@@ -72,17 +73,26 @@ class Story:
         return self.last
 
     def life(self, worker_id: str) -> str:
-        return self.cluster.slots[worker_id].incarnation
+        return self.cluster.workers[worker_id].incarnation
 
     def start(self, worker_id: str) -> list[Instruction]:
         return self.feed(WorkerStarted(worker_id, self.life(worker_id), "127.0.0.1:1", HERE))
 
-    def start_router(self) -> list[Instruction]:
-        assert self.cluster.router
-        return self.feed(RouterStarted(self.cluster.router.incarnation, "http://127.0.0.1:8000", "127.0.0.1:2"))
+    def router(self, name: str = "router-0") -> RouterSlot:
+        return self.cluster.routers[name]
+
+    def start_router(self, name: str = "router-0") -> list[Instruction]:
+        return self.feed(RouterStarted(name, self.router(name).incarnation, "http://127.0.0.1:8000", "127.0.0.1:2"))
+
+    def exit_router(self, name: str = "router-0", error: Ending | None = KILLED) -> list[Instruction]:
+        return self.feed(Exited(name, self.router(name).incarnation, error))
+
+    def hear_routers(self) -> list[Instruction]:
+        routers = list(self.cluster.routers.values())
+        return [step for r in routers for step in self.feed(LoadReported(r.name, r.incarnation, 0))]
 
     def exit(self, worker_id: str, error: Ending | None = KILLED, after_s: float = 0.0) -> list[Instruction]:
-        return self.feed(WorkerExited(worker_id, self.life(worker_id), error), after_s)
+        return self.feed(Exited(worker_id, self.life(worker_id), error), after_s)
 
     def load(self, worker_id: str, num_requests: int) -> None:
         self.feed(LoadReported(worker_id, self.life(worker_id), num_requests))
@@ -91,28 +101,35 @@ class Story:
         """All that listens is heard at the end of it; everything that is said then."""
         self.now += seconds
         out: list[Instruction] = []
-        for worker_id, slot in self.cluster.slots.items():
+        for worker_id, slot in self.cluster.workers.items():
             if slot.listens:
                 out += self.feed(LoadReported(worker_id, slot.incarnation, slot.num_requests))
             elif slot.phase is Phase.STARTING:
                 out += self.feed(LoadingHeard(worker_id, slot.incarnation))
-        if self.cluster.router:
-            out += self.feed(RouterHeard(self.cluster.router.incarnation))
+        out += self.hear_routers()
         return out + self.feed(Tick())
 
     def phases(self) -> dict[str, Phase]:
-        return {worker_id: slot.phase for worker_id, slot in self.cluster.slots.items()}
+        return {worker_id: slot.phase for worker_id, slot in self.cluster.workers.items()}
 
 
 def of(kind: type, instructions: list[Instruction]) -> list[Instruction]:
     return [step for step in instructions if isinstance(step, kind)]
 
 
+def of_routers(kind: type, instructions: list[Instruction]) -> list[Instruction]:
+    return [step for step in of(kind, instructions) if step.name.startswith("router-")]
+
+
+def of_workers(kind: type, instructions: list[Instruction]) -> list[Instruction]:
+    return [step for step in of(kind, instructions) if not step.name.startswith("router-")]
+
+
 def test_opening_starts_the_router_and_every_wanted_worker() -> None:
     story = Story(1, 2, ready=False)
-    started = [(step.role, step.worker_id) for step in story.last if isinstance(step, StartWorker)]
+    started = [(step.role, step.name) for step in of_workers(StartProcess, story.last)]
     assert started == [(Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-0"), (Role.DECODE, "decode-1")]
-    assert len(of(StartRouter, story.last)) == 1
+    assert len(of_routers(StartProcess, story.last)) == 1
     assert not story.cluster.settled
 
 
@@ -137,10 +154,9 @@ def test_membership_is_published_with_growing_versions_and_only_to_a_router_that
 def test_a_restarted_router_is_told_the_same_membership_again() -> None:
     story = Story()
     version = story.cluster.version
-    assert story.cluster.router
-    old = story.cluster.router.incarnation
-    (start,) = story.feed(RouterExited(old, KILLED))
-    assert isinstance(start, StartRouter)
+    old = story.router().incarnation
+    (start,) = story.exit_router()
+    assert isinstance(start, StartProcess)
     assert start.incarnation != old
     (again,) = story.start_router()
     assert isinstance(again, PublishMembership)
@@ -150,8 +166,7 @@ def test_a_restarted_router_is_told_the_same_membership_again() -> None:
 
 def test_changes_while_the_router_is_away_reach_the_next_one() -> None:
     story = Story()
-    assert story.cluster.router
-    story.feed(RouterExited(story.cluster.router.incarnation, KILLED))
+    story.exit_router()
     assert not of(PublishMembership, story.exit("decode-0"))
     (told,) = story.start_router()
     assert isinstance(told, PublishMembership)
@@ -162,8 +177,8 @@ def test_a_worker_that_dies_is_started_again_at_once_under_a_new_incarnation() -
     story = Story()
     old = story.life("prefill-0")
     start, publish = story.exit("prefill-0", after_s=100)
-    assert isinstance(start, StartWorker)
-    assert (start.worker_id, start.role) == ("prefill-0", Role.PREFILL)
+    assert isinstance(start, StartProcess)
+    assert (start.name, start.role) == ("prefill-0", Role.PREFILL)
     assert start.incarnation != old
     assert isinstance(publish, PublishMembership)
     assert not story.cluster.settled
@@ -188,23 +203,23 @@ def test_back_off_doubles_up_to_its_limit_while_it_dies_at_once(num_decode: int,
     waits = []
     for _ in range(10):
         story.exit("decode-0")
-        due = story.cluster.slots["decode-0"].retry_at
+        due = story.cluster.workers["decode-0"].retry_at
         waits.append(0.0 if due is None else due - story.now)
         if due is not None:
             assert story.phases()["decode-0"] is Phase.WAITING
-            assert not any(of(StartWorker, tick((due - story.now) / 4)) for _ in range(3))
-            assert of(StartWorker, tick(due - story.now))
+            assert not any(of_workers(StartProcess, tick((due - story.now) / 4)) for _ in range(3))
+            assert of_workers(StartProcess, tick(due - story.now))
     assert waits == expected
 
 
 def wait_of(story: Story, worker_id: str) -> float | None:
-    due = story.cluster.slots[worker_id].retry_at
+    due = story.cluster.workers[worker_id].retry_at
     return None if due is None else due - story.now
 
 
 def test_a_pool_that_has_nobody_any_more_waits_for_the_first_of_its_workers_only() -> None:
     story = Story(1, 2)
-    for slot in story.cluster.slots.values():
+    for slot in story.cluster.workers.values():
         slot.failures = 9
     story.exit("decode-0")
     assert wait_of(story, "decode-0") == 30, "decode-1 serves"
@@ -222,17 +237,17 @@ def test_one_that_leaves_serves_nobody_new() -> None:
     story.feed(WantedChanged(Role.DECODE, 1))
     assert Phase.DRAINING in story.phases().values()
     (stays,) = [w for w, phase in story.phases().items() if w.startswith("decode") and phase is Phase.READY]
-    story.cluster.slots[stays].failures = 9
+    story.cluster.workers[stays].failures = 9
     story.exit(stays)
     assert wait_of(story, stays) == 5
 
 
 def test_a_new_supervisor_of_a_pool_without_anybody_does_not_let_it_wait_anew() -> None:
     story = Story(ready=False)
-    later = Cluster(policy=Policy(), new_incarnation=lambda: "new")
-    intent = Intent({Role.PREFILL: 1, Role.DECODE: 2}, failures={"decode-0": 9, "decode-1": 9, "prefill-0": 9})
+    later = PoolState(policy=Policy(), new_incarnation=lambda: "new")
+    intent = replace(wanting(1, 2), failures={"decode-0": 9, "decode-1": 9, "prefill-0": 9})
     later.handle(ClusterOpened(intent), story.now)
-    waits = {worker_id: slot.retry_at for worker_id, slot in later.slots.items()}
+    waits = {worker_id: slot.retry_at for worker_id, slot in later.workers.items()}
     assert waits == {"prefill-0": 5, "decode-0": 5, "decode-1": 30}
 
 
@@ -242,9 +257,9 @@ def test_a_stable_run_clears_the_failures() -> None:
         story.exit("decode-0")
         story.feed(Tick(), after_s=60)
         story.start("decode-0")
-    assert story.cluster.slots["decode-0"].failures == 3
-    assert of(StartWorker, story.exit("decode-0", after_s=story.cluster.policy.stable_s))
-    assert story.cluster.slots["decode-0"].failures == 1
+    assert story.cluster.workers["decode-0"].failures == 3
+    assert of_workers(StartProcess, story.exit("decode-0", after_s=story.cluster.policy.stable_s))
+    assert story.cluster.workers["decode-0"].failures == 1
 
 
 def test_a_failed_start_is_cleared_away_before_the_next_one() -> None:
@@ -252,11 +267,11 @@ def test_a_failed_start_is_cleared_away_before_the_next_one() -> None:
     story.start_router()
     life = story.life("decode-0")
     kill, start, _ = story.feed(WorkerFailedToStart("decode-0", life, Ending("model_load", "no such file")))
-    assert isinstance(kill, KillWorker)
+    assert isinstance(kill, KillProcess)
     assert kill.incarnation == life
-    assert isinstance(start, StartWorker)
+    assert isinstance(start, StartProcess)
     assert start.incarnation != life
-    assert story.cluster.slots["decode-0"].last_error == Ending("model_load", "no such file")
+    assert story.cluster.workers["decode-0"].last_error == Ending("model_load", "no such file")
 
 
 def test_stale_events_change_nothing() -> None:
@@ -265,12 +280,12 @@ def test_stale_events_change_nothing() -> None:
     story.exit("prefill-0")
     before = (story.phases(), story.cluster.version)
     for event in (
-        WorkerExited("prefill-0", old, KILLED),
+        Exited("prefill-0", old, KILLED),
         WorkerStarted("prefill-0", old, "127.0.0.1:9", HERE),
         Drained("prefill-0", old),
         WorkerFailedToStart("prefill-0", old, KILLED),
         WriterSuspected("prefill-0", old),
-        RouterExited("never-was", KILLED),
+        Exited("router-0", "never-was", KILLED),
     ):
         assert story.feed(event) == []
     assert (story.phases(), story.cluster.version) == before
@@ -282,7 +297,7 @@ def test_an_exit_seen_twice_counts_once() -> None:
     story.exit("decode-0")
     assert story.phases()["decode-0"] is Phase.WAITING
     assert story.exit("decode-0") == []
-    assert story.cluster.slots["decode-0"].failures == 2
+    assert story.cluster.workers["decode-0"].failures == 2
 
 
 def test_scale_up_adds_the_lowest_free_numbers() -> None:
@@ -292,8 +307,8 @@ def test_scale_up_adds_the_lowest_free_numbers() -> None:
     story.feed(WantedChanged(Role.DECODE, 2))
     story.feed(Drained("decode-1", story.life("decode-1")))
     story.exit("decode-1", error=None)
-    started = of(StartWorker, story.feed(WantedChanged(Role.DECODE, 4)))
-    assert [step.worker_id for step in started if isinstance(step, StartWorker)] == ["decode-1", "decode-3"]
+    started = of_workers(StartProcess, story.feed(WantedChanged(Role.DECODE, 4)))
+    assert [step.name for step in of_workers(StartProcess, started)] == ["decode-1", "decode-3"]
 
 
 def test_scale_down_drains_the_least_loaded_and_of_equals_the_latest() -> None:
@@ -318,7 +333,7 @@ def test_scale_down_takes_what_does_not_serve_first() -> None:
         story.exit("decode-0")
     assert story.phases()["decode-0"] is Phase.WAITING
     out = story.feed(WantedChanged(Role.DECODE, 1))
-    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["decode-2"]
+    assert [step.name for step in of_workers(KillProcess, out)] == ["decode-2"]
     assert story.phases() == {
         "prefill-0": Phase.READY,
         "decode-1": Phase.READY,
@@ -334,7 +349,7 @@ def test_a_removed_worker_drains_then_stops_then_is_gone() -> None:
     published = out[1]
     assert isinstance(published, PublishMembership)
     assert {m.worker_id: m.state for m in published.members}["prefill-1"] == "draining"
-    assert story.feed(Drained("prefill-1", life)) == [StopWorker("prefill-1", life)]
+    assert story.feed(Drained("prefill-1", life)) == [StopProcess("prefill-1", life)]
     (gone,) = story.exit("prefill-1", error=None)
     assert isinstance(gone, PublishMembership)
     assert [m.worker_id for m in gone.members] == ["prefill-0", "decode-0"]
@@ -344,27 +359,27 @@ def test_a_removed_worker_drains_then_stops_then_is_gone() -> None:
 def test_a_worker_that_dies_while_it_drains_is_not_replaced() -> None:
     story = Story(2, 1)
     story.feed(WantedChanged(Role.PREFILL, 1))
-    assert not of(StartWorker, story.exit("prefill-1"))
-    assert "prefill-1" not in story.cluster.slots
+    assert not of_workers(StartProcess, story.exit("prefill-1"))
+    assert "prefill-1" not in story.cluster.workers
 
 
 def test_scaling_up_while_one_drains_starts_another() -> None:
     story = Story(2, 1)
     story.feed(WantedChanged(Role.PREFILL, 1))
-    (start,) = of(StartWorker, story.feed(WantedChanged(Role.PREFILL, 2)))
-    assert isinstance(start, StartWorker)
-    assert start.worker_id == "prefill-2"
+    (start,) = of_workers(StartProcess, story.feed(WantedChanged(Role.PREFILL, 2)))
+    assert isinstance(start, StartProcess)
+    assert start.name == "prefill-2"
 
 
 def test_a_worker_that_will_not_stop_is_killed() -> None:
     story = Story(2, 1)
     story.feed(WantedChanged(Role.PREFILL, 1))
     story.feed(Drained("prefill-1", story.life("prefill-1")))
-    assert story.cluster.slots["prefill-1"].deadline == story.now + story.cluster.policy.stop_s
+    assert story.cluster.workers["prefill-1"].deadline == story.now + story.cluster.policy.stop_s
     assert story.cluster.wake_at() == story.now + story.cluster.policy.stop_s
-    (kill,) = of(KillWorker, story.pass_time(story.cluster.policy.stop_s))
-    assert isinstance(kill, KillWorker)
-    assert kill.worker_id == "prefill-1"
+    (kill,) = of_workers(KillProcess, story.pass_time(story.cluster.policy.stop_s))
+    assert isinstance(kill, KillProcess)
+    assert kill.name == "prefill-1"
 
 
 def test_a_silent_worker_is_killed_once_and_replaced() -> None:
@@ -372,13 +387,12 @@ def test_a_silent_worker_is_killed_once_and_replaced() -> None:
     silence_s = story.cluster.policy.silence_s
     story.now += silence_s
     story.load("prefill-0", 0)
-    assert story.cluster.router
-    story.feed(RouterHeard(story.cluster.router.incarnation))
-    (kill,) = of(KillWorker, story.feed(Tick()))
-    assert isinstance(kill, KillWorker)
-    assert kill.worker_id == "decode-0"
-    assert not of(KillWorker, story.feed(Tick()))
-    assert of(StartWorker, story.exit("decode-0"))
+    story.hear_routers()
+    (kill,) = of_workers(KillProcess, story.feed(Tick()))
+    assert isinstance(kill, KillProcess)
+    assert kill.name == "decode-0"
+    assert not of_workers(KillProcess, story.feed(Tick()))
+    assert of_workers(StartProcess, story.exit("decode-0"))
 
 
 def test_a_worker_that_is_stopped_while_it_loads_is_killed_and_replaced() -> None:
@@ -387,44 +401,41 @@ def test_a_worker_that_is_stopped_while_it_loads_is_killed_and_replaced() -> Non
     silence_s = story.cluster.policy.loading_silence_s
     assert story.cluster.wake_at() == story.now + silence_s
     story.feed(LoadingHeard("decode-0", story.life("decode-0")), after_s=silence_s - 1)
-    assert not of(KillWorker, story.feed(Tick(), after_s=silence_s - 1))
-    (kill,) = of(KillWorker, story.feed(Tick(), after_s=1))
-    assert isinstance(kill, KillWorker)
-    assert kill.worker_id == "decode-0"
-    assert of(StartWorker, story.exit("decode-0"))
+    assert not of_workers(KillProcess, story.feed(Tick(), after_s=silence_s - 1))
+    (kill,) = of_workers(KillProcess, story.feed(Tick(), after_s=1))
+    assert isinstance(kill, KillProcess)
+    assert kill.name == "decode-0"
+    assert of_workers(StartProcess, story.exit("decode-0"))
 
 
 def test_a_suspected_writer_is_killed_and_replaced() -> None:
     story = Story()
     suspected = WriterSuspected("prefill-0", story.life("prefill-0"))
-    (kill,) = of(KillWorker, story.feed(suspected))
-    assert isinstance(kill, KillWorker)
+    (kill,) = of_workers(KillProcess, story.feed(suspected))
+    assert isinstance(kill, KillProcess)
     assert story.feed(suspected) == []  # the router says so again and again
-    assert of(StartWorker, story.exit("prefill-0"))
+    assert of_workers(StartProcess, story.exit("prefill-0"))
     assert story.feed(suspected) == []
 
 
 def test_the_router_backs_off_too() -> None:
     story = Story()
     for _ in range(2):
-        assert story.cluster.router
-        story.feed(RouterExited(story.cluster.router.incarnation, KILLED))
-    assert story.cluster.router
-    assert story.cluster.router.phase is Phase.WAITING
-    assert not of(StartRouter, story.feed(Tick(), after_s=0.4))
-    assert of(StartRouter, story.feed(Tick(), after_s=0.1))
+            story.exit_router()
+    assert story.router().phase is Phase.WAITING
+    assert not of_routers(StartProcess, story.feed(Tick(), after_s=0.4))
+    assert of_routers(StartProcess, story.feed(Tick(), after_s=0.1))
 
 
 def test_shutdown_stops_everything_and_replaces_nothing() -> None:
     story = Story(2, 1)
     out = story.feed(ShutdownRequested())
-    assert len(of(StopWorker, out)) == 3
-    assert len(of(StopRouter, out)) == 1
-    for worker_id in list(story.cluster.slots):
-        assert not of(StartWorker, story.exit(worker_id, error=None))
+    assert len(of_workers(StopProcess, out)) == 3
+    assert len(of_routers(StopProcess, out)) == 1
+    for worker_id in list(story.cluster.workers):
+        assert not of_workers(StartProcess, story.exit(worker_id, error=None))
     assert not story.cluster.closed
-    assert story.cluster.router
-    assert not of(StartRouter, story.feed(RouterExited(story.cluster.router.incarnation, None)))
+    assert not of_routers(StartProcess, story.exit_router(error=None))
     assert story.cluster.closed
 
 
@@ -442,23 +453,23 @@ def test_shutdown_kills_what_still_starts_and_forgets_what_waits() -> None:
     story.exit("decode-0")
     assert story.phases()["decode-0"] is Phase.WAITING
     out = story.feed(ShutdownRequested())
-    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["prefill-0"]
-    assert set(story.cluster.slots) == {"prefill-0"}
-    assert not of(StartWorker, story.feed(WantedChanged(Role.DECODE, 5)))
+    assert [step.name for step in of_workers(KillProcess, out)] == ["prefill-0"]
+    assert set(story.cluster.workers) == {"prefill-0"}
+    assert not of_workers(StartProcess, story.feed(WantedChanged(Role.DECODE, 5)))
 
 
 def test_a_restarted_supervisor_adopts_and_starts_only_what_is_missing() -> None:
-    cluster = Cluster(policy=Policy(), new_incarnation=lambda: "new", version=2 << 32)
+    cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new", version=2 << 32)
     for event in (
         WorkerAdopted(Role.PREFILL, "prefill-1", "old-1", "127.0.0.1:1", HERE, draining=False),
         WorkerAdopted(Role.DECODE, "decode-0", "old-2", "", HERE, draining=False),
-        RouterAdopted("old-3"),
+        RouterAdopted("router-0", "old-3"),
     ):
         assert cluster.handle(event, 0.0) == []
-    out = cluster.handle(ClusterOpened(Intent({Role.PREFILL: 2, Role.DECODE: 1})), 0.0)
-    assert out == [StartWorker(Role.PREFILL, "prefill-0", "new")]
+    out = cluster.handle(ClusterOpened(wanting(2, 1)), 0.0)
+    assert out == [StartProcess(Role.PREFILL, "prefill-0", "new")]
     cluster.handle(WorkerStarted("decode-0", "old-2", "127.0.0.1:3", HERE), 1.0)
-    (told,) = cluster.handle(RouterStarted("old-3", "http://127.0.0.1:8000", "127.0.0.1:2"), 1.0)
+    (told,) = cluster.handle(RouterStarted("router-0", "old-3", "http://127.0.0.1:8000", "127.0.0.1:2"), 1.0)
     assert isinstance(told, PublishMembership)
     assert told.version > 2 << 32
     assert {m.worker_id: m.state for m in told.members} == {
@@ -469,11 +480,11 @@ def test_a_restarted_supervisor_adopts_and_starts_only_what_is_missing() -> None
 
 
 def test_an_adopted_worker_that_drains_goes_on_draining() -> None:
-    cluster = Cluster(policy=Policy(), new_incarnation=lambda: "new")
+    cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")
     adopted = WorkerAdopted(Role.DECODE, "decode-1", "old", "127.0.0.1:1", HERE, draining=True)
     assert cluster.handle(adopted, 0.0) == [DrainWorker("decode-1", "old")]
-    out = cluster.handle(ClusterOpened(Intent({Role.PREFILL: 1, Role.DECODE: 1})), 0.0)
-    assert [step.worker_id for step in out if isinstance(step, StartWorker)] == ["prefill-0", "decode-0"]
+    out = cluster.handle(ClusterOpened(wanting()), 0.0)
+    assert [step.name for step in of_workers(StartProcess, out)] == ["prefill-0", "decode-0"]
 
 
 # --- draining one worker by an order --------------------------------------------------------------------------------
@@ -485,20 +496,20 @@ def order(story: Story, worker_id: str, *, replace_first: bool = True, timeout_s
 
 def drain_to_the_end(story: Story, worker_id: str) -> list[Instruction]:
     """It has drained, stops and ends."""
-    assert story.feed(Drained(worker_id, story.life(worker_id)))[0] == StopWorker(worker_id, story.life(worker_id))
+    assert story.feed(Drained(worker_id, story.life(worker_id)))[0] == StopProcess(worker_id, story.life(worker_id))
     return story.exit(worker_id, error=None)
 
 
 def test_an_order_starts_the_successor_and_the_old_one_serves_until_it_is_ready() -> None:
     story = Story()
-    (start,) = of(StartWorker, order(story, "decode-0"))
-    assert isinstance(start, StartWorker)
-    assert start.worker_id == "decode-1"
+    (start,) = of_workers(StartProcess, order(story, "decode-0"))
+    assert isinstance(start, StartProcess)
+    assert start.name == "decode-1"
     assert story.phases()["decode-0"] is Phase.READY
     assert not story.cluster.settled
     (drain,) = of(DrainWorker, story.start("decode-1"))
     assert drain == DrainWorker("decode-0", story.life("decode-0"))
-    assert not of(StartWorker, drain_to_the_end(story, "decode-0"))
+    assert not of_workers(StartProcess, drain_to_the_end(story, "decode-0"))
     assert story.phases() == {"prefill-0": Phase.READY, "decode-1": Phase.READY}
     assert story.cluster.settled
 
@@ -506,9 +517,9 @@ def test_an_order_starts_the_successor_and_the_old_one_serves_until_it_is_ready(
 def test_without_replace_first_the_place_is_filled_when_it_is_empty() -> None:
     story = Story()
     assert [type(step) for step in order(story, "decode-0", replace_first=False)] == [DrainWorker, PublishMembership]
-    (start,) = of(StartWorker, drain_to_the_end(story, "decode-0"))
-    assert isinstance(start, StartWorker)
-    assert start.worker_id == "decode-0"
+    (start,) = of_workers(StartProcess, drain_to_the_end(story, "decode-0"))
+    assert isinstance(start, StartProcess)
+    assert start.name == "decode-0"
     story.start("decode-0")
     assert story.cluster.settled
 
@@ -521,8 +532,8 @@ def test_a_successor_that_finds_no_node_in_time_comes_after() -> None:
     assert story.cluster.wake_at() == story.now + 1
     (drain,) = of(DrainWorker, story.pass_time(1))
     assert drain == DrainWorker("decode-0", story.life("decode-0"))
-    assert "no node has room" in story.cluster.slots["decode-0"].note
-    assert not of(StartWorker, drain_to_the_end(story, "decode-0"))  # it waits in Ray already
+    assert "no node has room" in story.cluster.workers["decode-0"].note
+    assert not of_workers(StartProcess, drain_to_the_end(story, "decode-0"))  # it waits in Ray already
     story.start("decode-1")
     assert story.cluster.settled
 
@@ -542,16 +553,16 @@ def test_a_successor_that_cannot_start_leaves_all_as_it_was() -> None:
         story.feed(Tick(), after_s=1)
         story.feed(WorkerFailedToStart("decode-1", story.life("decode-1"), Ending("model_load", "no such file")))
     assert story.phases() == {"prefill-0": Phase.READY, "decode-0": Phase.READY}
-    assert "decode-1 cannot start (no such file)" in story.cluster.slots["decode-0"].note
+    assert "decode-1 cannot start (no such file)" in story.cluster.workers["decode-0"].note
     assert not of(DrainWorker, story.pass_time(1000))
     assert story.cluster.settled
-    assert of(StartWorker, story.exit("decode-0"))  # it is replaced as ever when it ends
+    assert of_workers(StartProcess, story.exit("decode-0"))  # it is replaced as ever when it ends
 
 
 def test_a_successor_that_crashes_once_while_it_starts_is_awaited_again() -> None:
     story = Story()
     order(story, "decode-0")
-    assert of(StartWorker, story.exit("decode-1"))
+    assert of_workers(StartProcess, story.exit("decode-1"))
     assert story.phases()["decode-0"] is Phase.READY
     assert of(DrainWorker, story.start("decode-1"))
 
@@ -559,7 +570,7 @@ def test_a_successor_that_crashes_once_while_it_starts_is_awaited_again() -> Non
 def test_a_worker_that_crashes_while_its_successor_starts_is_not_started_again() -> None:
     story = Story()
     order(story, "decode-0")
-    assert not of(StartWorker, story.exit("decode-0"))
+    assert not of_workers(StartProcess, story.exit("decode-0"))
     story.start("decode-1")
     assert story.phases() == {"prefill-0": Phase.READY, "decode-1": Phase.READY}
     assert story.cluster.settled
@@ -572,25 +583,25 @@ def test_a_worker_that_crashes_while_it_drains_is_replaced_once(replace_first: b
     if replace_first:
         story.start("decode-1")
     assert story.phases()["decode-0"] is Phase.DRAINING
-    assert len(of(StartWorker, story.exit("decode-0"))) == (0 if replace_first else 1)
-    assert len([slot for slot in story.cluster.slots.values() if slot.role is Role.DECODE]) == 1
+    assert len(of_workers(StartProcess, story.exit("decode-0"))) == (0 if replace_first else 1)
+    assert len([slot for slot in story.cluster.workers.values() if slot.role is Role.DECODE]) == 1
 
 
 def test_a_drain_that_takes_too_long_ends_in_a_kill() -> None:
     story = Story()
     order(story, "decode-0", replace_first=False, timeout_s=60.0)
-    assert not of(KillWorker, story.pass_time(59))
-    (kill,) = of(KillWorker, story.pass_time(1))
-    assert kill == KillWorker("decode-0", story.life("decode-0"), "it did not drain within 60 s")
-    assert not of(KillWorker, story.pass_time(1))
-    assert of(StartWorker, story.exit("decode-0"))
+    assert not of_workers(KillProcess, story.pass_time(59))
+    (kill,) = of_workers(KillProcess, story.pass_time(1))
+    assert kill == KillProcess("decode-0", story.life("decode-0"), "it did not drain within 60 s")
+    assert not of_workers(KillProcess, story.pass_time(1))
+    assert of_workers(StartProcess, story.exit("decode-0"))
 
 
 def test_a_pool_made_smaller_during_a_drain_takes_the_successor_back() -> None:
     story = Story(1, 2)
     order(story, "decode-1")
     out = story.feed(WantedChanged(Role.DECODE, 1))
-    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["decode-2"]
+    assert [step.name for step in of_workers(KillProcess, out)] == ["decode-2"]
     assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-1"]
     story.exit("decode-2")
     drain_to_the_end(story, "decode-1")
@@ -603,15 +614,15 @@ def test_a_pool_made_smaller_during_a_drain_without_successor_just_lets_it_go() 
     order(story, "decode-1", replace_first=False)
     out = story.feed(WantedChanged(Role.DECODE, 1))
     assert [step for step in out if not isinstance(step, PublishMembership)] == []
-    assert not of(StartWorker, drain_to_the_end(story, "decode-1"))
+    assert not of_workers(StartProcess, drain_to_the_end(story, "decode-1"))
     assert set(story.phases()) == {"prefill-0", "decode-0"}
 
 
 def test_a_pool_made_larger_during_a_drain_gets_just_that_many_more() -> None:
     story = Story()
     order(story, "decode-0")
-    started = of(StartWorker, story.feed(WantedChanged(Role.DECODE, 2)))
-    assert [step.worker_id for step in started if isinstance(step, StartWorker)] == ["decode-2"]
+    started = of_workers(StartProcess, story.feed(WantedChanged(Role.DECODE, 2)))
+    assert [step.name for step in of_workers(StartProcess, started)] == ["decode-2"]
     story.start("decode-1")
     story.start("decode-2")
     drain_to_the_end(story, "decode-0")
@@ -643,22 +654,22 @@ def test_shutdown_ends_a_drain_too() -> None:
     story = Story()
     order(story, "decode-0")
     out = story.feed(ShutdownRequested())
-    assert {step.worker_id for step in out if isinstance(step, StopWorker)} == {"prefill-0", "decode-0"}
-    assert [step.worker_id for step in out if isinstance(step, KillWorker)] == ["decode-1"]
-    for worker_id in list(story.cluster.slots):
-        assert not of(StartWorker, story.exit(worker_id, error=None))
+    assert {step.name for step in of_workers(StopProcess, out)} == {"prefill-0", "decode-0"}
+    assert [step.name for step in of_workers(KillProcess, out)] == ["decode-1"]
+    for worker_id in list(story.cluster.workers):
+        assert not of_workers(StartProcess, story.exit(worker_id, error=None))
     assert not of(DrainWorker, story.last)
 
 
-def adopt(story: Story, *, draining: tuple[str, ...] = ()) -> tuple[Cluster, list[Instruction]]:
+def adopt(story: Story, *, draining: tuple[str, ...] = ()) -> tuple[PoolState, list[Instruction]]:
     """The supervisor dies; the next one adopts all that is placed, with what was remembered."""
     intent = story.cluster.intent
-    later = Cluster(policy=Policy(), new_incarnation=lambda: "new", version=9 << 32)
+    later = PoolState(policy=Policy(), new_incarnation=lambda: "new", version=9 << 32)
     out: list[Instruction] = []
-    for slot in story.cluster.slots.values():
+    for slot in story.cluster.workers.values():
         if slot.placement:
             event = WorkerAdopted(
-                slot.role, slot.worker_id, slot.incarnation, slot.address, slot.placement, slot.worker_id in draining
+                slot.role, slot.name, slot.incarnation, slot.address, slot.placement, slot.name in draining
             )
             out += later.handle(event, story.now)
     return later, out + later.handle(ClusterOpened(intent), story.now)
@@ -669,11 +680,11 @@ def test_a_drain_that_waits_for_its_successor_survives_the_supervisor() -> None:
     order(story, "decode-0", timeout_s=77.0)
     story.feed(WorkerPlaced("decode-2", story.life("decode-2"), HERE))
     later, out = adopt(story)
-    assert not of(KillWorker, out)
-    assert not of(StartWorker, out)
+    assert not of_workers(KillProcess, out)
+    assert not of_workers(StartProcess, out)
     out = later.handle(WorkerStarted("decode-2", story.life("decode-2"), "127.0.0.1:3", HERE), story.now)
     assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
-    assert later.slots["decode-0"].drain_s == 77.0
+    assert later.workers["decode-0"].drain_s == 77.0
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told to drain", "not told yet"])
@@ -685,12 +696,12 @@ def test_a_drain_under_way_survives_the_supervisor(told: bool, replace_first: bo
         story.start("decode-2")
     later, out = adopt(story, draining=("decode-0",) if told else ())
     assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
-    assert later.slots["decode-0"].deadline == story.now + 77.0
+    assert later.workers["decode-0"].deadline == story.now + 77.0
     life = story.life("decode-0")
     later.handle(Drained("decode-0", life), story.now)
-    out = later.handle(WorkerExited("decode-0", life, None), story.now)
-    assert len(of(StartWorker, out)) == (0 if replace_first else 1)
-    assert len(later.slots) == 3
+    out = later.handle(Exited("decode-0", life, None), story.now)
+    assert len(of_workers(StartProcess, out)) == (0 if replace_first else 1)
+    assert len(later.workers) == 3
 
 
 def test_wanted_sizes_and_back_off_survive_the_supervisor() -> None:
@@ -699,26 +710,26 @@ def test_wanted_sizes_and_back_off_survive_the_supervisor() -> None:
     story.start("prefill-1")
     for _ in range(3):
         story.exit("decode-0")
-        story.feed(Tick(), after_s=story.cluster.policy.delay(story.cluster.slots["decode-0"].failures))
+        story.feed(Tick(), after_s=story.cluster.policy.delay(story.cluster.workers["decode-0"].failures))
     story.exit("decode-0")
     assert story.cluster.intent.failures == {"decode-0": 4}
-    story.cluster.slots["decode-0"].placement = None  # it waits: there is no process to adopt
+    story.cluster.workers["decode-0"].placement = None  # it waits: there is no process to adopt
     later, out = adopt(story)
-    assert not of(StartWorker, out)
-    assert later.slots["decode-0"].retry_at == story.now + later.policy.delay(4)
-    assert of(StartWorker, later.handle(Tick(), story.now + later.policy.delay(4)))
-    assert later.wanted == {Role.PREFILL: 2, Role.DECODE: 1}
+    assert not of_workers(StartProcess, out)
+    assert later.workers["decode-0"].retry_at == story.now + later.policy.delay(4)
+    assert of_workers(StartProcess, later.handle(Tick(), story.now + later.policy.delay(4)))
+    assert later.wanted == {Role.PREFILL: 2, Role.DECODE: 1, Role.ROUTER: 1}
 
 
 def test_an_intent_is_of_what_still_holds() -> None:
     story = Story()
-    assert story.cluster.intent == Intent({Role.PREFILL: 1, Role.DECODE: 1})
+    assert story.cluster.intent == wanting()
     order(story, "decode-0", timeout_s=5.0)
     drain = Drain(story.life("decode-0"), 5.0, refill=False, successor="decode-1")
     assert story.cluster.intent.drains == {"decode-0": drain}
     story.start("decode-1")
     drain_to_the_end(story, "decode-0")
-    assert story.cluster.intent == Intent({Role.PREFILL: 1, Role.DECODE: 1})
+    assert story.cluster.intent == wanting()
 
 
 # --- proof of an end ------------------------------------------------------------------------------------------------
@@ -751,7 +762,7 @@ def test_an_end_may_be_proved_before_ray_tells_of_it() -> None:
     story = Story()
     ended = story.life("prefill-0")
     assert told(story.feed(ProcessEnded(ended))) == {"decode-0": (ended,)}
-    assert of(StartWorker, story.exit("prefill-0"))
+    assert of_workers(StartProcess, story.exit("prefill-0"))
 
 
 def test_several_ends_are_told_together_and_forgotten_one_by_one() -> None:
@@ -784,7 +795,7 @@ def test_what_is_kept_for_a_worker_that_takes_nothing_is_bounded() -> None:
     story = Story()
     for n in range(MAX_UNTOLD + 10):
         story.feed(ProcessEnded(f"life-{n}"))
-    untold = list(story.cluster.slots["decode-0"].untold)
+    untold = list(story.cluster.workers["decode-0"].untold)
     assert len(untold) == MAX_UNTOLD
     assert untold[-1] == f"life-{MAX_UNTOLD + 9}"
 
@@ -794,27 +805,26 @@ def test_what_is_kept_for_a_worker_that_takes_nothing_is_bounded() -> None:
 
 def test_a_silent_router_is_killed_once_and_started_again() -> None:
     story = Story()
-    assert story.cluster.router
-    old = story.cluster.router.incarnation
+    old = story.router().incarnation
     story.pass_time(5)
     assert story.cluster.wake_at() == story.now + story.cluster.policy.router_silence_s
-    (kill,) = of(KillRouter, story.feed(Tick(), after_s=story.cluster.policy.router_silence_s))
-    assert isinstance(kill, KillRouter)
+    (kill,) = of_routers(KillProcess, story.feed(Tick(), after_s=story.cluster.policy.router_silence_s))
+    assert isinstance(kill, KillProcess)
     assert kill.incarnation == old
-    assert not of(KillRouter, story.feed(Tick(), after_s=0.5))
+    assert not of_routers(KillProcess, story.feed(Tick(), after_s=0.5))
     assert not of(PublishMembership, story.exit("decode-0"))
-    (start,) = of(StartRouter, story.feed(RouterExited(old, KILLED)))
-    assert isinstance(start, StartRouter)
+    (start,) = of_routers(StartProcess, story.exit_router())
+    assert isinstance(start, StartProcess)
     assert start.incarnation != old
-    assert story.cluster.router.last_error
-    assert "it answered no heartbeat for 10 s" in story.cluster.router.last_error.message
+    assert story.router().last_error
+    assert "it answered no heartbeat for 10 s" in story.router().last_error.message
 
 
 def test_what_was_killed_on_purpose_says_why() -> None:
     story = Story()
     story.feed(WriterSuspected("prefill-0", story.life("prefill-0")))
     story.exit("prefill-0")
-    error = story.cluster.slots["prefill-0"].last_error
+    error = story.cluster.workers["prefill-0"].last_error
     assert error is not None
     assert "silent beyond its lease" in error.message
 
@@ -824,7 +834,7 @@ def test_a_worker_that_gave_up_by_itself_counts_as_failed() -> None:
     stuck = Ending("internal", "more than a quarter of its pages are in quarantine")
     story.exit("decode-0", error=stuck)
     story.exit("decode-0", error=stuck)
-    assert story.cluster.slots["decode-0"].failures == 2
+    assert story.cluster.workers["decode-0"].failures == 2
     assert story.phases()["decode-0"] is Phase.WAITING
 
 
@@ -846,14 +856,14 @@ def test_after_a_standstill_nobody_has_been_silent() -> None:
     assert story.cluster.settled
     assert story.cluster.wake_at() == story.now + story.cluster.policy.router_silence_s
     out = story.feed(Tick(), after_s=story.cluster.policy.silence_s)  # now they really are
-    assert len(of(KillWorker, out)) == 2
-    assert len(of(KillRouter, out)) == 1
+    assert len(of_workers(KillProcess, out)) == 2
+    assert len(of_routers(KillProcess, out)) == 1
 
 
 def test_a_standstill_puts_nobody_into_the_future() -> None:
     story = Story()
     story.feed(StoodStill(600.0))
-    assert {slot.heard_at for slot in story.cluster.slots.values()} == {story.now}
+    assert {slot.heard_at for slot in story.cluster.workers.values()} == {story.now}
 
 
 def test_a_standstill_is_not_part_of_a_drain_or_of_the_wait_for_a_node() -> None:
@@ -863,11 +873,11 @@ def test_a_standstill_is_not_part_of_a_drain_or_of_the_wait_for_a_node() -> None
     story.now += 600.0
     story.feed(StoodStill(600.0))
     assert story.feed(Tick()) == []
-    assert not of(KillWorker, story.pass_time(59))
+    assert not of_workers(KillProcess, story.pass_time(59))
     assert story.phases()["prefill-0"] is Phase.DRAINING  # its successor found no node within 30 s
-    (kill,) = of(KillWorker, story.pass_time(1))
-    assert isinstance(kill, KillWorker)
-    assert kill.worker_id == "decode-0"
+    (kill,) = of_workers(KillProcess, story.pass_time(1))
+    assert isinstance(kill, KillProcess)
+    assert kill.name == "decode-0"
 
 
 # --- what a later supervisor goes on with ---------------------------------------------------------------------------
@@ -875,24 +885,24 @@ def test_a_standstill_is_not_part_of_a_drain_or_of_the_wait_for_a_node() -> None
 
 @pytest.mark.parametrize("refill", [True, False])
 def test_one_that_was_to_leave_and_is_adopted_late_leaves_when_it_answers(refill: bool) -> None:
-    later = Cluster(policy=Policy(), new_incarnation=lambda: "new")
+    later = PoolState(policy=Policy(), new_incarnation=lambda: "new")
     later.handle(WorkerAdopted(Role.DECODE, "decode-0", "old", "", None, draining=False), 0.0)
     drain = Drain("old", 77.0, refill=refill, successor="")
-    later.handle(ClusterOpened(Intent({Role.PREFILL: 1, Role.DECODE: 1}, {"decode-0": drain})), 0.0)
+    later.handle(ClusterOpened(replace(wanting(1, 1), drains={"decode-0": drain})), 0.0)
     assert later.intent.drains == {"decode-0": drain}
     out = later.handle(WorkerStarted("decode-0", "old", "127.0.0.1:1", HERE), 1.0)
     assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
-    assert later.slots["decode-0"].deadline == 78.0
+    assert later.workers["decode-0"].deadline == 78.0
 
 
 def test_one_that_waits_for_its_successor_and_is_adopted_late_waits_on() -> None:
-    later = Cluster(policy=Policy(), new_incarnation=lambda: "new")
+    later = PoolState(policy=Policy(), new_incarnation=lambda: "new")
     for worker_id in ("decode-0", "decode-1"):
         later.handle(WorkerAdopted(Role.DECODE, worker_id, "old", "", HERE, draining=False), 0.0)
     drain = Drain("old", 77.0, refill=False, successor="decode-1")
-    later.handle(ClusterOpened(Intent({Role.PREFILL: 0, Role.DECODE: 1}, {"decode-0": drain})), 0.0)
+    later.handle(ClusterOpened(replace(wanting(0, 1), drains={"decode-0": drain})), 0.0)
     assert not of(DrainWorker, later.handle(WorkerStarted("decode-0", "old", "127.0.0.1:1", HERE), 1.0))
-    assert later.slots["decode-0"].place_by == 1.0 + later.policy.place_s
+    assert later.workers["decode-0"].place_by == 1.0 + later.policy.place_s
     out = later.handle(WorkerStarted("decode-1", "old", "127.0.0.1:2", HERE), 2.0)
     assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
 
@@ -904,18 +914,18 @@ def test_a_shutdown_survives_the_supervisor_and_brings_nothing_back() -> None:
     story.feed(ClosingBegun(5.0))
     story.feed(ClosingBegun(60.0))
     assert story.cluster.intent.closing_s == 5.0
-    del story.cluster.slots["prefill-1"]  # it ended with the supervisor, and so did the router
+    del story.cluster.workers["prefill-1"]  # it ended with the supervisor, and so did the router
     later, out = adopt(story)
     assert out == []
     assert later.closing
     assert not later.settled
     stopped = later.handle(ShutdownRequested(), story.now)
-    assert {step.worker_id for step in stopped if isinstance(step, StopWorker)} == {"prefill-0", "decode-0"}
+    assert {step.name for step in of_workers(StopProcess, stopped)} == {"prefill-0", "decode-0"}
 
 
 def test_a_second_shutdown_stops_the_router_no_second_time() -> None:
     story = Story()
-    assert of(StopRouter, story.feed(ShutdownRequested()))
+    assert of_routers(StopProcess, story.feed(ShutdownRequested()))
     assert story.feed(ShutdownRequested()) == []
 
 
@@ -931,7 +941,7 @@ def published(instructions: list[Instruction], worker_id: str) -> str:
 def test_a_ready_worker_that_is_killed_is_published_as_failed_at_once() -> None:
     story = Story()
     out = story.feed(WriterSuspected("prefill-0", story.life("prefill-0")))
-    assert of(KillWorker, out)
+    assert of_workers(KillProcess, out)
     assert published(out, "prefill-0") == "failed"
 
 
@@ -939,7 +949,7 @@ def test_a_draining_worker_that_is_killed_is_published_as_failed_at_once() -> No
     story = Story(1, 2)
     assert published(order(story, "decode-0", replace_first=False, timeout_s=60.0), "decode-0") == "draining"
     out = story.pass_time(60)
-    assert of(KillWorker, out)
+    assert of_workers(KillProcess, out)
     assert published(out, "decode-0") == "failed"
 
 
@@ -947,5 +957,125 @@ def test_a_worker_that_stops_in_order_is_published_as_draining_to_its_end() -> N
     story = Story(1, 2)
     order(story, "decode-0", replace_first=False)
     story.feed(Drained("decode-0", story.life("decode-0")))
-    (member,) = [slot.member for slot in story.cluster.slots.values() if slot.worker_id == "decode-0"]
+    (member,) = [slot.member for slot in story.cluster.workers.values() if slot.name == "decode-0"]
     assert (story.phases()["decode-0"], member.state) == (Phase.STOPPING, "draining")
+
+
+# --- several routers --------------------------------------------------------------------------------------------------
+
+
+def test_one_router_dies_and_the_other_goes_on() -> None:
+    story = Story(routers=2)
+    assert story.cluster.settled
+    other = story.router("router-1").incarnation
+    out = story.exit_router("router-0")
+    (start,) = of(StartProcess, out)
+    assert (start.role, start.name) == (Role.ROUTER, "router-0")
+    assert not of(KillProcess, out) + of(StopProcess, out)
+    assert (story.router("router-1").incarnation, story.router("router-1").phase) == (other, Phase.READY)
+    assert not story.cluster.settled
+    story.start_router("router-0")
+    assert story.cluster.settled
+
+
+def test_restarts_of_one_router_do_not_count_against_another() -> None:
+    story = Story(routers=2)
+    for _ in range(9):
+        story.exit_router("router-0")
+        if story.router("router-0").phase is Phase.WAITING:
+            story.now = story.router("router-0").retry_at
+            story.feed(Tick())
+    assert [story.router(name).failures for name in ("router-0", "router-1")] == [9, 0]
+    assert story.cluster.intent.failures == {"router-0": 9}
+    assert of(StartProcess, story.exit_router("router-1")), "its first end: at once"
+
+
+def test_a_membership_reaches_every_router_that_listens_with_the_share_that_it_has() -> None:
+    story = Story(routers=2)
+
+    def told(out: list[Instruction]) -> list[tuple[str, str, int, int]]:
+        return [(step.name, step.incarnation, step.version, step.num_routers) for step in of(PublishMembership, out)]
+
+    lives = [story.router(name).incarnation for name in ("router-0", "router-1")]
+    version = story.cluster.version
+    assert told(story.feed(WantedChanged(Role.DECODE, 2))) == [
+        ("router-0", lives[0], version + 1, 2),
+        ("router-1", lives[1], version + 1, 2),
+    ]
+    assert told(story.exit_router("router-0")) == [("router-1", lives[1], version + 2, 1)]
+    back = told(story.start_router("router-0"))
+    assert [each[0] for each in back] == ["router-0", "router-1"]
+    assert {each[2:] for each in back} == {(version + 3, 2)}
+
+
+def test_a_writer_that_either_router_has_heard_of_is_told_to_both_as_failed() -> None:
+    story = Story(routers=2)
+    out = story.feed(WriterSuspected("prefill-0", story.life("prefill-0")))
+    assert len(of_workers(KillProcess, out)) == 1
+    assert [step.name for step in of(PublishMembership, out)] == ["router-0", "router-1"]
+    for step in of(PublishMembership, out):
+        assert {m.worker_id: m.state for m in step.members}["prefill-0"] == "failed"
+
+
+def test_a_silent_router_is_killed_and_another_that_answers_is_not() -> None:
+    story = Story(routers=2)
+    story.pass_time(5)
+    silence_s = story.cluster.policy.router_silence_s
+    story.now += silence_s
+    other = story.router("router-1")
+    story.feed(LoadReported("router-1", other.incarnation, 3))
+    (kill,) = of_routers(KillProcess, story.feed(Tick()))
+    assert kill.name == "router-0"
+    assert story.cluster.wake_at() is not None
+    assert other.phase is Phase.READY
+
+
+def test_a_standstill_is_held_against_no_router() -> None:
+    story = Story(routers=2)
+    story.pass_time(1)
+    story.now += 100
+    story.feed(StoodStill(100))
+    assert not of(KillProcess, story.feed(Tick()))
+
+
+def test_a_shutdown_ends_every_router_and_waits_for_all() -> None:
+    story = Story(routers=3)
+    story.exit_router("router-2")
+    out = story.feed(ShutdownRequested())
+    assert [step.name for step in of_routers(StopProcess, out)] == ["router-0", "router-1"]
+    assert [step.name for step in of_routers(KillProcess, out)] == ["router-2"], "it starts, and serves nobody"
+    for name in list(story.cluster.workers):
+        story.exit(name, None)
+    for name in ("router-0", "router-1", "router-2"):
+        assert not story.cluster.closed
+        assert not of(StartProcess, story.exit_router(name, None))
+    assert story.cluster.closed
+
+
+def test_a_router_that_will_not_stop_is_killed() -> None:
+    story = Story(routers=2)
+    story.feed(ShutdownRequested())
+    story.exit_router("router-0", None)
+    (kill,) = of_routers(KillProcess, story.feed(Tick(), after_s=story.cluster.policy.stop_s))
+    assert (kill.name, kill.reason) == ("router-1", "it did not stop in time")
+
+
+def test_a_pool_of_routers_grows_and_shrinks() -> None:
+    story = Story()
+    (start,) = of(StartProcess, story.feed(WantedChanged(Role.ROUTER, 2)))
+    assert start.name == "router-1"
+    story.start_router("router-1")
+    assert story.cluster.settled
+    (stop,) = of(StopProcess, story.feed(WantedChanged(Role.ROUTER, 1)))
+    assert stop.name == "router-1"
+    assert not of(StartProcess, story.exit_router("router-1", None))
+    assert story.cluster.settled
+
+
+def test_a_restarted_supervisor_adopts_every_router_that_it_finds() -> None:
+    cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")
+    cluster.handle(RouterAdopted("router-1", "old"), 0.0)
+    out = cluster.handle(ClusterOpened(wanting(0, 0, routers=2)), 0.0)
+    assert out == [StartProcess(Role.ROUTER, "router-0", "new")]
+    (told,) = of(PublishMembership, cluster.handle(RouterStarted("router-1", "old", "http://b", "b:1"), 1.0))
+    assert told.name == "router-1"

@@ -15,7 +15,7 @@ from tandem.cluster.serve.report import Reporter
 from tandem.cluster.serve.serve import Serving
 from tandem.cluster.serve.stopping import stop_cluster
 from tandem.cluster.spec import ClusterSpec, SupervisorFace
-from tandem.cluster.supervisor.pools import Cluster
+from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.service import SupervisorService
 from tandem.cluster.supervisor.slots import Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
@@ -162,7 +162,7 @@ class Opened:
     def __init__(self) -> None:
         self.opened = asyncio.Event()
         self.opened.set()
-        self.cluster = Cluster(Policy(), new_incarnation=str)
+        self.cluster = PoolState(Policy(), new_incarnation=str)
         self.loads: dict[str, Any] = {}
         self.request_errors = None
         self.now = 0.0

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from tandem.cluster.supervisor.events import Intent, Placement
-from tandem.cluster.supervisor.handles import Found, FoundWorker, Memory, WorkerState
+from tandem.cluster.supervisor.handles import Found, FoundRouter, FoundWorker, Memory, WorkerState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
@@ -96,6 +96,10 @@ class FakeWorker(FakeProcess):
 
 @dataclass
 class FakeRouter(FakeProcess):
+    name: str = "router-0"
+    memberships: list[control_pb2.Membership] = field(default_factory=list)
+    asked_to_drain: asyncio.Event = field(default_factory=asyncio.Event)
+
     async def place(self) -> None:
         pass
 
@@ -115,7 +119,7 @@ class World:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.routers: list[FakeRouter] = []
-        self.found = Found([], None, [])
+        self.found = Found([], [], [])
         self.memory = Memory(1, None)
         self.remembered = Intent({})
         self.closing_remembered = threading.Event()
@@ -153,9 +157,9 @@ class World:
 
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
 
-    def start_router(self, incarnation: str) -> FakeRouter:
+    def start_router(self, name: str, incarnation: str) -> FakeRouter:
         async def make() -> FakeRouter:
-            self.routers.append(await self.serve(FakeRouter()))
+            self.routers.append(await self.serve(FakeRouter(name=name)))
             return self.routers[-1]
 
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
@@ -199,6 +203,7 @@ class _Router(control_pb2_grpc.RouterControlServicer):
 
     async def SetMembership(self, request: control_pb2.Membership, context: Any) -> control_pb2.MembershipReply:
         self._world.memberships.append(request)
+        self._router.memberships.append(request)
         self._world.told.set()
         return control_pb2.MembershipReply()
 
@@ -209,6 +214,7 @@ class _Router(control_pb2_grpc.RouterControlServicer):
         return control_pb2.RouterStatusReply(suspected_writers=self._world.suspected, errors=self._world.errors)
 
     async def DrainRouter(self, request: Any, context: Any) -> control_pb2.DrainRouterReply:
+        self._router.asked_to_drain.set()
         self._world.asked_to_drain.set()
         await self._world.requests_end.wait()
         return control_pb2.DrainRouterReply()
@@ -267,10 +273,10 @@ async def world() -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def running(
-    world: World, prefill: int = 1, decode: int = 1
+    world: World, prefill: int = 1, decode: int = 1, routers: int = 1
 ) -> AsyncIterator[tuple[Supervisor, asyncio.Task[None]]]:
     """A supervisor, and its run, which is cancelled at the end of the block: what it has started lives on."""
-    wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
+    wanted = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
     supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
     run = asyncio.create_task(supervisor.run())
     await supervisor.opened.wait()
@@ -282,9 +288,11 @@ async def running(
 
 
 @asynccontextmanager
-async def supervising(world: World, prefill: int = 1, decode: int = 1) -> AsyncIterator[Supervisor]:
+async def supervising(
+    world: World, prefill: int = 1, decode: int = 1, routers: int = 1
+) -> AsyncIterator[Supervisor]:
     """A supervisor that shuts down at the end of the block."""
-    async with running(world, prefill, decode) as (supervisor, run):
+    async with running(world, prefill, decode, routers) as (supervisor, run):
         yield supervisor
         await supervisor.shut_down(grace_s=0.2)
         await asyncio.wait_for(run, 5)
@@ -311,13 +319,40 @@ async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert sorted(worker.worker_id for worker in world.workers) == ["decode-0", "decode-1", "prefill-0"]
-        assert world.remembered == Intent({Role.PREFILL: 1, Role.DECODE: 2})
+        assert world.remembered == Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1})
         await asyncio.wait_for(world.told.wait(), 5)
     assert len(world.memberships[-1].members) == 3
     versions = [membership.version for membership in world.memberships]
     assert versions == sorted(versions)
     assert versions[0] > 1 << 32
     assert all(process.ended.result() is None for process in (*world.workers, *world.routers))  # stopped in order
+
+
+async def test_one_of_two_routers_dies_and_the_other_goes_on(world: World) -> None:
+    async with supervising(world, routers=2) as supervisor:
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        first, second = sorted(world.routers, key=lambda router: router.name)
+        assert (first.name, second.name) == ("router-0", "router-1")
+        first.die()
+        await until(supervisor, lambda: len(world.routers) == 3 and supervisor.cluster.settled)
+        assert world.routers[-1].name == "router-0"
+        assert not second.ended.done()
+    latest = [router.memberships[-1] for router in (second, world.routers[-1])]
+    assert latest[0] == latest[1]
+    assert latest[0].num_routers == 2
+    assert all(router.ended.result() is None for router in (second, world.routers[-1]))  # stopped in order
+
+
+async def test_a_shutdown_lets_requests_end_at_every_router(world: World) -> None:
+    async with running(world, routers=2) as (supervisor, run):
+        world.requests_end.clear()
+        await until(supervisor, lambda: supervisor.cluster.settled)
+        asking = asyncio.create_task(supervisor.shut_down(grace_s=60))
+        assert len(world.routers) == 2
+        for router in world.routers:
+            await asyncio.wait_for(router.asked_to_drain.wait(), 5)
+        world.requests_end.set()
+        await asyncio.wait_for(asyncio.gather(asking, run), 5)
 
 
 async def test_a_dead_worker_is_replaced(world: World) -> None:
@@ -337,7 +372,7 @@ async def test_a_failed_start_is_killed_and_its_error_kept(world: World) -> None
         first.loaded.set_exception(ModelLoadError("no weights"))
         await until(supervisor, lambda: len(world.workers) == 3)
         assert first.was_killed
-        error = supervisor.cluster.slots["decode-0"].last_error
+        error = supervisor.cluster.workers["decode-0"].last_error
         assert error is not None
         assert (error.code, error.message) == ("model_load", "no weights")
 
@@ -356,8 +391,8 @@ async def test_a_removed_worker_goes_only_when_it_has_drained(world: World) -> N
     async with supervising(world, 1, 2) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         await supervisor.scale({Role.DECODE: 1})
-        leaving = next(slot for slot in supervisor.cluster.slots.values() if slot.leaving)
-        worker = world.named(leaving.worker_id)
+        leaving = next(slot for slot in supervisor.cluster.workers.values() if slot.leaving)
+        worker = world.named(leaving.name)
         await until(supervisor, lambda: leaving.phase is Phase.DRAINING)
         assert not worker.ended.done()
         worker.drained.set()
@@ -373,7 +408,7 @@ async def test_drain_and_stop_outlive_their_connection(world: World) -> None:
             worker.breaks_off = True
             worker.drained.set()
         await supervisor.scale({Role.DECODE: 1})
-        leaving = world.named(next(slot for slot in supervisor.cluster.slots.values() if slot.leaving).worker_id)
+        leaving = world.named(next(slot for slot in supervisor.cluster.workers.values() if slot.leaving).name)
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert leaving.num_drains == leaving.num_stops == 2
         assert leaving.ended.result() is None  # stopped in order, not killed
@@ -385,7 +420,7 @@ async def test_a_worker_that_cannot_drain_is_killed(world: World) -> None:
         for worker in world.workers:
             worker.refuses_drain = True
         await supervisor.scale({Role.DECODE: 1})
-        leaving = world.named(next(slot for slot in supervisor.cluster.slots.values() if slot.leaving).worker_id)
+        leaving = world.named(next(slot for slot in supervisor.cluster.workers.values() if slot.leaving).name)
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert leaving.was_killed
         assert leaving.num_drains == 1
@@ -473,7 +508,8 @@ async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(wo
     router = await world.serve(FakeRouter())
     world.workers.append(writer)
     world.suspected = [SuspectedWriter(worker_id="prefill-0", incarnation="old")]
-    world.found = Found([FoundWorker(Role.PREFILL, "prefill-0", "old", writer)], ("r", router), [])
+    found = [FoundWorker(Role.PREFILL, "prefill-0", "old", writer)]
+    world.found = Found(found, [FoundRouter("router-0", "r", router)], [])
     async with supervising(world) as supervisor:
         await asyncio.wait_for(world.heartbeats.wait(), 5)
         assert not writer.was_killed  # it does not listen yet, and is not blamed for that
@@ -492,12 +528,12 @@ async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world:
         raise WorkerLostError("gone")
 
     dead.state = gone  # type: ignore[method-assign]
-    world.found = Found([FoundWorker(Role.PREFILL, w.worker_id, w.incarnation, w) for w in (alive, dead)], None, [])
-    world.memory = Memory(7, Intent({Role.PREFILL: 1, Role.DECODE: 2}))
+    world.found = Found([FoundWorker(Role.PREFILL, w.worker_id, w.incarnation, w) for w in (alive, dead)], [], [])
+    world.memory = Memory(7, Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1}))
     async with supervising(world, 5, 5) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         assert sorted(worker.worker_id for worker in world.workers) == ["decode-0", "decode-1"]
-        assert supervisor.cluster.slots["prefill-0"].incarnation == "old-0"
+        assert supervisor.cluster.workers["prefill-0"].incarnation == "old-0"
         assert supervisor.cluster.version > 7 << 32
         assert dead.was_killed  # Ray may be wrong: it must not live on beside its replacement
 
@@ -522,7 +558,7 @@ async def test_a_shutdown_does_not_wait_for_a_process_that_ray_never_started(wor
         await until(supervisor, lambda: supervisor.cluster.settled)
         world.takes_orders.clear()
         world.named("decode-0").die()
-        await until(supervisor, lambda: supervisor.cluster.slots["decode-0"].phase is Phase.STARTING)
+        await until(supervisor, lambda: supervisor.cluster.workers["decode-0"].phase is Phase.STARTING)
         async with asyncio.timeout(5):
             await supervisor.shut_down(grace_s=0)
         world.takes_orders.set()
@@ -585,10 +621,10 @@ async def test_a_drained_worker_is_replaced_by_one_that_was_ready_before(world: 
         await until(supervisor, lambda: len(world.workers) == 3)
         assert not old.draining
         world.named("decode-1").loaded.set_result(None)
-        await until(supervisor, lambda: supervisor.cluster.slots["decode-0"].phase is Phase.DRAINING)
+        await until(supervisor, lambda: supervisor.cluster.workers["decode-0"].phase is Phase.DRAINING)
         old.drained.set()
         await until(supervisor, lambda: supervisor.cluster.settled)
-        assert set(supervisor.cluster.slots) == {"prefill-0", "decode-1"}
+        assert set(supervisor.cluster.workers) == {"prefill-0", "decode-1"}
 
 
 async def test_a_drain_beyond_its_time_ends_in_a_kill(world: World) -> None:
@@ -609,7 +645,7 @@ async def test_where_there_is_no_room_for_both_the_old_one_goes_first_and_says_s
         await until(supervisor, lambda: supervisor.cluster.settled)
         supervisor._check_room = full
         await supervisor.drain("decode-0", replace_first=True, timeout_s=60)
-        slot = supervisor.cluster.slots["decode-0"]
+        slot = supervisor.cluster.workers["decode-0"]
         assert slot.phase is Phase.DRAINING
         assert "it goes before its successor starts: 1 more workers need 2 GiB" in slot.note
         world.named("decode-0").drained.set()
@@ -634,13 +670,13 @@ async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with
     for worker in (old, receiver):
         worker.loaded.set_result(None)
     found = [FoundWorker(Role.DECODE, worker.worker_id, worker.incarnation, worker) for worker in (old, receiver)]
-    world.found = Found(found, None, ["prefill-that-ended"])
-    world.memory = Memory(2, Intent({Role.PREFILL: 1, Role.DECODE: 1}))
+    world.found = Found(found, [], ["prefill-that-ended"])
+    world.memory = Memory(2, Intent({Role.PREFILL: 1, Role.DECODE: 1, Role.ROUTER: 1}))
     async with supervising(world) as supervisor:
         await world.until_noted(lambda: ("prefill-that-ended",) in world.notes)
         old.drained.set()
         await until(supervisor, lambda: supervisor.cluster.settled)
-        assert set(supervisor.cluster.slots) == {"prefill-0", "decode-1"}
+        assert set(supervisor.cluster.workers) == {"prefill-0", "decode-1"}
 
 
 async def test_a_host_that_stood_still_kills_nobody_when_it_goes_on(world: World) -> None:
@@ -682,7 +718,7 @@ async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: Wo
     await asyncio.gather(asking, return_exceptions=True)
     old = list(world.workers)
     found = [FoundWorker(Role(w.worker_id.partition("-")[0]), w.worker_id, w.incarnation, w) for w in old]
-    world.found = Found(found, ("old-router", world.routers[0]), [])
+    world.found = Found(found, [FoundRouter("router-0", "old-router", world.routers[0])], [])
     world.memory = Memory(2, world.remembered)
     world.asked_to_drain.clear()
     second = Supervisor(world, wanted={}, heartbeat_s=0.1, policy=POLICY)

@@ -70,6 +70,23 @@ def test_a_request_a_second_that_always_fails_is_retried_for_about_the_share() -
     assert 600 <= num_retries <= 600 + 3 * 100
 
 
+def test_all_routers_together_have_the_budget_of_one() -> None:
+    clock, num_routers = VirtualClock(), 4
+    budgets = [RetryBudget(0.1, 64, clock, lambda: num_routers) for _ in range(num_routers)]
+    assert [spend(budget) for budget in budgets] == [16] * 4
+    clock.advance(60.0 * 4)
+    assert [spend(budget) for budget in budgets] == [3] * 4, "three a minute among them"
+    for _ in range(200):
+        budgets[0].earn()
+    assert budgets[0].num_left == 16, "its share of the burst"
+    num_routers = 1  # the others are gone
+    for _ in range(200):
+        budgets[0].earn()
+    assert 35 < budgets[0].num_left <= 64
+    num_routers = 2
+    assert budgets[0].num_left == 32
+
+
 @given(st.floats(0, 1), st.integers(1, 20), st.lists(st.one_of(st.just("earn"), st.just("draw"), st.floats(0, 30))))
 def test_retries_stay_within_the_share_of_requests_the_burst_and_the_time(
     share: float, burst: int, steps: list[str | float]

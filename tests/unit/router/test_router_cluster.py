@@ -61,6 +61,15 @@ def test_nobody_but_a_prefill_worker_writes() -> None:
     assert not registry.suspected
 
 
+def test_a_membership_says_how_many_routers_share_the_workers() -> None:
+    registry = WorkerRegistry(lease_s=1.0, metrics=RouterMetrics())
+    assert registry.num_routers == 1
+    registry.apply(Membership(version=1, num_routers=3))
+    assert registry.num_routers == 3
+    registry.apply(Membership(version=2))  # of a supervisor that does not say
+    assert registry.num_routers == 1
+
+
 def test_members_of_a_role_that_it_does_not_know_are_none_of_its_workers() -> None:
     """A later version of the supervisor may have such."""
     members = membership(1, "127.0.0.1:1")

@@ -1,0 +1,205 @@
+"""One incarnation of a process, followed from its placement to the proof of its end; what happens becomes events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+from grpc import aio
+
+from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.handles import ProcessHandle
+from tandem.core.errors import TandemError, WorkerLostError
+from tandem.rpc.channel import make_channel
+
+log = logging.getLogger(__name__)
+
+REASON_S = 0.3
+"""How long Ray may take to say why a process ended that has provably ended."""
+
+GONE_S = 5.0
+"""How long the kernel may take to end a killed process before its place is filled again without proof of its end."""
+
+KILLED = ev.Ending(WorkerLostError.code, "its process was killed or crashed")
+
+# What may be otherwise when it is asked again: the connection broke, or the other side stands still.
+_PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+_Handle = TypeVar("_Handle", bound=ProcessHandle)
+_Stub = TypeVar("_Stub")
+
+
+@dataclass(frozen=True)
+class Following:
+    """What all that are followed share.
+
+    Attributes:
+        feed: takes what happens.
+    """
+
+    feed: Callable[[ev.Event], None]
+    tasks: asyncio.TaskGroup
+    heartbeat_s: float
+
+
+class FollowedProcess(ABC, Generic[_Handle, _Stub]):
+    """Follows one life of a slot. All calls in the supervisor's event loop."""
+
+    def __init__(self, name: str, incarnation: str, handle: _Handle, following: Following) -> None:
+        self.name, self.incarnation = name, incarnation
+        self._handle = handle
+        self._feed, self._tasks, self._heartbeat_s = following.feed, following.tasks, following.heartbeat_s
+        self._stub: _Stub | None = None  # while it listens
+        self._to_stop = asyncio.Event()
+
+    async def follow(self) -> ev.Event:
+        """Until its end, which is returned; its process is gone then, or has been killed at least.
+
+        Not so when the supervisor itself is cancelled: then it lives on for the next supervisor to adopt.
+        """
+        end, proof = await self._live()
+        await self._handle.kill()
+        if proof is not None:
+            await asyncio.wait({proof}, timeout=GONE_S)
+        return end
+
+    def stop(self) -> None:
+        """Let it end in order; `follow` tells the end."""
+        self._to_stop.set()
+
+    async def kill(self) -> None:
+        await self._handle.kill()
+
+    # --- what workers and routers do in their own ways -----------------------------------------------------------
+
+    @abstractmethod
+    async def _place(self) -> None:
+        """Until its process runs."""
+
+    @abstractmethod
+    async def _listen(self) -> tuple[str, ev.Event]:
+        """Until it listens: where its control service is, and the event that tells so."""
+
+    @abstractmethod
+    def _make_stub(self, channel: aio.Channel) -> _Stub: ...
+
+    @abstractmethod
+    async def _ask_status(self, stub: _Stub) -> None:
+        """One heartbeat; feeds what it says."""
+
+    @abstractmethod
+    async def _ask_to_stop(self, stub: _Stub) -> None: ...
+
+    def _works(self, stub: _Stub) -> list[Coroutine[Any, Any, None]]:
+        """What is done for it as long as it listens."""
+        return [self._beat(stub), self._stop_when_asked(stub)]
+
+    def _failed_to_start(self, error: TandemError) -> ev.Event:
+        return self._exited(error)
+
+    async def _prove_end(self) -> bool:
+        """Wait for the proof that its process has ended; `False` when there will be none."""
+        try:
+            await self._handle.wait_ended()
+        except WorkerLostError as error:
+            log.warning(
+                "no proof that %s has ended (%s): pages that it may write to stay in quarantine", self.name, error
+            )
+            return False
+        return True
+
+    # --- its life ------------------------------------------------------------------------------------------------
+
+    def _exited(self, error: TandemError | None) -> ev.Event:
+        return ev.Exited(self.name, self.incarnation, ending(error) if error else None)
+
+    async def _live(self) -> tuple[ev.Event, asyncio.Task[bool] | None]:
+        """How it ended, and the task that proves it, if there is a process."""
+        try:
+            await self._place()
+        except TandemError as error:
+            return self._exited(error), None
+        proof = self._tasks.create_task(self._prove_end())
+        serving = self._tasks.create_task(self._serve())
+        if await _ends_by_proof(serving, proof):
+            serving.cancel()
+            return ev.Exited(self.name, self.incarnation, KILLED), proof
+        return await serving, proof
+
+    async def _serve(self) -> ev.Event:
+        """How it ended, as the process itself or Ray tells it."""
+        try:
+            address, started = await self._listen()
+        except TandemError as error:
+            return self._failed_to_start(error)
+        try:
+            async with self._connected(address):
+                self._feed(started)
+                await self._handle.wait_closed()
+        except TandemError as error:
+            return self._exited(error)
+        return self._exited(None)
+
+    @asynccontextmanager
+    async def _connected(self, address: str) -> AsyncIterator[None]:
+        async with make_channel(address) as channel:
+            self._stub = stub = self._make_stub(channel)
+            tasks = [self._tasks.create_task(work) for work in self._works(stub)]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                self._stub = None
+
+    async def _beat(self, stub: _Stub) -> None:
+        while True:
+            try:
+                await self._ask_status(stub)
+            except grpc.aio.AioRpcError as error:
+                log.warning("%s does not answer: %s", self.name, error.code())
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _stop_when_asked(self, stub: _Stub) -> None:
+        """One that does not stop in time is killed."""
+        await self._to_stop.wait()
+        await self._is_answered(lambda: self._ask_to_stop(stub), "stop")
+
+    async def _is_answered(self, ask: Callable[[], Awaitable[Any]], what: str) -> bool:
+        """Ask for something idempotent, again after a heartbeat where that may help; else the process is killed.
+
+        Whether it has ended or is silent is found out elsewhere.
+        """
+        while True:
+            try:
+                await ask()
+            except grpc.aio.AioRpcError as error:
+                log.warning("%s %s: %s", what, self.name, error.code())
+                if error.code() not in _PASSING:
+                    await self._handle.kill()
+                    return False
+                await asyncio.sleep(self._heartbeat_s)
+            else:
+                return True
+
+
+async def _ends_by_proof(life: asyncio.Task[ev.Event], proof: asyncio.Task[bool]) -> bool:
+    """Whether the proof of its end has come and `life` does not tell why: Ray may be slow, or out of order itself."""
+    await asyncio.wait({life, proof}, return_when=asyncio.FIRST_COMPLETED)
+    if life.done():
+        return False
+    if not proof.result():
+        await asyncio.wait({life})
+        return False
+    await asyncio.wait({life}, timeout=REASON_S)
+    return not life.done()
+
+
+def ending(error: TandemError) -> ev.Ending:
+    return ev.Ending(error.code, error.message)

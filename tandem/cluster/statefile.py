@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from tandem.cluster.ray.node_watcher import started_at
 from tandem.core.errors import ConfigError
+from tandem.core.pidfd import started_at
 
 _CONNECT_S = 5.0
 

@@ -15,7 +15,9 @@ import threading
 import numpy as np
 import torch
 
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES, LINE_BYTES
+FLOAT_BYTES = 4
+#: What memory is read by.
+LINE_BYTES = 64
 
 # Many weights go into one map: a huge page is 2 MiB, and only whole ones within a map are huge.
 _CHUNK_BYTES = 64 << 20

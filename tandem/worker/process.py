@@ -36,6 +36,7 @@ from kvtransfer.wire import layout_to_proto
 from tandem.core.config import Config
 from tandem.core.errors import CancelledError, InternalError
 from tandem.core.pages import PagePool
+from tandem.core.pidfd import ExitWatch, host_id
 from tandem.core.version import version
 from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
@@ -48,7 +49,6 @@ from tandem.worker.cpu.core_shares import CoreShares
 from tandem.worker.cpu.pacing import DecodePacing, PrefillPacing
 from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.cpu.transfer_cores import transfer_cores
-from tandem.worker.exits import ExitWatch, host_id
 from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
 from tandem.worker.load import LoadReport
 from tandem.worker.loop_thread import LoopThread

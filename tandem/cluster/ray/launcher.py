@@ -14,23 +14,17 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.ray import kv_store
-from tandem.cluster.ray.actors import (
-    WAIT_SLICE_S,
-    ActorState,
-    RouterActor,
-    SupervisorActor,
-    WorkerActor,
-    make_actor,
-    translate,
-)
+from tandem.cluster.ray.actor import WAIT_SLICE_S, ActorState, make_actor, translate
 from tandem.cluster.ray.node_resources import threads_for
-from tandem.cluster.ray.node_watcher import ProcessId
+from tandem.cluster.ray.router_actor import RouterActor
 from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.ray.worker_actor import WorkerActor
+from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
 from tandem.cluster.supervisor.events import Drain, Intent, Placement
 from tandem.cluster.supervisor.handles import Found, FoundRouter, FoundWorker, Memory, WorkerState
 from tandem.core.errors import WorkerLostError
 from tandem.core.identity import Role
+from tandem.core.pidfd import ProcessId
 from tandem.rpc.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -195,22 +189,6 @@ class RayLauncher:
             self._over = True
             kv_store.forget()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-def start_supervisor(spec: ClusterSpec, key_digests: frozenset[bytes]) -> Any:
-    """The supervisor's actor, on the node of the spec. Its own death never ends it: Ray starts it again.
-
-    Args:
-        key_digests: for the router. They stand in no spec, which every worker gets, and in no `runtime_env`, which
-            Ray shows to whoever asks.
-    """
-    return make_actor(
-        SupervisorActor,
-        name=SUPERVISOR_NAME,
-        max_restarts=-1,
-        max_task_retries=-1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
-    ).remote(spec, key_digests)
 
 
 def _role_of(place: str) -> Role:

@@ -8,53 +8,11 @@ time. All of that only the node itself can see.
 from __future__ import annotations
 
 import asyncio
-import os
-import select
-from dataclasses import dataclass
-from pathlib import Path
 
-from tandem.worker.exits import ExitWatch
+from tandem.core.pidfd import ExitWatch, ProcessId, started_at
 
 MAX_REMEMBERED = 4096
 """Ends that are kept for a later supervisor; more do not happen while there is none."""
-
-
-@dataclass(frozen=True)
-class ProcessId:
-    """Names one process of a node for ever.
-
-    Attributes:
-        name: place and incarnation, `prefill-0.3f2a90c1d2e4`.
-        started: clock ticks since boot; tells it from a later process of the same number.
-    """
-
-    name: str
-    pid: int
-    started: int
-
-
-def started_at(pid: int) -> int | None:
-    """When process `pid` was started, in clock ticks since boot; `None`: there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name, field 2, may hold anything
-
-
-def has_ended(process: ProcessId) -> bool:
-    """Whether it has provably ended by now; on its own node, from any thread."""
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:  # there is none, or no descriptor is to be had
-        return started_at(process.pid) != process.started
-    try:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        is_over = bool(poller.poll(0))  # nobody has reaped it yet, but it runs no more
-        return is_over or started_at(process.pid) != process.started
-    finally:
-        os.close(fd)
 
 
 class NodeWatcher:

@@ -24,10 +24,12 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.ray.actors import WatcherActor, make_actor
-from tandem.cluster.ray.node_watcher import NodeWatcher, ProcessId, has_ended
+from tandem.cluster.ray.actor import make_actor
+from tandem.cluster.ray.node_watcher import NodeWatcher
+from tandem.cluster.ray.watcher_actor import WatcherActor
 from tandem.cluster.spec import ClusterSpec
 from tandem.core.errors import WorkerLostError
+from tandem.core.pidfd import ProcessId, has_ended
 
 log = logging.getLogger(__name__)
 

@@ -159,7 +159,7 @@ class Serving:
     def _start_supervisor(self, plan: Plan, home: RayHome) -> None:
         import ray
 
-        from tandem.cluster.ray.launcher import start_supervisor
+        from tandem.cluster.ray.supervisor_actor import start_supervisor
 
         host = "127.0.0.1" if self._local else ray.util.get_node_ip_address()
         configure(plan.config.security, PeerRole.CLIENT, host)

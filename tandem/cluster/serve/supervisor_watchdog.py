@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
 
-from tandem.cluster.ray.node_watcher import started_at
 from tandem.cluster.spec import SupervisorFace
 from tandem.cluster.supervisor.clock_jump import Standstill
+from tandem.core.pidfd import kill_exactly
 from tandem.rpc.v1 import supervisor_pb2
 
 if TYPE_CHECKING:
@@ -61,21 +59,6 @@ async def _answers(stub: SupervisorControlAsyncStub, timeout_s: float) -> bool:
         log.info("the supervisor does not answer: %s", error.code())
         return error.code() not in _SILENT
     return True
-
-
-def kill_exactly(pid: int, started: int) -> None:
-    """SIGKILL to the process of this host that has this number and was started then; without effect on any other."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        if started_at(pid) == started:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-    except ProcessLookupError:
-        log.info("process %d has ended already", pid)
-    finally:
-        os.close(fd)
 
 
 async def watch_ray(address: str, say: Callable[[bool], None]) -> None:

@@ -20,7 +20,7 @@ from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import float32s, int32s, int64s, real, words
 from tandem.engine.cpu.threads import Kernel
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES
+from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 from tandem.engine.layout import KVLayout
 
 _vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
@@ -128,7 +128,7 @@ def _value_tile(num_heads: int, num_vectors: int, *, ahead: bool, vec: vir.Vecto
             start = vir.advance(builder, value, value_stride, loop.index)
             parts = [vec.load(builder, vir.offset(builder, start, n * vec.num_bytes)) for n in range(num_vectors)]
             if ahead:
-                for n in range(0, num_vectors * vec.num_bytes, vir.LINE_BYTES):
+                for n in range(0, num_vectors * vec.num_bytes, LINE_BYTES):
                     vir.prefetch(builder, vir.offset(builder, builder.add(start, distance), n))
             for row, row_sums in zip(rows, sums, strict=True):
                 weight = vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, one, loop.index)))

@@ -16,8 +16,7 @@ from tandem.engine.cpu.modules import FusedRMSNorm
 from tandem.engine.cpu.packed_kernel import arranged_features
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.cpu.threads import run, threads_now
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES
-from tandem.engine.huge_pages import map_memory
+from tandem.engine.huge_pages import FLOAT_BYTES, map_memory
 
 _LEAST_POSITIONS = 1024
 

@@ -22,8 +22,7 @@ from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS, add_rows
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.cpu.packed_kernel import arranged_features
 from tandem.engine.cpu.threads import run, threads_now
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES, LINE_BYTES
-from tandem.engine.huge_pages import map_memory
+from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES, map_memory
 
 
 class Workspace:

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import int64s, real, words
 from tandem.engine.cpu.threads import Kernel
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES
+from tandem.engine.huge_pages import FLOAT_BYTES
 
 #: What widths are multiples of. Vectors are of eight on every CPU: memory sets the pace, and sums are the same bits.
 LANES = 8

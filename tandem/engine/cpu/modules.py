@@ -18,7 +18,7 @@ from tandem.engine.cpu.layer_kernels import normalize_rows, place_heads
 from tandem.engine.cpu.packed_kernel import PANEL, arrange_rows, arranged_features, multiply_gated
 from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
 from tandem.engine.cpu.threads import run
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES
+from tandem.engine.huge_pages import FLOAT_BYTES
 
 
 class FusedRMSNorm(nn.Module):

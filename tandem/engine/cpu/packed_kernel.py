@@ -24,7 +24,7 @@ from numba.core import cgutils
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import float32s, words
 from tandem.engine.cpu.threads import Kernel
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES
+from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 
 #: Outputs of one panel.
 PANEL = 32
@@ -34,7 +34,7 @@ _NUM_VECTORS = PANEL // _vec.lanes
 # Of one step of k. Numba takes this for a constant.
 _PANEL_BYTES = PANEL * FLOAT_BYTES
 
-_LINE_FLOATS = vir.LINE_BYTES // FLOAT_BYTES
+_LINE_FLOATS = LINE_BYTES // FLOAT_BYTES
 
 #: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
@@ -92,7 +92,7 @@ def _emit_pass(
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
             # As many as the step reads where this may be the only pass; of several each fetches a share.
-            for n in range(0, vir.LINE_BYTES if together else num_vectors * _vec.num_bytes, vir.LINE_BYTES):
+            for n in range(0, LINE_BYTES if together else num_vectors * _vec.num_bytes, LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
         for row, row_sums in zip(rows, sums, strict=True):
             number = _vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, x_step, loop.index)))

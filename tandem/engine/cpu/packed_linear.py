@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu.packed_kernel import PANEL, arrange_rows, arranged_features, multiply
 from tandem.engine.cpu.threads import run
-from tandem.engine.cpu.vector_ir import FLOAT_BYTES, is_fast_here
+from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.fuse.recognise import replace_modules
-from tandem.engine.huge_pages import weight_memory
+from tandem.engine.huge_pages import FLOAT_BYTES, weight_memory
 
 
 class PackedLinear(nn.Module):

@@ -16,9 +16,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-FLOAT_BYTES = 4
-#: What memory is read by.
-LINE_BYTES = 64
+from tandem.engine.huge_pages import FLOAT_BYTES
 
 REAL = ir.FloatType()
 _INDEX = ir.IntType(32)

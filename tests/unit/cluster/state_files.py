@@ -6,8 +6,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from tandem.cluster.ray.node_watcher import started_at
 from tandem.cluster.statefile import ClusterFile, Stage
+from tandem.core.pidfd import started_at
 
 
 def cluster_file(**changes: Any) -> ClusterFile:

@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from tandem.cluster.ray import node_watcher
-from tandem.cluster.ray.node_watcher import NodeWatcher, ProcessId, has_ended, started_at
+from tandem.cluster.ray.node_watcher import NodeWatcher
 from tandem.cluster.serve.supervisor_watchdog import kill_exactly
+from tandem.core.pidfd import ProcessId, has_ended, started_at
 
 pytestmark = pytest.mark.processes
 

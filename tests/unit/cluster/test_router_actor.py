@@ -11,7 +11,7 @@ import pytest
 
 START = """
 import dataclasses, sys
-from tandem.cluster.ray.actors import RouterActor
+from tandem.cluster.ray.router_actor import RouterActor
 from tandem.cluster.spec import ClusterSpec
 from tandem.core.config import from_dict
 from tandem.core.errors import ConfigError

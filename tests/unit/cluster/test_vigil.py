@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.cluster.ray.node_watcher import started_at
 from tandem.cluster.serve import supervisor_watchdog
 from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watch_ray
 from tandem.cluster.spec import SupervisorFace
 from tandem.core.config import SecurityConfig
+from tandem.core.pidfd import started_at
 from tandem.rpc.channel import bind, make_channel, make_server
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 

@@ -17,9 +17,9 @@ from ray.exceptions import RayError
 
 from tandem.cluster.ray import watchers
 from tandem.cluster.ray.launcher import as_kept, kept_of
-from tandem.cluster.ray.node_watcher import ProcessId, started_at
 from tandem.cluster.ray.watchers import NodeWatchers
 from tandem.cluster.spec import ClusterSpec
+from tandem.core.pidfd import ProcessId, started_at
 
 LINGER_S = 0.05
 PROCESS = ProcessId("decode-0.x", 1, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.worker.exits import ExitWatch, host_id
+from tandem.core.pidfd import ExitWatch, host_id
 from tandem.worker.ticker import Ticker
 
 WAIT_S = 5.0
@@ -168,7 +168,7 @@ async def test_a_host_without_pidfds_is_no_reason_to_refuse(monkeypatch: pytest.
 
 @pytest.mark.processes
 def test_a_child_shares_this_host() -> None:
-    code = "from tandem.worker.exits import host_id; print(host_id())"
+    code = "from tandem.core.pidfd import host_id; print(host_id())"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert told.stdout.strip() == host_id()

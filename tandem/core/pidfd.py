@@ -1,4 +1,4 @@
-"""Proof that a process on this host has ended: a fence for all that it might have written.
+"""Processes of this host: which one it is, the proof that it has ended, and its kill.
 
 A broken connection or a missed heartbeat proves nothing. A pidfd, opened while the process was known to be alive,
 becomes readable when that very process has ended, and never speaks of another one with the same pid.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -20,6 +22,59 @@ def host_id() -> str:
     """Equal for two processes exactly when they see each other's pids: same boot, same pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """Names one process of a node for ever.
+
+    Attributes:
+        name: place and incarnation, `prefill-0.3f2a90c1d2e4`.
+        started: clock ticks since boot; tells it from a later process of the same number.
+    """
+
+    name: str
+    pid: int
+    started: int
+
+
+def started_at(pid: int) -> int | None:
+    """When process `pid` was started, in clock ticks since boot; `None`: there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name, field 2, may hold anything
+
+
+def has_ended(process: ProcessId) -> bool:
+    """Whether it has provably ended by now; on its own node, from any thread."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:  # there is none, or no descriptor is to be had
+        return started_at(process.pid) != process.started
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        is_over = bool(poller.poll(0))  # nobody has reaped it yet, but it runs no more
+        return is_over or started_at(process.pid) != process.started
+    finally:
+        os.close(fd)
+
+
+def kill_exactly(pid: int, started: int) -> None:
+    """SIGKILL to the process of this host that has this number and was started then; without effect on any other."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if started_at(pid) == started:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        _log.info("process %d has ended already", pid)
+    finally:
+        os.close(fd)
 
 
 class ExitWatch:

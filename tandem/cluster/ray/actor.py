@@ -1,0 +1,122 @@
+"""The Ray actors: thin shells around processes that also run without Ray.
+
+None holds any logic. Ray sets `OMP_NUM_THREADS` and takes the signals, so threads come with the actor's environment
+and stopping is a call.
+
+While an actor's main thread runs no call, Ray looks for signals there 100 times a second, which takes more than all
+else that an idle process does. So workers, router and supervisor take one call at a time, which runs in the main
+thread, and are always in one of some seconds: workers and router are asked to wait for their end, and the supervisor
+asks itself to rest. What must not wait for that comes by gRPC, or from Ray's control store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tandem.cluster.spec import NAMESPACE, ClusterSpec
+from tandem.core import points
+from tandem.core.errors import InternalError, TandemError
+from tandem.core.logging import setup_logging
+from tandem.core.model_path import resolve_model
+from tandem.core.pidfd import started_at
+from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import configure
+
+WAIT_SLICE_S = 4.0
+"""Seconds that one call waits in the one thread that an actor's calls have. What a supervisor that died has asked goes
+on so long, and its successor waits for it before it is told the actor's state."""
+
+
+@dataclass(frozen=True)
+class ActorState:
+    """What a worker's or the router's actor says of itself.
+
+    Attributes:
+        node_id: Ray's.
+        started: of the process, in clock ticks since boot.
+        info: a serialised `WorkerInfo`; empty while it loads.
+    """
+
+    node: str
+    node_id: str
+    pid: int
+    started: int
+    info: bytes = b""
+    draining: bool = False
+
+
+def make_actor(cls: type, **options: Any) -> Any:
+    """Detached: it ends by a call or with its Ray cluster, not with the process that asked for it."""
+    common = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+    return ray.remote(cls).options(**{**common, **options})
+
+
+def translate(error: BaseException) -> TandemError:
+    """What an awaited call raised, as one of ours: Ray's border. Anything unknown is `InternalError`."""
+    if isinstance(error, TandemError):
+        return error
+    cause: BaseException = getattr(error, "cause", None) or error
+    if isinstance(cause, TandemError):
+        return cause
+    return InternalError(f"{type(cause).__name__}: {str(cause).strip()}")
+
+
+def model_dir_of(spec: ClusterSpec) -> Path:
+    return Path(spec.model_dir) if spec.model_dir else resolve_model(spec.config.model.path)
+
+
+def worker_host(spec: ClusterSpec) -> str:
+    """The address of this node on which processes of the cluster listen for each other."""
+    return "127.0.0.1" if spec.local else str(ray.util.get_node_ip_address())
+
+
+def begin(spec: ClusterSpec, name: str, role: PeerRole | None) -> None:
+    """What every actor does first: its fate, its name, its log, and how its gRPC is secured."""
+    _die_with_parent()
+    points.name_process(name)
+    _set_up_log(spec, name)
+    if role is not None:
+        configure(spec.config.security, role, worker_host(spec))
+
+
+def this_process() -> ActorState:
+    pid = os.getpid()
+    started = started_at(pid)
+    assert started is not None
+    return ActorState(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), pid, started)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill this process when its raylet dies.
+
+    Else it would serve on for many seconds on a node that Ray has given up, beside its own replacement.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _set_up_log(spec: ClusterSpec, process: str) -> None:
+    """Logs, and whatever else the process and its libraries print, go to one file for all lives of `process`.
+
+    Without a directory they go where Ray puts an actor's output: its session directory on this node.
+    """
+    if spec.log_directory:
+        directory = Path(spec.log_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        target = os.open(directory / f"{process}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+    setup_logging(dataclasses.replace(spec.config.logging, directory=""), process)

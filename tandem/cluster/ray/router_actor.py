@@ -1,0 +1,48 @@
+"""The actor around the router."""
+
+from __future__ import annotations
+
+import os
+
+from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_process
+from tandem.cluster.spec import ClusterSpec
+from tandem.rpc.permissions import PeerRole
+
+
+class RouterActor:
+    """One incarnation of the router.
+
+    Args:
+        key_digests: of the API keys in the environment of `tandem serve`; what stands in Ray's own counts for nothing.
+    """
+
+    def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
+        from router.server import RouterServer
+
+        begin(spec, "router", PeerRole.ROUTER)
+        self._http, self._key_digests = spec.config.http, key_digests
+        self._server = RouterServer(
+            spec.config,
+            model_dir=model_dir_of(spec),
+            host=self._http.host,
+            http_port=self._http.port,
+            key_digests=key_digests,
+        )
+        self._addresses: tuple[str, str] | None = None
+
+    def state(self) -> ActorState:
+        return this_process()
+
+    def start(self) -> tuple[str, str]:
+        """Listen; URL for clients and address of RouterControl. Idempotent."""
+        from router.http.auth import check_not_lost
+
+        if self._addresses is None:
+            check_not_lost(self._http, self._key_digests, os.environ)
+            info = self._server.start()
+            self._addresses = info.http_url, info.control_address
+        return self._addresses
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Whether it has stopped, after at most `timeout_s`."""
+        return self._server.wait_closed(timeout_s)

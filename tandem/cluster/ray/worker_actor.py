@@ -1,0 +1,104 @@
+"""The actor around a prefill or decode worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from concurrent import futures
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_process, worker_host
+from tandem.cluster.ray.home import session_directory
+from tandem.cluster.ray.node_resources import kv_bytes_here
+from tandem.cluster.spec import ClusterSpec
+from tandem.core.errors import InternalError
+from tandem.core.identity import Role
+from tandem.core.pidfd import host_id
+from tandem.rpc.permissions import PeerRole
+
+if TYPE_CHECKING:
+    from tandem.worker.process import WorkerProcess
+
+
+class WorkerActor:
+    """One incarnation of a prefill or decode worker.
+
+    Args:
+        spec: of the whole cluster.
+        role: "prefill" or "decode".
+        num_threads: CPU threads, already in this process's `OMP_NUM_THREADS`.
+    """
+
+    def __init__(self, spec: ClusterSpec, role: str, worker_id: str, incarnation: str, num_threads: int) -> None:
+        begin(spec, worker_id, PeerRole(role))
+        self._spec, self._role = spec, Role(role)
+        self._worker_id, self._incarnation, self._num_threads = worker_id, incarnation, num_threads
+        self._started: Future[WorkerProcess] | None = None  # set with the first `start`
+
+    def state(self) -> ActorState:
+        state = this_process()
+        if self._started is None or not self._started.done() or self._started.exception() is not None:
+            return state
+        worker = self._started.result()
+        return dataclasses.replace(state, info=worker.info.SerializeToString(), draining=worker.draining)
+
+    def start(self, timeout_s: float) -> bool:
+        """Load the model and listen, from the first call on; whether it does, after at most `timeout_s`. Raises what
+        prevented it."""
+        if self._started is None:
+            self._started = Future()
+            threading.Thread(target=self._start, args=(self._started,), name="start", daemon=True).start()
+        done, _ = futures.wait([self._started], timeout_s)
+        for started in done:
+            started.result()
+        return bool(done)
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Whether it has stopped, after at most `timeout_s`; stops it if that was asked for. Raises what made it fail.
+
+        To be called when it has started.
+        """
+        if self._started is None or not self._started.done():
+            raise InternalError(f"{self._worker_id} has not been started")
+        worker = self._started.result()
+        if not worker.wait_closed(timeout_s):
+            return False
+        worker.stop()
+        return True
+
+    def _start(self, started: Future[WorkerProcess]) -> None:
+        try:
+            worker = self._make()
+            worker.start()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller of `start`
+            started.set_exception(error)
+        else:
+            started.set_result(worker)
+
+    def _make(self) -> WorkerProcess:
+        spec = self._spec
+        pool, model_dir = getattr(spec.config.pools, self._role), model_dir_of(spec)
+        return _worker_class(self._role)(
+            spec.config,
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            model_dir=model_dir,
+            kv_bytes=spec.kv_bytes[self._role] or kv_bytes_here(spec.config, self._role, model_dir),
+            num_threads=self._num_threads,
+            host=worker_host(spec),
+            device="cuda" if pool.gpus else "cpu",
+            # A session's directory may be shared by hosts, on a network drive.
+            core_shares=session_directory() / f"tandem-core-shares-{host_id().replace('/', '-')}",
+        )
+
+
+def _worker_class(role: Role) -> type[WorkerProcess]:
+    """Imported here, in the process that needs it: a worker loads torch, nothing else does."""
+    if role is Role.PREFILL:
+        from prefill_worker.worker import PrefillWorker
+
+        return PrefillWorker
+    from decode_worker.worker import DecodeWorker
+
+    return DecodeWorker

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from decode_worker.receiving import Answer, ReceivingDesk
+from decode_worker.receiver_driver import Answer, ReceiverDriver
 from kvtransfer.protocol.messages import Commit, CommitPart
 from kvtransfer.transports.events import MessageArrived
 from tandem.core.errors import TransportError
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 Stream = ServedStream[decode_pb.CommitAnswer]
 
 
-class AsksDesk(Protocol):
+class AsksDriver(Protocol):
     """The worker, as far as its streams need it."""
 
-    def ask_desk(self, question: Callable[[ReceivingDesk], Answer]) -> Future[Answer]: ...
+    def ask_driver(self, question: Callable[[ReceiverDriver], Answer]) -> Future[Answer]: ...
 
     def has_paired(self, incarnation: str) -> bool: ...
 
@@ -44,7 +44,7 @@ class CommitStreams:
         loop: the worker's event loop.
     """
 
-    def __init__(self, worker: AsksDesk, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker: AsksDriver, loop: asyncio.AbstractEventLoop) -> None:
         self._worker = worker
         self._loop = loop
         self._streams: set[Stream] = set()
@@ -76,7 +76,7 @@ class CommitStreams:
         for stream in list(self._streams):
             stream.end()
 
-    def heard(self, desk: ReceivingDesk, message: MessageArrived) -> None:
+    def heard(self, driver: ReceiverDriver, message: MessageArrived) -> None:
         """Something was said behind the pages. On the transfer thread.
 
         Only what is proven is answered: a forger would have the writer hear that it is refused.
@@ -85,12 +85,12 @@ class CommitStreams:
         try:
             call = call_from_message(message.content)
         except ValueError as error:
-            desk.ignore(message.peer, str(error))
+            driver.ignore(message.peer, str(error))
             return
-        said = call.opened(desk.capability_of(call.grant_id))
+        said = call.opened(driver.capability_of(call.grant_id))
         if said is None:
-            desk.refuse_unproven(message.peer)
-        elif (reply := _to_proto(said, _ask(desk, said, arrived_s))) is not None:
+            driver.refuse_unproven(message.peer)
+        elif (reply := _to_proto(said, _ask(driver, said, arrived_s))) is not None:
             self._loop.call_soon_threadsafe(self._tell, said.sender, reply)
 
     def _tell(self, sender: str, answer: decode_pb.CommitAnswer) -> None:
@@ -117,7 +117,7 @@ class CommitStreams:
             _log.warning("a call of a prefill worker is ignored: this version does not know it")
             return
         try:
-            asked = self._worker.ask_desk(lambda desk: _ask(desk, said, arrived_s))
+            asked = self._worker.ask_driver(lambda driver: _ask(driver, said, arrived_s))
         except TransportError as stops:  # of the transfer thread; the prefill worker asks again, or elsewhere
             _log.info("a stream of commits ends: %s", stops)
             stream.drop()
@@ -132,8 +132,8 @@ class CommitStreams:
         asked.add_done_callback(answer)
 
 
-def _ask(desk: ReceivingDesk, said: Commit | CommitPart, arrived_s: float) -> Answer:
-    return desk.commit(said, arrived_s) if isinstance(said, Commit) else desk.commit_part(said)
+def _ask(driver: ReceiverDriver, said: Commit | CommitPart, arrived_s: float) -> Answer:
+    return driver.commit(said, arrived_s) if isinstance(said, Commit) else driver.commit_part(said)
 
 
 def _to_proto(said: Commit | CommitPart, answer: Answer) -> decode_pb.CommitAnswer | None:

@@ -1,10 +1,11 @@
-"""The decode worker: wires generations (runner), receiving desk (transfer thread) and service (event loop) together."""
+"""The decode worker: wires its core, the driver of its handoffs and its service together, each to its threads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -14,29 +15,34 @@ import grpc
 from grpc import aio
 
 from decode_worker.commits import CommitStreams, error_of
-from decode_worker.generations import Generations
-from decode_worker.receiving import Answer, ReceivingDesk
+from decode_worker.events import Event, WriterSuspected
+from decode_worker.receiver_driver import Answer, ReceiverDriver
+from decode_worker.role import DecodeRole
+from decode_worker.wire import make_events
 from kvtransfer.layout import check_compatible
-from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.grants import ReceiverLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
 from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent
 from kvtransfer.wire import kv_format
 from tandem.core import points
-from tandem.core.errors import TandemError, TransportError, WorkerLostError
+from tandem.core.clock import MonotonicClock
+from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
+from tandem.engine.sampler import Sampler
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.limits import quarantine_cap_pages
+from tandem.worker.limits import quarantine_cap_pages, request_limits
 from tandem.worker.process import WorkerProcess
+from tandem.worker.request import AttemptFailed
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
+from tandem.worker.wire import spec_from_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -44,7 +50,7 @@ _T = TypeVar("_T")
 # Ended incarnations that are remembered.
 _NUM_REMEMBERED = 1024
 
-Hub = SessionHub[decode_pb.DecodeCommand, decode_pb.DecodeEvent, decode_pb.DecodeEvents]
+Hub = SessionHub[decode_pb.DecodeCommand, Event | pb.WorkerInfo, decode_pb.DecodeEvents]
 
 
 class DecodeWorker(WorkerProcess):
@@ -55,8 +61,8 @@ class DecodeWorker(WorkerProcess):
     def make_role(self) -> StepHooks:
         transport = self.config.transport
         self.hub: Hub = SessionHub(
-            _make_events,
-            lambda: decode_pb.DecodeEvent(hello=self.info),
+            make_events,
+            lambda: self.info,
             self.read_status,
             heartbeat_s=transport.lease_s / 4,
             interval_s=self.config.metrics.worker_interval_s,
@@ -68,14 +74,16 @@ class DecodeWorker(WorkerProcess):
         self._channels: dict[str, aio.Channel] = {}
         # Incarnations that have provably ended, newest last: a pairing of theirs may still be on its way.
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.desk.tick()))
+        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.driver.tick()))
         limits = ReceiverLimits(
             lease_s=transport.lease_s,
             grace_s=transport.grace_s,
             ask_again_s=max(0.2, transport.lease_s / 10),
             quarantine_cap_pages=quarantine_cap_pages(transport, self.pool.num_pages),
         )
-        self.desk = ReceivingDesk(
+        clock = MonotonicClock()
+        self.scheduler.lock = threading.RLock()
+        self.driver = ReceiverDriver(
             self.incarnation,
             self.layout,
             self.arena_shape,
@@ -83,10 +91,29 @@ class DecodeWorker(WorkerProcess):
             limits,
             self,
             secrets.token_bytes(32),
+            clock,
         )
-        self._on_transfer(lambda transport: self.desk.bind(transport, self.on_transfer_event))
-        self.generations = Generations(self, _QueuedDesk(self), self._emit)
-        return self.generations
+        self.core = DecodeRole(
+            worker_id=self.worker_id,
+            scheduler=self.scheduler,
+            driver=self.driver,
+            emit=self.hub.emit,
+            limits=request_limits(self.engine, self.config),
+            queue_bound=self.config.scheduling.worker_queue_bound,
+            sample=Sampler(self.engine.eos_token_ids),
+            counters=self.counters,
+            load=self.load,
+            pacing=self.pacing,
+            clock=clock,
+            is_draining=lambda: self.draining,
+            to_runner=lambda call: self.runner.submit(call),
+            to_driver=self._to_driver,
+        )
+        self._on_transfer(lambda transport: self.driver.bind(transport, self.core, self.on_transfer_event))
+        return self.core
+
+    def _to_driver(self, call: Callable[[], None]) -> None:
+        self.on_transfer(lambda _: call())
 
     def add_services(self, server: aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(_DecodeService(self), server)
@@ -102,13 +129,14 @@ class DecodeWorker(WorkerProcess):
     def on_transfer_event(self, event: ThreadEvent) -> None:
         """A decode worker posts nothing: it hears of writes that have arrived, and of what comes behind them."""
         if isinstance(event, MessageArrived):
-            self.commits.heard(self.desk, event)
+            self.commits.heard(self.driver, event)
             self._note_refusals()
         else:
-            self.desk.on_transport(event)
+            self.driver.on_transport(event)
 
     def num_held(self) -> int:
-        return len(self.generations.jobs) + len(self.generations.reservations.granted)
+        with self.scheduler.lock:  # who is being taken in is held, or hears of the drain
+            return len(self.core.ledger.attempts)
 
     # -- routers, in the event loop
 
@@ -116,17 +144,24 @@ class DecodeWorker(WorkerProcess):
         """One command of a router."""
         match command.WhichOneof("command"):
             case "reserve":
-                reserve = command.reserve
-                self.runner.submit(lambda: self.generations.reserve(session, reserve))
+                self._reserve(session, command.reserve)
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
-                self.runner.submit(lambda: self.generations.cancel(key))
+                self._to_driver(lambda: self.core.cancel(key))
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 
+    def _reserve(self, session: int, reserve: decode_pb.Reserve) -> None:
+        try:
+            spec = spec_from_proto(reserve)
+        except InvalidRequestError as error:
+            self.hub.emit({session: [AttemptFailed(AttemptKey(reserve.request_id, reserve.attempt), error)]})
+            return
+        self._to_driver(lambda: self.core.reserve(session, spec, reserve.max_local_tokens))
+
     def session_ended(self, session: int) -> None:
         """A router is gone."""
-        self.runner.submit(lambda: self.generations.session_ended(session))
+        self._to_driver(lambda: self.core.session_ended(session))
 
     # -- prefill workers, in the event loop
 
@@ -177,7 +212,7 @@ class DecodeWorker(WorkerProcess):
         if channel is not None:
             self.spawn(channel.close(grace=None))
         is_here = writer.host_id == self.info.host_id
-        self.on_transfer(lambda _: self.desk.writer_exited(incarnation, is_here=is_here))
+        self.on_transfer(lambda _: self.driver.writer_exited(incarnation, is_here=is_here))
 
     def has_paired(self, incarnation: str) -> bool:
         """Whether this writer is known and not seen to exit: its exit would be heard of after whatever it asks."""
@@ -196,41 +231,10 @@ class DecodeWorker(WorkerProcess):
             # Asked again by the protocol's clock, and killed when it stays silent.
             _log.warning("%s did not hear that %s has ended: %s", writer.worker_id, request.grant_id, error)
 
-    # -- what the desk says; on the transfer thread
-
-    def queue(self, key: AttemptKey) -> None:
-        self.runner.submit(lambda: self.generations.queue(key))
-
-    def drop(self, key: AttemptKey) -> None:
-        self.runner.submit(lambda: self.generations.drop(key))
-
-    def grant(self, grant: Grant) -> None:
-        self.runner.submit(lambda: self.generations.grant(grant))
-
-    def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
-        self.runner.submit(lambda: self.generations.admit(grant, commit, committed_s))
-        self.pacing.handoff_ended()
-
-    def over(
-        self,
-        key: AttemptKey,
-        pages: tuple[int, ...],
-        verified: tuple[tuple[int, int], ...],
-        reason: RefusalReason,
-        *,
-        quarantined: bool,
-    ) -> None:
-        self.runner.submit(lambda: self.generations.over(key, pages, verified, reason, quarantined=quarantined))
-        self.pacing.handoff_ended()
+    # -- what the driver says; on the transfer thread
 
     def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
         self.pacing.foresee(dues)
-
-    def lift(self, pages: tuple[int, ...]) -> None:
-        self.runner.submit(lambda: self.generations.lift(pages))
-
-    def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
-        self.runner.submit(lambda: self.generations.refused(key, reason, detail))
 
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
         request = prefill_pb.StopWritesRequest(
@@ -246,22 +250,16 @@ class DecodeWorker(WorkerProcess):
         _log.error("writer %s is silent beyond lease and grace: it must be killed", sender)
         writer = self._writers.get(sender)
         worker_id = writer.worker_id if writer is not None else ""
-        suspected = decode_pb.WriterSuspected(writer_worker_id=worker_id, writer_incarnation=sender)
         # To every router: the request itself, and with it the session that had it, may be long gone.
-        self.hub.broadcast([decode_pb.DecodeEvent(writer_suspected=suspected)])
+        self.hub.broadcast([WriterSuspected(worker_id, sender)])
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
 
-    # -- what generations say; on the runner thread
-
-    def _emit(self, events: dict[int, list[decode_pb.DecodeEvent]]) -> None:
-        self.hub.emit(events)
-
     # -- calls that wait for the transfer thread
 
-    def ask_desk(self, question: Callable[[ReceivingDesk], _T]) -> Future[_T]:
-        """Ask the receiving desk; `question` runs on the transfer thread.
+    def ask_driver(self, question: Callable[[ReceiverDriver], _T]) -> Future[_T]:
+        """Ask the driver; `question` runs on the transfer thread.
 
         No peer can make it raise: what it raises is a defect, and the worker's end.
 
@@ -270,38 +268,16 @@ class DecodeWorker(WorkerProcess):
         """
 
         def ask(_: Transport) -> _T:
-            answer = question(self.desk)
+            answer = question(self.driver)
             self._note_refusals()
             return answer
 
         return self._on_transfer(ask)
 
     def _note_refusals(self) -> None:
-        if self.desk.num_refused > sum(self.counters.num_refused.values()):
-            self.counters.num_refused = {reason.value: number for reason, number in self.desk.refusals.items()}
+        if self.driver.num_refused > sum(self.counters.num_refused.values()):
+            self.counters.num_refused = {reason.value: number for reason, number in self.driver.refusals.items()}
             self.hub.status_changed()
-
-
-class _QueuedDesk:
-    """The desk as the runner sees it: each call goes to the transfer thread, in order."""
-
-    def __init__(self, worker: DecodeWorker) -> None:
-        self._worker = worker
-
-    def reserve(self, key: AttemptKey) -> None:
-        self._happened(ev.ReserveReceived(key))
-
-    def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None:
-        self._happened(ev.ReservationGranted(key, pages, first_page))
-
-    def denied(self, key: AttemptKey, reason: RefusalReason) -> None:
-        self._happened(ev.ReservationDenied(key, reason))
-
-    def cancel(self, key: AttemptKey) -> None:
-        self._happened(ev.RequestCancelled(key))
-
-    def _happened(self, event: ev.ReceiverEvent) -> None:
-        self._worker.on_transfer(lambda _: self._worker.desk.happened(event))
 
 
 class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
@@ -325,7 +301,7 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if not self._worker.has_paired(request.sender_incarnation):
             answer = Answer(RefusalReason.WRITER_EXITED, f"{request.sender_incarnation} is not paired with")
         else:
-            answer = await asyncio.wrap_future(self._worker.ask_desk(lambda desk: _attach(desk, request)))
+            answer = await asyncio.wrap_future(self._worker.ask_driver(lambda driver: _attach(driver, request)))
         lease_s = self._worker.config.transport.lease_s
         error = error_of(answer, request.request_id)
         return decode_pb.AttachReply(ok=answer.refusal is None, error=error, lease_s=lease_s)
@@ -337,15 +313,15 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             yield answer
 
     async def ConfirmIdle(self, request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
-        asked = self._worker.ask_desk(
-            lambda desk: desk.confirm_idle(request.grant_id, request.sender_incarnation, request.capability)
+        asked = self._worker.ask_driver(
+            lambda driver: driver.confirm_idle(request.grant_id, request.sender_incarnation, request.capability)
         )
         await asyncio.wrap_future(asked)
         return decode_pb.ConfirmIdleReply()
 
 
-def _attach(desk: ReceivingDesk, request: decode_pb.AttachRequest) -> Answer:
-    answer = desk.attach(request.grant_id, request.sender_incarnation, request.capability, renew=request.renew)
+def _attach(driver: ReceiverDriver, request: decode_pb.AttachRequest) -> Answer:
+    answer = driver.attach(request.grant_id, request.sender_incarnation, request.capability, renew=request.renew)
     if answer.refusal is None and not request.renew:
         points.reach("decode.attached")
     return answer
@@ -356,7 +332,3 @@ def _disconnect(transport: Transport, peer: PeerId) -> None:
         transport.disconnect(peer)
     except TransportError as error:  # it is gone either way
         _log.warning("%s", error)
-
-
-def _make_events(events: Sequence[decode_pb.DecodeEvent], status: pb.WorkerStatus) -> decode_pb.DecodeEvents:
-    return decode_pb.DecodeEvents(events=events, status=status)

@@ -25,23 +25,21 @@ class LoadSnapshot:
 
 
 class LoadReport:
-    """The newest snapshot. Taken by the runner between steps, read from any thread.
+    """The newest snapshot. Taken with the scheduler's lock held, read from any thread.
 
     Args:
-        on_change: called, on the runner thread, when the load differs from the last one.
-        on_taken: called, on the runner thread, with every snapshot.
+        on_change: called when the load differs from the last one.
+        on_taken: called with every snapshot.
     """
 
-    def __init__(
-        self, scheduler: BatchScheduler, on_change: Callable[[], None], on_taken: Callable[[], None]
-    ) -> None:
+    def __init__(self, scheduler: BatchScheduler, on_change: Callable[[], None], on_taken: Callable[[], None]) -> None:
         self._scheduler = scheduler
         self._on_change = on_change
         self._on_taken = on_taken
         self.newest = LoadSnapshot(scheduler.pool.counts())
 
     def take(self, num_queued: int, num_queued_tokens: int) -> None:
-        """Note the load; on the runner thread."""
+        """Note the load."""
         scheduler = self._scheduler
         now = LoadSnapshot(scheduler.pool.counts(), len(scheduler.running), num_queued, num_queued_tokens)
         if now != self.newest:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
@@ -91,7 +92,7 @@ class Batch:
 
 
 class BatchScheduler:
-    """Decides who computes what in the next step. One thread owns it together with its pool."""
+    """Decides who computes what in the next step. One thread owns the batch; `lock` says who has the pool."""
 
     def __init__(self, pool: PagePool, limits: SchedulerLimits, *, salt: bytes, prefix_cache: bool = True) -> None:
         if limits.chunk_size % pool.page_size:
@@ -104,6 +105,13 @@ class BatchScheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
+        # Held while the pool, or what is decided from it, is looked at or changed, and never while a step is computed.
+        # A real lock where a second thread takes and gives back pages of its own meanwhile, as grants of decode do.
+        # Invariants: only the owning thread changes the batch, between steps; no page that the step under way reads or
+        # writes is free before it has ended.
+        self.lock: AbstractContextManager[object] = nullcontext()
+        # Pages that the step under way copies; they lose the reference of who has the copy when it has ended.
+        self._copied: list[int] = []
         # Whether the next step is computed on more threads than its worker's own.
         self.has_spare_threads = False
 
@@ -167,7 +175,13 @@ class BatchScheduler:
     # -- one step
 
     def schedule(self) -> Batch:
-        """Decide the next step. Pages it needs are taken now; `apply` must follow before the next call."""
+        """Decide the next step. Pages it needs are taken now; `apply` must follow before the next call, unless it
+        fails."""
+        with self.lock:
+            return self._schedule()
+
+    def _schedule(self) -> Batch:
+        self._release_copied()  # of a step that failed
         batch = Batch()
         budget = self.limits.max_num_batched_tokens
         self._admit_promoted(batch)
@@ -231,6 +245,11 @@ class BatchScheduler:
 
     def apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
         """Book a computed step: `sampled` holds the tokens, one or more, of each item that samples, in order."""
+        with self.lock:
+            self._apply(batch, sampled)
+
+    def _apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
+        self._release_copied()
         tokens = iter(sampled)
         for item in batch.items:
             sequence = item.sequence
@@ -327,13 +346,17 @@ class BatchScheduler:
         for index in shared:  # copy on write: another choice still reads the old page
             target = pages.pop(0)
             batch.copies.append((sequence.pages[index], target))
-            self.pool.release([sequence.pages[index]])
+            self._copied.append(sequence.pages[index])
             sequence.pages[index] = target
         sequence.pages.extend(pages)
         return True
 
     def _is_shared(self, page: int) -> bool:
-        return self.pool.references(page) > 1
+        return self.pool.references(page) - self._copied.count(page) > 1
+
+    def _release_copied(self) -> None:
+        copied, self._copied = self._copied, []
+        self.pool.release(copied)
 
     def _victim(self, batch: Batch) -> Sequence | None:
         """The last in the order that is not in this step yet; never the first of all."""

@@ -67,7 +67,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PeerProcess, Pee
 def test_the_exit_of_a_writer_is_no_fence_before_its_bytes_were_polled(
     over_tcp: tuple[PeerProcess, PeerProcess],
 ) -> None:
-    """So the receiving desk waits and polls before it frees pages: see `ReceivingDesk.writer_exited`."""
+    """So the receiver driver waits and polls before it frees pages: see `ReceiverDriver.writer_exited`."""
     reading, writing = over_tcp
     reader = RemoteAgent.make(reading, "ucx", "tcp-reader#1", {})
     writer = RemoteAgent.make(writing, "ucx", "tcp-writer#1", {})

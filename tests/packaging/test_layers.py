@@ -48,6 +48,9 @@ WRONG_ARROWS = {
     "a role knows protobuf": ("prefill_worker/role.py", "import tandem.rpc.convert", "What decides runs anywhere"),
     "a role reads a clock": ("prefill_worker/role.py", "import time", "What decides reads no clock"),
     "a driver waits": ("prefill_worker/sender_driver.py", "import threading", "What decides reads no clock"),
+    "decode's core knows gRPC": ("decode_worker/role.py", "import decode_worker.wire", "What decides runs anywhere"),
+    "decode's core reads a clock": ("decode_worker/role.py", "import time", "What decides reads no clock"),
+    "a driver reads a clock": ("decode_worker/receiver_driver.py", "import time", "What decides reads no clock"),
     "scheduler waits": ("tandem/worker/scheduler.py", "import asyncio", "What decides reads no clock"),
 }
 

@@ -127,7 +127,7 @@ def computing_its_prompt_at_decode(first: int) -> Point:
 async def waiting_to_compute_at_decode(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
     with pair.hogged(pair.decode, num_free=2):
         ask = await router.reserve(replace(an_ask(), local=512))
-        await until(lambda: pair.decode.generations.reservations.waiting, "a reservation")
+        await until(lambda: pair.decode.core.ledger.waiting, "a reservation")
         yield ask
 
 

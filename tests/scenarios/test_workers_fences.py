@@ -88,7 +88,7 @@ async def silent_writer(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
         ask = await router.begin(Ask(prompt_of(60, seed=9)))
         await router.until_attached(ask)
         await router.cancel(ask, "decode")
-        await until(lambda: pair.decode.desk._handoffs.num_quarantined_pages == 4, "the quarantine")
+        await until(lambda: pair.decode.driver._handoffs.num_quarantined_pages == 4, "the quarantine")
         await stash.wait()  # decode has asked it: there is a channel to it
         yield ask
         await router.cancel(ask, "prefill")
@@ -115,7 +115,7 @@ async def test_proof_of_the_writers_end_frees_its_pages_and_all_that_was_known_o
             assert num_quarantined(remote) == 4
             assert incarnation in decode._writers
             await note_ended(remote, incarnation)
-            await until(lambda: not decode.desk._handoffs.num_quarantined_pages, "the fence")
+            await until(lambda: not decode.driver._handoffs.num_quarantined_pages, "the fence")
             assert num_quarantined(remote) == 0
             assert not decode._writers
             assert not decode._channels

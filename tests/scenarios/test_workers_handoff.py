@@ -41,6 +41,23 @@ NUM_LAYERS = 3
 LEASE_S = 1.0
 
 
+async def test_no_grant_waits_for_a_decode_step(pair: WorkerPair) -> None:
+    """Neither one that finds room nor one whose pages somebody else gives back, while a step hangs."""
+    async with Router(pair) as router:
+        router.attaches = False
+        with Gate(pair.decode.engine, "forward", first=1) as gate:
+            running = await router.reserve(Ask(prompt_of(20), local=512))
+            await gate.wait()
+            large = await router.reserve(Ask(prompt_of(500)))
+            await router.heard(large, "decode.granted")
+            waits = await router.reserve(Ask(prompt_of(100)))
+            await until(lambda: pair.decode.core.ledger.waiting, "one that waits")
+            await router.cancel(large, "decode")
+            await router.heard(waits, "decode.granted")
+            await router.cancel(waits, "decode")
+        await router.finish(running)
+
+
 # ---- where the pages land
 
 
@@ -184,7 +201,7 @@ async def test_one_flipped_byte_ends_the_attempt_at_both(pair: WorkerPair, side:
     """Before it is sent, though sealed already; or when it has arrived, and before it is read."""
     ask = Ask(prompt_of(60))
     async with Router(pair) as router:
-        before_send, before_read = Stash(pair.prefill.driver, "_write"), Gate(pair.decode.desk, "on_transport")
+        before_send, before_read = Stash(pair.prefill.driver, "_write"), Gate(pair.decode.driver, "on_transport")
         with before_send if side == "prefill" else before_read as held:
             await router.begin(ask)
             await held.wait()
@@ -324,9 +341,9 @@ class Ways:
         commits = pair.decode.commits
         heard, take = commits.heard, commits._take
 
-        def hear(desk: Any, message: Any) -> None:
+        def hear(driver: Any, message: Any) -> None:
             self.came.append("message")
-            heard(desk, message)
+            heard(driver, message)
 
         def take_call(stream: Stream, call: decode_pb2.CommitCall) -> None:
             if not call.HasField("opened"):
@@ -440,7 +457,7 @@ async def test_a_forged_message_changes_nothing_and_nobody_hears_of_it(
     pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does one that says nothing. The writer would give up, were it told that its commit is refused."""
-    ask, desk = Ask(prompt_of(60, seed=5)), pair.decode.desk
+    ask, driver = Ask(prompt_of(60, seed=5)), pair.decode.driver
     told = Stash(pair.decode.commits, "_tell")
     async with Router(pair) as router:
         with HeldCommits(pair.prefill) as stash, told:
@@ -448,12 +465,12 @@ async def test_a_forged_message_changes_nothing_and_nobody_hears_of_it(
             await stash.wait()
             commit: Commit = stash.first_argument
             wrong = dataclasses.replace(commit, digests=commit.digests[::-1], capability=bytes(32))
-            before, ignored = desk.refusals[RefusalReason.BAD_CAPABILITY], desk.num_arrivals_ignored
+            before, ignored = driver.refusals[RefusalReason.BAD_CAPABILITY], driver.num_arrivals_ignored
             name = next(iter(pair.prefill.peers.peers.values())).name
             for content in (call_to_message(wrong, "prefill-0"), b"nothing"):
                 pair.prefill.transfer.submit(lambda t, c=content: t.send(name, c)).result()
-            await until(lambda: desk.num_arrivals_ignored > ignored, "both messages")
-            assert desk.refusals[RefusalReason.BAD_CAPABILITY] == before + 1
+            await until(lambda: driver.num_arrivals_ignored > ignored, "both messages")
+            assert driver.refusals[RefusalReason.BAD_CAPABILITY] == before + 1
             assert told.num_calls == 0
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
     await until(lambda: pair.decode.read_status().refused["bad_capability"] > before, "its counter")
@@ -520,7 +537,7 @@ async def test_a_lease_is_kept_for_as_long_as_the_prompt_takes(hasty_pair: Worke
         with Gate(pair.prefill.engine, "forward") as gate:
             ask = await router.begin(Ask(prompt_of(60)))
             await router.until_attached(ask)
-            record = pair.decode.desk._handoffs.record(ask.key)
+            record = pair.decode.driver._handoffs.record(ask.key)
             assert record is not None
             ends_s = record.lease_ends_s
             await until(lambda: record.lease_ends_s > ends_s + LEASE_S, "several renewals")
@@ -594,7 +611,7 @@ async def test_a_reserve_that_comes_again_when_its_record_is_forgotten_queues_no
         with Gate(pair.decode.engine, "forward") as gate:
             ask = await router.begin(Ask(prompt_of(30)))
             await gate.wait()
-            handoffs = pair.decode.desk._handoffs
+            handoffs = pair.decode.driver._handoffs
             record = handoffs.record(ask.key)
             assert record is not None
             pair.decode.transfer.submit(lambda _: handoffs._forget(record)).result()

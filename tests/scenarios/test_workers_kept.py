@@ -335,7 +335,7 @@ async def test_what_a_decode_worker_never_hears_holds_a_drain_for_a_bounded_time
         await router.heard(ask, "prefill.handoff_done")
         await until(lambda: not num_held(pair), "the end of the handoff")
         peers._confirm_for_s = peers._timeout_s = 0.3
-        pair.decode.ask_desk = silent  # type: ignore[method-assign, assignment]
+        pair.decode.ask_driver = silent  # type: ignore[method-assign, assignment]
         try:
             receiver = pair.decode.incarnation
             prefill.confirm_idle(ConfirmIdle(AttemptKey("nobody", 1), f"{receiver}/0", receiver, b""))
@@ -343,5 +343,5 @@ async def test_what_a_decode_worker_never_hears_holds_a_drain_for_a_bounded_time
             assert num_held(pair) == 1
             await until(lambda: not num_held(pair), "the end of the confirmation", 5)
         finally:
-            del pair.decode.ask_desk
+            del pair.decode.ask_driver
             peers._confirm_for_s, peers._timeout_s = old

@@ -29,7 +29,6 @@ from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2
 from tandem.worker.process import WorkerProcess
 from tandem.worker.request import AttemptFailed
-from tandem.worker.wire import failed_to_proto
 from tests.scenarios.worker_pair import CONFIG, SHARED_LOOP, Gate, WorkerPair, make_worker, prompt_of, until
 from tests.scenarios.worker_router import Ask, Router
 
@@ -141,7 +140,7 @@ async def test_a_draining_decode_worker_refuses_what_waits_at_once(life: WorkerP
         await router.until(lambda: router.outcomes[running.key].tokens[0], "a token")
         with life.hogged(decode, num_free=0):
             queued = [await router.begin(Ask(prompt_of(40))), await router.reserve(Ask(prompt_of(41), local=512))]
-            await until(lambda: len(decode.generations.reservations.waiting) == 2, "two that wait")
+            await until(lambda: len(decode.core.ledger.waiting) == 2, "two that wait")
             draining = asyncio.create_task(drain(decode))
             for ask in queued:
                 await router.heard(ask, "decode.failed")
@@ -199,9 +198,7 @@ async def test_a_router_that_reads_nothing_loses_its_requests(
             ask = await hung.begin(Ask(prompt_of(40)))
             await hung.heard(ask, "decode.granted", "prefill.started")
             hung.stop_reading(side)
-            event: Any = AttemptFailed(AttemptKey("nobody", 0), InternalError("x" * 100_000))
-            if side == "decode":
-                event = decode_pb2.DecodeEvent(failed=failed_to_proto(event))
+            event = AttemptFailed(AttemptKey("nobody", 0), InternalError("x" * 100_000))
             num_sent = 0
             while len(worker.hub._sessions) > 1:
                 assert num_sent < 200, "it is still not cut off"
@@ -364,11 +361,11 @@ async def test_a_failed_runner_fails_the_worker(life: WorkerPair, side: str) -> 
         await router.until(lambda: side in router.ended, "the end of the stream")
 
 
-async def test_a_defect_of_the_receiving_desk_is_not_swallowed(life: WorkerPair) -> None:
+async def test_a_defect_of_the_receiver_driver_is_not_swallowed(life: WorkerPair) -> None:
     def failing(*_: Any) -> Any:
         raise KeyError("lost")
 
-    life.decode.desk.commit = failing  # type: ignore[method-assign]
+    life.decode.driver.commit = failing  # type: ignore[method-assign]
     async with Router(life) as router:
         ask = await router.begin(Ask(prompt_of(20)))
         with pytest.raises(KeyError, match="lost"):

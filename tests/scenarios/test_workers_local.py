@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from decode_worker.generation import Prompt
+from decode_worker.job import Prompt
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.process import WorkerProcess
@@ -243,7 +243,7 @@ async def test_pages_are_given_up_only_when_what_was_begun_lies_in_them(
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (order.append(name), inner(*args))[1])
 
-    for owner, name in ((decode.engine, "finish"), (decode.scheduler, "apply"), (decode.generations, "step_failed")):
+    for owner, name in ((decode.engine, "finish"), (decode.scheduler, "apply"), (decode.core, "step_failed")):
         noted(owner, name)
     async with Router(pair) as router:
         await router.ask(Ask(prompt_of(40)))
@@ -305,14 +305,14 @@ async def test_a_prompt_that_is_being_computed_is_in_the_figures_that_go_with_th
         emit = place._emit
 
         def emit_and_look(*arguments: Any) -> None:
-            if any(kind in str(arguments) for kind in ("PromptStarted(", "local {")):
+            if any(kind in str(arguments) for kind in ("PromptStarted(", "ComputesHere(")):
                 figures[worker.role] = worker.read_status().num_queued_tokens
             emit(*arguments)
 
         monkeypatch.setattr(place, "_emit", emit_and_look)
 
     watch(pair.prefill.core, pair.prefill)
-    watch(pair.decode.generations, pair.decode)
+    watch(pair.decode.core, pair.decode)
     async with Router(pair) as router:
         await router.finish(await router.begin(Ask(prompt_of(50))))
         await router.finish(await router.reserve(Ask(prompt_of(40), local=ALL)))
@@ -352,10 +352,10 @@ async def test_repeated_commands_change_nothing(pair: WorkerPair, oracle: Oracle
         with Gate(pair.decode.engine, "forward", first=1) as gate:
             ask = await router.reserve(Ask(prompt_of(60), local=ALL))
             await gate.wait()
-            num_before = pair.decode.runner._inbox.qsize()
+            outcome = router.outcomes[ask.key]
             await router.reserve(ask)
-            await until(lambda: pair.decode.runner._inbox.qsize() > num_before, "the repeated command")
-        outcome = await router.finish(ask)
+            await router.until(lambda: len(outcome.kinds) == 2, "the repeated answer")
+        await router.finish(ask)
         assert outcome.ids() == oracle.greedy(ask.prompt, 12)
         assert outcome.kinds == ["decode.local", "decode.local"], "asked twice, answered twice"
         # Long after the end: an answer, and no second life.

@@ -39,7 +39,7 @@ async def half_handed_off(pair: WorkerPair, router: Router, ask: Ask) -> AsyncIt
         with Gate(pair.prefill.engine, "forward"):
             await router.begin(ask)
             await router.until_attached(ask)
-        record = pair.decode.desk._handoffs.record(ask.key)
+        record = pair.decode.driver._handoffs.record(ask.key)
         assert record is not None
         await until(lambda: len(record.verified) == 4, "four verified pages")
         # The router takes prefill for lost.

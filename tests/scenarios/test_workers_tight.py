@@ -126,7 +126,7 @@ async def test_urgency_goes_before_age_until_the_age_is_worth_more(pair_for_two:
         with pair.hogged(pair.prefill, num_free=0), pair.hogged(pair.decode, num_free=0):
             for ask in (low, urgent, retried):
                 await router.begin(ask)
-            waiting = pair.decode.generations.reservations.waiting
+            waiting = pair.decode.core.ledger.waiting
             await until(lambda: len(pair.prefill.scheduler.waiting) == len(waiting) == 3, "all to wait")
             order = [ask.request_id for ask in (retried, urgent, low)]
             assert [s.request_id for s in pair.prefill.scheduler.waiting] == order

@@ -256,7 +256,7 @@ async def test_a_prompt_that_cannot_be_computed_is_refused_by_both(pair: WorkerP
 
 async def test_a_full_queue_says_so(pair: WorkerPair) -> None:
     old = pair.limit(pair.prefill, max_num_seqs=0, queue_bound=1)
-    reservations = pair.decode.generations.reservations
+    reservations = pair.decode.core.ledger
     bound, reservations._bound = reservations._bound, 1
     try:
         async with Router(pair) as router:

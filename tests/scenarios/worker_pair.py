@@ -219,10 +219,8 @@ class WorkerPair:
             "handoffs": prefill.driver._entries,
             "targets": prefill._targets,
             "confirmations": prefill._confirming,
-            "generations": decode.generations.jobs,
-            "grants": decode.generations.reservations.granted,
-            "reservations": decode.generations.reservations.waiting,
-            "prompts at decode": decode.generations.reservations.computing,
+            "attempts at decode": decode.core.ledger.attempts,
+            "reservations": decode.core.ledger.waiting,
         }
         return left + [f"{name}: {list(map(str, what))}" for name, what in held.items() if what]
 

@@ -228,7 +228,7 @@ class Router:
         core = self._pair.prefill.core
 
         def is_attached() -> bool:
-            record = self._pair.decode.desk._handoffs.record(ask.key)
+            record = self._pair.decode.driver._handoffs.record(ask.key)
             job = core.jobs.get(ask.key)
             knows = ask.key in core._newly_attached or (job is not None and job.attached)
             return record is not None and record.state is GrantState.OPEN and knows

@@ -1,4 +1,4 @@
-"""Sender driver and receiving desk, each on a transfer thread of its own, over the loopback transport.
+"""Sender driver and receiver driver, each on a transfer thread of its own, over the loopback transport.
 
 No model, no gRPC: the outlets pass what the drivers say to each other, and write down what they tell their workers.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from decode_worker.receiving import Answer, ReceivingDesk
+from decode_worker.receiver_driver import Answer, ReceiverDriver
 from kvtransfer.digest import read_from
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
@@ -125,19 +125,19 @@ class Sending(End):
     def commit_part(self, part: CommitPart) -> None:
         self.tell("part", part)
         if self.world.parts_arrive:
-            self.world.answer(part.key, lambda desk: desk.commit_part(part), None)
+            self.world.answer(part.key, lambda driver: driver.commit_part(part), None)
 
     def commit(self, commit: Commit, *, again: bool) -> None:
         self.tell("commit", commit, again)
         if self.world.commits_arrive:
             self.world.answer(
-                commit.key, lambda desk: desk.commit(commit, time.monotonic()), sev.AckReceived(commit.grant_id)
+                commit.key, lambda driver: driver.commit(commit, time.monotonic()), sev.AckReceived(commit.grant_id)
             )
 
     def confirm_idle(self, idle: sev.ConfirmIdle) -> None:
         self.tell("confirm_idle", idle.grant_id)
-        desk = self.world.receiving.desk
-        self.world.receiving.thread.submit(lambda _: desk.confirm_idle(idle.grant_id, SENDER, idle.capability))
+        driver = self.world.receiving.driver
+        self.world.receiving.thread.submit(lambda _: driver.confirm_idle(idle.grant_id, SENDER, idle.capability))
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
         self.tell("succeeded", key, stats)
@@ -163,29 +163,26 @@ class Receiving(End):
         super().__init__(RECEIVER, THEIRS, world.network)
         self.world = world
         limits = ReceiverLimits(lease_s=LEASE_S, grace_s=GRACE_S, ask_again_s=0.05, quarantine_cap_pages=3)
-        self.desk = ReceivingDesk(RECEIVER, LAYOUT, THEIRS, self.read_extent, limits, self, SECRET)
+        self.driver = ReceiverDriver(RECEIVER, LAYOUT, THEIRS, self.read_extent, limits, self, SECRET, MonotonicClock())
         self.stops = True
         self.hears_arrivals = True
         self.num_arrived = 0
         self.messages: list[bytes] = []
 
     def on_event(self, event: Any) -> None:
-        if isinstance(event, MessageArrived):  # the worker's, not the desk's
+        if isinstance(event, MessageArrived):  # the worker's, not the driver's
             self.messages.append(event.content)
             return
         if self.hears_arrivals:
-            self.desk.on_transport(event)
+            self.driver.on_transport(event)
             self.num_arrived += 1
             self.tell("arrived")
 
     def tick(self) -> None:
-        self.desk.tick()
+        self.driver.tick()
 
     def queue(self, key: AttemptKey) -> None:
         self.tell("queue", key)
-
-    def drop(self, key: AttemptKey) -> None:
-        self.tell("drop", key)
 
     def grant(self, grant: Grant) -> None:
         self.tell("grant", grant.key, grant)
@@ -210,6 +207,8 @@ class Receiving(End):
 
     def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
         self.tell("refused", key, reason)
+
+    def carried_out(self) -> None: ...
 
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
         self.tell("ask_to_stop", sender)
@@ -240,13 +239,15 @@ class World:
             end.transport.connect(other.transport.metadata())
             end.thread.start()
         receiving = self.receiving
-        receiving.thread.submit(lambda transport: receiving.desk.bind(transport, receiving.on_event)).result()
+        receiving.thread.submit(
+            lambda transport: receiving.driver.bind(transport, receiving, receiving.on_event)
+        ).result()
 
-    def answer(self, key: AttemptKey, ask: Callable[[ReceivingDesk], Answer], yes: sev.SenderEvent | None) -> None:
-        """Ask the receiving desk, and tell the sender driver what it said."""
+    def answer(self, key: AttemptKey, ask: Callable[[ReceiverDriver], Answer], yes: sev.SenderEvent | None) -> None:
+        """Ask the receiver driver, and tell the sender driver what it said."""
 
         def call(_: Any) -> None:
-            found = ask(self.receiving.desk)
+            found = ask(self.receiving.driver)
             event = yes if found.refusal is None else sev.RefusalReceived(found.refusal, found.detail)
             if found.verified_at_s:
                 self.sending.thread.submit(lambda _: self.sending.driver.verified(key, found.verified_at_s))
@@ -257,15 +258,15 @@ class World:
 
     def grant(self, pages: tuple[int, ...] = (7, 3, 4), first_page: int = 0, key: AttemptKey = KEY) -> Grant:
         receiving = self.receiving
-        receiving.run(lambda: receiving.desk.happened(rev.ReserveReceived(key)))
-        receiving.run(lambda: receiving.desk.happened(rev.ReservationGranted(key, pages, first_page)))
+        receiving.run(lambda: receiving.driver.happened(rev.ReserveReceived(key)))
+        receiving.run(lambda: receiving.driver.happened(rev.ReservationGranted(key, pages, first_page)))
         grant: Grant = receiving.wait("grant", key)[2]
         return grant
 
     def attach(self, grant: Grant) -> None:
         asked_s = time.monotonic()
-        desk = self.receiving.desk
-        answer = self.receiving.run(lambda: desk.attach(grant.grant_id, SENDER, grant.capability, renew=False))
+        driver = self.receiving.driver
+        answer = self.receiving.run(lambda: driver.attach(grant.grant_id, SENDER, grant.capability, renew=False))
         assert answer.refusal is None
         self.sending.run(lambda: self.sending.driver.attached(KEY, grant, asked_s + LEASE_S))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from driver_ends import GRACE_S, KEY, LAYOUT, SENDER, THEIRS, World
 
-from decode_worker.receiving import IN_FLIGHT_S
+from decode_worker.receiver_driver import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol.messages import FailureReason, RefusalReason
 from kvtransfer.transports.events import MessageArrived, PeerId, TransportEvent, WriteArrived
@@ -80,11 +80,11 @@ def test_a_write_that_fails_in_the_middle_is_settled_by_an_exit_only(world: Worl
     world.seal((1, 2), 0, layers=(0,))
     world.sending.wait("failed", FailureReason.WRITE_FAILED)
     world.sending.wait("quarantine", (1, 2))
-    world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
+    world.receiving.run(lambda: world.receiving.driver.happened(rev.RequestCancelled(KEY)))
     world.tick_until(world.receiving, "kill_writer")
     assert not any(t[0] == "lift" for t in world.receiving.told)
     exited_s = time.monotonic()
-    world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER, is_here=True))
+    world.receiving.run(lambda: world.receiving.driver.writer_exited(SENDER, is_here=True))
     world.tick_until(world.receiving, "lift")
     assert time.monotonic() >= exited_s + IN_FLIGHT_S, "what was on its way had no time to land"
     world.sending.run(lambda: world.sending.driver.receiver_lost("decode-0#1"))
@@ -96,10 +96,10 @@ def test_a_write_that_fails_in_the_middle_is_settled_by_an_exit_only(world: Worl
 def test_an_exit_on_another_host_waits_for_the_grace_and_the_connection_lasts_until_then(
     world: World, is_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_worker.receiving.IN_FLIGHT_S", 0.02)
+    monkeypatch.setattr("decode_worker.receiver_driver.IN_FLIGHT_S", 0.02)
     world.open(2)
     world.attach(world.grant((7, 3)))
-    desk, transport = world.receiving.desk, world.receiving.transport
+    driver, transport = world.receiving.driver, world.receiving.transport
     real = transport.disconnect
 
     def disconnect(peer: Any) -> None:
@@ -109,7 +109,7 @@ def test_an_exit_on_another_host_waits_for_the_grace_and_the_connection_lasts_un
     monkeypatch.setattr(transport, "disconnect", disconnect)
     wait_s = 0.02 if is_here else GRACE_S
     before_s = time.monotonic()
-    world.receiving.run(lambda: desk.writer_exited(SENDER, is_here=is_here))
+    world.receiving.run(lambda: driver.writer_exited(SENDER, is_here=is_here))
     assert world.receiving.due_s is not None
     assert before_s + wait_s <= world.receiving.due_s <= time.monotonic() + wait_s
     world.tick_until(world.receiving, "disconnect")
@@ -125,9 +125,9 @@ def test_an_exit_frees_nothing_before_the_transport_was_polled(world: World) -> 
     polls: list[bool] = []
     transport = world.receiving.transport
     poll = transport.poll
-    desk = world.receiving.desk
+    driver = world.receiving.driver
     stopped = world.receiving.run(
-        lambda: (desk.writer_exited(SENDER, is_here=True), time.sleep(IN_FLIGHT_S + 0.05)),
+        lambda: (driver.writer_exited(SENDER, is_here=True), time.sleep(IN_FLIGHT_S + 0.05)),
     )
     assert stopped is not None
 
@@ -137,7 +137,7 @@ def test_an_exit_frees_nothing_before_the_transport_was_polled(world: World) -> 
 
     def tick_alone() -> None:
         transport.poll = watched  # type: ignore[method-assign]
-        world.receiving.desk.tick()
+        world.receiving.driver.tick()
         transport.poll = poll  # type: ignore[method-assign]
 
     world.receiving.run(tick_alone)
@@ -148,17 +148,17 @@ def test_an_exit_frees_nothing_before_the_transport_was_polled(world: World) -> 
 @pytest.mark.parametrize("world", [plan("none")], indirect=True)
 def test_what_arrives_with_the_last_polls_for_a_departed_writer_is_heard(world: World) -> None:
     """It may be of another writer, whose commit would have to read it all; or that commit itself."""
-    receiving, desk = world.receiving, world.receiving.desk
+    receiving, driver = world.receiving, world.receiving.driver
     arrived: list[TransportEvent] = [WriteArrived(PeerId("another"), b"no tag of ours")]
     arrived.append(MessageArrived(PeerId("another"), b"its commit"))
 
     def tick() -> None:
         inner = receiving.transport.poll
         receiving.transport.poll = lambda: [arrived.pop()] if arrived else inner()  # type: ignore[method-assign]
-        desk.tick()
+        driver.tick()
         receiving.transport.poll = inner  # type: ignore[method-assign]
 
-    receiving.run(lambda: (desk.writer_exited("departed", is_here=True), time.sleep(IN_FLIGHT_S + 0.05), tick()))
+    receiving.run(lambda: (driver.writer_exited("departed", is_here=True), time.sleep(IN_FLIGHT_S + 0.05), tick()))
     assert not arrived
-    assert desk.num_arrivals_ignored == 1
+    assert driver.num_arrivals_ignored == 1
     assert receiving.messages == [b"its commit"]

@@ -59,7 +59,7 @@ def test_pages_are_written_committed_admitted_and_released_once(world: World, gr
     assert num_released(world) == {1: 1, 2: 1, 5: 1}
     assert world.sending.driver.num_handoffs == 0
     assert not world.receiving.transport.wants_polling
-    assert world.receiving.desk.num_refused == 0
+    assert world.receiving.driver.num_refused == 0
 
 
 def test_times_are_counted_from_the_computation_the_first_post_and_the_commit(
@@ -107,7 +107,7 @@ def test_bytes_that_arrive_wrong_are_refused(world: World) -> None:
     world.receiving.wait("over", (7, 3, 4), RefusalReason.DIGEST_MISMATCH, False)
     world.sending.wait("closed", KEY)
     assert num_released(world) == {1: 1, 2: 1, 5: 1}
-    assert world.receiving.desk.num_refused == 1
+    assert world.receiving.driver.num_refused == 1
 
 
 @pytest.mark.parametrize("world", [faulty(lose_completion=True)], indirect=True)
@@ -145,14 +145,14 @@ def test_a_silent_writer_is_asked_then_suspected_and_its_exit_lifts_the_quaranti
     world.receiving.stops = False
     world.open(4)
     world.attach(world.grant((7, 3, 4, 5)))
-    world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
+    world.receiving.run(lambda: world.receiving.driver.happened(rev.RequestCancelled(KEY)))
     world.receiving.wait("over", (7, 3, 4, 5), RefusalReason.CANCELLED, True)
     world.tick_until(world.receiving, "replace_self")
     world.receiving.wait("replace_self", 4)
     world.tick_until(world.receiving, "kill_writer")
     assert world.receiving.told.count(("ask_to_stop", SENDER)) > 1
     world.receiving.told.clear()
-    world.receiving.run(lambda: world.receiving.desk.writer_exited(SENDER, is_here=True))
+    world.receiving.run(lambda: world.receiving.driver.writer_exited(SENDER, is_here=True))
     world.tick_until(world.receiving, "lift")
     world.receiving.wait("lift", (7, 3, 4, 5))
 
@@ -161,7 +161,7 @@ def test_a_cancel_at_the_receiver_stops_the_writer(world: World) -> None:
     world.open()
     world.attach(world.grant())
     world.seal((1, 2), 0, layers=(0,))
-    world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
+    world.receiving.run(lambda: world.receiving.driver.happened(rev.RequestCancelled(KEY)))
     world.sending.wait("failed", FailureReason.STOP_ASKED)
     world.receiving.wait("lift", (7, 3, 4))
     world.seal((5,), 2)
@@ -213,27 +213,27 @@ def test_what_comes_for_an_attempt_that_has_ended(world: World) -> None:
 
 
 def test_answers_to_those_who_ask_about_the_wrong_grant(world: World) -> None:
-    desk, run = world.receiving.desk, world.receiving.run
+    driver, run = world.receiving.driver, world.receiving.run
     grant = world.grant()
     proof, other = grant.capability, "prefill-1#1"
-    assert run(lambda: desk.attach("x/1", SENDER, proof, renew=False)).refusal is RefusalReason.UNKNOWN_GRANT
+    assert run(lambda: driver.attach("x/1", SENDER, proof, renew=False)).refusal is RefusalReason.UNKNOWN_GRANT
     world.open()
     world.attach(grant)
-    assert run(lambda: desk.attach(grant.grant_id, other, proof, renew=False)).refusal is RefusalReason.WRONG_SENDER
-    assert run(lambda: desk.attach(grant.grant_id, other, proof, renew=True)).refusal is RefusalReason.WRONG_SENDER
-    assert run(lambda: desk.attach(grant.grant_id, SENDER, proof, renew=True)).refusal is None
-    assert run(lambda: desk.confirm_idle(grant.grant_id, other, proof)).refusal is RefusalReason.WRONG_SENDER
-    assert run(lambda: desk.confirm_idle(grant.grant_id, SENDER, b"guessed")).refusal is RefusalReason.BAD_CAPABILITY
+    assert run(lambda: driver.attach(grant.grant_id, other, proof, renew=False)).refusal is RefusalReason.WRONG_SENDER
+    assert run(lambda: driver.attach(grant.grant_id, other, proof, renew=True)).refusal is RefusalReason.WRONG_SENDER
+    assert run(lambda: driver.attach(grant.grant_id, SENDER, proof, renew=True)).refusal is None
+    assert run(lambda: driver.confirm_idle(grant.grant_id, other, proof)).refusal is RefusalReason.WRONG_SENDER
+    assert run(lambda: driver.confirm_idle(grant.grant_id, SENDER, b"guessed")).refusal is RefusalReason.BAD_CAPABILITY
     assert not any(t[0] == "over" for t in world.receiving.told)
-    assert desk.num_refused == 5
-    assert desk.refusals[RefusalReason.WRONG_SENDER] == 3
+    assert driver.num_refused == 5
+    assert driver.refusals[RefusalReason.WRONG_SENDER] == 3
 
 
 def test_a_late_reserve_is_answered_also_when_it_had_a_grant(world: World) -> None:
     world.grant()
-    world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
+    world.receiving.run(lambda: world.receiving.driver.happened(rev.RequestCancelled(KEY)))
     world.receiving.wait("over", (7, 3, 4), RefusalReason.CANCELLED, False)
-    world.receiving.run(lambda: world.receiving.desk.happened(rev.ReserveReceived(KEY)))
+    world.receiving.run(lambda: world.receiving.driver.happened(rev.ReserveReceived(KEY)))
     world.receiving.wait("refused", KEY, RefusalReason.CANCELLED)
 
 
@@ -246,7 +246,7 @@ def test_what_is_written_of_a_long_prompt_outlives_its_sender(world: World) -> N
     world.seal((5,), 2)
     world.sending.wait("part", first)
     world.sending.run(lambda: None)  # its answer is in
-    world.receiving.run(lambda: world.receiving.desk.happened(rev.WriterExited(SENDER)))
+    world.receiving.run(lambda: world.receiving.driver.happened(rev.WriterExited(SENDER)))
     world.receiving.wait("over", (8,), RefusalReason.WRITER_EXITED, False)
     world.receiving.wait("verified", ((0, 7), (1, 3), (2, 4)))
     world.check_bytes((1, 2, 5), (7, 3, 4))
@@ -299,7 +299,7 @@ def test_what_has_arrived_is_not_read_again_by_parts_and_the_commit(world: World
     world.computed()
     world.sending.wait("succeeded", KEY)
     assert len(world.receiving.reads) == 6
-    assert world.receiving.desk.num_arrivals_ignored == 0
+    assert world.receiving.driver.num_arrivals_ignored == 0
 
 
 def test_writes_that_nobody_hears_of_are_read_by_the_commit(world: World) -> None:
@@ -338,20 +338,20 @@ def test_the_arrival_of_the_last_page_foretells_the_admission(world: World) -> N
     world.receiving.wait("admit")
     assert [what[0] for what in world.receiving.told][-2:] == ["foresee", "admit"]
     assert foreseen(world)[-1] == []
-    (closing_s,) = world.receiving.desk._closings_s
+    (closing_s,) = world.receiving.driver._closings_s
     assert 0 < closing_s <= time.monotonic() - due_s
 
 
 def test_each_handoff_foretells_its_admission_and_none_that_is_over(world: World) -> None:
     receiving, other = world.receiving, AttemptKey("another", 1)
     for epoch, grant in ((1, world.grant((7,))), (2, world.grant((8,), key=other))):
-        attach = partial(receiving.desk.attach, grant.grant_id, SENDER, grant.capability, renew=False)
+        attach = partial(receiving.driver.attach, grant.grant_id, SENDER, grant.capability, renew=False)
         assert receiving.run(attach).refusal is None
         arrival = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 1), ExtentRun(1, 0, 1)), epoch))
-        receiving.run(lambda arrival=arrival: receiving.desk.on_transport(arrival))
+        receiving.run(lambda arrival=arrival: receiving.driver.on_transport(arrival))
     first, second = foreseen(world)[-1]
     assert first < second
-    receiving.run(lambda: receiving.desk.happened(rev.RequestCancelled(KEY)))
+    receiving.run(lambda: receiving.driver.happened(rev.RequestCancelled(KEY)))
     world.tick_until(receiving, "over")
     assert foreseen(world)[-1] == [second]
 
@@ -364,7 +364,7 @@ def test_a_write_that_tells_too_early_costs_a_second_look(world: World) -> None:
     world.open()
     world.attach(world.grant())
     early = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 3), ExtentRun(1, 0, 3))))
-    world.receiving.run(lambda: world.receiving.desk.on_transport(early))
+    world.receiving.run(lambda: world.receiving.driver.on_transport(early))
     assert len(world.receiving.reads) == 6
     world.receiving.hears_arrivals = False
     world.seal()
@@ -380,7 +380,7 @@ def test_a_write_that_is_repeated_is_read_again(world: World) -> None:
     arrived(world, 2)
     world.receiving.arena[THEIRS.offset(1, 3)] ^= 1
     again = WriteArrived(PeerId(SENDER), tag((ExtentRun(1, 1, 1),)))
-    world.receiving.run(lambda: world.receiving.desk.on_transport(again))
+    world.receiving.run(lambda: world.receiving.driver.on_transport(again))
     world.computed()
     world.sending.wait("failed", FailureReason.REFUSED, RefusalReason.DIGEST_MISMATCH)
 
@@ -402,8 +402,8 @@ def test_what_is_said_of_writes_that_are_not_the_grants_is_ignored_and_counted(
     world.open()
     world.attach(world.grant())
     said = b"\xff garbage" if runs is None else tag(runs, epoch)
-    world.receiving.run(lambda: world.receiving.desk.on_transport(WriteArrived(PeerId(peer), said)))
-    assert world.receiving.desk.num_arrivals_ignored == 1
+    world.receiving.run(lambda: world.receiving.driver.on_transport(WriteArrived(PeerId(peer), said)))
+    assert world.receiving.driver.num_arrivals_ignored == 1
     assert world.receiving.reads == []
     world.seal()
     world.computed()
@@ -411,7 +411,7 @@ def test_what_is_said_of_writes_that_are_not_the_grants_is_ignored_and_counted(
 
 
 def test_a_commit_says_when_its_pages_were_verified_and_a_repeated_one_does_not(world: World) -> None:
-    desk, run = world.receiving.desk, world.receiving.run
+    driver, run = world.receiving.driver, world.receiving.run
     world.commits_arrive = False
     world.open()
     world.attach(world.grant())
@@ -419,9 +419,9 @@ def test_a_commit_says_when_its_pages_were_verified_and_a_repeated_one_does_not(
     world.computed()
     commit = world.sending.wait("commit")[1]
     before_s = time.monotonic()
-    first = run(lambda: desk.commit(commit, before_s))
+    first = run(lambda: driver.commit(commit, before_s))
     assert before_s <= first.verified_at_s <= time.monotonic()
-    assert run(lambda: desk.commit(commit, before_s)).verified_at_s == 0.0
+    assert run(lambda: driver.commit(commit, before_s)).verified_at_s == 0.0
 
 
 @pytest.mark.parametrize("end", ["admitted", "cancelled"])
@@ -433,14 +433,14 @@ def test_what_is_said_of_a_grant_that_has_ended_is_ignored(world: World, end: st
         world.computed()
         world.sending.wait("closed", KEY)
     else:
-        world.receiving.run(lambda: world.receiving.desk.happened(rev.RequestCancelled(KEY)))
+        world.receiving.run(lambda: world.receiving.driver.happened(rev.RequestCancelled(KEY)))
     late = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 1),)))
     receiving = world.receiving
 
     def count() -> tuple[int, int]:
-        return receiving.desk.num_arrivals_ignored, len(receiving.reads)
+        return receiving.driver.num_arrivals_ignored, len(receiving.reads)
 
-    before, _, after = receiving.run(lambda: (count(), receiving.desk.on_transport(late), count()))
+    before, _, after = receiving.run(lambda: (count(), receiving.driver.on_transport(late), count()))
     assert after == (before[0] + 1, before[1])
 
 
@@ -482,9 +482,9 @@ def test_a_part_that_arrives_wrong_ends_the_attempt(world: World) -> None:
 def test_a_stop_that_comes_before_the_attach_was_answered(world: World) -> None:
     world.open()
     grant = world.grant()
-    desk = world.receiving.desk
-    world.receiving.run(lambda: desk.attach(grant.grant_id, SENDER, grant.capability, renew=False))
-    world.receiving.run(lambda: desk.happened(rev.RequestCancelled(KEY)))
+    driver = world.receiving.driver
+    world.receiving.run(lambda: driver.attach(grant.grant_id, SENDER, grant.capability, renew=False))
+    world.receiving.run(lambda: driver.happened(rev.RequestCancelled(KEY)))
     world.sending.wait("failed", FailureReason.STOP_ASKED)
     world.receiving.wait("lift", (7, 3, 4))
 

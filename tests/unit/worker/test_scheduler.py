@@ -297,6 +297,25 @@ def test_shared_pages_are_copied_before_they_are_written() -> None:
     assert first.pages[0] == second.pages[0], "full prompt pages stay shared"
 
 
+def test_a_page_that_a_step_copies_is_nobodys_before_the_step_has_ended() -> None:
+    """Its other owner gives it up in the same step; whoever got it then could write to it before it is copied."""
+    scheduler = make_scheduler(num_pages=3)
+    first, second = (Sequence("a", 1, n, 0, n, [1] * 6, 5, SamplingParams(), num_computed=5) for n in range(2))
+    first.pages = second.pages = scheduler.pool.allocate(2) or []
+    second.pages = list(first.pages)
+    scheduler.pool.share(first.pages)
+    for sequence in (first, second):
+        scheduler.enter(sequence)
+    old = first.pages[1]
+    batch = scheduler.schedule()
+    assert batch.copies == [(old, first.pages[1])]
+    scheduler.pool.release(scheduler.remove(second))
+    assert scheduler.pool.references(old) == 1
+    scheduler.apply(batch, [[1], [1]])
+    assert scheduler.pool.references(old) == 0
+    scheduler.pool.check()
+
+
 def test_a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest() -> None:
     scheduler = make_scheduler(cache=True)
     scheduler.add(prompt("a", 10))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.reservations import Granted, Reservation, ReservationQueue
+from decode_worker.ledger import Attempt, AttemptState, Ledger
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.pages import PagePool, page_keys, pages_for
 from tandem.core.sampling import SamplingParams
@@ -39,7 +39,7 @@ class Request:
     decode: Decode
     ageing_s: float = 1000.0
     sequence: Sequence | None = None  # at prefill
-    granted: Granted | None = None
+    attempt: Attempt | None = None  # at decode
     computed: bool = False
     choices: list[Sequence] = field(default_factory=list)  # at decode
     ended: bool = False
@@ -117,37 +117,44 @@ class Prefill(Pool):
 class Decode(Pool):
     def __init__(self, num_pages: int, *, seqs: int, cache: bool) -> None:
         super().__init__(num_pages, seqs=seqs, cache=cache)
-        self.reservations = ReservationQueue(self.scheduler, bound=100)
+        self.ledger = Ledger[Attempt](self.scheduler, bound=100)
         self.requests: dict[AttemptKey, Request] = {}
 
     def reserve(self, request: Request) -> None:
         self.requests[request.key] = request
         keys = tuple(page_keys(request.prompt, PAGE, SALT)) if self.scheduler.prefix_cache else ()
-        arrival, num_tokens = next(self.arrivals), len(request.prompt)
-        self.reservations.push(
-            Reservation(request.key, request.turn(arrival), arrival, num_tokens, request.num_choices, keys)
+        arrival = next(self.arrivals)
+        request.attempt = Attempt(
+            key=request.key,
+            turn=request.turn(arrival),
+            arrival=arrival,
+            num_tokens=len(request.prompt),
+            num_running=request.num_choices,
+            page_keys=keys,
         )
+        self.ledger.push(request.attempt)
 
     def pump(self) -> list[Request]:
         """Requests that have pages from now on."""
         fresh = []
-        while (granted := self.reservations.take()) is not None:
-            assert isinstance(granted, Granted)
-            request = self.requests[granted.reservation.key]
-            request.granted = granted
-            fresh.append(request)
+        while (granted := self.ledger.take()) is not None:
+            assert granted.state is AttemptState.GRANTED
+            fresh.append(self.requests[granted.key])
         return fresh
 
     def admit(self, request: Request) -> None:
-        granted = self.reservations.admit(request.key)
+        granted = request.attempt
+        assert granted is not None
+        self.ledger.admit(granted)
         pages = [*granted.cached, *granted.pages]
         for choice in range(request.num_choices):
             if choice:
                 self.pool.share(pages)
-            sequence = request.make_sequence(granted.reservation.arrival, choice, [7], list(pages))
+            sequence = request.make_sequence(granted.arrival, choice, [7], list(pages))
             sequence.num_published = len(granted.cached)
             request.choices.append(sequence)
             self.scheduler.enter(sequence)
+        self.ledger.remove(granted)
 
     def step(self) -> bool:
         batch = self.scheduler.schedule()
@@ -161,10 +168,11 @@ class Decode(Pool):
         return bool(batch.items)
 
     def cancel(self, request: Request) -> None:
-        self.reservations.drop(request.key)
-        if request.key in self.reservations.granted:
-            assert request.granted is not None
-            self.reservations.end(request.key, request.granted.pages, (), quarantined=False, keeps=True)
+        attempt = request.attempt
+        if attempt is not None and attempt.state is AttemptState.GRANTED:
+            self.ledger.end(attempt, attempt.pages, (), quarantined=False, keeps=True)
+        elif attempt is not None:
+            self.ledger.remove(attempt)
         for sequence in request.choices:
             self.pool.release(self.scheduler.remove(sequence))
         request.choices = []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.reservations import RESERVED_SHARE, Granted, Local, Reservation, ReservationQueue
+from decode_worker.ledger import RESERVED_SHARE, Attempt, AttemptState, Ledger
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.errors import OverloadedError
 from tandem.core.pages import PagePool, page_keys
@@ -16,11 +16,13 @@ from tandem.worker.sequence import Sequence
 from tandem.worker.turn import turn_of
 
 PAGE = 4
+Queue = Ledger[Attempt]
+GRANTED, ENTERING, COMPUTING = AttemptState.GRANTED, AttemptState.ENTERING, AttemptState.COMPUTING
 
 
-def make_queue(num_pages: int = 40, *, seqs: int = 8, bound: int = 100) -> ReservationQueue:
+def make_queue(num_pages: int = 40, *, seqs: int = 8, bound: int = 100) -> Queue:
     limits = SchedulerLimits(seqs, 32, 16, bound)
-    return ReservationQueue(BatchScheduler(PagePool(num_pages, PAGE), limits, salt=b"m"), bound=bound)
+    return Ledger(BatchScheduler(PagePool(num_pages, PAGE), limits, salt=b"m"), bound=bound)
 
 
 def reservation(
@@ -33,56 +35,60 @@ def reservation(
     tokens: list[int] | None = None,
     local: int = 0,
     ageing_s: float = 1000.0,
-) -> Reservation:
+) -> Attempt:
     """`arrival`: its place in the order of arrival, and the second in which it came."""
     keys = tuple(page_keys(tokens, PAGE, b"m")) if tokens else ()
     num_tokens = len(tokens) if tokens else num_pages * PAGE
-    turn = turn_of(priority, arrival, ageing_s)
-    return Reservation(AttemptKey(name, 1), turn, arrival, num_tokens, n, keys, local)
+    return Attempt(
+        key=AttemptKey(name, 1), turn=turn_of(priority, arrival, ageing_s), arrival=arrival, num_tokens=num_tokens,
+        num_running=n, page_keys=keys, max_local_tokens=local,
+    )  # fmt: skip
 
 
-def push(queue: ReservationQueue, *reservations: Reservation) -> list[str]:
+def push(queue: Queue, *reservations: Attempt) -> list[str]:
     """Queue them and return who is granted at once."""
     for one in reservations:
         queue.push(one)
     return names(pump(queue))
 
 
-def pump(queue: ReservationQueue) -> list[Granted | Local]:
+def pump(queue: Queue) -> list[Attempt]:
     """Give pages to all that may have them now; prompts to compute here go into the batch."""
     taken = []
     while (one := queue.take()) is not None:
         taken.append(one)
-        if isinstance(one, Local):
+        if one.state is ENTERING:
             compute(queue, one)
     return taken
 
 
-def names(taken: list[Granted | Local]) -> list[str]:
-    return [t.reservation.key.request_id for t in taken]
+def names(taken: list[Attempt]) -> list[str]:
+    return [t.key.request_id for t in taken]
 
 
-def give_back(queue: ReservationQueue, name: str) -> None:
+def give_back(queue: Queue, name: str) -> None:
     """The handoff ended without admission."""
-    queue.end(AttemptKey(name, 1), queue.granted[AttemptKey(name, 1)].pages, (), quarantined=False, keeps=True)
+    attempt = queue.attempts[AttemptKey(name, 1)]
+    queue.end(attempt, attempt.pages, (), quarantined=False, keeps=True)
 
 
-def compute(queue: ReservationQueue, taken: Local) -> None:
-    key = taken.reservation.key
-    num_tokens, num_cached = taken.reservation.num_tokens, len(taken.cached) * PAGE
+def compute(queue: Queue, taken: Attempt) -> None:
+    key = taken.key
+    num_tokens, num_cached = taken.num_tokens, len(taken.cached) * PAGE
     sequence = Sequence(key.request_id, 1, 0, 0, 0, [1] * num_tokens, num_tokens, SamplingParams(), True, num_cached)
     sequence.pages = [*taken.cached, *taken.pages]
     queue._scheduler.enter(sequence)
+    taken.state = COMPUTING
 
 
-def computed(queue: ReservationQueue, name: str) -> None:
+def computed(queue: Queue, name: str) -> None:
     """The prompt is computed, and all choices ended with it."""
-    queue.computed(AttemptKey(name, 1))
+    queue.remove(queue.attempts[AttemptKey(name, 1)])
     (sequence,) = (s for s in queue._scheduler.running if s.request_id == name)
     pool(queue).release(queue._scheduler.remove(sequence))
 
 
-def cache(queue: ReservationQueue, tokens: list[int]) -> list[int]:
+def cache(queue: Queue, tokens: list[int]) -> list[int]:
     """Pages of an ended request, in the prefix cache."""
     keys = page_keys(tokens, PAGE, b"m")
     pages = pool(queue).allocate(len(keys)) or []
@@ -92,11 +98,11 @@ def cache(queue: ReservationQueue, tokens: list[int]) -> list[int]:
     return pages
 
 
-def pool(queue: ReservationQueue) -> PagePool:
+def pool(queue: Queue) -> PagePool:
     return queue._pool
 
 
-def run(queue: ReservationQueue, num: int, pages_each: int = 1) -> list[Sequence]:
+def run(queue: Queue, num: int, pages_each: int = 1) -> list[Sequence]:
     """Sequences that run already."""
     running = []
     for n in range(num):
@@ -173,8 +179,11 @@ def test_places_in_the_batch_are_counted_with_all_choices_to_come() -> None:
     queue = make_queue(200, seqs=4)
     run(queue, 1)
     assert push(queue, reservation("two", 1, n=2), reservation("more", 1, arrival=1, n=2)) == ["two"]
-    queue.admit(AttemptKey("two", 1))
-    assert names(pump(queue)) == ["more"], "1 + 2 of 4; admitted ones would be counted as running"
+    two = queue.attempts[AttemptKey("two", 1)]
+    queue.admit(two)
+    assert pump(queue) == [], "admitted ones will run"
+    two.state = AttemptState.RUNNING
+    assert names(pump(queue)) == ["more"], "1 + 2 of 4; running ones are counted by the scheduler"
 
 
 def test_more_choices_than_places_may_run_alone() -> None:
@@ -213,7 +222,7 @@ def test_the_queue_is_bounded_and_what_is_dropped_makes_room() -> None:
     queue.push(reservation("a", 1))
     with pytest.raises(OverloadedError, match="1 reservations wait here"):
         queue.push(reservation("b", 1))
-    queue.drop(AttemptKey("a", 1))
+    queue.remove(queue.attempts[AttemptKey("a", 1)])
     queue.push(reservation("b", 1))
     assert [r.key.request_id for r in queue.waiting] == ["b"]
 
@@ -221,17 +230,17 @@ def test_the_queue_is_bounded_and_what_is_dropped_makes_room() -> None:
 # ---- computed here
 
 
-@pytest.mark.parametrize(("missing_at_most", "kind"), [(0, Granted), (3 * PAGE - 1, Granted), (3 * PAGE, Local)])
-def test_a_prompt_is_computed_here_when_little_of_it_is_missing(missing_at_most: int, kind: type) -> None:
+@pytest.mark.parametrize(("missing_at_most", "state"), [(0, GRANTED), (3 * PAGE - 1, GRANTED), (3 * PAGE, COMPUTING)])
+def test_a_prompt_is_computed_here_when_little_of_it_is_missing(missing_at_most: int, state: AttemptState) -> None:
     queue = make_queue()
     tokens = list(range(5 * PAGE))
     cached = cache(queue, tokens[: 2 * PAGE])
     queue.push(reservation("a", 5, tokens=tokens, local=missing_at_most))
     (taken,) = pump(queue)
-    assert type(taken) is kind
+    assert taken.state is state
     assert list(taken.cached) == cached
     counts = pool(queue).counts()
-    assert (counts.used, counts.reserved) == ((5, 0) if kind is Local else (2, 3))
+    assert (counts.used, counts.reserved) == ((5, 0) if state is COMPUTING else (2, 3))
 
 
 def test_the_last_token_is_computed_even_if_all_pages_are_cached() -> None:
@@ -274,13 +283,13 @@ def test_a_prompt_computed_here_keeps_places_for_its_choices() -> None:
 TOKENS = list(range(4 * PAGE + 1))  # four full pages and a begun one
 
 
-def fail_with(queue: ReservationQueue, *indices: int, quarantined: bool = False, keeps: bool = True) -> list[int]:
+def fail_with(queue: Queue, *indices: int, quarantined: bool = False, keeps: bool = True) -> list[int]:
     """Grant `TOKENS`, fail with these pages of the grant verified; returns the grant's pages."""
     queue.push(reservation("a", 5, tokens=TOKENS))
     (granted,) = pump(queue)
     verified = tuple((i, granted.pages[i]) for i in indices)
     others = tuple(p for i, p in enumerate(granted.pages) if i not in indices)
-    queue.end(granted.reservation.key, others, verified, quarantined=quarantined, keeps=keeps)
+    queue.end(granted, others, verified, quarantined=quarantined, keeps=keeps)
     pool(queue).check()
     assert pool(queue).counts().used == pool(queue).counts().reserved == 0
     return list(granted.pages)
@@ -294,7 +303,7 @@ def test_verified_pages_stay_as_a_cached_prefix(quarantined: bool) -> None:
     assert (counts.cached, counts.quarantined) == (3, 2 if quarantined else 0)
     queue.push(reservation("b", 5, tokens=TOKENS, local=2 * PAGE))
     (again,) = pump(queue)
-    assert isinstance(again, Local), "17 tokens, 12 of them cached"
+    assert again.state is COMPUTING, "17 tokens, 12 of them cached"
     assert list(again.cached) == pages[:3]
 
 
@@ -326,7 +335,7 @@ def test_a_page_that_is_cached_meanwhile_is_not_kept_twice() -> None:
     (granted,) = pump(queue)
     meanwhile = cache(queue, TOKENS[: 2 * PAGE])
     verified = tuple(enumerate(granted.pages[:3]))
-    queue.end(granted.reservation.key, granted.pages[3:], verified, quarantined=False, keeps=True)
+    queue.end(granted, granted.pages[3:], verified, quarantined=False, keeps=True)
     pool(queue).check()
     assert pool(queue).acquire(page_keys(TOKENS, PAGE, b"m")) == [*meanwhile, granted.pages[2]]
 
@@ -335,7 +344,7 @@ def test_without_a_prefix_cache_verified_pages_are_free() -> None:
     queue = make_queue()
     queue.push(reservation("a", 3))
     (granted,) = pump(queue)
-    queue.end(granted.reservation.key, (), tuple(enumerate(granted.pages)), quarantined=False, keeps=True)
+    queue.end(granted, (), tuple(enumerate(granted.pages)), quarantined=False, keeps=True)
     assert pool(queue).counts().free == 40
 
 
@@ -358,18 +367,19 @@ def test_everybody_gets_pages_in_order_within_the_bounds(
         local = len(tokens) if is_local else 0
         order += push(queue, reservation(f"r{n}", size, arrival=n, tokens=tokens, local=local))
     for choice, num_verified in [*ends, *[(0, 0)] * len(sizes)]:
-        reserved = sum(len(g.pages) for g in queue.granted.values())
+        granted = queue.of_state(GRANTED)
+        reserved = sum(len(attempt.pages) for attempt in granted)
         assert reserved == pool(queue).counts().reserved
-        assert reserved <= RESERVED_SHARE * 20 or len(queue.granted) == 1
-        held = [*queue.granted, *queue.computing]
+        assert reserved <= RESERVED_SHARE * 20 or len(granted) == 1
+        held = [*granted, *queue.of_state(COMPUTING)]
         if held:
-            key = held[choice % len(held)]
-            if key in queue.granted:
-                pages = queue.granted[key].pages
+            attempt = held[choice % len(held)]
+            if attempt.state is GRANTED:
+                pages = attempt.pages
                 verified = tuple(enumerate(pages[:num_verified]))
-                queue.end(key, pages[num_verified:], verified, quarantined=False, keeps=True)
+                queue.end(attempt, pages[num_verified:], verified, quarantined=False, keeps=True)
             else:
-                computed(queue, key.request_id)
+                computed(queue, attempt.key.request_id)
         order += names(pump(queue))
         pool(queue).check()
     assert order == [f"r{n}" for n in range(len(sizes))]

@@ -1,51 +1,41 @@
-"""One attempt at one request at a decode worker, and its sequences in the batch."""
+"""One attempt at one request at a decode worker, and its sequences in the batch. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.reservations import Local
-from kvtransfer.protocol.messages import AttemptKey
+from decode_worker.events import ComputesHere
+from decode_worker.ledger import Attempt
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
-from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.sequence import Sequence
 
 
-@dataclass(slots=True)
-class Generation:
+@dataclass(slots=True, kw_only=True, eq=False)
+class DecodeJob(Attempt):
     """One attempt at one request."""
 
-    key: AttemptKey
     session: int
-    turn: float
-    arrival: int
     prompt_ids: list[int]
     params: SamplingParams
     num_choices: int
+    going_on: list[int]  # the choices that have not ended
     journal: dict[int, list[int]]  # tokens that the client has, by choice; they are replayed, not sampled again
-    finished: frozenset[int]  # choices that have ended already
-    max_local_tokens: int
-    queued: bool = False  # the protocol took it for a new attempt
+    is_cancelled: bool = False  # nobody wants it; its pages come back when the protocol says so
     is_new: bool = False  # handed off, and no step has computed anything of it yet
-    local: decode_pb.ComputesHere | None = None  # set from when its prompt is computed here
+    local: ComputesHere | None = None  # set from when its prompt is computed here
     sequences: list[Sequence] = field(default_factory=list)  # in the batch, or preempted
-
-    @property
-    def going_on(self) -> list[int]:
-        """The choices that have not ended."""
-        return [c for c in range(self.num_choices) if c not in self.finished]
 
     @property
     def to_sample(self) -> list[int]:
         """The choices whose first token nobody has sampled yet."""
         return [c for c in self.going_on if c not in self.journal]
 
-    def begin_prompt(self, taken: Local, page_size: int) -> Sequence:
+    def begin_prompt(self, page_size: int) -> Sequence:
         """The prompt, computed here once for all choices; see `Prompt`."""
-        num_cached = len(taken.cached)
-        sequence = self._make_sequence(0, [], [*taken.cached, *taken.pages], num_cached * page_size, num_cached)
-        sequence.keys = list(taken.reservation.keys)
+        num_cached = len(self.cached)
+        sequence = self._make_sequence(0, [], [*self.cached, *self.pages], num_cached * page_size, num_cached)
+        sequence.keys = list(self.page_keys)
         sequence.samples = bool(self.to_sample)
         # What a lost prefill worker left behind has waited long enough, and prefill has no time for it.
         sequence.paced = self.key.attempt == 1
@@ -82,11 +72,11 @@ class Generation:
 class Prompt:
     """Owner of a sequence that computes a prompt: its last step samples the first token of each choice to sample."""
 
-    generation: Generation
+    job: DecodeJob
     state: SequenceState
 
     def rows(self, _: Sequence) -> list[SampleRow]:
-        job = self.generation
+        job = self.job
         return [SampleRow(self.state, job.params, choice, 0) for choice in job.to_sample]
 
 
@@ -94,7 +84,7 @@ class Prompt:
 class Choice:
     """Owner of a sequence that generates one choice."""
 
-    generation: Generation
+    job: DecodeJob
     state: SequenceState
 
     def rows(self, sequence: Sequence) -> list[SampleRow]:

@@ -1,4 +1,4 @@
-"""Drives the receiver's half of every handoff; all of it runs on the transfer thread.
+"""Drives the receiver's half of every handoff; all of it runs on one thread, in a worker the transfer thread.
 
 What a write brought is read when the transport says that it has arrived; parts and commits are compared with numbers
 then, right where they come in. So their answer is known when the call returns, and the runner hears of the admission
@@ -8,7 +8,6 @@ before anybody else does.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +23,9 @@ from kvtransfer.protocol.arrivals import ArrivedDigests, WriteTag
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 from kvtransfer.protocol.receiver import ReceiverHandoffs
-from kvtransfer.transports.base import Transport
-from kvtransfer.transports.events import PeerId, ThreadEvent, WriteArrived
+from kvtransfer.transports.events import PeerId, TransportEvent, WriteArrived
 from tandem.core import points
+from tandem.core.clock import Clock
 from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)
@@ -41,19 +40,41 @@ IN_FLIGHT_S = 0.5
 _NUM_CLOSINGS = 5
 
 
-class ReceivingOutlet(Protocol):
-    """Where the desk's results go. Called on the transfer thread; must hand over and return."""
+class Incoming(Protocol):
+    """The transport, as far as its receiving side goes; see `kvtransfer.transports.base.Transport`."""
+
+    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None: ...
+
+    def end_incoming(self, key: str) -> None: ...
+
+    def poll(self) -> list[TransportEvent]: ...
+
+    def disconnect(self, peer: PeerId) -> None: ...
+
+
+class ReceiverPort(Protocol):
+    """The driver, as the role sees it; on the driver's thread."""
+
+    def reserve(self, key: AttemptKey) -> None: ...
+
+    def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None: ...
+
+    def denied(self, key: AttemptKey, reason: RefusalReason) -> None: ...
+
+    def cancel(self, key: AttemptKey) -> None: ...
+
+
+class AttemptsPort(Protocol):
+    """The role, as the driver sees it: whose attempts these are. Called on the driver's thread."""
 
     def queue(self, key: AttemptKey) -> None:
-        """Answer with `granted` when the pool has pages."""
-
-    def drop(self, key: AttemptKey) -> None: ...
+        """Answer with `granted` or `denied` when the pool has pages: now, or later."""
 
     def grant(self, grant: Grant) -> None:
         """Tell the router."""
 
     def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
-        """The pages hold what was sealed; the commit arrived at `committed_s`, on the monotonic clock."""
+        """The pages hold what was sealed; the commit arrived at `committed_s`, on the driver's clock."""
 
     def over(
         self,
@@ -77,6 +98,13 @@ class ReceivingOutlet(Protocol):
     def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
         """A reservation was refused."""
 
+    def carried_out(self) -> None:
+        """All of what an event brought has been said."""
+
+
+class ReceiverOutlet(Protocol):
+    """Where all else goes. Called on the driver's thread; must hand over and return."""
+
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None: ...
 
     def kill_writer(self, sender: str) -> None: ...
@@ -86,7 +114,7 @@ class ReceivingOutlet(Protocol):
     def deadline(self, deadline_s: float | None) -> None: ...
 
     def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        """All admissions that are foreseen now: when, on the monotonic clock, and of which sender. Before `admit` and
+        """All admissions that are foreseen now: when, on the driver's clock, and of which sender. Before `admit` and
         `over` of one, those without it."""
 
 
@@ -96,7 +124,7 @@ class Answer:
 
     refusal: RefusalReason | None = None
     detail: str = ""
-    verified_at_s: float = 0.0  # of a commit whose pages were verified just now, on the monotonic clock
+    verified_at_s: float = 0.0  # of a commit whose pages were verified just now, on the driver's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +137,7 @@ class _Arriving:
     forecast: HandoffForecast
 
 
-class ReceivingDesk:
+class ReceiverDriver:
     """All handoffs that this worker takes.
 
     Args:
@@ -124,19 +152,22 @@ class ReceivingDesk:
         shape: ArenaShape,
         read_extent: ReadExtent,
         limits: ReceiverLimits,
-        outlet: ReceivingOutlet,
+        outlet: ReceiverOutlet,
         secret: bytes,
+        clock: Clock,
     ) -> None:
         self._handoffs = ReceiverHandoffs(incarnation, layout, limits, secret=secret)
         self._grace_s = limits.grace_s
         self._shape = shape
         self._read_extent = read_extent
         self._outlet = outlet
+        self._clock = clock
         self._answer = Answer()
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
         self._committed_s = self._verified_at_s = 0.0  # when the commit under way arrived, and was verified
-        self._transport: Transport | None = None
-        self._deliver: Callable[[ThreadEvent], None] = self.on_transport
+        self._transport: Incoming
+        self._attempts: AttemptsPort
+        self._deliver: Callable[[TransportEvent], None] = self.on_transport
         # By grant. Invariant: all and only grants with a writer that are neither admitted nor over.
         self._arriving: dict[str, _Arriving] = {}
         # Writes that said that they had arrived, and are of no grant here that still counts; messages that say nothing.
@@ -152,9 +183,9 @@ class ReceivingDesk:
     def num_refused(self) -> int:
         return self.refusals.total()
 
-    def bind(self, transport: Transport, deliver: Callable[[ThreadEvent], None]) -> None:
-        """Give it the transport; once, on the transfer thread. What it finds there itself goes to `deliver`."""
-        self._transport, self._deliver = transport, deliver
+    def bind(self, transport: Incoming, attempts: AttemptsPort, deliver: Callable[[TransportEvent], None]) -> None:
+        """Give it the transport and the role; once, on its thread. What it finds there itself goes to `deliver`."""
+        self._transport, self._attempts, self._deliver = transport, attempts, deliver
 
     # -- what others say
 
@@ -168,7 +199,7 @@ class ReceivingDesk:
         return self._answer_sender(ev.PartReceived(part), f"{part.sender}, {part.grant_id}")
 
     def commit(self, commit: Commit, arrived_s: float) -> Answer:
-        """A sender says that all is written; heard at `arrived_s`, on the monotonic clock."""
+        """A sender says that all is written; heard at `arrived_s`, on the driver's clock."""
         points.reach("decode.commit")
         self._committed_s, self._verified_at_s = arrived_s, 0.0
         answer = self._answer_sender(ev.CommitReceived(commit), f"{commit.sender}, {commit.grant_id}")
@@ -191,7 +222,7 @@ class ReceivingDesk:
             _log.warning("%s of %s is refused: %s", type(event).__name__, what, answer.refusal.value)
         return answer
 
-    def on_transport(self, event: ThreadEvent) -> None:
+    def on_transport(self, event: object) -> None:
         """Of a write that has arrived, read at once what it says that it brought: others are on their way meanwhile.
 
         What a writer says here is a hint. It is believed of the grant that this writer has, and of nothing else.
@@ -211,7 +242,7 @@ class ReceivingDesk:
         else:
             arriving.digests.read(tag.runs, self._take_digests)
             if layers := {run.layer for run in tag.runs if run.first_index + run.num_pages == arriving.num_pages}:
-                arriving.forecast.arrived(layers, time.monotonic())
+                arriving.forecast.arrived(layers, self._clock.now())
                 self._foresee()
 
     def _foresee(self) -> None:
@@ -232,9 +263,32 @@ class ReceivingDesk:
     def _take_digests(self, layer: int, pages: Sequence[int]) -> tuple[int, ...]:
         return digest_pages(self._read_extent, layer, pages)
 
+    # -- what the role says
+
+    def reserve(self, key: AttemptKey) -> None:
+        """A router asks for pages."""
+        self.happened(ev.ReserveReceived(key))
+
+    def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None:
+        """The pool gave `pages` to the attempt; its prompt has `first_page` pages already. Also within `queue` and
+        `carried_out`, and so `denied`."""
+        self._run(ev.ReservationGranted(key, pages, first_page))
+        self._set_deadline()
+
+    def denied(self, key: AttemptKey, reason: RefusalReason) -> None:
+        """The attempt gets no pages."""
+        self._run(ev.ReservationDenied(key, reason))
+        self._set_deadline()
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Nobody wants the attempt any more."""
+        self.happened(ev.RequestCancelled(key))
+
     def happened(self, event: ev.ReceiverEvent) -> None:
         """Any event that nobody waits for an answer to."""
         self._ask(event)
+
+    # -- time
 
     def writer_exited(self, sender: str, *, is_here: bool) -> None:
         """A writer's process has ended: a fence, as soon as nothing of it can be on its way any more.
@@ -245,16 +299,15 @@ class ReceivingDesk:
             is_here: it ran on this host.
         """
         in_flight_s = IN_FLIGHT_S if is_here else max(IN_FLIGHT_S, self._grace_s)
-        self._exited.setdefault(sender, time.monotonic() + in_flight_s)
+        self._exited.setdefault(sender, self._clock.now() + in_flight_s)
         self._set_deadline()
 
     def tick(self) -> None:
         """A deadline may have come."""
-        now_s = time.monotonic()
+        now_s = self._clock.now()
         due = [sender for sender, due_s in self._exited.items() if now_s >= due_s]
         if due:
             # This thread may have been stopped all the time: let what has come land before pages are freed.
-            assert self._transport is not None
             while events := self._transport.poll():
                 for event in events:
                     self._deliver(event)
@@ -265,7 +318,6 @@ class ReceivingDesk:
         self.happened(ev.Tick())
 
     def _disconnect(self, sender: str) -> None:
-        assert self._transport is not None
         try:
             self._transport.disconnect(PeerId(sender))
         except TransportError as error:  # it is gone either way
@@ -277,32 +329,33 @@ class ReceivingDesk:
         self._answer = Answer()
         self._is_reserving = isinstance(event, ev.ReserveReceived)
         self._run(event)
+        self._is_reserving, answer = False, self._answer
+        self._attempts.carried_out()
         self._set_deadline()
-        return self._answer
+        return answer
 
     def _set_deadline(self) -> None:
         deadlines_s = [d for d in (self._handoffs.next_deadline_s(), *self._exited.values()) if d is not None]
         self._outlet.deadline(min(deadlines_s, default=None))
 
     def _run(self, event: ev.ReceiverEvent) -> None:
-        for instruction in self._handoffs.handle(event, time.monotonic()):
+        for instruction in self._handoffs.handle(event, self._clock.now()):
             self._carry_out(instruction)
 
     def _carry_out(self, instruction: ev.ReceiverInstruction) -> None:
-        handler: Callable[[ReceivingDesk, ev.ReceiverInstruction], None] = _HANDLERS[type(instruction)]
+        handler: Callable[[ReceiverDriver, ev.ReceiverInstruction], None] = _HANDLERS[type(instruction)]
         handler(self, instruction)
 
     def _refuse(self, i: ev.SendRefusal) -> None:
         self._answer = Answer(i.reason, i.detail)
         # Of a reservation the router hears; who asked with a grant gets the answer.
         if i.key is not None and (i.grant_id is None or self._is_reserving):
-            self._outlet.refused(i.key, i.reason, i.detail)
+            self._attempts.refused(i.key, i.reason, i.detail)
 
     def _agree(self, _: ev.ReceiverInstruction) -> None:
         self._answer = Answer()
 
     def _expect(self, i: ev.ExpectWrites) -> None:
-        assert self._transport is not None
         ranges = page_ranges(i.pages, self._shape)
         self._transport.expect_incoming(i.grant_id, PeerId(i.sender), ranges)
         num_layers = self._shape.num_layers
@@ -310,7 +363,6 @@ class ReceivingDesk:
         self._arriving[i.grant_id] = _Arriving(i.sender, len(i.pages), digests, forecast)
 
     def _end_writes(self, i: ev.EndWrites) -> None:
-        assert self._transport is not None
         self._transport.end_incoming(i.grant_id)
 
     def _verify_part(self, i: ev.VerifyPart) -> None:
@@ -319,7 +371,7 @@ class ReceivingDesk:
 
     def _verify(self, i: ev.VerifyDigests) -> None:
         mismatches = self._find_mismatches(i.grant_id, 0, i.digests)
-        self._verified_at_s = time.monotonic()
+        self._verified_at_s = self._clock.now()
         self._run(ev.DigestsVerified(i.grant_id, mismatches))
 
     def _find_mismatches(
@@ -337,36 +389,36 @@ class ReceivingDesk:
     def _admit(self, i: ev.AdmitRequest) -> None:
         forecast = self._arriving.pop(i.grant.grant_id).forecast
         if not forecast.num_left:
-            self._closings_s.append(time.monotonic() - forecast.last_s)
+            self._closings_s.append(self._clock.now() - forecast.last_s)
         self._foresee()
-        self._outlet.admit(i.grant, i.commit, self._committed_s)
+        self._attempts.admit(i.grant, i.commit, self._committed_s)
 
     def _over(self, i: ev.FreePages | ev.QuarantinePages) -> None:
         self._arriving.pop(i.grant_id or "", None)  # none where no writer ever knew of the grant
         self._foresee()
         record = self._handoffs.record(i.key)
         reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
-        self._outlet.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))
+        self._attempts.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {
-    ev.QueueReservation: lambda desk, i: desk._outlet.queue(i.key),
-    ev.DropReservation: lambda desk, i: desk._outlet.drop(i.key),
-    ev.SendGrant: lambda desk, i: desk._outlet.grant(i.grant),
-    ev.ConfirmAttached: ReceivingDesk._agree,
-    ev.ConfirmRenewed: ReceivingDesk._agree,
-    ev.SendAck: ReceivingDesk._agree,
-    ev.SendRefusal: ReceivingDesk._refuse,
-    ev.ExpectWrites: ReceivingDesk._expect,
-    ev.EndWrites: ReceivingDesk._end_writes,
-    ev.VerifyPart: ReceivingDesk._verify_part,
-    ev.ConfirmPart: ReceivingDesk._agree,
-    ev.VerifyDigests: ReceivingDesk._verify,
-    ev.AdmitRequest: ReceivingDesk._admit,
-    ev.FreePages: ReceivingDesk._over,
-    ev.QuarantinePages: ReceivingDesk._over,
-    ev.LiftQuarantine: lambda desk, i: desk._outlet.lift(i.pages),
-    ev.AskWriterToStop: lambda desk, i: desk._outlet.ask_to_stop(i.sender, i.grant, i.reason),
-    ev.KillWriter: lambda desk, i: desk._outlet.kill_writer(i.sender),
-    ev.ReplaceSelf: lambda desk, i: desk._outlet.replace_self(i.num_quarantined_pages),
+    ev.QueueReservation: lambda driver, i: driver._attempts.queue(i.key),
+    ev.DropReservation: lambda *_: None,  # the refusal behind it says so
+    ev.SendGrant: lambda driver, i: driver._attempts.grant(i.grant),
+    ev.ConfirmAttached: ReceiverDriver._agree,
+    ev.ConfirmRenewed: ReceiverDriver._agree,
+    ev.SendAck: ReceiverDriver._agree,
+    ev.SendRefusal: ReceiverDriver._refuse,
+    ev.ExpectWrites: ReceiverDriver._expect,
+    ev.EndWrites: ReceiverDriver._end_writes,
+    ev.VerifyPart: ReceiverDriver._verify_part,
+    ev.ConfirmPart: ReceiverDriver._agree,
+    ev.VerifyDigests: ReceiverDriver._verify,
+    ev.AdmitRequest: ReceiverDriver._admit,
+    ev.FreePages: ReceiverDriver._over,
+    ev.QuarantinePages: ReceiverDriver._over,
+    ev.LiftQuarantine: lambda driver, i: driver._attempts.lift(i.pages),
+    ev.AskWriterToStop: lambda driver, i: driver._outlet.ask_to_stop(i.sender, i.grant, i.reason),
+    ev.KillWriter: lambda driver, i: driver._outlet.kill_writer(i.sender),
+    ev.ReplaceSelf: lambda driver, i: driver._outlet.replace_self(i.num_quarantined_pages),
 }

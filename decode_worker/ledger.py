@@ -1,0 +1,195 @@
+"""Every attempt that is wanted or holds pages at a decode worker: how far it is, and who gets pages when. Pure.
+
+    NEW ──> WAITING ──┬──> GRANTED ──admit──┬──> ENTERING ──> COMPUTING ──> RUNNING
+                      └──── computed here ──┘        └──── handed off ───────┘
+
+Reserved pages that are not committed yet are dead weight: together they may be at most a quarter of the pool, but one
+request is always allowed when nothing else is reserved, however large. Pages of a prompt that is computed here need no
+such cap: no other worker has to do anything before they are of use. The head of the queue is never overtaken.
+Growth of what runs comes first: every running sequence keeps a page to grow into, and while a preempted one waits to
+come back, nothing new is let in. So decode always goes on by itself, whatever prefill does: no cycle between the two
+pools can stand still.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from kvtransfer.protocol.messages import AttemptKey
+from tandem.core.errors import OverloadedError
+from tandem.core.pages import pages_for
+from tandem.worker.scheduler import BatchScheduler
+
+RESERVED_SHARE = 0.25
+
+
+class AttemptState(Enum):
+    NEW = "new"  # the protocol has not taken it
+    WAITING = "waiting"  # for pages
+    GRANTED = "granted"  # its pages are reserved for a writer
+    ENTERING = "entering"  # its pages are its own; the batch has it with the next step
+    COMPUTING = "computing"  # its prompt is computed here, by one sequence for all its choices
+    RUNNING = "running"  # its choices generate
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """What the ledger knows of an attempt; `page_keys` are those of the prompt's full pages, none without a prefix
+    cache."""
+
+    key: AttemptKey
+    turn: float  # lower goes first: `tandem.worker.turn`
+    arrival: int
+    num_tokens: int  # of the prompt
+    num_running: int  # choices that will run
+    page_keys: tuple[bytes, ...]
+    max_local_tokens: int = 0  # computed here when no more than this are missing
+    state: AttemptState = AttemptState.NEW
+    # Of the prompt, from when they are taken: `cached` hold its beginning already and are pinned.
+    cached: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+
+    @property
+    def num_to_come(self) -> int:
+        """Sequences that will be in the batch and are not."""
+        match self.state:
+            case AttemptState.GRANTED | AttemptState.ENTERING:
+                return self.num_running
+            case AttemptState.COMPUTING:
+                return self.num_running - 1
+        return 0
+
+
+A = TypeVar("A", bound=Attempt)
+
+
+class Ledger(Generic[A]):
+    """All attempts of one decode worker. Guarded by the scheduler's lock, as the pool is.
+
+    Args:
+        bound: attempts that may wait.
+    """
+
+    def __init__(self, scheduler: BatchScheduler, *, bound: int) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._bound = bound
+        # Invariant: all and only attempts that a router still wants or whose pages are not given back.
+        self.attempts: dict[AttemptKey, A] = {}
+        # Invariant: all and only those in WAITING, sorted by (turn, arrival).
+        self.waiting: list[A] = []
+
+    def of_state(self, state: AttemptState) -> list[A]:
+        return [attempt for attempt in self.attempts.values() if attempt.state is state]
+
+    def has(self, attempt: A) -> bool:
+        return self.attempts.get(attempt.key) is attempt
+
+    def push(self, attempt: A) -> None:
+        """Queue a new attempt for pages.
+
+        Raises:
+            OverloadedError: as many as are allowed wait already.
+        """
+        if len(self.waiting) >= self._bound:
+            raise OverloadedError(
+                f"{len(self.waiting)} reservations wait here already", request_id=attempt.key.request_id
+            )
+        attempt.state = AttemptState.WAITING
+        self.attempts[attempt.key] = attempt
+        insort(self.waiting, attempt, key=lambda a: (a.turn, a.arrival))
+
+    def take(self) -> A | None:
+        """Give pages to the head of the queue, if that may be now: it is GRANTED then, or ENTERING."""
+        if not self.waiting or not self._give_pages(self.waiting[0]):
+            return None
+        return self.waiting.pop(0)
+
+    # -- the ways out
+
+    def remove(self, attempt: A) -> None:
+        """Nobody wants it any more, or it has ended. Pages that it has are not the ledger's to give back."""
+        if not self.has(attempt):
+            return
+        del self.attempts[attempt.key]
+        if attempt.state is AttemptState.WAITING:
+            self.waiting.remove(attempt)
+
+    def admit(self, attempt: A) -> None:
+        """The handoff is verified: the pages, reserved so far, are used."""
+        self._pool.admit(attempt.pages)
+        attempt.state = AttemptState.ENTERING
+
+    def end(
+        self,
+        attempt: A,
+        pages: Sequence[int],
+        verified: Sequence[tuple[int, int]],
+        *,
+        quarantined: bool,
+        keeps: bool,
+    ) -> None:
+        """The handoff is over without admission, and the attempt with it.
+
+        Args:
+            pages: of the grant, those that were not verified.
+            verified: (index in the grant, page) of the others, in order: their writes have ended and their bytes are
+                right.
+            quarantined: an unfinished write may still reach `pages`.
+            keeps: what of `verified` continues the cached beginning without a gap stays as a cached prefix.
+        """
+        self.remove(attempt)
+        if quarantined:
+            self._pool.quarantine(pages)
+        else:
+            self._pool.release(pages)
+        kept = self._keep(attempt, verified) if keeps else []
+        self._pool.release([page for _, page in verified[len(kept) :]])
+        self._pool.release([*attempt.cached, *kept])
+
+    def _keep(self, attempt: A, verified: Sequence[tuple[int, int]]) -> list[int]:
+        keys = attempt.page_keys[len(attempt.cached) :]
+        kept: list[int] = []
+        for (index, page), key in zip(verified, keys, strict=False):
+            if index != len(kept):
+                break
+            self._pool.admit([page])
+            self._pool.publish(page, key)
+            kept.append(page)
+        return kept
+
+    # -- deciding
+
+    def _give_pages(self, head: A) -> bool:
+        pool = self._pool
+        if self._scheduler.waiting or not self._has_place(head):
+            return False
+        # At least the last page is always sent or computed: decode's own first step needs it private.
+        cached = pool.acquire(head.page_keys[: (head.num_tokens - 1) // pool.page_size])
+        needed = pages_for(head.num_tokens, pool.page_size) - len(cached)
+        is_local = head.num_tokens - len(cached) * pool.page_size <= head.max_local_tokens
+        pages = None
+        if self._leaves_growth(needed) and (is_local or self._may_reserve(needed)):
+            pages = pool.allocate(needed) if is_local else pool.reserve(needed)
+        if pages is None:
+            pool.release(cached)
+            return False
+        head.cached, head.pages = tuple(cached), tuple(pages)
+        head.state = AttemptState.ENTERING if is_local else AttemptState.GRANTED
+        return True
+
+    def _has_place(self, head: A) -> bool:
+        busy = len(self._scheduler.running) + sum(attempt.num_to_come for attempt in self.attempts.values())
+        return busy == 0 or busy + head.num_running <= self._scheduler.limits.max_num_seqs
+
+    def _leaves_growth(self, needed: int) -> bool:
+        entering = sum(attempt.num_running for attempt in self.of_state(AttemptState.ENTERING))
+        return needed + len(self._scheduler.running) + entering <= self._pool.num_available
+
+    def _may_reserve(self, needed: int) -> bool:
+        reserved = sum(len(attempt.pages) for attempt in self.of_state(AttemptState.GRANTED))
+        return not reserved or reserved + needed <= RESERVED_SHARE * self._pool.num_pages

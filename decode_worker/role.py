@@ -1,0 +1,388 @@
+"""What a decode worker does with attempts: reservations and handoffs as they come, tokens around each step. Pure.
+
+Two threads may run it. On the *driver's*, in a worker the transfer thread, attempts come, get pages, and go: so a
+grant waits for no step. On the *runner's* they are in the batch. What both touch is guarded by the scheduler's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from decode_worker.events import Admitted, ComputesHere, Emit, GrantMade
+from decode_worker.job import DecodeJob
+from decode_worker.ledger import AttemptState, Ledger
+from decode_worker.receiver_driver import ReceiverPort
+from decode_worker.tokens import TokenBook
+from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
+from tandem.core import points
+from tandem.core.clock import Clock
+from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError, TandemError
+from tandem.core.pages import page_keys
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.load import LoadReport
+from tandem.worker.pacing import Pacing
+from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits
+from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.step import SampleTokens
+from tandem.worker.turn import turn_of
+from tandem.worker.validate import open_journals, validate
+
+Submit = Callable[[Callable[[], None]], None]
+"""Runs a call on a thread, in order."""
+
+
+class DecodeRole:
+    """The `StepHooks` of a decode worker, and where its driver's results go.
+
+    Args:
+        queue_bound: attempts that may wait for pages.
+        to_runner: to the thread of the steps, before the next one.
+        to_driver: to the driver's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        scheduler: BatchScheduler,
+        driver: ReceiverPort,
+        emit: Emit,
+        limits: RequestLimits,
+        queue_bound: int,
+        sample: SampleTokens,
+        counters: WorkerCounters,
+        load: LoadReport,
+        pacing: Pacing,
+        clock: Clock,
+        is_draining: Callable[[], bool],
+        to_runner: Submit,
+        to_driver: Submit,
+    ) -> None:
+        self._worker_id = worker_id
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._lock = scheduler.lock
+        self._driver = driver
+        self._emit = emit
+        self._limits = limits
+        self._counters = counters
+        self._load = load
+        self._pacing = pacing
+        self._clock = clock
+        self._is_draining = is_draining
+        self._to_runner = to_runner
+        self._to_driver = to_driver
+        self.ledger = Ledger[DecodeJob](scheduler, bound=queue_bound)
+        self._tokens = TokenBook(
+            scheduler=scheduler,
+            ledger=self.ledger,
+            limits=limits,
+            sample=sample,
+            counters=counters,
+            emit=emit,
+            drop=self._drop,
+        )
+        self._arrivals = 0
+        self._will_give_pages = False  # `give_pages` is on its way to the driver's thread
+        self._has_changed = False  # who waits or what is free, since `give_pages` last looked; of the driver's thread
+
+    # -- what routers ask; on the driver's thread
+
+    def reserve(self, session: int, spec: AttemptSpec, max_local_tokens: int) -> None:
+        """Take a request in; a repeated command is answered again.
+
+        Args:
+            max_local_tokens: the prompt is computed here if no more of it than this is missing.
+        """
+        key = spec.key
+        job = self.ledger.attempts.get(key)
+        if job is None:
+            try:
+                self._take_in(self._make_job(session, spec, max_local_tokens))
+            except TandemError as error:
+                self._fail(session, key, error)
+                return
+            for older in [k for k in self._keys() if k.request_id == key.request_id and k.attempt < key.attempt]:
+                self.cancel(older)
+        elif job.local is not None:
+            self._emit({job.session: [job.local]})
+            return
+        self._driver.reserve(key)
+
+    def _take_in(self, job: DecodeJob) -> None:
+        with self._lock:  # whoever looks whether a draining worker is empty sees it, or it is refused
+            if self._is_draining():
+                raise self._draining(job.key)
+            self.ledger.attempts[job.key] = job
+
+    def _make_job(self, session: int, spec: AttemptSpec, max_local_tokens: int) -> DecodeJob:
+        key, num_prompt = spec.key, len(spec.prompt_ids)
+        validate(spec, self._limits)
+        journal, finished = open_journals(spec, self._limits)
+        if strange := [c for c in (*journal, *finished) if c >= spec.num_choices]:
+            text = f"a journal for choices {strange} of {spec.num_choices}"
+            raise InvalidRequestError(text, request_id=key.request_id)
+        # The first in the order alone must be able to end here, or preemption could not help it.
+        num_tokens = min(num_prompt + spec.params.max_tokens, self._limits.max_context)
+        self._scheduler.check_fits(num_tokens, key.request_id)
+        prompt, going_on = list(spec.prompt_ids), [c for c in range(spec.num_choices) if c not in finished]
+        salt, caching = self._scheduler.salt, self._scheduler.prefix_cache
+        self._arrivals += 1
+        return DecodeJob(
+            key=key,
+            turn=turn_of(spec.priority, self._clock.now() - spec.age_s, self._limits.priority_ageing_s),
+            arrival=self._arrivals,
+            num_tokens=num_prompt,
+            num_running=max(1, len(going_on)),
+            page_keys=tuple(page_keys(prompt, self._pool.page_size, salt)) if caching else (),
+            # A request that has ended by its own rules is prefill's to end.
+            max_local_tokens=max_local_tokens if going_on else 0,
+            session=session,
+            prompt_ids=prompt,
+            params=spec.params,
+            num_choices=spec.num_choices,
+            going_on=going_on,
+            journal=journal,
+        )
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Nobody wants this attempt any more; its pages follow, by the protocol where a writer may know them."""
+        with self._lock:
+            job = self.ledger.attempts.get(key)
+            if job is not None and job.state is AttemptState.GRANTED:
+                job.is_cancelled = True
+            elif job is not None:
+                self.ledger.remove(job)
+                self._to_runner(lambda: self._leave(job))
+        self._has_changed = True
+        self._driver.cancel(key)
+
+    def session_ended(self, session: int) -> None:
+        """Its router is gone, and with it all that it had started."""
+        with self._lock:
+            keys = [job.key for job in self.ledger.attempts.values() if job.session == session]
+        for key in keys:
+            self.cancel(key)
+
+    def _keys(self) -> list[AttemptKey]:
+        with self._lock:
+            return list(self.ledger.attempts)
+
+    # -- what the driver says; on its thread
+
+    def queue(self, key: AttemptKey) -> None:
+        """The protocol accepted the reservation: it waits for pages."""
+        job = self.ledger.attempts.get(key)
+        if job is None or job.state is not AttemptState.NEW:  # it runs, for so long that the protocol has forgotten it
+            self._driver.denied(key, RefusalReason.ALREADY_ENDED)
+            return
+        try:
+            with self._lock:
+                self.ledger.push(job)
+        except TandemError as error:
+            self._deny(job, RefusalReason.NO_ROOM, error)
+            return
+        self._has_changed = True
+        points.reach("decode.queued")
+
+    def _deny(self, job: DecodeJob, reason: RefusalReason, error: TandemError) -> None:
+        """This attempt gets no pages."""
+        with self._lock:
+            self.ledger.remove(job)
+        self._driver.denied(job.key, reason)
+        self._fail(job.session, job.key, error)
+
+    def carried_out(self) -> None:
+        """All of one event is carried out: who may have pages now gets them."""
+        if self._has_changed:
+            self.give_pages()
+
+    def give_pages(self) -> None:
+        """Give pages to all that may have them now."""
+        self._will_give_pages = self._has_changed = False
+        with self._lock:
+            refused = list(self.ledger.waiting) if self._is_draining() else []
+            taken = [] if refused else list(iter(self.ledger.take, None))
+            self._counters.num_prompt_tokens_cached += sum(len(job.cached) for job in taken) * self._pool.page_size
+        for job in refused:
+            self._deny(job, RefusalReason.DRAINING, self._draining(job.key))
+        self.snapshot()
+        for job in taken:
+            if job.state is AttemptState.GRANTED:
+                points.reach("decode.granted")
+                self._driver.granted(job.key, job.pages, len(job.cached))
+            else:
+                # For the protocol the attempt has ended: a late repetition of its Reserve hears so.
+                self._driver.denied(job.key, RefusalReason.ALREADY_ENDED)
+                self._to_runner(lambda job=job: self._compute_here(job))  # type: ignore[misc]
+
+    def grant(self, grant: Grant) -> None:
+        """The protocol made a grant of the pages: the router hands it to prefill."""
+        job = self.ledger.attempts.get(grant.key)
+        if job is not None and job.state is AttemptState.NEW:  # a repeated Reserve of an attempt that has ended here
+            self.refused(grant.key, RefusalReason.ALREADY_ENDED, "")
+        elif job is not None:
+            self._emit({job.session: [GrantMade(grant)]})
+
+    def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
+        """The handoff is verified, of a commit that came at `committed_s`: its choices are in the next step's batch."""
+        job = self.ledger.attempts[grant.key]
+        is_good = self._is_good(commit, job)
+        with self._lock:
+            self.ledger.admit(job)
+            if not is_good:
+                self.ledger.remove(job)
+        if not is_good:
+            text = f"the commit's first tokens make no sense: {commit.first_tokens}"
+            self._fail(job.session, grant.key, HandoffError(text, reason=RefusalReason.INCOMPLETE.value))
+        outputs = {first.choice: job.journal.get(first.choice, [first.token_id]) for first in commit.first_tokens}
+        self._has_changed = True
+        self._to_runner(lambda: self._begin_choices(job, outputs, committed_s))
+        self._pacing.handoff_ended()
+
+    def _is_good(self, commit: Commit, job: DecodeJob) -> bool:
+        choices = {first.choice for first in commit.first_tokens}
+        known = all(c < job.num_choices for c in choices)
+        in_vocabulary = all(first.token_id < self._limits.vocab_size for first in commit.first_tokens)
+        return bool(choices) and len(choices) == len(commit.first_tokens) and known and in_vocabulary
+
+    def over(
+        self,
+        key: AttemptKey,
+        pages: tuple[int, ...],
+        verified: tuple[tuple[int, int], ...],
+        reason: RefusalReason,
+        *,
+        quarantined: bool,
+    ) -> None:
+        """The handoff ended without admission."""
+        # A writer that stops by itself may have found that what it computed is of no use.
+        has_stopped = reason is RefusalReason.WRITER_STOPPED
+        with self._lock:
+            job = self.ledger.attempts[key]
+            self.ledger.end(job, pages, verified, quarantined=quarantined, keeps=not has_stopped)
+        self._has_changed = True
+        self._to_runner(lambda: self._pacing.first_steps_taken(1))
+        self._pacing.handoff_ended()
+        # A writer that stops by itself tells the router why, or that there was nothing to hand off.
+        if not job.is_cancelled and not has_stopped:
+            error = HandoffError(f"the handoff to {self._worker_id} failed: {reason.value}", reason=reason.value)
+            error.retryable = reason.retryable
+            self._fail(job.session, key, error)
+
+    def lift(self, pages: tuple[int, ...]) -> None:
+        """A fence was seen."""
+        with self._lock:
+            self._pool.lift(pages)
+        self._has_changed = True
+
+    def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
+        """The protocol will not have this reservation, or its repetition where the attempt has gone on."""
+        job = self.ledger.attempts.get(key)
+        if job is None or job.state not in (AttemptState.NEW, AttemptState.WAITING):
+            return
+        with self._lock:
+            self.ledger.remove(job)
+        text = f"{self._worker_id} refused the reservation: {reason.value} {detail}".rstrip()
+        self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
+
+    # -- the batch; on the runner's thread
+
+    def _compute_here(self, job: DecodeJob) -> None:
+        """The prompt goes into the batch, to be computed by chunks; no writer takes part."""
+        with self._lock:
+            if not self._may_enter(job):
+                return
+            num_cached = len(job.cached) * self._pool.page_size
+            job.local = ComputesHere(job.key, num_cached, len(job.prompt_ids) - num_cached)
+            job.state = AttemptState.COMPUTING
+            self._scheduler.enter(job.begin_prompt(self._pool.page_size))
+            self.snapshot()  # goes with it: from now on the router counts the prompt by the worker's figures
+            self._emit({job.session: [job.local]})
+        points.reach("decode.admitted")
+
+    def _begin_choices(self, job: DecodeJob, outputs: dict[int, list[int]], committed_s: float) -> None:
+        with self._lock:
+            if not self._may_enter(job):
+                self._pacing.first_steps_taken(1)
+                return
+            job.is_new = True
+            self._tokens.enter(job, outputs, [*job.cached, *job.pages], len(job.cached))
+            self._emit({job.session: [Admitted(job.key, self._clock.now() - committed_s)]})
+        points.reach("decode.admitted")
+
+    def _may_enter(self, job: DecodeJob) -> bool:
+        """Whether it is still wanted; else its pages go back."""
+        if self.ledger.has(job):
+            return True
+        self._pool.release([*job.cached, *job.pages])
+        return False
+
+    def _leave(self, job: DecodeJob) -> None:
+        """It is not in the ledger any more: what it has in the batch goes too."""
+        with self._lock:
+            for sequence in job.sequences:
+                self._pool.release(self._scheduler.remove(sequence))
+            job.sequences = []
+        self._pacing.first_steps_taken(int(job.is_new))
+        job.is_new = False
+
+    def _drop(self, job: DecodeJob) -> None:
+        """What it computes is of no use."""
+        self.ledger.remove(job)
+        self._leave(job)
+
+    def give_way(self) -> bool:
+        """A step begins a little later where one more handoff is about to be admitted."""
+        return self._pacing.give_way(has_work=any(s.is_decode for s in self._scheduler.running))
+
+    def before_schedule(self) -> None:
+        self._scheduler.has_spare_threads = self._pacing.has_spare_threads
+        if self.ledger.waiting and not self._will_give_pages:  # the last step may have freed some
+            self._will_give_pages = True
+            self._to_driver(self.give_pages)
+
+    def before_forward(self, batch: Batch) -> None:
+        with self._lock:
+            num_cached = sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
+            self._counters.num_prompt_tokens_cached += num_cached
+        self._counters.num_preemptions += len(batch.preempted)
+        points.reach("decode.step")
+
+    def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
+        return self._tokens.sample(batch, logits)
+
+    def after_step(self, batch: Batch) -> None:
+        with self._lock:
+            num_new = self._tokens.book(batch)
+        self._pacing.first_steps_taken(num_new)
+        self.snapshot()
+
+    def step_failed(self, batch: Batch, error: Exception) -> None:
+        with self._lock:
+            for item in batch.items:
+                job: DecodeJob = item.sequence.owner.job
+                if self.ledger.has(job):
+                    self._fail(job.session, job.key, error)
+                    self._drop(job)
+
+    def going_idle(self) -> None:
+        self.snapshot()
+
+    # -- on either thread
+
+    def snapshot(self) -> None:
+        """Note the load."""
+        with self._lock:
+            waiting, attempts = self._scheduler.waiting, self.ledger.waiting
+            computing = (s for s in self._scheduler.running if not s.is_decode)
+            tokens = sum(s.num_to_compute for s in (*waiting, *computing))
+            tokens += sum(attempt.num_tokens for attempt in attempts if attempt.max_local_tokens)
+            self._load.take(len(waiting) + len(attempts), tokens)
+
+    def _draining(self, key: AttemptKey) -> DrainingError:
+        return DrainingError(f"{self._worker_id} is draining", request_id=key.request_id)
+
+    def _fail(self, session: int, key: AttemptKey, error: BaseException) -> None:
+        self._emit({session: [AttemptFailed(key, error)]})

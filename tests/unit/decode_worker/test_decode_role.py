@@ -1,0 +1,241 @@
+"""The core of a decode worker in one thread on a virtual clock: real accounting, real protocol, scripted tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from decode_worker.events import Admitted, ComputesHere, Event, GrantMade
+from decode_worker.receiver_driver import ReceiverDriver
+from decode_worker.role import DecodeRole
+from kvtransfer.extents import ArenaShape
+from kvtransfer.layout import LayoutId
+from kvtransfer.protocol.grants import ReceiverLimits
+from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
+from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
+from tandem.core.clock import VirtualClock
+from tandem.core.errors import DrainingError, InternalError, OverloadedError
+from tandem.core.pages import PagePool
+from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.load import LoadReport
+from tandem.worker.pacing import Pacing
+from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
+from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.sequence import FinishReason
+
+PAGE = 4
+EOS = 1
+LAYOUT = LayoutId("ab" * 32, "float32", num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE)
+SESSION, SENDER = 3, "prefill-0#1"
+
+
+class World:
+    """A decode worker of which a test takes the steps; `next_tokens` are what each row gives."""
+
+    def __init__(self, num_pages: int = 40) -> None:
+        self.clock = VirtualClock()
+        self.events: list[Event] = []
+        self.next_tokens: list[int] = [7]
+        self.draining = False
+        self.pool = PagePool(num_pages, PAGE)
+        self.scheduler = BatchScheduler(self.pool, SchedulerLimits(8, 64, 16, 10), salt=b"m")
+        shape = ArenaShape(1, num_pages, LAYOUT.extent_bytes)
+        self.driver = ReceiverDriver(
+            "decode-0#1", LAYOUT, shape, lambda layer, page: memoryview(b"%d" % page), ReceiverLimits(), self,
+            b"a secret of decode", self.clock,
+        )  # fmt: skip
+        self.role = DecodeRole(
+            worker_id="decode-0",
+            scheduler=self.scheduler,
+            driver=self.driver,
+            emit=lambda events: self.events.extend(events.get(SESSION, [])),
+            limits=RequestLimits(100, 64, frozenset([EOS]), 4),
+            queue_bound=2,
+            sample=self.sample,
+            counters=WorkerCounters(),
+            load=LoadReport(self.scheduler, lambda: None, lambda: None),
+            pacing=Pacing(),
+            clock=self.clock,
+            is_draining=lambda: self.draining,
+            to_runner=lambda call: call(),
+            to_driver=lambda call: call(),
+        )
+        self.driver.bind(LoopbackTransport("decode-0#1", network=LoopbackNetwork()), self.role, lambda event: None)
+
+    def sample(self, _: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | InternalError]]:
+        return [[SampledToken(token) for _ in of_one for token in self.next_tokens] for of_one in rows]
+
+    def reserve(self, name: str = "r", *, attempt: int = 1, local: int = 0, num_tokens: int = 6) -> AttemptKey:
+        params = SamplingParams(temperature=0, max_tokens=8 if num_tokens == 6 else 3)
+        key = AttemptKey(name, attempt)
+        prompt = tuple(2 + (len(name) + index) % 90 for index in range(num_tokens))
+        self.role.reserve(SESSION, AttemptSpec(key, 0, prompt, params), local)
+        return key
+
+    def hand_off(self, grant: Grant, *, digests: tuple[int, ...] = (), first: int = 5) -> RefusalReason | None:
+        """Attach and commit; `digests` in place of the right ones. Returns why it was refused."""
+        assert self.driver.attach(grant.grant_id, SENDER, grant.capability, renew=False).refusal is None
+        digests = digests or self.driver._take_digests(0, grant.pages)
+        commit = Commit(
+            grant.grant_id, grant.key, grant.epoch, grant.receiver, SENDER, LAYOUT, grant.pages, (digests,),
+            (FirstToken(0, first),), grant.capability,
+        )  # fmt: skip
+        return self.driver.commit(commit, self.clock.now()).refusal
+
+    def step(self) -> None:
+        self.role.before_schedule()
+        batch = self.scheduler.schedule()
+        assert batch.items, "nothing to compute"
+        self.role.before_forward(batch)
+        self.scheduler.apply(batch, self.role.sample(batch, None))
+        self.role.after_step(batch)
+
+    def tokens(self) -> list[tuple[int, int, FinishReason | None]]:
+        return [(e.index, e.token.token_id, e.ended) for e in self.events if isinstance(e, TokenSampled)]
+
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def assert_empty(self) -> None:
+        self.pool.check()
+        counts = self.pool.counts()
+        assert counts.used == counts.reserved == counts.quarantined == 0
+        assert not self.role.ledger.attempts
+        assert not self.scheduler.running
+
+    # -- what the driver tells the process
+
+    def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
+        raise AssertionError(sender)
+
+    kill_writer = replace_self = ask_to_stop  # type: ignore[assignment]
+
+    def deadline(self, deadline_s: float | None) -> None: ...
+
+    def foresee(self, dues: Sequence[tuple[float, str]]) -> None: ...
+
+
+def test_a_handoff_goes_through_without_a_thread_or_a_wire() -> None:
+    world = World()
+    key = world.reserve()
+    (made,) = world.take()
+    assert isinstance(made, GrantMade)
+    assert world.hand_off(made.grant) is None
+    assert world.take() == [Admitted(key, 0.0)]
+    for _ in range(7):
+        world.step()
+    assert world.tokens() == [(n, 7, FinishReason.LENGTH if n == 7 else None) for n in range(1, 8)]
+    world.assert_empty()
+
+
+def test_a_step_may_give_several_tokens_and_what_follows_the_end_is_nobodys() -> None:
+    world = World()
+    world.reserve(local=99)
+    world.step()
+    assert isinstance(world.events[0], ComputesHere)
+    world.next_tokens = [8, 9]
+    world.step()
+    world.next_tokens = [10, EOS, 11]
+    world.step()
+    assert world.tokens() == [(0, 7, None), (1, 8, None), (2, 9, None), (3, 10, None), (4, EOS, FinishReason.STOP)]
+    world.assert_empty()
+
+
+def test_pages_that_an_end_frees_are_given_on_at_once_and_its_own_answer_stays() -> None:
+    """Without a step in between; who computes its prompt here ends for the protocol just then."""
+    world = World(num_pages=4)
+    world.reserve("large", num_tokens=13)
+    handed = world.reserve("other")
+    here = world.reserve("here", local=99)
+    (made,) = world.take()
+    assert isinstance(made, GrantMade)
+    assert world.hand_off(made.grant, digests=(1, 2, 3, 4)) is RefusalReason.DIGEST_MISMATCH
+    failed, next_made, computes = world.take()
+    assert isinstance(failed, AttemptFailed)
+    assert isinstance(computes, ComputesHere)
+    assert computes.key == here
+    assert isinstance(next_made, GrantMade)
+    assert next_made.grant.key == handed
+
+
+def test_many_that_waited_get_their_pages_in_one_go() -> None:
+    world = World(num_pages=4000)
+    world.role.ledger._bound = 2000
+    world.scheduler.limits = SchedulerLimits(5000, 64, 16, 10)
+    large = world.reserve("large", num_tokens=63)
+    hog = world.pool.allocate(world.pool.num_available)
+    assert hog is not None
+    for n in range(900):
+        world.reserve(f"small-{n}", num_tokens=4)
+    world.take()
+    world.pool.release(hog)
+    world.role.cancel(large)
+    assert len([e for e in world.take() if isinstance(e, GrantMade)]) == 900
+
+
+def test_a_draining_worker_takes_nobody_in_and_lets_go_of_who_waits() -> None:
+    world = World(num_pages=4)
+    granted = world.reserve("large", num_tokens=13)
+    world.reserve("waits")
+    world.take()
+    world.draining = True
+    world.role.before_schedule()
+    world.reserve("late")
+    assert [type(event.error) for event in world.events if isinstance(event, AttemptFailed)] == [DrainingError] * 2
+    assert list(world.role.ledger.attempts) == [granted]
+    world.role.cancel(granted)
+    world.assert_empty()
+
+
+def test_a_full_queue_refuses_and_a_repeated_reserve_is_answered_again() -> None:
+    world = World(num_pages=4)
+    for name in ("large", "a", "bb"):
+        world.reserve(name, num_tokens=13)
+    world.take()
+    world.reserve("ccc", num_tokens=13)
+    (failed,) = world.take()
+    assert isinstance(failed, AttemptFailed)
+    assert isinstance(failed.error, OverloadedError)
+    world.reserve("large", num_tokens=13)
+    (again,) = world.take()
+    assert isinstance(again, GrantMade)
+    world.reserve("a", num_tokens=13)
+    assert world.take() == []
+    for name in ("large", "a", "bb"):
+        world.role.cancel(AttemptKey(name, 1))
+    assert all(isinstance(event, GrantMade) for event in world.take()), "a cancel needs no word"
+    world.assert_empty()
+    world.reserve("a", num_tokens=13)
+    (ended,) = world.take()
+    assert isinstance(ended, AttemptFailed)
+    world.assert_empty()
+
+
+def test_a_newer_attempt_ends_the_older_one() -> None:
+    world = World()
+    world.reserve("r")
+    (first,) = world.take()
+    assert isinstance(first, GrantMade)
+    world.reserve("r", attempt=2)
+    (second,) = world.take()
+    assert isinstance(second, GrantMade)
+    assert second.grant.key.attempt == 2
+    assert [key.attempt for key in world.role.ledger.attempts] == [2]
+    world.role.session_ended(SESSION)
+    world.assert_empty()
+
+
+@pytest.mark.processes
+def test_the_core_needs_no_tensors_no_wire_and_no_process() -> None:
+    probe = (
+        "import sys, decode_worker.role, decode_worker.receiver_driver\n"
+        "print(sorted({'torch', 'grpc', 'ray', 'google.protobuf', 'nixl', 'nixl_cu12'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -25,6 +25,8 @@ from tandem.rpc.convert import sampling_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
+from tandem.worker.parts import WorkerPlace
+from tandem.worker.process import WorkerProcess
 
 _CONTEXT = 4096
 _PROMPT = 64  # tokens, of all requests
@@ -95,7 +97,7 @@ async def measure(address: str, num_running: int, num_reservations: int) -> None
     await channel.close(grace=None)
 
 
-async def measure_all(worker: DecodeWorker, nums_running: Sequence[int], num_reservations: int) -> None:
+async def measure_all(worker: WorkerProcess[DecodeWorker], nums_running: Sequence[int], num_reservations: int) -> None:
     for num_running in nums_running:
         await measure(worker.info.address, num_running, num_reservations)
     await asyncio.to_thread(worker.stop)  # while there is a loop for what its gRPC still has to say here
@@ -116,14 +118,14 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[8, 32], help="generations (default: 8 32)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        worker = DecodeWorker(
-            from_dict({"scheduling": {"max_num_seqs": 64}}),
+        place = WorkerPlace(
             worker_id="decode-0",
             incarnation="decode-0-measured",
             model_dir=save(_MODEL, Path(folder) / "model"),
             kv_bytes=3 << 30,
             num_threads=1,
         )
+        worker = WorkerProcess(DecodeWorker, from_dict({"scheduling": {"max_num_seqs": 64}}), place)
         worker.start()
         try:
             asyncio.run(measure_all(worker, options.running, options.reservations))

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import grpc
 from grpc import aio
@@ -29,6 +29,7 @@ from kvtransfer.wire import kv_format
 from tandem.core import points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
+from tandem.core.identity import Role
 from tandem.engine.sampler import Sampler
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
@@ -37,7 +38,7 @@ from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.limits import quarantine_cap_pages, request_limits
-from tandem.worker.process import WorkerProcess
+from tandem.worker.parts import WorkerParts
 from tandem.worker.request import AttemptFailed
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
@@ -53,76 +54,80 @@ _NUM_REMEMBERED = 1024
 Hub = SessionHub[decode_pb.DecodeCommand, Event | pb.WorkerInfo, decode_pb.DecodeEvents]
 
 
-class DecodeWorker(WorkerProcess):
-    """Takes handoffs and generates tokens; see `WorkerProcess` for its arguments and its life."""
+class DecodeWorker:
+    """Takes handoffs and generates tokens; made of the parts that a worker has."""
 
-    role = "decode"
+    role: ClassVar[Role] = Role.DECODE
 
-    def make_role(self) -> StepHooks:
-        transport = self.config.transport
+    def __init__(self, parts: WorkerParts) -> None:
+        self.parts = parts
+        transport = self.parts.config.transport
         self.hub: Hub = SessionHub(
             make_events,
-            lambda: self.info,
-            self.read_status,
+            lambda: self.parts.info,
+            self.parts.read_status,
             heartbeat_s=transport.lease_s / 4,
-            interval_s=self.config.metrics.worker_interval_s,
+            interval_s=self.parts.config.metrics.worker_interval_s,
         )
-        self.hub.attach(self, self.loop)
-        self.commits = CommitStreams(self, self.loop)
+        self.hub.attach(self, self.parts.loop)
+        self.commits = CommitStreams(self, self.parts.loop)
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._channels: dict[str, aio.Channel] = {}
         # Incarnations that have provably ended, newest last: a pairing of theirs may still be on its way.
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.driver.tick()))
+        self._ticker = Ticker(self.parts.loop, lambda: self.parts.on_transfer(lambda _: self.driver.tick()))
         limits = ReceiverLimits(
             lease_s=transport.lease_s,
             grace_s=transport.grace_s,
             ask_again_s=max(0.2, transport.lease_s / 10),
-            quarantine_cap_pages=quarantine_cap_pages(transport, self.pool.num_pages),
+            quarantine_cap_pages=quarantine_cap_pages(transport, self.parts.pool.num_pages),
         )
         clock = MonotonicClock()
-        self.scheduler.lock = threading.RLock()
+        self.parts.scheduler.lock = threading.RLock()
         self.driver = ReceiverDriver(
-            self.incarnation,
-            self.layout,
-            self.arena_shape,
-            self.engine.arena.extent_view,
+            self.parts.incarnation,
+            self.parts.layout,
+            self.parts.arena_shape,
+            self.parts.engine.arena.extent_view,
             limits,
             self,
             secrets.token_bytes(32),
             clock,
         )
         self.core = DecodeRole(
-            worker_id=self.worker_id,
-            scheduler=self.scheduler,
+            worker_id=self.parts.worker_id,
+            scheduler=self.parts.scheduler,
             driver=self.driver,
             emit=self.hub.emit,
-            limits=request_limits(self.engine, self.config),
-            queue_bound=self.config.scheduling.worker_queue_bound,
-            sample=Sampler(self.engine.eos_token_ids),
-            counters=self.counters,
-            load=self.load,
-            pacing=self.pacing,
+            limits=request_limits(self.parts.engine, self.parts.config),
+            queue_bound=self.parts.config.scheduling.worker_queue_bound,
+            sample=Sampler(self.parts.engine.eos_token_ids),
+            counters=self.parts.counters,
+            load=self.parts.load,
+            pacing=self.parts.pacing,
             clock=clock,
-            is_draining=lambda: self.draining,
-            to_runner=lambda call: self.runner.submit(call),
+            is_draining=lambda: self.parts.life.draining,
+            to_runner=lambda call: self.parts.runner.submit(call),
             to_driver=self._to_driver,
         )
-        self._on_transfer(lambda transport: self.driver.bind(transport, self.core, self.on_transfer_event))
+        self.parts.ask_transfer(lambda transport: self.driver.bind(transport, self.core, self.on_transfer_event))
+
+    @property
+    def hooks(self) -> StepHooks:
         return self.core
 
     def _to_driver(self, call: Callable[[], None]) -> None:
-        self.on_transfer(lambda _: call())
+        self.parts.on_transfer(lambda _: call())
 
     def add_services(self, server: aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(_DecodeService(self), server)
 
     def end_streams(self) -> None:
-        super().end_streams()
+        self.hub.close()
         self.commits.close()
 
-    async def close_channels(self) -> None:
+    async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close(grace=None)
 
@@ -135,7 +140,7 @@ class DecodeWorker(WorkerProcess):
             self.driver.on_transport(event)
 
     def num_held(self) -> int:
-        with self.scheduler.lock:  # who is being taken in is held, or hears of the drain
+        with self.parts.scheduler.lock:  # who is being taken in is held, or hears of the drain
             return len(self.core.ledger.attempts)
 
     # -- routers, in the event loop
@@ -173,23 +178,23 @@ class DecodeWorker(WorkerProcess):
             TransportError: its metadata is of no use.
             WorkerLostError: its process has ended.
         """
-        check_compatible(kv_format(prefill), prefill.worker_id, kv_format(self.info), self.worker_id)
+        check_compatible(kv_format(prefill), prefill.worker_id, kv_format(self.parts.info), self.parts.worker_id)
         incarnation, metadata = prefill.incarnation, prefill.transport_metadata
         described = unpack(metadata, prefill.transport)[0].agent_name
         if described != incarnation:  # or its end would be taken for that of whoever the description is of
             raise TransportError(f"{prefill.worker_id} ({incarnation}) gives the description of {described} as its own")
         self._check_alive(prefill)
-        peer = await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
+        peer = await asyncio.wrap_future(self.parts.transfer.submit(lambda transport: transport.connect(metadata)))
         try:
             self._check_alive(prefill)
         except WorkerLostError:
-            self.on_transfer(lambda transport: _disconnect(transport, peer))
+            self.parts.on_transfer(lambda transport: _disconnect(transport, peer))
             raise
         # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
         self._writers[incarnation] = prefill
-        if prefill.host_id == self.info.host_id:
-            self.pacing.met(incarnation, prefill.pid)
-            self.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
+        if prefill.host_id == self.parts.info.host_id:
+            self.parts.pacing.met(incarnation, prefill.pid)
+            self.parts.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
 
     def _check_alive(self, prefill: pb.WorkerInfo) -> None:
         if prefill.incarnation in self._ended:
@@ -202,17 +207,17 @@ class DecodeWorker(WorkerProcess):
         self._ended[incarnation] = None
         if len(self._ended) > _NUM_REMEMBERED:
             self._ended.popitem(last=False)
-        self.exits.forget(incarnation)
-        self.pacing.left(incarnation)
+        self.parts.exits.forget(incarnation)
+        self.parts.pacing.left(incarnation)
         writer = self._writers.pop(incarnation, None)
         if writer is None:
             return
         _log.info("prefill worker %s has exited", incarnation)
         channel = self._channels.pop(incarnation, None)
         if channel is not None:
-            self.spawn(channel.close(grace=None))
-        is_here = writer.host_id == self.info.host_id
-        self.on_transfer(lambda _: self.driver.writer_exited(incarnation, is_here=is_here))
+            self.parts.life.spawn(channel.close(grace=None))
+        is_here = writer.host_id == self.parts.info.host_id
+        self.parts.on_transfer(lambda _: self.driver.writer_exited(incarnation, is_here=is_here))
 
     def has_paired(self, incarnation: str) -> bool:
         """Whether this writer is known and not seen to exit: its exit would be heard of after whatever it asks."""
@@ -226,7 +231,7 @@ class DecodeWorker(WorkerProcess):
             if sender not in self._channels:
                 self._channels[sender] = make_channel(writer.address)
             stub = prefill_pb2_grpc.PrefillServiceStub(self._channels[sender])
-            await stub.StopWrites(request, timeout=self.config.transport.lease_s)
+            await stub.StopWrites(request, timeout=self.parts.config.transport.lease_s)
         except (grpc.RpcError, TandemError) as error:
             # Asked again by the protocol's clock, and killed when it stays silent.
             _log.warning("%s did not hear that %s has ended: %s", writer.worker_id, request.grant_id, error)
@@ -234,7 +239,7 @@ class DecodeWorker(WorkerProcess):
     # -- what the driver says; on the transfer thread
 
     def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        self.pacing.foresee(dues)
+        self.parts.pacing.foresee(dues)
 
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
         request = prefill_pb.StopWritesRequest(
@@ -244,7 +249,7 @@ class DecodeWorker(WorkerProcess):
             reason=reason.value,
             capability=grant.capability,
         )
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self._ask_to_stop(sender, request)))
+        self.parts.loop.call_soon_threadsafe(lambda: self.parts.life.spawn(self._ask_to_stop(sender, request)))
 
     def kill_writer(self, sender: str) -> None:
         _log.error("writer %s is silent beyond lease and grace: it must be killed", sender)
@@ -252,6 +257,9 @@ class DecodeWorker(WorkerProcess):
         worker_id = writer.worker_id if writer is not None else ""
         # To every router: the request itself, and with it the session that had it, may be long gone.
         self.hub.broadcast([WriterSuspected(worker_id, sender)])
+
+    def replace_self(self, num_quarantined: int) -> None:
+        self.parts.life.replace_self(num_quarantined)
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
@@ -272,11 +280,11 @@ class DecodeWorker(WorkerProcess):
             self._note_refusals()
             return answer
 
-        return self._on_transfer(ask)
+        return self.parts.ask_transfer(ask)
 
     def _note_refusals(self) -> None:
-        if self.driver.num_refused > sum(self.counters.num_refused.values()):
-            self.counters.num_refused = {reason.value: number for reason, number in self.driver.refusals.items()}
+        if self.driver.num_refused > sum(self.parts.counters.num_refused.values()):
+            self.parts.counters.num_refused = {reason.value: number for reason, number in self.driver.refusals.items()}
             self.hub.status_changed()
 
 
@@ -294,15 +302,15 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         try:
             await self._worker.pair(request.prefill)
         except TandemError as error:
-            return decode_pb.PairReply(decode=self._worker.info, error=error_to_proto(error))
-        return decode_pb.PairReply(decode=self._worker.info)
+            return decode_pb.PairReply(decode=self._worker.parts.info, error=error_to_proto(error))
+        return decode_pb.PairReply(decode=self._worker.parts.info)
 
     async def Attach(self, request: decode_pb.AttachRequest, _: Any) -> decode_pb.AttachReply:
         if not self._worker.has_paired(request.sender_incarnation):
             answer = Answer(RefusalReason.WRITER_EXITED, f"{request.sender_incarnation} is not paired with")
         else:
             answer = await asyncio.wrap_future(self._worker.ask_driver(lambda driver: _attach(driver, request)))
-        lease_s = self._worker.config.transport.lease_s
+        lease_s = self._worker.parts.config.transport.lease_s
         error = error_of(answer, request.request_id)
         return decode_pb.AttachReply(ok=answer.refusal is None, error=error, lease_s=lease_s)
 

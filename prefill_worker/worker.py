@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from grpc import aio
 
@@ -27,6 +27,7 @@ from prefill_worker.wire import make_events
 from tandem.core import points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TandemError, TransportError, WorkerLostError
+from tandem.core.identity import Role
 from tandem.core.pages import pages_for
 from tandem.engine.sampler import Sampler
 from tandem.rpc.v1 import common_pb2 as pb
@@ -34,7 +35,7 @@ from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.rpc.v1 import prefill_pb2_grpc
 from tandem.worker.limits import quarantine_cap_pages, request_limits
-from tandem.worker.process import WorkerProcess
+from tandem.worker.parts import WorkerParts
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
@@ -45,23 +46,24 @@ _log = logging.getLogger(__name__)
 Hub = SessionHub[prefill_pb.PrefillCommand, Event | pb.WorkerInfo, prefill_pb.PrefillEvents]
 
 
-class PrefillWorker(WorkerProcess):
-    """Computes prompts and pushes their pages; see `WorkerProcess` for its arguments and its life."""
+class PrefillWorker:
+    """Computes prompts and pushes their pages; made of the parts that a worker has."""
 
-    role = "prefill"
+    role: ClassVar[Role] = Role.PREFILL
 
-    def make_role(self) -> StepHooks:
-        transport = self.config.transport
+    def __init__(self, parts: WorkerParts) -> None:
+        self.parts = parts
+        transport = self.parts.config.transport
         self.hub: Hub = SessionHub(
             make_events,
-            lambda: self.info,
-            self.read_status,
+            lambda: self.parts.info,
+            self.parts.read_status,
             heartbeat_s=transport.lease_s / 4,
-            interval_s=self.config.metrics.worker_interval_s,
+            interval_s=self.parts.config.metrics.worker_interval_s,
         )
-        self.hub.attach(self, self.loop)
+        self.hub.attach(self, self.parts.loop)
         self.peers = DecodePeers(
-            self.info,
+            self.parts.info,
             self._connect,
             self._watch_peer,
             self._peer_lost,
@@ -70,27 +72,27 @@ class PrefillWorker(WorkerProcess):
             confirm_for_s=transport.lease_s + transport.grace_s,
         )
         self.commits = Commits(
-            self.worker_id, lambda receiver: self.peers.peers.get(receiver), self.loop.call_soon_threadsafe
+            self.parts.worker_id, lambda receiver: self.peers.peers.get(receiver), self.parts.loop.call_soon_threadsafe
         )
-        self._on_transfer(self.commits.bind)
-        self._ticker = Ticker(self.loop, lambda: self.on_transfer(lambda _: self.driver.tick()))
+        self.parts.ask_transfer(self.commits.bind)
+        self._ticker = Ticker(self.parts.loop, lambda: self.parts.on_transfer(lambda _: self.driver.tick()))
         limits = SenderLimits(
             lease_margin_s=min(0.5, transport.lease_s / 10),
             write_timeout_s=transport.lease_s,
             resend_s=max(0.2, transport.lease_s / 5),
             answer_timeout_s=transport.lease_s,
             grace_s=transport.grace_s,
-            quarantine_cap_pages=quarantine_cap_pages(transport, self.pool.num_pages),
+            quarantine_cap_pages=quarantine_cap_pages(transport, self.parts.pool.num_pages),
         )
         clock = MonotonicClock()
         self.driver = SenderDriver(
-            incarnation=self.incarnation,
-            layout=self.layout,
-            shape=self.arena_shape,
-            read_extent=self.engine.arena.extent_view,
+            incarnation=self.parts.incarnation,
+            layout=self.parts.layout,
+            shape=self.parts.arena_shape,
+            read_extent=self.parts.engine.arena.extent_view,
             limits=limits,
             outlet=self,
-            write=self.transfer.write,
+            write=self.parts.transfer.write,
             peer=self._transport_peer,
             clock=clock,
         )
@@ -100,30 +102,37 @@ class PrefillWorker(WorkerProcess):
         # see `DecodePeers.confirm_idle`. Added to by the transfer thread, taken from by the event loop.
         self._confirming: set[object] = set()
         self.core = PrefillRole(
-            worker_id=self.worker_id,
-            scheduler=self.scheduler,
-            driver=QueuedDriver(self.driver, self.on_transfer),
+            worker_id=self.parts.worker_id,
+            scheduler=self.parts.scheduler,
+            driver=QueuedDriver(self.driver, self.parts.on_transfer),
             emit=self.hub.emit,
-            limits=request_limits(self.engine, self.config),
-            num_layers=self.layout.num_layers,
-            sample=Sampler(self.engine.eos_token_ids),
-            counters=self.counters,
-            load=self.load,
-            pacing=self.pacing,
+            limits=request_limits(self.parts.engine, self.parts.config),
+            num_layers=self.parts.layout.num_layers,
+            sample=Sampler(self.parts.engine.eos_token_ids),
+            counters=self.parts.counters,
+            load=self.parts.load,
+            pacing=self.parts.pacing,
             clock=clock,
-            is_draining=lambda: self.draining,
+            is_draining=lambda: self.parts.life.draining,
         )
+
+    @property
+    def hooks(self) -> StepHooks:
         return self.core
 
     def add_services(self, server: aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_PrefillService(self), server)
 
-    async def close_channels(self) -> None:
+    def end_streams(self) -> None:
+        """End what others keep open here, once what is queued has gone out; in the event loop."""
+        self.hub.close()
+
+    async def close(self) -> None:
         await self.peers.close()
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
         self.driver.on_transport(event)
-        self.counters.num_transfer_bytes = self.driver.num_bytes_written
+        self.parts.counters.num_transfer_bytes = self.driver.num_bytes_written
 
     def num_held(self) -> int:
         """What a drain waits for: prompts that somebody wants, and decode workers that are told of an idle writer.
@@ -140,13 +149,13 @@ class PrefillWorker(WorkerProcess):
             case "start":
                 self._take_in(session, command.start)
             case "attach":
-                self.spawn(self._attach(command.attach))
+                self.parts.life.spawn(self._attach(command.attach))
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
-                self.runner.submit(lambda: self.core.cancel(key))
+                self.parts.runner.submit(lambda: self.core.cancel(key))
             case "release":
                 request_id = command.release.request_id
-                self.runner.submit(lambda: self.core.release_request(request_id))
+                self.parts.runner.submit(lambda: self.core.release_request(request_id))
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 
@@ -155,19 +164,19 @@ class PrefillWorker(WorkerProcess):
         try:
             spec = spec_from_proto(start)
         except TandemError as error:
-            self.runner.submit(partial(self.core.refuse, session, key, error))
+            self.parts.runner.submit(partial(self.core.refuse, session, key, error))
             return
         self._targets[key] = start.decode
-        if start.decode.host_id == self.info.host_id:
-            self.pacing.met(receiver, start.decode.pid)
+        if start.decode.host_id == self.parts.info.host_id:
+            self.parts.pacing.met(receiver, start.decode.pid)
         # Opened from here, so that no grant can be attached before, however long the runner's step takes.
-        num_pages = pages_for(len(spec.prompt_ids), self.pool.page_size)
-        self.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
-        self.runner.submit(lambda: self.core.start(session, spec, receiver))
+        num_pages = pages_for(len(spec.prompt_ids), self.parts.pool.page_size)
+        self.parts.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
+        self.parts.runner.submit(lambda: self.core.start(session, spec, receiver))
 
     def session_ended(self, session: int) -> None:
         """A router is gone."""
-        self.runner.submit(lambda: self.core.session_ended(session))
+        self.parts.runner.submit(lambda: self.core.session_ended(session))
 
     def forget_target(self, key: AttemptKey) -> None:
         """The attempt is over here; in the event loop."""
@@ -195,11 +204,11 @@ class PrefillWorker(WorkerProcess):
         if not reply.ok:
             reason, detail = refusal_from_proto(reply.error)
             if reason is not RefusalReason.ALREADY_ENDED:  # else the command was a repetition
-                self.on_transfer(lambda _: self.driver.happened(key, ev.RefusalReceived(reason, detail)))
+                self.parts.on_transfer(lambda _: self.driver.happened(key, ev.RefusalReceived(reason, detail)))
             return
-        self.on_transfer(lambda _: self._attached(key, grant, asked_s + reply.lease_s))
+        self.parts.on_transfer(lambda _: self._attached(key, grant, asked_s + reply.lease_s))
         self.core.grant_attached(key)
-        self.runner.submit(lambda: self.core.attach(key))
+        self.parts.runner.submit(lambda: self.core.attach(key))
         await self._renew(peer, key, grant, reply.lease_s)
 
     def _attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
@@ -222,29 +231,29 @@ class PrefillWorker(WorkerProcess):
             if not reply.ok:
                 return  # committed already, or ended: the commit's answer says which
             ends_s = asked_s + reply.lease_s
-            self.on_transfer(lambda _, e=ends_s: self.driver.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
+            self.parts.on_transfer(lambda _, e=ends_s: self.driver.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
 
     def _attach_failed(self, key: AttemptKey, error: TandemError) -> None:
         """Decode could not be reached, or must not be paired with: the attempt ends with that very error."""
-        self.runner.submit(lambda: self.core.fail(key, error))
+        self.parts.runner.submit(lambda: self.core.fail(key, error))
 
     async def _connect(self, metadata: bytes) -> PeerId:
-        return await asyncio.wrap_future(self.transfer.submit(lambda transport: transport.connect(metadata)))
+        return await asyncio.wrap_future(self.parts.transfer.submit(lambda transport: transport.connect(metadata)))
 
     def _watch_peer(self, peer: Peer) -> None:
         """Its exit, seen on this host, ends all that was sent to it; from other hosts the supervisor tells."""
-        if peer.info.host_id == self.info.host_id:
+        if peer.info.host_id == self.parts.info.host_id:
             incarnation = peer.info.incarnation
-            self.exits.watch(incarnation, peer.info.pid, lambda: self.process_ended(incarnation))
+            self.parts.exits.watch(incarnation, peer.info.pid, lambda: self.process_ended(incarnation))
 
     def process_ended(self, incarnation: str) -> None:
         """A process has ended, on whatever host: if it was a decode worker, nothing can be sent to it any more."""
         self.peers.ended(incarnation)
-        self.pacing.left(incarnation)
+        self.parts.pacing.left(incarnation)
         keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
         if keys:
             error = WorkerLostError(f"decode worker {incarnation} has ended")
-            self.runner.submit(lambda: self.core.receiver_ended(keys, error))
+            self.parts.runner.submit(lambda: self.core.receiver_ended(keys, error))
 
     def _peer_lost(self, peer: Peer) -> None:
         def forget(transport: Transport) -> None:
@@ -254,8 +263,8 @@ class PrefillWorker(WorkerProcess):
             except TransportError as error:  # it is gone either way
                 _log.warning("%s", error)
 
-        self.on_transfer(forget)
-        self.spawn(peer.close())
+        self.parts.on_transfer(forget)
+        self.parts.life.spawn(peer.close())
 
     def _transport_peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
         peer = self.peers.peers.get(receiver)
@@ -277,7 +286,7 @@ class PrefillWorker(WorkerProcess):
         )
         # Hosts do not agree in their monotonic clocks; processes of one host do.
         verified_at_s = answer.verified_at_s if self.peers.is_here(receiver) else 0.0
-        self.on_transfer(lambda _: self._take_answer(key, receiver, answer.grant_id, event, verified_at_s))
+        self.parts.on_transfer(lambda _: self._take_answer(key, receiver, answer.grant_id, event, verified_at_s))
 
     def _take_answer(
         self, key: AttemptKey, receiver: str, grant_id: str, event: ev.SenderEvent, verified_at_s: float
@@ -294,22 +303,22 @@ class PrefillWorker(WorkerProcess):
         """Somebody, perhaps decode, wants the writes of a grant to end; on the transfer thread."""
         self.driver.stop_asked(key, asked)
         if self.driver.num_stops_ignored:
-            self.counters.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.driver.num_stops_ignored}
+            self.parts.counters.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.driver.num_stops_ignored}
 
     def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         this = object()  # decode may ask for the same grant several times at once
         self._confirming.add(this)
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self._confirm_idle(idle, this)))
+        self.parts.loop.call_soon_threadsafe(lambda: self.parts.life.spawn(self._confirm_idle(idle, this)))
 
     async def _confirm_idle(self, idle: ev.ConfirmIdle, this: object) -> None:
         try:
             await self.peers.confirm_idle(idle)
         finally:
             self._confirming.discard(this)
-            self.runner.submit(self.check_drained)
+            self.parts.runner.submit(self.parts.life.check_drained)
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
-        self.runner.submit(lambda: self.core.handed_off(key, stats))
+        self.parts.runner.submit(lambda: self.core.handed_off(key, stats))
 
     def failed(self, failure: ev.Fail) -> None:
         reason = failure.refusal.value if failure.refusal else failure.reason.value
@@ -318,19 +327,22 @@ class PrefillWorker(WorkerProcess):
         error.retryable = failure.retryable
         if failure.reason is FailureReason.CANCELLED:
             return  # whoever cancelled knows
-        self.runner.submit(lambda: self.core.handoff_failed(failure.key, error))
+        self.parts.runner.submit(lambda: self.core.handoff_failed(failure.key, error))
 
     def quarantine(self, pages: tuple[int, ...]) -> None:
-        self.runner.submit(lambda: self.core.quarantine(pages))
+        self.parts.runner.submit(lambda: self.core.quarantine(pages))
 
     def release(self, pages: tuple[int, ...]) -> None:
         if pages:
-            self.runner.submit(lambda: self.core.release(pages))
+            self.parts.runner.submit(lambda: self.core.release(pages))
 
     def closed(self, key: AttemptKey) -> None:
         self.commits.closed(key)
-        self.loop.call_soon_threadsafe(self.forget_target, key)
-        self.runner.submit(lambda: self.core.closed(key))
+        self.parts.loop.call_soon_threadsafe(self.forget_target, key)
+        self.parts.runner.submit(lambda: self.core.closed(key))
+
+    def replace_self(self, num_quarantined: int) -> None:
+        self.parts.life.replace_self(num_quarantined)
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
@@ -351,5 +363,5 @@ class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         key = AttemptKey(request.request_id, request.attempt)
         receiver = request.grant_id.rpartition("/")[0]
         asked = ev.StopAsked(request.grant_id, receiver, request.capability)
-        worker.on_transfer(lambda _: worker.stop_asked(key, asked))
+        worker.parts.on_transfer(lambda _: worker.stop_asked(key, asked))
         return prefill_pb.StopWritesReply()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.core.config import Config, TransportConfig
+from tandem.core.identity import Role
 from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import SchedulerLimits
 
@@ -36,19 +37,18 @@ class Site:
     """Where a worker computes.
 
     Attributes:
-        role: "prefill" or "decode".
         on_cpu: it computes on a CPU.
         shares_cores: it shares its CPU threads with the other workers of its node.
     """
 
-    role: str
+    role: Role
     on_cpu: bool
     shares_cores: bool = False
 
 
 def mixed_step_tokens(config: Config, site: Site) -> int:
     """Tokens of a step up to which new prompts are computed beside what it generates; 0: none."""
-    if site.role != "decode":
+    if site.role is not Role.DECODE:
         return 0
     return config.scheduling.mixed_step_tokens or (_CPU_MIXED_STEP_TOKENS if site.on_cpu else 0)
 
@@ -59,7 +59,7 @@ def num_to_pair(config: Config, site: Site) -> int:
     A decode step costs its core as much for one sequence as for a few, and where the workers share their cores this
     core is prefill's as well, whenever decode rests. With the mixed pool it computes prompts already.
     """
-    is_worth_it = site.role == "prefill" and site.shares_cores and not config.scheduling.mixed_pool
+    is_worth_it = site.role is Role.PREFILL and site.shares_cores and not config.scheduling.mixed_pool
     return _NUM_TO_PAIR if is_worth_it else 0
 
 
@@ -74,7 +74,7 @@ def scheduler_limits(config: Config, site: Site) -> SchedulerLimits:
         chunk_size=scheduling.chunk_size,
         queue_bound=scheduling.worker_queue_bound,
         # A decode worker's own grants wait for nobody: only prefill's prompts may hold too much of its pool.
-        unpromoted_share=scheduling.unacknowledged_share if site.role == "prefill" else 1.0,
+        unpromoted_share=scheduling.unacknowledged_share if site.role is Role.PREFILL else 1.0,
         paced_tokens=max(1, mixed),
         most_paced_tokens=int(_MOST_PACED_ON_CPU * mixed) if site.on_cpu else 0,
         saturating_tokens=scheduling.saturating_tokens or default,

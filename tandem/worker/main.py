@@ -18,12 +18,13 @@ from tandem.core.model_path import resolve_model
 from tandem.core.ready_file import write_ready_file
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import configure
-from tandem.worker.process import WorkerProcess
+from tandem.worker.parts import WorkerPlace
+from tandem.worker.process import Worker, WorkerProcess
 
 _KV_BYTES = 256 << 20
 
 
-def run(worker_class: type[WorkerProcess], program: str) -> None:
+def run(worker_class: type[Worker], program: str) -> None:
     """Parse the command line, run one worker, and exit when it is told to stop or fails."""
     options = _parse(worker_class.role, program)
     try:
@@ -55,13 +56,12 @@ def _parse(role: str, program: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> int:
+def _serve(worker_class: type[Worker], options: argparse.Namespace) -> int:
     config = load(options.config)
     setup_logging(config.logging, options.worker_id)
     configure(config.security, PeerRole(worker_class.role), options.host)
     points.name_process(options.worker_id)
-    worker = worker_class(
-        config,
+    place = WorkerPlace(
         worker_id=options.worker_id,
         incarnation=options.incarnation or f"{options.worker_id}-{uuid.uuid4().hex[:12]}",
         model_dir=options.model_dir or resolve_model(config.model.path),
@@ -72,6 +72,7 @@ def _serve(worker_class: type[WorkerProcess], options: argparse.Namespace) -> in
         device=options.device,
         core_shares=options.core_shares,
     )
+    worker = WorkerProcess(worker_class, config, place)
 
     def drain_and_stop() -> None:
         try:

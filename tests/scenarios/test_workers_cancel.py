@@ -32,13 +32,13 @@ async def queued_at_prefill(pair: WorkerPair, router: Router) -> AsyncIterator[A
         await router.until_attached(ask)
         yield ask
     finally:
-        pair.prefill.scheduler.limits = old
+        pair.prefill.parts.scheduler.limits = old
         pair.on_runner(pair.prefill, lambda: None)
 
 
 @asynccontextmanager
 async def computing_the_second_chunk(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-    with Gate(pair.prefill.engine, "forward", first=1) as gate:
+    with Gate(pair.prefill.parts.engine, "forward", first=1) as gate:
         ask = await router.begin(an_ask())
         await gate.wait()
         await router.until_attached(ask)
@@ -49,7 +49,7 @@ async def computing_the_second_chunk(pair: WorkerPair, router: Router) -> AsyncI
 async def between_two_writes(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
     with Stash(pair.prefill.driver, "_write", first=1) as stash:
         # Attached before anything is computed, or all would go as one write.
-        with Gate(pair.prefill.engine, "forward"):
+        with Gate(pair.prefill.parts.engine, "forward"):
             ask = await router.begin(an_ask())
             await router.until_attached(ask)
         await stash.wait()
@@ -77,7 +77,7 @@ async def committed_and_not_acknowledged(pair: WorkerPair, router: Router) -> As
 async def waiting_for_pages(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
     with pair.hogged(pair.decode, num_free=2):
         ask = await router.begin(an_ask())
-        await until(lambda: pair.prefill.scheduler.parked, "a computed prompt")
+        await until(lambda: pair.prefill.parts.scheduler.parked, "a computed prompt")
         assert not router.outcomes[ask.key].grant
         yield ask
 
@@ -92,7 +92,7 @@ async def granted(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def attached(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-    with Gate(pair.prefill.engine, "forward") as gate:
+    with Gate(pair.prefill.parts.engine, "forward") as gate:
         ask = await router.begin(an_ask())
         await gate.wait()
         await router.until_attached(ask)
@@ -102,7 +102,7 @@ async def attached(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
 def computed_at_decode(first: int) -> Point:
     @asynccontextmanager
     async def held(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-        with Gate(pair.decode.engine, "forward", first=first) as gate:
+        with Gate(pair.decode.parts.engine, "forward", first=first) as gate:
             ask = await router.begin(an_ask())
             await gate.wait()
             yield ask
@@ -115,7 +115,7 @@ def computing_its_prompt_at_decode(first: int) -> Point:
 
     @asynccontextmanager
     async def held(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
-        with Gate(pair.decode.engine, "forward", first=first) as gate:
+        with Gate(pair.decode.parts.engine, "forward", first=first) as gate:
             ask = await router.reserve(replace(an_ask(), local=512))
             await gate.wait()
             yield ask
@@ -185,13 +185,13 @@ async def test_others_do_not_notice(pair: WorkerPair, oracle: Oracle) -> None:
     """One of three requests in the same batches is cancelled at decode, one at prefill."""
     async with Router(pair) as router:
         asks = [Ask(prompt_of(100, seed=n)) for n in range(4)]
-        with Gate(pair.prefill.engine, "forward", first=1) as gate:
+        with Gate(pair.prefill.parts.engine, "forward", first=1) as gate:
             for ask in asks:
                 await router.begin(ask)
             await gate.wait()
             await router.cancel(asks[1])
             gate.open()
-            with Gate(pair.decode.engine, "forward", first=2) as second:
+            with Gate(pair.decode.parts.engine, "forward", first=2) as second:
                 await second.wait()
                 await router.cancel(asks[2])
         for ask in (asks[0], asks[3]):
@@ -201,17 +201,17 @@ async def test_others_do_not_notice(pair: WorkerPair, oracle: Oracle) -> None:
 async def test_a_prompt_refused_after_its_handoff_failed_harms_nobody(pair: WorkerPair, oracle: Oracle) -> None:
     """Attached while prefill is in a long step, dropped by decode, and then refused because prefill drains."""
     async with Router(pair) as router:
-        with Gate(pair.prefill.engine, "forward") as gate:
+        with Gate(pair.prefill.parts.engine, "forward") as gate:
             busy = await router.begin(Ask(prompt_of(30)))
             await gate.wait()
             ask = await router.begin(an_ask())
             await router.until_attached(ask)
-            pair.prefill.draining = True
+            pair.prefill.parts.life.draining = True
             await router.cancel(ask, "decode")
             await until(lambda: ask.key not in pair.prefill.driver._entries, "the end of the handoff")
             gate.open()
             await router.until(lambda: "prefill" in router.outcomes[ask.key].failures, "the refusal")
-            pair.prefill.draining = False
+            pair.prefill.parts.life.draining = False
         assert (await router.finish(busy)).ids() == oracle.greedy(busy.prompt, 12)
         after = await router.begin(Ask(prompt_of(50)))
         assert (await router.finish(after)).ids() == oracle.greedy(after.prompt, 12)

@@ -54,10 +54,10 @@ async def in_thread(call: Any) -> Any:
 
 async def started(pair: WorkerPair) -> AsyncIterator[WorkerPair]:
     try:
-        await in_thread(pair.prefill.start)
+        await in_thread(pair.prefill_process.start)
         # Another host's, for all that decode knows: no pidfd tells of its end.
-        pair.prefill.info.host_id = "another boot/another namespace"
-        await in_thread(pair.decode.start)
+        pair.prefill.parts.info.host_id = "another boot/another namespace"
+        await in_thread(pair.decode_process.start)
         yield pair
     finally:
         await in_thread(pair.stop)
@@ -84,7 +84,7 @@ async def capped_briefly(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
 @asynccontextmanager
 async def silent_writer(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
     """Prefill was to send four pages and answers nobody any more; the router has given the request up."""
-    with Gate(pair.prefill.engine, "forward"), Stash(pair.prefill, "confirm_idle") as stash:
+    with Gate(pair.prefill.parts.engine, "forward"), Stash(pair.prefill, "confirm_idle") as stash:
         ask = await router.begin(Ask(prompt_of(60, seed=9)))
         await router.until_attached(ask)
         await router.cancel(ask, "decode")
@@ -95,11 +95,11 @@ async def silent_writer(pair: WorkerPair, router: Router) -> AsyncIterator[Ask]:
 
 
 def num_quarantined(pair: WorkerPair) -> int:
-    return pair.on_runner(pair.decode, pair.decode.pool.counts).quarantined
+    return pair.on_runner(pair.decode, pair.decode.parts.pool.counts).quarantined
 
 
 async def note_ended(pair: WorkerPair, *incarnations: str) -> None:
-    async with make_channel(pair.decode.info.address) as channel:
+    async with make_channel(pair.decode.parts.info.address) as channel:
         stub = control_pb2_grpc.WorkerControlStub(channel)
         await stub.NoteEnded(control_pb2.NoteEndedRequest(incarnations=incarnations), timeout=10)
 
@@ -108,10 +108,10 @@ async def note_ended(pair: WorkerPair, *incarnations: str) -> None:
 
 
 async def test_proof_of_the_writers_end_frees_its_pages_and_all_that_was_known_of_it(remote: WorkerPair) -> None:
-    decode, incarnation = remote.decode, remote.prefill.incarnation
+    decode, incarnation = remote.decode, remote.prefill.parts.incarnation
     async with Router(remote) as router:
         async with silent_writer(remote, router):
-            await note_ended(remote, "somebody-else", decode.incarnation)
+            await note_ended(remote, "somebody-else", decode.parts.incarnation)
             assert num_quarantined(remote) == 4
             assert incarnation in decode._writers
             await note_ended(remote, incarnation)
@@ -125,12 +125,12 @@ async def test_proof_of_the_writers_end_frees_its_pages_and_all_that_was_known_o
 
 async def test_who_has_ended_neither_pairs_nor_attaches_again(remote: WorkerPair) -> None:
     """Its calls may arrive behind the proof of its end."""
-    decode, incarnation = remote.decode, remote.prefill.incarnation
+    decode, incarnation = remote.decode, remote.prefill.parts.incarnation
     async with Router(remote) as router:
         await router.ask(Ask(prompt_of(20)))
         await note_ended(remote, incarnation)
         stub = router.stub("decode")
-        reply = await stub.Pair(decode_pb2.PairRequest(prefill=remote.prefill.info), timeout=10)
+        reply = await stub.Pair(decode_pb2.PairRequest(prefill=remote.prefill.parts.info), timeout=10)
         assert (reply.error.code, reply.error.retryable) == ("worker_lost", True)
         assert not decode._writers
         router.attaches = False
@@ -147,20 +147,20 @@ async def test_who_has_ended_neither_pairs_nor_attaches_again(remote: WorkerPair
 
 
 async def test_who_ends_while_it_pairs_is_not_paired_with(remote: WorkerPair) -> None:
-    decode, incarnation = remote.decode, remote.prefill.incarnation
-    transport = await asyncio.wrap_future(decode.transfer.submit(lambda transport: transport))
+    decode, incarnation = remote.decode, remote.prefill.parts.incarnation
+    transport = await asyncio.wrap_future(decode.parts.transfer.submit(lambda transport: transport))
     async with Router(remote) as router:
         with Gate(transport, "connect") as gate:
             pairing = asyncio.ensure_future(
-                router.stub("decode").Pair(decode_pb2.PairRequest(prefill=remote.prefill.info), timeout=10)
+                router.stub("decode").Pair(decode_pb2.PairRequest(prefill=remote.prefill.parts.info), timeout=10)
             )
             await gate.wait()
             await note_ended(remote, incarnation)
         assert (await pairing).error.code == "worker_lost"
         assert not decode._writers
-        metadata = remote.prefill.info.transport_metadata
+        metadata = remote.prefill.parts.info.transport_metadata
         with pytest.raises(TransportError):  # the transport has forgotten it, and takes its name no more
-            await asyncio.wrap_future(decode.transfer.submit(lambda transport: transport.connect(metadata)))
+            await asyncio.wrap_future(decode.parts.transfer.submit(lambda transport: transport.connect(metadata)))
 
 
 async def test_a_new_process_under_the_writers_name_proves_nothing(
@@ -170,7 +170,7 @@ async def test_a_new_process_under_the_writers_name_proves_nothing(
     successor = make_worker(PrefillWorker, worker_model_dir, NUM_PAGES, FENCED)
     await in_thread(successor.start)
     try:
-        async with Router(remote) as router, Router(WorkerPair(successor, remote.decode)) as after:
+        async with Router(remote) as router, Router(WorkerPair(successor, remote.decode_process)) as after:
             async with silent_writer(remote, router):
                 (outcome,) = await after.ask(Ask(prompt_of(60, seed=9)))
                 assert outcome.ids() == oracle.greedy(prompt_of(60, seed=9), 12)
@@ -185,7 +185,7 @@ async def test_a_new_process_under_the_writers_name_proves_nothing(
 async def test_they_hold_no_drain(remote: WorkerPair) -> None:
     """When the process leaves, so does the memory that might be written."""
     async with Router(remote) as router, silent_writer(remote, router):
-        await asyncio.wait_for(in_thread(remote.decode.drain), 5)
+        await asyncio.wait_for(in_thread(remote.decode_process.drain), 5)
         assert num_quarantined(remote) == 4
 
 
@@ -204,7 +204,7 @@ async def test_above_the_cap_the_worker_drains_and_gives_itself_up(capped: Worke
             assert router.statuses["decode"].draining
             assert (await router.finish(held)).ids() == oracle.greedy(held.prompt, LONG.max_tokens)
             with pytest.raises(InternalError, match="4 pages are in quarantine"):
-                await in_thread(lambda: capped.decode.wait_closed(5))
+                await in_thread(lambda: capped.decode_process.wait_closed(5))
 
 
 async def test_what_does_not_end_is_lost_with_it(capped_briefly: WorkerPair) -> None:
@@ -215,8 +215,8 @@ async def test_what_does_not_end_is_lost_with_it(capped_briefly: WorkerPair) -> 
         async with silent_writer(capped_briefly, router):
             began_s = loop.time()
             with (
-                Gate(capped_briefly.decode.engine, "forward"),
+                Gate(capped_briefly.decode.parts.engine, "forward"),
                 pytest.raises(InternalError, match="4 pages are in quarantine"),
             ):
-                await in_thread(lambda: capped_briefly.decode.wait_closed(9))
+                await in_thread(lambda: capped_briefly.decode_process.wait_closed(9))
             assert loop.time() - began_s < 8 * SHORT_LEASE_S

@@ -45,7 +45,7 @@ async def test_no_grant_waits_for_a_decode_step(pair: WorkerPair) -> None:
     """Neither one that finds room nor one whose pages somebody else gives back, while a step hangs."""
     async with Router(pair) as router:
         router.attaches = False
-        with Gate(pair.decode.engine, "forward", first=1) as gate:
+        with Gate(pair.decode.parts.engine, "forward", first=1) as gate:
             running = await router.reserve(Ask(prompt_of(20), local=512))
             await gate.wait()
             large = await router.reserve(Ask(prompt_of(500)))
@@ -75,7 +75,7 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
     pair.prefill.driver.sealed = watched  # type: ignore[method-assign]
     try:
         async with Router(pair) as router:
-            with Gate(pair.decode.engine, "forward") as gate:
+            with Gate(pair.decode.parts.engine, "forward") as gate:
                 with HeldCommits(pair.prefill):  # a runner that is held in its first step grants nothing more
                     for ask in asks:
                         await router.begin(ask)
@@ -102,7 +102,7 @@ async def check_placement(pair: WorkerPair, asks: list[Ask]) -> None:
 
 
 def compare(pair: WorkerPair, ask: Ask, local: dict[Any, int], remote: list[int], first: int) -> None:
-    here, there = pair.prefill.engine.arena, pair.decode.engine.arena
+    here, there = pair.prefill.parts.engine.arena, pair.decode.parts.engine.arena
     assert first + len(remote) == -(-len(ask.prompt) // PAGE)
     for layer in range(NUM_LAYERS):
         for index, page in enumerate(remote, first):
@@ -174,14 +174,14 @@ async def test_the_comparison_of_tokens_notices_swapped_pages(pair: WorkerPair, 
 async def test_the_comparison_of_tokens_notices_lost_attention(pair: WorkerPair, oracle: Oracle, side: str) -> None:
     worker = getattr(pair, side)
     ask = Ask(prompt_of(100))
-    forward = worker.engine.forward
+    forward = worker.parts.engine.forward
 
     def forgetful(sequences: Any, on_layer: Any = None) -> Any:
         logits = forward(sequences, on_layer)
-        worker.engine.arena.tensor[0, :, 1].zero_()  # values of the first layer
+        worker.parts.engine.arena.tensor[0, :, 1].zero_()  # values of the first layer
         return logits
 
-    worker.engine.forward = forgetful
+    worker.parts.engine.forward = forgetful
     try:
         async with Router(pair) as router:
             await router.begin(ask)
@@ -190,7 +190,7 @@ async def test_the_comparison_of_tokens_notices_lost_attention(pair: WorkerPair,
             assert outcome.failures or outcome.ids() != oracle.greedy(ask.prompt, 12)
             await router.cancel(ask)
     finally:
-        del worker.engine.forward
+        del worker.parts.engine.forward
 
 
 # ---- what is refused
@@ -209,7 +209,7 @@ async def test_one_flipped_byte_ends_the_attempt_at_both(pair: WorkerPair, side:
             assert grant is not None
             mine = sorted(pair.prefill.driver._entries[ask.key].pages)
             page = mine[0] if side == "prefill" else grant.pages[0]
-            view = getattr(pair, side).engine.arena.extent_view(0, page)
+            view = getattr(pair, side).parts.engine.arena.extent_view(0, page)
             view[5] ^= 1
         await router.heard(ask, "prefill.failed", "decode.failed")
         failures = router.outcomes[ask.key].failures
@@ -307,7 +307,7 @@ async def test_strangers_cannot_touch_a_grant(pair: WorkerPair, oracle: Oracle) 
             assert reply.error.reason == "writer_exited", "it has not paired"
             await stub.ConfirmIdle(decode_pb2.ConfirmIdleRequest(**fields), timeout=10)
             # Under the writer's own name, but without what only a holder of the grant has.
-            fields |= {"sender_incarnation": pair.prefill.incarnation}
+            fields |= {"sender_incarnation": pair.prefill.parts.incarnation}
             for renew in (False, True):
                 reply = await stub.Attach(decode_pb2.AttachRequest(**fields, renew=renew), timeout=10)
                 assert reply.error.reason == "bad_capability"
@@ -366,12 +366,12 @@ async def test_commits_and_parts_come_behind_the_pages(
     assert set(ways.came) == {"message"}
     await pair.settled()
     await until(lambda: not pair.prefill.commits._under_way, "the end of the commit")
-    await until(lambda: not pair.prefill.transfer._transport.wants_polling, "rest")
+    await until(lambda: not pair.prefill.parts.transfer._transport.wants_polling, "rest")
 
 
 async def begin_attached(pair: WorkerPair, router: Router, ask: Ask) -> None:
     """With a place at decode before the last of its steps."""
-    with Gate(pair.prefill.engine, "forward") as computing:
+    with Gate(pair.prefill.parts.engine, "forward") as computing:
         await router.begin(ask)
         await computing.wait()
         await until(lambda: ask.key in pair.prefill.core._newly_attached, "a place at decode")
@@ -406,7 +406,7 @@ async def test_a_driver_that_hangs_does_not_hold_the_first_token(pair: WorkerPai
 async def test_what_cannot_go_behind_the_pages_goes_on_the_stream(
     pair: WorkerPair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
-    transport = pair.prefill.transfer._transport
+    transport = pair.prefill.parts.transfer._transport
     async with Router(pair) as router:
         await router.ask(Ask(prompt_of(20)))  # they are paired from now on
     (peer,) = pair.prefill.peers.peers.values()
@@ -448,7 +448,7 @@ async def test_a_commit_whose_answer_is_lost_with_its_stream_is_repeated_on_anot
     async with Router(pair) as router:
         (outcome,) = await router.ask(ask)
         await router.heard(ask, "prefill.handoff_done")
-        assert pair.decode.commits._of_senders[pair.prefill.incarnation] is not streams[0]
+        assert pair.decode.commits._of_senders[pair.prefill.parts.incarnation] is not streams[0]
     assert outcome.ids() == oracle.greedy(ask.prompt, 12)
     assert ways.came[-2:] == ["message", "stream"]
 
@@ -468,12 +468,12 @@ async def test_a_forged_message_changes_nothing_and_nobody_hears_of_it(
             before, ignored = driver.refusals[RefusalReason.BAD_CAPABILITY], driver.num_arrivals_ignored
             name = next(iter(pair.prefill.peers.peers.values())).name
             for content in (call_to_message(wrong, "prefill-0"), b"nothing"):
-                pair.prefill.transfer.submit(lambda t, c=content: t.send(name, c)).result()
+                pair.prefill.parts.transfer.submit(lambda t, c=content: t.send(name, c)).result()
             await until(lambda: driver.num_arrivals_ignored > ignored, "both messages")
             assert driver.refusals[RefusalReason.BAD_CAPABILITY] == before + 1
             assert told.num_calls == 0
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
-    await until(lambda: pair.decode.read_status().refused["bad_capability"] > before, "its counter")
+    await until(lambda: pair.decode.parts.read_status().refused["bad_capability"] > before, "its counter")
 
 
 async def test_only_the_decode_worker_that_was_asked_answers_a_commit(pair: WorkerPair, oracle: Oracle) -> None:
@@ -488,7 +488,7 @@ async def test_only_the_decode_worker_that_was_asked_answers_a_commit(pair: Work
                     request_id=commit.key.request_id, attempt=commit.key.attempt, grant_id=grant_id, ok=True
                 )
                 pair.prefill._answered(receiver, answer)
-                pair.prefill.transfer.submit(lambda _: None).result()
+                pair.prefill.parts.transfer.submit(lambda _: None).result()
                 assert commit.key in pair.prefill.driver._entries, "its pages would be free before decode has read them"
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
 
@@ -511,7 +511,7 @@ async def test_a_grant_of_another_request_is_not_written_into(pair: WorkerPair) 
 async def test_workers_that_differ_do_not_pair(pair: WorkerPair, field: str, value: Any) -> None:
     async with Router(pair) as router:
         info = pb.WorkerInfo()
-        info.CopyFrom(pair.prefill.info)
+        info.CopyFrom(pair.prefill.parts.info)
         info.worker_id, info.incarnation = "prefill-9", "prefill-9#1"
         setattr(info.layout, field, value)
         reply = await router.stub("decode").Pair(decode_pb2.PairRequest(prefill=info), timeout=10)
@@ -534,7 +534,7 @@ def hasty_pair(worker_model_dir: Path) -> Iterator[WorkerPair]:
 async def test_a_lease_is_kept_for_as_long_as_the_prompt_takes(hasty_pair: WorkerPair, oracle: Oracle) -> None:
     pair = hasty_pair
     async with Router(pair) as router:
-        with Gate(pair.prefill.engine, "forward") as gate:
+        with Gate(pair.prefill.parts.engine, "forward") as gate:
             ask = await router.begin(Ask(prompt_of(60)))
             await router.until_attached(ask)
             record = pair.decode.driver._handoffs.record(ask.key)
@@ -558,7 +558,7 @@ async def test_a_lease_that_is_not_renewed_ends_the_attempt(hasty_pair: WorkerPa
     pair.prefill.peers.attach = once  # type: ignore[method-assign]
     try:
         async with Router(pair) as router:
-            with Gate(pair.prefill.engine, "forward") as gate:
+            with Gate(pair.prefill.parts.engine, "forward") as gate:
                 ask = await router.begin(Ask(prompt_of(60)))
                 await router.until_attached(ask)
                 await until(lambda: not pair.prefill.driver.num_handoffs, "the end of the handoff")
@@ -575,16 +575,16 @@ async def test_a_lease_that_is_not_renewed_ends_the_attempt(hasty_pair: WorkerPa
 async def test_every_router_hears_of_a_writer_that_does_not_answer(hasty_pair: WorkerPair) -> None:
     """The request that it wrote for is gone by then, and with it the session that had it."""
     pair = hasty_pair
-    pages = pair.decode.pool
+    pages = pair.decode.parts.pool
     async with Router(pair, "bystander") as bystander:
-        with Gate(pair.prefill.engine, "forward") as gate:
+        with Gate(pair.prefill.parts.engine, "forward") as gate:
             async with Router(pair) as router:
                 ask = await router.begin(Ask(prompt_of(60, seed=9)))
                 await router.until_attached(ask)
                 with Stash(pair.prefill, "confirm_idle"):
                     router.close("decode")
                     await bystander.until(lambda: bystander.suspected, "a suspicion")
-                    assert bystander.suspected[0].writer_incarnation == pair.prefill.incarnation
+                    assert bystander.suspected[0].writer_incarnation == pair.prefill.parts.incarnation
                     assert bystander.suspected[0].writer_worker_id == "prefill-0"
                     assert pair.on_runner(pair.decode, pages.counts).quarantined == 4
             gate.open()
@@ -608,13 +608,13 @@ async def test_a_reserve_that_comes_again_when_its_record_is_forgotten_queues_no
     pair: WorkerPair, oracle: Oracle
 ) -> None:
     async with Router(pair) as router:
-        with Gate(pair.decode.engine, "forward") as gate:
+        with Gate(pair.decode.parts.engine, "forward") as gate:
             ask = await router.begin(Ask(prompt_of(30)))
             await gate.wait()
             handoffs = pair.decode.driver._handoffs
             record = handoffs.record(ask.key)
             assert record is not None
-            pair.decode.transfer.submit(lambda _: handoffs._forget(record)).result()
+            pair.decode.parts.transfer.submit(lambda _: handoffs._forget(record)).result()
             await router.reserve(ask)
         assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, 12)
     await pair.settled()

@@ -19,6 +19,7 @@ from tandem.core.sampling import SamplingParams
 from tandem.engine.batch import SequenceInput
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2
+from tandem.worker.process import WorkerProcess
 from tests.scenarios.worker_pair import (
     CONFIG,
     PAGE,
@@ -40,7 +41,7 @@ SEEDED = SamplingParams(temperature=0.9, seed=11, max_tokens=12, ignore_eos=True
 
 
 @pytest.fixture(scope="module")
-def second_decode(worker_model_dir: Path) -> Iterator[DecodeWorker]:
+def second_decode(worker_model_dir: Path) -> Iterator[WorkerProcess[DecodeWorker]]:
     worker = make_worker(DecodeWorker, worker_model_dir, 128, CONFIG, "decode-1")
     try:
         worker.start()
@@ -50,10 +51,10 @@ def second_decode(worker_model_dir: Path) -> Iterator[DecodeWorker]:
 
 
 @asynccontextmanager
-async def two_routers(pair: WorkerPair, decode: DecodeWorker) -> AsyncIterator[tuple[Router, Router]]:
+async def two_routers(pair: WorkerPair, decode: WorkerProcess[DecodeWorker]) -> AsyncIterator[tuple[Router, Router]]:
     """Sessions of one prefill worker with the pair's decode worker and with another one."""
-    other = WorkerPair(pair.prefill, decode)
-    pair.on_runner(decode, decode.pool.drop_cache)
+    other = WorkerPair(pair.prefill_process, decode)
+    pair.on_runner(decode.worker, decode.parts.pool.drop_cache)
     async with Router(pair) as first, Router(other, "s") as second:
         yield first, second
     await other.settled()
@@ -72,7 +73,7 @@ async def handed_off(router: Router, ask: Ask) -> Outcome:
 
 
 def num_computed(pair: WorkerPair) -> int:
-    return pair.prefill.counters.num_prompt_tokens_computed
+    return pair.prefill.parts.counters.num_prompt_tokens_computed
 
 
 def num_held(pair: WorkerPair) -> int:
@@ -83,7 +84,7 @@ def num_private_pages(pair: WorkerPair) -> int:
     """Pages that only their own requests can find, in use or evictable."""
 
     def count() -> int:
-        pool, kept = pair.prefill.pool, pair.prefill.core.retained
+        pool, kept = pair.prefill.parts.pool, pair.prefill.core.retained
         return sum(pool.match([key]) for k in kept._by_request.values() for key in k.private_keys)
 
     return pair.on_runner(pair.prefill, count)
@@ -92,7 +93,7 @@ def num_private_pages(pair: WorkerPair) -> int:
 @pytest.mark.parametrize("length", [PAGE - 5, 5 * PAGE, 5 * PAGE + 3])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_another_decode_gets_the_pages_and_nothing_is_computed(
-    pair: WorkerPair, second_decode: DecodeWorker, length: int, n: int
+    pair: WorkerPair, second_decode: WorkerProcess[DecodeWorker], length: int, n: int
 ) -> None:
     """Lost before the client had anything: the first tokens are given out again, the same with their logprobs."""
     async with two_routers(pair, second_decode) as (first, second):
@@ -112,7 +113,7 @@ async def test_another_decode_gets_the_pages_and_nothing_is_computed(
 
 
 async def test_choices_that_the_client_has_are_not_given_out_again(
-    pair: WorkerPair, second_decode: DecodeWorker
+    pair: WorkerPair, second_decode: WorkerProcess[DecodeWorker]
 ) -> None:
     async with two_routers(pair, second_decode) as (first, second):
         ask = Ask(prompt_of(40), SEEDED, n=2)
@@ -126,7 +127,7 @@ async def test_choices_that_the_client_has_are_not_given_out_again(
         assert outcome.done.num_computed_tokens == 0
 
 
-async def test_started_says_what_was_found(pair: WorkerPair, second_decode: DecodeWorker) -> None:
+async def test_started_says_what_was_found(pair: WorkerPair, second_decode: WorkerProcess[DecodeWorker]) -> None:
     async with two_routers(pair, second_decode) as (first, second):
         found: list[int] = []
         hear = second._hear
@@ -145,14 +146,16 @@ async def test_started_says_what_was_found(pair: WorkerPair, second_decode: Deco
         assert found == [40, 2 * PAGE]
 
 
-async def test_what_was_evicted_is_computed_and_the_tokens_stay(pair: WorkerPair, second_decode: DecodeWorker) -> None:
+async def test_what_was_evicted_is_computed_and_the_tokens_stay(
+    pair: WorkerPair, second_decode: WorkerProcess[DecodeWorker]
+) -> None:
     """The last pages went first: what is left of the prompt's beginning serves."""
     async with two_routers(pair, second_decode) as (first, second):
         ask = Ask(prompt_of(6 * PAGE + 3), SEEDED)
         (lost,) = await first.ask(ask)
         await first.heard(ask, "prefill.handoff_done")
         await until(lambda: not pair.prefill.core.jobs, "the end of the handoff")
-        pool = pair.prefill.pool
+        pool = pair.prefill.parts.pool
 
         def need_memory() -> None:
             """Evict three pages."""
@@ -167,9 +170,9 @@ async def test_what_was_evicted_is_computed_and_the_tokens_stay(pair: WorkerPair
         assert (outcome.done.num_cached_tokens, outcome.done.num_computed_tokens) == (4 * PAGE, 2 * PAGE + 3)
 
 
-async def test_kept_without_a_prefix_cache(pair: WorkerPair, second_decode: DecodeWorker) -> None:
+async def test_kept_without_a_prefix_cache(pair: WorkerPair, second_decode: WorkerProcess[DecodeWorker]) -> None:
     """Then every page is private: found by the same request only."""
-    scheduler, kept = pair.prefill.scheduler, pair.prefill.core.retained
+    scheduler, kept = pair.prefill.parts.scheduler, pair.prefill.core.retained
     scheduler.prefix_cache, kept._shares = False, False
     try:
         async with two_routers(pair, second_decode) as (first, second):
@@ -199,13 +202,13 @@ async def test_release_and_the_end_of_the_router_leave_nothing_private(pair: Wor
         await router.ask(*asks)
         await until(lambda: num_private_pages(pair) == 2, "two partial pages")
         await until(lambda: not pair.prefill.core.jobs, "the end of the handoffs")
-        num_free = pair.prefill.pool.counts().free
+        num_free = pair.prefill.parts.pool.counts().free
         await router.say("prefill", release=prefill_pb2.Release(request_id=asks[0].request_id))
-        await until(lambda: pair.prefill.pool.counts().free == num_free + 1, "the partial page")
+        await until(lambda: pair.prefill.parts.pool.counts().free == num_free + 1, "the partial page")
         assert num_private_pages(pair) == 1
     await until(lambda: not len(kept), "the end of the session")
-    assert pair.prefill.pool.counts().free == num_free + 2
-    assert pair.prefill.pool.counts().cached == 4, "full pages serve others still"
+    assert pair.prefill.parts.pool.counts().free == num_free + 2
+    assert pair.prefill.parts.pool.counts().cached == 4, "full pages serve others still"
 
 
 async def test_another_request_of_the_same_id_gets_nothing_of_it(pair: WorkerPair, oracle: Oracle) -> None:
@@ -222,13 +225,13 @@ async def test_another_request_of_the_same_id_gets_nothing_of_it(pair: WorkerPai
 
 
 async def test_decode_is_lost_in_the_middle_of_the_handoff(
-    pair: WorkerPair, second_decode: DecodeWorker, oracle: Oracle
+    pair: WorkerPair, second_decode: WorkerProcess[DecodeWorker], oracle: Oracle
 ) -> None:
     """Computed and never acknowledged: the pages serve the next attempt all the same."""
     async with two_routers(pair, second_decode) as (first, second):
         with pair.hogged(pair.decode, num_free=2):
             ask = await first.begin(Ask(prompt_of(60)))
-            await until(lambda: pair.prefill.scheduler.parked, "a computed prompt")
+            await until(lambda: pair.prefill.parts.scheduler.parked, "a computed prompt")
             again = await second.begin(next_attempt(ask))
             outcome = await handed_off(second, again)
             await first.cancel(ask)
@@ -239,7 +242,7 @@ async def test_decode_is_lost_in_the_middle_of_the_handoff(
 
 async def test_one_request_whose_logits_are_not_numbers_fails_alone(pair: WorkerPair, oracle: Oracle) -> None:
     """Two prompts in one step: the other one does not notice, and nobody finds the pages of the bad one."""
-    inner = pair.prefill.engine.forward
+    inner = pair.prefill.parts.engine.forward
     bad = prompt_of(40, seed=9)
 
     steps: list[int] = []
@@ -255,13 +258,13 @@ async def test_one_request_whose_logits_are_not_numbers_fails_alone(pair: Worker
         return logits
 
     old = pair.limit(pair.prefill, max_num_seqs=0)
-    pair.prefill.engine.forward = forward  # type: ignore[method-assign]
+    pair.prefill.parts.engine.forward = forward  # type: ignore[method-assign]
     try:
         async with Router(pair) as router:
             good = Ask(prompt_of(50))
             worse = await router.begin(Ask(bad))
             await router.begin(good)
-            await until(lambda: len(pair.prefill.scheduler.waiting) == 2, "both prompts")
+            await until(lambda: len(pair.prefill.parts.scheduler.waiting) == 2, "both prompts")
             pair.limit(pair.prefill, max_num_seqs=2, chunk_size=64, saturating_tokens=128)
             pair.on_runner(pair.prefill, lambda: None)
             await router.until(lambda: "prefill" in router.outcomes[worse.key].failures, "the bad one's failure")
@@ -272,10 +275,10 @@ async def test_one_request_whose_logits_are_not_numbers_fails_alone(pair: Worker
             await router.cancel(worse, "decode")
             assert (await router.finish(good)).ids() == oracle.greedy(good.prompt, 12)
     finally:
-        del pair.prefill.engine.forward
-        pair.prefill.scheduler.limits = old
+        del pair.prefill.parts.engine.forward
+        pair.prefill.parts.scheduler.limits = old
     await pair.settled()
-    assert pair.prefill.pool.counts().cached == 3, "of the good one only"
+    assert pair.prefill.parts.pool.counts().cached == 3, "of the good one only"
 
 
 async def test_a_drain_does_not_wait_for_a_decode_worker_that_is_gone(pair: WorkerPair) -> None:
@@ -284,21 +287,21 @@ async def test_a_drain_does_not_wait_for_a_decode_worker_that_is_gone(pair: Work
     async with Router(pair) as router:
         with pair.hogged(pair.decode, num_free=2):
             ask = await router.begin(Ask(prompt_of(80)))
-            await until(lambda: prefill.scheduler.parked, "a computed prompt")
-            prefill.draining = True
+            await until(lambda: prefill.parts.scheduler.parked, "a computed prompt")
+            prefill.parts.life.draining = True
             try:
                 refused = await router.start(Ask(prompt_of(20)))
                 await router.until(lambda: "prefill" in router.outcomes[refused.key].failures, "the refusal")
                 assert router.outcomes[refused.key].failures["prefill"].code == "draining"
                 assert num_held(pair) == 1
                 prefill._targets[ask.key] = pb.WorkerInfo(incarnation="elsewhere")
-                prefill.loop.call_soon_threadsafe(prefill.process_ended, "elsewhere")
+                prefill.parts.loop.call_soon_threadsafe(prefill.process_ended, "elsewhere")
                 await router.until(lambda: "prefill" in router.outcomes[ask.key].failures, "the failure")
                 error = router.outcomes[ask.key].failures["prefill"]
                 assert (error.code, error.retryable) == ("worker_lost", True)
                 await until(lambda: not num_held(pair), "the end of the drain")
             finally:
-                prefill.draining = False
+                prefill.parts.life.draining = False
                 await router.cancel(ask, "decode")
 
 
@@ -312,7 +315,7 @@ async def test_a_drain_does_not_wait_for_a_write_that_nobody_wants(pair: WorkerP
             await router.cancel(ask, "prefill")
             await until(lambda: not num_held(pair), "the end of the drain")
             assert pair.prefill.driver.num_handoffs == 1
-            pool = pair.prefill.pool
+            pool = pair.prefill.parts.pool
             await until(lambda: pair.on_runner(pair.prefill, pool.counts).quarantined == 2, "two pages in quarantine")
         await router.cancel(ask, "decode")
         await pair.settled()
@@ -337,7 +340,7 @@ async def test_what_a_decode_worker_never_hears_holds_a_drain_for_a_bounded_time
         peers._confirm_for_s = peers._timeout_s = 0.3
         pair.decode.ask_driver = silent  # type: ignore[method-assign, assignment]
         try:
-            receiver = pair.decode.incarnation
+            receiver = pair.decode.parts.incarnation
             prefill.confirm_idle(ConfirmIdle(AttemptKey("nobody", 1), f"{receiver}/0", receiver, b""))
             await asyncio.wait_for(asked.wait(), WAIT_S)
             assert num_held(pair) == 1

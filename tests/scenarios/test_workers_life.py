@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-import tandem.worker.process
+import tandem.worker.parts
 from decode_worker.worker import DecodeWorker
 from kvtransfer.protocol.messages import AttemptKey
 from kvtransfer.transports.loopback import LoopbackTransport
@@ -27,9 +28,17 @@ from tandem.engine.engine import Engine
 from tandem.rpc import duplex
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2
-from tandem.worker.process import WorkerProcess
 from tandem.worker.request import AttemptFailed
-from tests.scenarios.worker_pair import CONFIG, SHARED_LOOP, Gate, WorkerPair, make_worker, prompt_of, until
+from tests.scenarios.worker_pair import (
+    CONFIG,
+    SHARED_LOOP,
+    AnyWorker,
+    Gate,
+    WorkerPair,
+    make_worker,
+    prompt_of,
+    until,
+)
 from tests.scenarios.worker_router import Ask, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -74,16 +83,16 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, call)
 
 
-async def drain(worker: WorkerProcess) -> None:
-    async with make_channel(worker.info.address) as channel:
+async def drain(worker: AnyWorker) -> None:
+    async with make_channel(worker.parts.info.address) as channel:
         stub = control_pb2_grpc.WorkerControlStub(channel)
         await stub.Drain(control_pb2.DrainWorkerRequest(), timeout=20)
 
 
 async def test_a_worker_that_is_asked_to_stop_says_so_to_whoever_waits(life: WorkerPair) -> None:
     worker = life.decode
-    waiting = asyncio.create_task(in_thread(lambda: worker.wait_closed(20)))
-    async with make_channel(worker.info.address) as channel:
+    waiting = asyncio.create_task(in_thread(lambda: life.decode_process.wait_closed(20)))
+    async with make_channel(worker.parts.info.address) as channel:
         stub = control_pb2_grpc.WorkerControlStub(channel)
         await stub.Stop(control_pb2.StopWorkerRequest(), timeout=20)
         assert await waiting
@@ -97,11 +106,11 @@ async def test_a_worker_that_is_asked_to_stop_says_so_to_whoever_waits(life: Wor
 async def test_a_draining_worker_finishes_what_it_holds_and_takes_no_more(life: WorkerPair, side: str) -> None:
     worker = getattr(life, side)
     async with Router(life) as router:
-        with Gate(worker.engine, "forward", first=1) as gate:
+        with Gate(worker.parts.engine, "forward", first=1) as gate:
             held = await router.begin(Ask(prompt_of(60)))
             await gate.wait()
             draining = asyncio.create_task(drain(worker))
-            await until(lambda: worker.draining, "the drain")
+            await until(lambda: worker.parts.life.draining, "the drain")
             late = await router.begin(Ask(prompt_of(20)))
             assert not draining.done()
             gate.open()
@@ -127,7 +136,7 @@ async def test_a_drain_ends_when_the_last_request_is_cancelled(life: WorkerPair)
         ask = await router.begin(Ask(prompt_of(20)))
         await router.heard(ask, "decode.granted")
         drains = [asyncio.create_task(drain(w)) for w in (life.prefill, life.decode)]
-        await until(lambda: life.prefill.draining and life.decode.draining, "the drains")
+        await until(lambda: life.prefill.parts.life.draining and life.decode.parts.life.draining, "the drains")
         await router.cancel(ask)
         await asyncio.gather(*drains)
 
@@ -159,11 +168,11 @@ async def test_a_draining_decode_worker_still_takes_what_it_granted(life: Worker
         router.attaches = False
         granted = await router.begin(Ask(prompt_of(40)))
         await router.heard(granted, "decode.granted")
-        with Gate(life.decode.engine, "forward", first=1) as gate:
+        with Gate(life.decode.parts.engine, "forward", first=1) as gate:
             here = await router.reserve(Ask(prompt_of(60), local=512))
             await gate.wait()
             draining = asyncio.create_task(drain(life.decode))
-            await until(lambda: life.decode.draining, "the drain")
+            await until(lambda: life.decode.parts.life.draining, "the drain")
         assert not draining.done()
         await router.attach(granted)
         for ask in (granted, here):
@@ -175,9 +184,9 @@ async def test_a_drain_does_not_outlive_its_worker(life: WorkerPair) -> None:
     async with Router(life) as router:
         router.attaches = False
         await router.heard(await router.begin(Ask(prompt_of(20))), "decode.granted")
-        draining = asyncio.get_running_loop().run_in_executor(None, life.decode.drain)
-        await until(lambda: life.decode.draining, "the drain")
-        await in_thread(life.decode.stop)
+        draining = asyncio.get_running_loop().run_in_executor(None, life.decode_process.drain)
+        await until(lambda: life.decode.parts.life.draining, "the drain")
+        await in_thread(life.decode_process.stop)
         await asyncio.wait_for(draining, 5)
 
 
@@ -218,18 +227,19 @@ async def test_a_router_that_reads_nothing_loses_its_requests(
 async def test_stop_with_work_in_hand(life: WorkerPair, held: str) -> None:
     async with Router(life) as router:
         if held != "nothing":
-            with Gate(getattr(life, held).engine, "forward", first=1) as gate:
+            with Gate(getattr(life, held).parts.engine, "forward", first=1) as gate:
                 await router.begin(Ask(prompt_of(60), SamplingParams(temperature=0, max_tokens=300)))
                 await gate.wait()
-                stops = asyncio.gather(in_thread(life.prefill.stop), in_thread(life.decode.stop))
+                stops = asyncio.gather(in_thread(life.prefill_process.stop), in_thread(life.decode_process.stop))
                 await router.until(lambda: len(router.ended) == 2, "the end of both streams")
                 gate.open()
                 await stops
-        await asyncio.gather(*(in_thread(w.stop) for w in (life.prefill, life.decode) * 2))
-        for worker in (life.prefill, life.decode):
-            worker.wait_closed()
-            worker.pool.check()
-            assert not worker.transfer.is_alive
+        processes = (life.prefill_process, life.decode_process)
+        await asyncio.gather(*(in_thread(process.stop) for process in processes * 2))
+        for process in processes:
+            process.wait_closed()
+            process.parts.pool.check()
+            assert not process.parts.transfer.is_alive
         assert not own_threads()
 
 
@@ -240,7 +250,7 @@ def opens(sender: str) -> decode_pb2.CommitCall:
 async def test_a_stream_of_commits_is_of_one_writer_that_has_paired(life: WorkerPair) -> None:
     async with Router(life) as router:
         await router.ask(Ask(prompt_of(20)))
-        mine = life.prefill.incarnation
+        mine = life.prefill.parts.incarnation
         for names in (["prefill-7#1"], [""], [mine, mine], [mine, "prefill-7#1"]):
             commits = router.stub("decode").Commits()
             for name in names:
@@ -260,9 +270,9 @@ async def test_a_stop_ends_the_streams_of_commits_in_order(life: WorkerPair) -> 
     async with Router(life) as router:
         await router.ask(Ask(prompt_of(20)))  # they are paired from now on
         commits = router.stub("decode").Commits()
-        await commits.write(opens(life.prefill.incarnation))
+        await commits.write(opens(life.prefill.parts.incarnation))
         assert await commits.read() == decode_pb2.CommitAnswer()
-        await in_thread(life.decode.stop)
+        await in_thread(life.decode_process.stop)
         assert await commits.code() is grpc.StatusCode.OK
 
 
@@ -294,7 +304,7 @@ async def test_stop_while_it_loads(worker_model_dir: Path, cls: type[Any], monke
         started = asyncio.get_running_loop().run_in_executor(None, worker.start)
         await gate.wait()
         stopped = asyncio.get_running_loop().run_in_executor(None, worker.stop)
-        await until(lambda: worker._stopping, "the wish to stop")
+        await until(lambda: worker.life.stopping, "the wish to stop")
         gate.open()
         with pytest.raises(CancelledError):
             await started
@@ -310,7 +320,7 @@ async def test_a_port_that_is_taken(worker_model_dir: Path, cls: type[Any]) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         worker = a_worker(cls, worker_model_dir)
-        worker._port = taken.getsockname()[1]
+        worker.place = replace(worker.place, port=taken.getsockname()[1])
         with pytest.raises((OSError, RuntimeError)):
             await in_thread(worker.start)
     assert not own_threads()
@@ -328,7 +338,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing(
         raise TransportError("no such luck")
 
     if step == "load":
-        monkeypatch.setattr(tandem.worker.process, "create_transport", fail)
+        monkeypatch.setattr(tandem.worker.parts, "create_transport", fail)
     else:
         monkeypatch.setattr(LoopbackTransport, step, fail)
     worker = a_worker(cls, worker_model_dir)
@@ -344,20 +354,20 @@ async def test_a_start_that_fails_half_way_leaves_nothing(
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_a_failed_runner_fails_the_worker(life: WorkerPair, side: str) -> None:
     """Three steps in a row: the process is no use any more, and says why."""
-    worker = getattr(life, side)
+    worker, process = getattr(life, side), getattr(life, f"{side}_process")
 
     def failing(*_: Any) -> Any:
         raise RuntimeError("out of luck")
 
     async with Router(life) as router:
-        worker.engine.forward = failing
+        worker.parts.engine.forward = failing
         for n in range(3):
             ask = await router.begin(Ask(prompt_of(20, seed=n)))
             if n < 2:
                 await router.heard(ask, f"{side}.failed")
         with pytest.raises(RuntimeError, match="out of luck"):
-            await in_thread(worker.wait_closed)
-        await in_thread(worker.stop)
+            await in_thread(process.wait_closed)
+        await in_thread(process.stop)
         await router.until(lambda: side in router.ended, "the end of the stream")
 
 
@@ -369,13 +379,13 @@ async def test_a_defect_of_the_receiver_driver_is_not_swallowed(life: WorkerPair
     async with Router(life) as router:
         ask = await router.begin(Ask(prompt_of(20)))
         with pytest.raises(KeyError, match="lost"):
-            await in_thread(life.decode.wait_closed)
+            await in_thread(life.decode_process.wait_closed)
         await router.cancel(ask)
 
 
 async def test_a_worker_that_failed_says_so_even_when_it_is_stopped(life: WorkerPair) -> None:
-    life.decode.fail(InternalError("first"))
-    life.decode.fail(InternalError("second"))
-    await in_thread(life.decode.stop)
+    life.decode.parts.life.fail(InternalError("first"))
+    life.decode.parts.life.fail(InternalError("second"))
+    await in_thread(life.decode_process.stop)
     with pytest.raises(InternalError, match="first"):
-        life.decode.wait_closed()
+        life.decode_process.wait_closed()

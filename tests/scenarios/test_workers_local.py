@@ -11,8 +11,17 @@ import pytest
 from decode_worker.job import Prompt
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
-from tandem.worker.process import WorkerProcess
-from tests.scenarios.worker_pair import PAGE, SHARED_LOOP, Gate, Oracle, WorkerPair, counted, prompt_of, until
+from tests.scenarios.worker_pair import (
+    PAGE,
+    SHARED_LOOP,
+    AnyWorker,
+    Gate,
+    Oracle,
+    WorkerPair,
+    counted,
+    prompt_of,
+    until,
+)
 from tests.scenarios.worker_router import Ask, Outcome, Router
 
 pytest_plugins = ["tests.scenarios.worker_pair"]
@@ -44,10 +53,10 @@ async def test_ragged_batches_give_what_transformers_gives(pair: WorkerPair, ora
 
 async def test_prefill_has_no_part_in_it(pair: WorkerPair) -> None:
     async with Router(pair) as router:
-        before = pair.prefill.counters.num_prompt_tokens_computed
+        before = pair.prefill.parts.counters.num_prompt_tokens_computed
         with counted(pair, computed=50, cached=0):
             (outcome,) = await router.ask(Ask(prompt_of(50), local=50))
-    assert pair.prefill.counters.num_prompt_tokens_computed == before
+    assert pair.prefill.parts.counters.num_prompt_tokens_computed == before
     assert outcome.kinds == ["decode.local"]
     assert outcome.local is not None
     assert (outcome.local.num_cached_tokens, outcome.local.num_computed_tokens) == (0, 50)
@@ -184,7 +193,7 @@ async def test_a_new_prompt_takes_little_of_each_step_and_a_retrys_takes_what_it
     pair: WorkerPair, oracle: Oracle, attempt: int, num_steps: int
 ) -> None:
     async with Router(pair) as router:
-        with Gate(pair.decode.engine, "forward", first=sys.maxsize) as steps:
+        with Gate(pair.decode.parts.engine, "forward", first=sys.maxsize) as steps:
             ask = Ask(prompt_of(60, seed=40 + attempt), greedy(1), attempt=attempt, local=ALL)
             (outcome,) = await router.ask(ask)
             assert outcome.ids() == oracle.greedy(ask.prompt, 1)
@@ -199,18 +208,18 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
     old = pair.limit(decode, paced_tokens=2, most_paced_tokens=0)
 
     def is_computing() -> bool:
-        return any(isinstance(s.owner, Prompt) for s in decode.scheduler.running)
+        return any(isinstance(s.owner, Prompt) for s in decode.parts.scheduler.running)
 
     try:
         async with Router(pair) as router:
             (whole,) = await router.ask(Ask(prompt, params, n=2, local=ALL))
             await pair.settled()
             pair.drop_caches()
-            with Gate(decode.engine, "forward", first=1) as generating:
+            with Gate(decode.parts.engine, "forward", first=1) as generating:
                 elder = await router.begin(Ask(prompt_of(20), greedy(400)))
                 await generating.wait()
                 with (
-                    Gate(decode.engine, "forward", when=is_computing) as computing,
+                    Gate(decode.parts.engine, "forward", when=is_computing) as computing,
                     mock.patch.object(decode, "command", wraps=decode.command) as commands,
                 ):
                     ask = await router.reserve(Ask(prompt, params, n=2, local=ALL))
@@ -218,18 +227,18 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
                     generating.open()
                     await computing.wait()
                     # The runner stands in a step: nobody else looks at the pool.
-                    hogged = decode.pool.allocate(decode.pool.num_available)
+                    hogged = decode.parts.pool.allocate(decode.parts.pool.num_available)
                     assert hogged is not None
-                    before = decode.counters.num_preemptions
+                    before = decode.parts.counters.num_preemptions
             try:
-                await until(lambda: decode.counters.num_preemptions > before, "a preemption")
-                assert [type(s.owner) for s in decode.scheduler.waiting] == [Prompt]
+                await until(lambda: decode.parts.counters.num_preemptions > before, "a preemption")
+                assert [type(s.owner) for s in decode.parts.scheduler.waiting] == [Prompt]
             finally:
-                pair.on_runner(decode, lambda: decode.pool.release(hogged))
+                pair.on_runner(decode, lambda: decode.parts.pool.release(hogged))
             outcome = await router.finish(ask)
             await router.finish(elder)
     finally:
-        decode.scheduler.limits = old
+        decode.parts.scheduler.limits = old
     assert [outcome.ids(c) for c in range(2)] == [whole.ids(c) for c in range(2)]
 
 
@@ -243,7 +252,8 @@ async def test_pages_are_given_up_only_when_what_was_begun_lies_in_them(
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (order.append(name), inner(*args))[1])
 
-    for owner, name in ((decode.engine, "finish"), (decode.scheduler, "apply"), (decode.core, "step_failed")):
+    parts = decode.parts
+    for owner, name in ((parts.engine, "finish"), (parts.scheduler, "apply"), (decode.core, "step_failed")):
         noted(owner, name)
     async with Router(pair) as router:
         await router.ask(Ask(prompt_of(40)))
@@ -253,7 +263,7 @@ async def test_pages_are_given_up_only_when_what_was_begun_lies_in_them(
         assert order[:2] == ["finish", "apply"]
         order.clear()
         with monkeypatch.context() as broken:
-            broken.setattr(decode.engine, "forward", lambda *_: 1 / 0)
+            broken.setattr(decode.parts.engine, "forward", lambda *_: 1 / 0)
             ask = await router.reserve(Ask(prompt_of(40), local=ALL))
             await router.until(lambda: router.outcomes[ask.key].failures, "the failure")
         assert order == ["finish", "step_failed"]
@@ -266,10 +276,10 @@ async def test_a_tight_pool_changes_nothing(pair: WorkerPair, params: SamplingPa
     async with Router(pair) as router:
         roomy = await router.ask(*(Ask(*ask, n=2, local=ALL) for ask in asks))
         await pair.settled()
-        before = pair.decode.counters.num_preemptions
+        before = pair.decode.parts.counters.num_preemptions
         with pair.hogged(pair.decode, num_free=7):
             tight = await router.ask(*(Ask(*ask, n=2, local=ALL) for ask in asks))
-    assert pair.decode.counters.num_preemptions > before
+    assert pair.decode.parts.counters.num_preemptions > before
     assert [o.ids(c) for o in tight for c in range(2)] == [o.ids(c) for o in roomy for c in range(2)]
 
 
@@ -301,12 +311,12 @@ async def test_a_prompt_that_is_being_computed_is_in_the_figures_that_go_with_th
     """From then on the router goes by them alone. Looked at when the word is given: later figures may go with it."""
     figures: dict[str, int] = {}
 
-    def watch(place: Any, worker: WorkerProcess) -> None:
+    def watch(place: Any, worker: AnyWorker) -> None:
         emit = place._emit
 
         def emit_and_look(*arguments: Any) -> None:
             if any(kind in str(arguments) for kind in ("PromptStarted(", "ComputesHere(")):
-                figures[worker.role] = worker.read_status().num_queued_tokens
+                figures[worker.role] = worker.parts.read_status().num_queued_tokens
             emit(*arguments)
 
         monkeypatch.setattr(place, "_emit", emit_and_look)
@@ -330,7 +340,7 @@ async def test_what_can_never_fit_is_refused(pair: WorkerPair) -> None:
 
 
 async def test_a_failed_step_ends_its_requests_and_nothing_else(pair: WorkerPair, oracle: Oracle) -> None:
-    engine = pair.decode.engine
+    engine = pair.decode.parts.engine
     forward = engine.forward
 
     def failing(*_: Any) -> Any:
@@ -349,7 +359,7 @@ async def test_a_failed_step_ends_its_requests_and_nothing_else(pair: WorkerPair
 
 async def test_repeated_commands_change_nothing(pair: WorkerPair, oracle: Oracle) -> None:
     async with Router(pair) as router:
-        with Gate(pair.decode.engine, "forward", first=1) as gate:
+        with Gate(pair.decode.parts.engine, "forward", first=1) as gate:
             ask = await router.reserve(Ask(prompt_of(60), local=ALL))
             await gate.wait()
             outcome = router.outcomes[ask.key]
@@ -366,7 +376,7 @@ async def test_repeated_commands_change_nothing(pair: WorkerPair, oracle: Oracle
 
 async def test_a_newer_attempt_ends_the_older_one(pair: WorkerPair, oracle: Oracle) -> None:
     async with Router(pair) as router:
-        with Gate(pair.decode.engine, "forward", first=1) as gate:
+        with Gate(pair.decode.parts.engine, "forward", first=1) as gate:
             older = await router.reserve(Ask(prompt_of(60), greedy(200), local=ALL))
             await gate.wait()
             newer = await router.reserve(Ask(older.prompt, request_id=older.request_id, attempt=2, local=ALL))
@@ -379,7 +389,7 @@ async def test_a_newer_attempt_ends_the_older_one(pair: WorkerPair, oracle: Orac
 async def test_a_row_that_cannot_be_sampled_fails_its_own_request(
     pair: WorkerPair, oracle: Oracle, is_local: bool
 ) -> None:
-    engine = pair.decode.engine
+    engine = pair.decode.parts.engine
     forward = engine.forward
 
     def poisoned(sequences: Any, on_layer: Any = None) -> Any:

@@ -35,8 +35,8 @@ SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True
 @asynccontextmanager
 async def half_handed_off(pair: WorkerPair, router: Router, ask: Ask) -> AsyncIterator[None]:
     """Prefill stands still in the third of four chunks; decode has verified the four pages of the first two."""
-    with Gate(pair.prefill.engine, "forward", first=2), Stash(pair.prefill, "confirm_idle"):
-        with Gate(pair.prefill.engine, "forward"):
+    with Gate(pair.prefill.parts.engine, "forward", first=2), Stash(pair.prefill, "confirm_idle"):
+        with Gate(pair.prefill.parts.engine, "forward"):
             await router.begin(ask)
             await router.until_attached(ask)
         record = pair.decode.driver._handoffs.record(ask.key)
@@ -62,7 +62,7 @@ async def test_decode_computes_the_rest_of_what_a_lost_prefill_has_sent(
             with counted(pair, computed=36, cached=64):
                 again = Ask(prompt, params, n=2, request_id=ask.request_id, attempt=2, local=36)
                 (outcome,) = await router.ask(again)
-            quarantined = pair.on_runner(pair.decode, pair.decode.pool.counts).quarantined
+            quarantined = pair.on_runner(pair.decode, pair.decode.parts.pool.counts).quarantined
             assert quarantined == 3, "prefill may still write what it has not reported"
         assert outcome.kinds == ["decode.local"]
         assert [outcome.ids(c) for c in range(2)] == [whole.ids(c) for c in range(2)]
@@ -75,7 +75,7 @@ async def test_another_prefill_worker_sends_only_the_rest(
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, second.start)
     try:
-        other = WorkerPair(second, pair.decode)
+        other = WorkerPair(second, pair.decode_process)
         async with Router(pair) as router, Router(other) as elsewhere:
             ask = Ask(prompt_of(100))
             async with half_handed_off(pair, router, ask):

@@ -97,13 +97,13 @@ async def test_prompts_that_wait_for_decode_give_way_to_the_one_that_decode_wait
         # Decode takes one request at a time: its cap on reserved pages sees to it.
         low = await router.reserve(Ask(prompts[0], GREEDY, n=2, priority=9))
         await router.heard(low, "decode.granted")
-        num_high = pair.prefill.pool.num_pages // PREFILL_PAGES
+        num_high = pair.prefill.parts.pool.num_pages // PREFILL_PAGES
         high = [Ask(prompt, GREEDY) for prompt in prompts[1 : 1 + num_high]]
         pair.limit(pair.prefill, unpromoted_share=1)
-        before = pair.prefill.counters.num_preemptions
+        before = pair.prefill.parts.counters.num_preemptions
         for ask in high:
             await router.begin(ask)
-        await until(lambda: len(pair.prefill.scheduler.parked) == num_high, "prompts that wait for decode")
+        await until(lambda: len(pair.prefill.parts.scheduler.parked) == num_high, "prompts that wait for decode")
         assert not any(router.outcomes[ask.key].grant for ask in high)
         router.attaches = True
         await router.start(low)
@@ -112,7 +112,7 @@ async def test_prompts_that_wait_for_decode_give_way_to_the_one_that_decode_wait
             outcome = await router.finish(ask)
             for choice in range(ask.n):
                 assert outcome.ids(choice) == oracle.greedy(ask.prompt, NUM_OUTPUT)
-        assert pair.prefill.counters.num_preemptions > before
+        assert pair.prefill.parts.counters.num_preemptions > before
         await pair.settled()
 
 
@@ -127,9 +127,9 @@ async def test_urgency_goes_before_age_until_the_age_is_worth_more(pair_for_two:
             for ask in (low, urgent, retried):
                 await router.begin(ask)
             waiting = pair.decode.core.ledger.waiting
-            await until(lambda: len(pair.prefill.scheduler.waiting) == len(waiting) == 3, "all to wait")
+            await until(lambda: len(pair.prefill.parts.scheduler.waiting) == len(waiting) == 3, "all to wait")
             order = [ask.request_id for ask in (retried, urgent, low)]
-            assert [s.request_id for s in pair.prefill.scheduler.waiting] == order
+            assert [s.request_id for s in pair.prefill.parts.scheduler.waiting] == order
             assert [r.key.request_id for r in waiting] == order
         for worker in (pair.prefill, pair.decode):
             pair.on_runner(worker, lambda: None)
@@ -147,26 +147,26 @@ async def test_prefill_stops_admitting_above_the_watermark(pair_for_two: WorkerP
         with pair.hogged(pair.decode, num_free=2):
             for ask in asks:
                 await router.begin(ask)
-            scheduler = pair.prefill.scheduler
+            scheduler = pair.prefill.parts.scheduler
             await until(lambda: len(scheduler.parked) == 2 and len(scheduler.waiting) == 1, "the watermark")
-            assert pair.on_runner(pair.prefill, pair.prefill.pool.counts).used == 6
+            assert pair.on_runner(pair.prefill, pair.prefill.parts.pool.counts).used == 6
             pair.on_runner(pair.prefill, lambda: None)
             assert len(scheduler.waiting) == 1
         pair.on_runner(pair.decode, lambda: None)
         for ask in asks:
             assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, NUM_OUTPUT)
         await pair.settled()
-    pair.prefill.scheduler.limits = old
+    pair.prefill.parts.scheduler.limits = old
 
 
 async def test_what_can_never_fit_is_refused_at_once(tight_pair: WorkerPair) -> None:
     pair = tight_pair
-    too_long = prompt_of(pair.prefill.pool.num_pages * PAGE + 1)
+    too_long = prompt_of(pair.prefill.parts.pool.num_pages * PAGE + 1)
     async with Router(pair) as router:
         ask = await router.start(Ask(too_long, GREEDY))
         await router.until(lambda: "prefill" in router.outcomes[ask.key].failures, "the refusal")
         error = router.outcomes[ask.key].failures["prefill"]
         assert (error.code, error.retryable) == ("invalid_request", False)
-        num_pages = pair.prefill.pool.num_pages
+        num_pages = pair.prefill.parts.pool.num_pages
         assert f"{len(too_long)} tokens need {num_pages + 1} pages, this worker has {num_pages}" in error.message
         await pair.settled()

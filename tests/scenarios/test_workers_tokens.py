@@ -47,7 +47,7 @@ async def test_the_size_of_chunks_does_not_show(pair: WorkerPair, oracle: Oracle
         async with Router(pair) as router:
             outcomes = await router.ask(*(Ask(prompt) for prompt in prompts))
     finally:
-        pair.prefill.scheduler.limits = old
+        pair.prefill.parts.scheduler.limits = old
     assert [o.ids() for o in outcomes] == [oracle.greedy(p, NUM_NEW) for p in prompts]
 
 
@@ -60,7 +60,7 @@ async def test_prefix_caches_save_work_and_change_nothing(pair: WorkerPair, orac
         await pair.settled()
         for side, worker in (("prefill", pair.decode), ("decode", pair.prefill)):
             if warm == side:
-                pair.on_runner(worker, worker.pool.drop_cache)
+                pair.on_runner(worker, worker.parts.pool.drop_cache)
         (outcome,) = await router.ask(ask := Ask(prompts[1]))
         await router.heard(ask, "prefill.handoff_done")
     assert outcome.ids() == oracle.greedy(prompts[1], NUM_NEW)
@@ -88,7 +88,7 @@ async def test_choices_share_their_prompt_and_equal_separate_runs(pair: WorkerPa
 async def test_a_tight_pool_preempts_and_changes_nothing(pair: WorkerPair, params: SamplingParams) -> None:
     asks = [(prompt_of(length), params) for length in (40, 33, 50, 20)]
     victims: list[bool] = []
-    scheduler = pair.decode.scheduler
+    scheduler = pair.decode.parts.scheduler
     preempt = scheduler._preempt
 
     def watched(batch: Any, sequence: Any) -> None:
@@ -98,7 +98,7 @@ async def test_a_tight_pool_preempts_and_changes_nothing(pair: WorkerPair, param
     async with Router(pair) as router:
         roomy = await router.ask(*(Ask(*ask) for ask in asks))
         await pair.settled()
-        before = pair.decode.counters.num_preemptions
+        before = pair.decode.parts.counters.num_preemptions
         scheduler._preempt = watched  # type: ignore[method-assign]
         try:
             with pair.hogged(pair.decode, num_free=14):
@@ -106,7 +106,7 @@ async def test_a_tight_pool_preempts_and_changes_nothing(pair: WorkerPair, param
                 assert router.outcomes
         finally:
             scheduler._preempt = preempt  # type: ignore[method-assign]
-    assert pair.decode.counters.num_preemptions > before
+    assert pair.decode.parts.counters.num_preemptions > before
     assert victims
     assert not any(victims), "the oldest was preempted"
     assert [o.ids() for o in tight] == [o.ids() for o in roomy]
@@ -170,7 +170,7 @@ async def test_some_choices_end_with_their_first_token(pair: WorkerPair) -> None
 async def test_a_grant_may_come_before_prefill_has_looked_at_the_prompt(pair: WorkerPair, oracle: Oracle) -> None:
     """The runner is in a long step: the grant is attached before the prompt is taken in."""
     async with Router(pair) as router:
-        with Gate(pair.prefill.engine, "forward") as gate:
+        with Gate(pair.prefill.parts.engine, "forward") as gate:
             busy = await router.begin(Ask(prompt_of(30)))
             await gate.wait()
             ask = await router.begin(Ask(prompt_of(60)))
@@ -184,7 +184,7 @@ async def test_a_grant_may_come_before_prefill_has_looked_at_the_prompt(pair: Wo
 
 async def test_repeated_commands_change_nothing(pair: WorkerPair, oracle: Oracle) -> None:
     async with Router(pair) as router:
-        with Gate(pair.prefill.engine, "forward", first=1) as gate:
+        with Gate(pair.prefill.parts.engine, "forward", first=1) as gate:
             ask = await router.begin(Ask(prompt_of(60)))
             await gate.wait()
             await router.begin(ask)
@@ -214,11 +214,12 @@ async def test_a_cancelled_attempt_that_was_granted_answers_a_late_reserve(pair:
 
 async def test_a_newer_attempt_ends_the_older_one(pair: WorkerPair) -> None:
     async with Router(pair) as router:
-        with Gate(pair.decode.engine, "forward", first=2) as gate:
+        with Gate(pair.decode.parts.engine, "forward", first=2) as gate:
             old = await router.begin(Ask(prompt_of(20), greedy(200)))
             await gate.wait()
             new = Ask(old.prompt, greedy(5), request_id=old.request_id, attempt=2)
             await router.begin(new)
+            await router.heard(new, "decode.granted")  # beside the step that is held
             gate.open()
             await router.finish(new)
         await pair.settled()
@@ -227,20 +228,20 @@ async def test_a_newer_attempt_ends_the_older_one(pair: WorkerPair) -> None:
 
 async def test_decode_lets_in_as_many_sequences_as_it_may_run(pair: WorkerPair) -> None:
     sizes: list[int] = []
-    forward = pair.decode.engine.forward
+    forward = pair.decode.parts.engine.forward
 
     def watched(sequences: Any, on_layer: Any = None) -> Any:
         sizes.append(len(sequences))
         return forward(sequences, on_layer)
 
     old = pair.limit(pair.decode, max_num_seqs=2)
-    pair.decode.engine.forward = watched  # type: ignore[method-assign]
+    pair.decode.parts.engine.forward = watched  # type: ignore[method-assign]
     try:
         async with Router(pair) as router:
             await router.ask(*(Ask(prompt_of(20, seed=n)) for n in range(5)))
     finally:
-        del pair.decode.engine.forward
-        pair.decode.scheduler.limits = old
+        del pair.decode.parts.engine.forward
+        pair.decode.parts.scheduler.limits = old
     assert max(sizes) <= 2
 
 
@@ -264,24 +265,24 @@ async def test_a_full_queue_says_so(pair: WorkerPair) -> None:
                 asks = [await router.begin(Ask(prompt_of(20, seed=n))) for n in range(2)]
                 await router.heard(asks[1], "prefill.failed", "decode.failed")
                 assert {f.code for f in router.outcomes[asks[1].key].failures.values()} == {"overloaded"}
-                pair.prefill.scheduler.limits = old
+                pair.prefill.parts.scheduler.limits = old
                 pair.on_runner(pair.prefill, lambda: None)
             await router.finish(asks[0])
     finally:
-        pair.prefill.scheduler.limits = old
+        pair.prefill.parts.scheduler.limits = old
         reservations._bound = bound
 
 
 async def test_a_failed_step_ends_its_requests_and_nothing_else(pair: WorkerPair, oracle: Oracle) -> None:
     for worker, side in ((pair.prefill, "prefill"), (pair.decode, "decode")):
-        forward = worker.engine.forward
+        forward = worker.parts.engine.forward
 
         def failing(*_: Any, worker: Any = worker, forward: Any = forward) -> Any:
-            worker.engine.forward = forward
+            worker.parts.engine.forward = forward
             raise RuntimeError("out of luck")
 
         async with Router(pair) as router:
-            worker.engine.forward = failing  # type: ignore[method-assign]
+            worker.parts.engine.forward = failing  # type: ignore[method-assign]
             ask = await router.begin(Ask(prompt_of(40)))
             await router.heard(ask, f"{side}.failed")
             assert "out of luck" in router.outcomes[ask.key].failures[side].message

@@ -37,7 +37,7 @@ class Shares:
 
     @property
     def num_first_steps(self) -> int | None:
-        return self.prefill.first_steps(self.pair.decode.info.pid)
+        return self.prefill.first_steps(self.pair.decode.parts.info.pid)
 
     def give_way(self, pid: int, number: int, until_s: float) -> None:
         self.begun.set()
@@ -53,13 +53,13 @@ def shares(pair: WorkerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     both.prefill.give_way = both.give_way  # type: ignore[method-assign]
 
     def share(prefill: CoreShares | None, decode: CoreShares | None) -> None:
-        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill.pacing, "_shares", prefill))
-        pair.on_runner(pair.decode, lambda: setattr(pair.decode.pacing, "_shares", decode))
+        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill.parts.pacing, "_shares", prefill))
+        pair.on_runner(pair.decode, lambda: setattr(pair.decode.parts.pacing, "_shares", decode))
 
     share(both.prefill, both.decode)
     yield both
     share(None, None)
-    pair.on_runner(pair.prefill, pair.prefill.pacing._go_first.clear)
+    pair.on_runner(pair.prefill, pair.prefill.parts.pacing._go_first.clear)
     both.prefill.leave()
     both.decode.leave()
 
@@ -67,15 +67,15 @@ def shares(pair: WorkerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @contextlib.asynccontextmanager
 async def one_behind_the_other(pair: WorkerPair, router: Router) -> AsyncIterator[tuple[Ask, Ask]]:
     """Decode stands in the first step of a prompt, and another one waits at prefill; each takes a step."""
-    with Gate(pair.decode.engine, "forward") as decode:
-        with Gate(pair.prefill.engine, "forward") as prefill:
+    with Gate(pair.decode.parts.engine, "forward") as decode:
+        with Gate(pair.prefill.parts.engine, "forward") as prefill:
             first = await router.begin(Ask(prompt_of(32)))
             await prefill.wait()
             await router.until_attached(first)
             second = await router.begin(Ask(prompt_of(32, seed=1)))
             await router.until_attached(second)
-            if pair.prefill.pacing._shares is not None:
-                pair.prefill.pacing._shares.borrow()  # as its kernels do
+            if pair.prefill.parts.pacing._shares is not None:
+                pair.prefill.parts.pacing._shares.borrow()  # as its kernels do
         await decode.wait()
         yield first, second
 
@@ -141,14 +141,14 @@ async def test_prefill_does_not_give_way_to_those_who_do_not_share_its_cores(
 ) -> None:
     without_end(monkeypatch)
     if shared == "nothing":
-        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill.pacing, "_shares", None))
+        pair.on_runner(pair.prefill, lambda: setattr(pair.prefill.parts.pacing, "_shares", None))
     async with Router(pair) as router:
         told = router.infos["decode"]
         if shared == "a host":
             told.pid = 1
         elif shared == "a file":
             told.host_id = "another"
-            pair.prefill.pacing.left(told.incarnation)  # whom other tests have let it meet
+            pair.prefill.parts.pacing.left(told.incarnation)  # whom other tests have let it meet
         async with one_behind_the_other(pair, router) as (first, second):
             await router.heard(second, "prefill.handoff_done")
             assert not shares.begun.is_set()
@@ -172,7 +172,7 @@ async def test_a_request_that_ends_before_its_first_step_is_not_waited_for(pair:
             await router.heard(second, "prefill.handoff_done")
             await router.cancel(second)
             # Behind the admission, in decode's inbox.
-            await until(lambda: pair.decode.runner._inbox.qsize() > 1, "the cancel")
+            await until(lambda: pair.decode.parts.runner._inbox.qsize() > 1, "the cancel")
         await router.finish(first)
         await pair.settled()
         assert shares.num_first_steps == 2
@@ -181,7 +181,7 @@ async def test_a_request_that_ends_before_its_first_step_is_not_waited_for(pair:
 
 def patient_without_end(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff_wait, "_MOST_OF_A_STEP", 1e6)
-    monkeypatch.setattr(pair.decode.pacing, "_budget", StepDelayBudget(most_of_all=1e6))
+    monkeypatch.setattr(pair.decode.parts.pacing, "_budget", StepDelayBudget(most_of_all=1e6))
 
 
 @contextlib.contextmanager
@@ -190,7 +190,8 @@ def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
 
     Yields what is set when it is about to step for the first time.
     """
-    runner, expected, forward = pair.decode.runner, pair.decode.pacing._expected, pair.decode.engine.forward
+    parts = pair.decode.parts
+    runner, expected, forward = parts.runner, parts.pacing._expected, parts.engine.forward
     stands, told, over = threading.Event(), threading.Event(), threading.Event()
 
     def telling(call: Callable[..., None]) -> Callable[..., None]:
@@ -208,7 +209,7 @@ def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
         return forward(*args)
 
     with (
-        mock.patch.object(pair.decode.engine, "forward", told_first),
+        mock.patch.object(pair.decode.parts.engine, "forward", told_first),
         mock.patch.object(runner, "submit", telling(runner.submit)),
         mock.patch.object(expected, "foresee", telling(expected.foresee)),
     ):
@@ -226,11 +227,11 @@ async def about_to_be_complete(pair: WorkerPair, router: Router) -> AsyncIterato
         elder = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
         await until(stands.is_set, "the elder's first step")
         with Gate(pair.prefill.core, "sample") as sample:
-            with Gate(pair.prefill.engine, "forward"):
+            with Gate(pair.prefill.parts.engine, "forward"):
                 younger = await router.begin(Ask(prompt_of(32, seed=1)))
                 await router.until_attached(younger)
             await sample.wait()
-            await until(lambda: pair.decode.pacing._expected._dues, "what is foreseen")
+            await until(lambda: pair.decode.parts.pacing._expected._dues, "what is foreseen")
             yield elder, younger
 
 
@@ -240,7 +241,7 @@ async def test_a_step_begins_later_for_a_handoff_that_is_about_to_be_complete(
     """Until then prefill has decode's thread."""
     patient_without_end(pair, monkeypatch)
     shares.decode.borrow()  # as its kernels do
-    before_s = pair.decode.read_status().handoff_wait_s
+    before_s = pair.decode.parts.read_status().handoff_wait_s
     async with Router(pair) as router:
         async with about_to_be_complete(pair, router) as (elder, younger):
             await until(lambda: shares.prefill.borrow() == 1, "decode's thread")
@@ -249,15 +250,15 @@ async def test_a_step_begins_later_for_a_handoff_that_is_about_to_be_complete(
             assert len(router.outcomes[elder.key].tokens[0]) <= num_tokens + 1, "one may have been on its way"
         for ask, number in ((elder, 400), (younger, 12)):
             assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, number)
-    assert pair.decode.read_status().handoff_wait_s - before_s > 0.1
+    assert pair.decode.parts.read_status().handoff_wait_s - before_s > 0.1
 
 
 async def test_steps_begin_hardly_later_for_a_handoff_that_stands_still(pair: WorkerPair, shares: Shares) -> None:
     async with Router(pair) as router:
         async with about_to_be_complete(pair, router) as (elder, younger):
-            before_s, began_s = pair.decode.read_status().handoff_wait_s, time.monotonic()
+            before_s, began_s = pair.decode.parts.read_status().handoff_wait_s, time.monotonic()
             await router.finish(elder)
-            waited_s = pair.decode.read_status().handoff_wait_s - before_s
+            waited_s = pair.decode.parts.read_status().handoff_wait_s - before_s
             assert waited_s <= 0.1 * (time.monotonic() - began_s)
         await router.finish(younger)
 
@@ -266,12 +267,12 @@ async def test_cores_go_to_the_prefill_that_is_waited_for_and_to_no_other(
     pair: WorkerPair, shares: Shares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient_without_end(pair, monkeypatch)
-    monkeypatch.setattr(pair.decode.pacing, "rest", lambda: None)  # its kernels would borrow again
+    monkeypatch.setattr(pair.decode.parts.pacing, "rest", lambda: None)  # its kernels would borrow again
     shares.decode.borrow()
-    monkeypatch.setitem(pair.decode.pacing._pids, pair.prefill.incarnation, 1)
-    monkeypatch.setattr(pair.decode.pacing, "met", lambda *_: None)
+    monkeypatch.setitem(pair.decode.parts.pacing._pids, pair.prefill.parts.incarnation, 1)
+    monkeypatch.setattr(pair.decode.parts.pacing, "met", lambda *_: None)
     async with Router(pair) as router:
-        with Gate(pair.decode.pacing._expected, "wait") as waiting:
+        with Gate(pair.decode.parts.pacing._expected, "wait") as waiting:
             async with about_to_be_complete(pair, router) as asks:
                 await waiting.wait()
                 assert shares.prefill.borrow() == 0

@@ -25,6 +25,7 @@ from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tandem.core.config import from_dict
 from tandem.engine.random_model import ModelSpec, save
+from tandem.worker.parts import WorkerPlace
 from tandem.worker.process import WorkerProcess
 from tandem.worker.scheduler import SchedulerLimits
 
@@ -37,7 +38,8 @@ CONFIG: dict[str, Any] = {
     "scheduling": {"chunk_size": 32, "max_num_batched_tokens": 128, "max_num_seqs": 16},
 }
 _T = TypeVar("_T")
-Worker = TypeVar("Worker", bound=WorkerProcess)
+Worker = TypeVar("Worker", PrefillWorker, DecodeWorker)
+AnyWorker = PrefillWorker | DecodeWorker
 
 
 def save_llama(directory: Path) -> Path:
@@ -45,18 +47,20 @@ def save_llama(directory: Path) -> Path:
     return save(ModelSpec(std=0.2, layers=3, max_positions=512, seed=1), directory)
 
 
-def make_worker(cls: type[Worker], model_dir: Path, num_pages: int, config: dict[str, Any], name: str = "") -> Worker:
+def make_worker(
+    cls: type[Worker], model_dir: Path, num_pages: int, config: dict[str, Any], name: str = ""
+) -> WorkerProcess[Worker]:
     """A worker that has not been started."""
     page_bytes = 3 * 2 * PAGE * 2 * 16 * 4  # layers, K and V, slots, heads, head size, float32
     worker_id = name or f"{cls.role}-0"
-    return cls(
-        from_dict(config),
+    place = WorkerPlace(
         worker_id=worker_id,
         incarnation=f"{worker_id}-{time.monotonic_ns()}",
         model_dir=model_dir,
         kv_bytes=num_pages * page_bytes,
         num_threads=1,
     )
+    return WorkerProcess(cls, from_dict(config), place)
 
 
 async def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
@@ -153,21 +157,29 @@ class HeldCommits(Stash):
             if args[0].key in self._prefill.driver._entries:
                 self._inner(*args, **options)
 
-        self._prefill.on_transfer(send)
+        self._prefill.parts.on_transfer(send)
 
 
 @dataclass
 class WorkerPair:
     """Both workers, running."""
 
-    prefill: PrefillWorker
-    decode: DecodeWorker
+    prefill_process: WorkerProcess[PrefillWorker]
+    decode_process: WorkerProcess[DecodeWorker]
+
+    @property
+    def prefill(self) -> PrefillWorker:
+        return self.prefill_process.worker
+
+    @property
+    def decode(self) -> DecodeWorker:
+        return self.decode_process.worker
 
     def stop(self) -> None:
-        self.prefill.stop()
-        self.decode.stop()
+        self.prefill_process.stop()
+        self.decode_process.stop()
 
-    def on_runner(self, worker: WorkerProcess, call: Callable[[], _T]) -> _T:
+    def on_runner(self, worker: AnyWorker, call: Callable[[], _T]) -> _T:
         """Run `call` where the pool and the scheduler live, between two steps."""
         done: Future[_T] = Future()
 
@@ -177,23 +189,23 @@ class WorkerPair:
             except Exception as error:  # noqa: BLE001 - the caller's
                 done.set_exception(error)
 
-        worker.runner.submit(run)
+        worker.parts.runner.submit(run)
         return done.result(WAIT_S)
 
-    def limit(self, worker: WorkerProcess, **changes: int) -> SchedulerLimits:
+    def limit(self, worker: AnyWorker, **changes: int) -> SchedulerLimits:
         """Change the bounds of a worker's batches; returns the old ones."""
-        old = worker.scheduler.limits
-        worker.scheduler.limits = replace(old, **changes)
+        old = worker.parts.scheduler.limits
+        worker.parts.scheduler.limits = replace(old, **changes)
         return old
 
     def drop_caches(self) -> None:
         for worker in (self.prefill, self.decode):
-            self.on_runner(worker, worker.pool.drop_cache)
+            self.on_runner(worker, worker.parts.pool.drop_cache)
 
     @contextlib.contextmanager
-    def hogged(self, worker: WorkerProcess, num_free: int) -> Iterator[None]:
+    def hogged(self, worker: AnyWorker, num_free: int) -> Iterator[None]:
         """Leave only `num_free` pages of a worker's pool."""
-        pool = worker.pool
+        pool = worker.parts.pool
         self.on_runner(worker, pool.drop_cache)
         pages = self.on_runner(worker, lambda: pool.allocate(pool.num_available - num_free))
         assert pages is not None
@@ -206,13 +218,13 @@ class WorkerPair:
         """What is still held of any request, in words; nothing when both workers are at rest."""
         left = []
         for worker in (self.prefill, self.decode):
-            counts = self.on_runner(worker, worker.pool.counts)
-            self.on_runner(worker, worker.pool.check)
+            counts = self.on_runner(worker, worker.parts.pool.counts)
+            self.on_runner(worker, worker.parts.pool.check)
             if counts.used or counts.reserved or counts.quarantined:
-                left.append(f"{worker.worker_id}: {counts}")
-            scheduler = worker.scheduler
+                left.append(f"{worker.parts.worker_id}: {counts}")
+            scheduler = worker.parts.scheduler
             if scheduler.running or scheduler.waiting or scheduler.parked:
-                left.append(f"{worker.worker_id}: {scheduler.running} {scheduler.waiting} {scheduler.parked}")
+                left.append(f"{worker.parts.worker_id}: {scheduler.running} {scheduler.waiting} {scheduler.parked}")
         prefill, decode = self.prefill, self.decode
         held: dict[str, Collection[Any]] = {
             "prompts": prefill.core.jobs,
@@ -253,9 +265,9 @@ def running_pair(
 def counted(pair: WorkerPair, computed: int, cached: int) -> Iterator[None]:
     """Decode computes, and finds in its cache, exactly so many prompt tokens meanwhile."""
     worker = pair.decode
-    before = (worker.counters.num_prompt_tokens_computed, worker.counters.num_prompt_tokens_cached)
+    before = (worker.parts.counters.num_prompt_tokens_computed, worker.parts.counters.num_prompt_tokens_cached)
     yield
-    after = (worker.counters.num_prompt_tokens_computed, worker.counters.num_prompt_tokens_cached)
+    after = (worker.parts.counters.num_prompt_tokens_computed, worker.parts.counters.num_prompt_tokens_cached)
     assert (after[0] - before[0], after[1] - before[1]) == (computed, cached)
 
 

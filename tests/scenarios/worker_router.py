@@ -89,7 +89,7 @@ class Router:
     async def __aenter__(self) -> Router:
         stubs = {"prefill": PrefillServiceStub, "decode": DecodeServiceStub}
         for side, worker in (("prefill", self._pair.prefill), ("decode", self._pair.decode)):
-            channel = self._channels[side] = make_channel(worker.info.address)
+            channel = self._channels[side] = make_channel(worker.parts.info.address)
             self._calls[side] = stubs[side](channel).Session()
             self._may_read[side].set()
             self._readers.append(asyncio.create_task(self._read(side)))

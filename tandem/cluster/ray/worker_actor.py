@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from concurrent import futures
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_process, worker_host
 from tandem.cluster.ray.home import session_directory
@@ -34,14 +34,14 @@ class WorkerActor:
         begin(spec, worker_id, PeerRole(role))
         self._spec, self._role = spec, Role(role)
         self._worker_id, self._incarnation, self._num_threads = worker_id, incarnation, num_threads
-        self._started: Future[WorkerProcess] | None = None  # set with the first `start`
+        self._started: Future[WorkerProcess[Any]] | None = None  # set with the first `start`
 
     def state(self) -> ActorState:
         state = this_process()
         if self._started is None or not self._started.done() or self._started.exception() is not None:
             return state
         worker = self._started.result()
-        return dataclasses.replace(state, info=worker.info.SerializeToString(), draining=worker.draining)
+        return dataclasses.replace(state, info=worker.info.SerializeToString(), draining=worker.life.draining)
 
     def start(self, timeout_s: float) -> bool:
         """Load the model and listen, from the first call on; whether it does, after at most `timeout_s`. Raises what
@@ -67,7 +67,7 @@ class WorkerActor:
         worker.stop()
         return True
 
-    def _start(self, started: Future[WorkerProcess]) -> None:
+    def _start(self, started: Future[WorkerProcess[Any]]) -> None:
         try:
             worker = self._make()
             worker.start()
@@ -76,11 +76,13 @@ class WorkerActor:
         else:
             started.set_result(worker)
 
-    def _make(self) -> WorkerProcess:
+    def _make(self) -> WorkerProcess[Any]:
+        from tandem.worker.parts import WorkerPlace
+        from tandem.worker.process import WorkerProcess
+
         spec = self._spec
         pool, model_dir = getattr(spec.config.pools, self._role), model_dir_of(spec)
-        return _worker_class(self._role)(
-            spec.config,
+        place = WorkerPlace(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             model_dir=model_dir,
@@ -91,9 +93,10 @@ class WorkerActor:
             # A session's directory may be shared by hosts, on a network drive.
             core_shares=session_directory() / f"tandem-core-shares-{host_id().replace('/', '-')}",
         )
+        return WorkerProcess(_worker_class(self._role), spec.config, place)
 
 
-def _worker_class(role: Role) -> type[WorkerProcess]:
+def _worker_class(role: Role) -> type[Any]:
     """Imported here, in the process that needs it: a worker loads torch, nothing else does."""
     if role is Role.PREFILL:
         from prefill_worker.worker import PrefillWorker

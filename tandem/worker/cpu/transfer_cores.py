@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from tandem.core.identity import Role
 
-def transfer_cores(role: str, cores: Collection[int]) -> frozenset[int]:
+
+def transfer_cores(role: Role, cores: Collection[int]) -> frozenset[int]:
     """Of a worker's `cores` those for its transfer thread: one half for prefill's, the other for decode's.
 
     Halves, not single cores: whoever computes for long on one shall not hold it up.
@@ -18,4 +20,4 @@ def transfer_cores(role: str, cores: Collection[int]) -> frozenset[int]:
     middle = len(ordered) // 2
     if middle == 0:
         return frozenset(ordered)
-    return frozenset(ordered[:middle] if role == "prefill" else ordered[middle:])
+    return frozenset(ordered[:middle] if role is Role.PREFILL else ordered[middle:])

@@ -271,6 +271,7 @@ print(sorted({'torch', 'grpc', 'ray', 'google.protobuf', 'nixl', 'nixl_cu12'} & 
 """
 
 
+@pytest.mark.processes
 def test_neither_torch_nor_grpc_nor_ray_nor_protobuf_comes_along() -> None:
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -71,10 +71,10 @@ def _calls(pair: WorkerPair, grant: decode_pb2.Grant) -> dict[str, Any]:
         "request_id": grant.request_id,
         "attempt": grant.attempt,
         "grant_id": grant.grant_id,
-        "sender_incarnation": pair.prefill.incarnation,
+        "sender_incarnation": pair.prefill.parts.incarnation,
         "capability": grant.capability,
     }
-    num_layers = pair.decode.layout.num_layers
+    num_layers = pair.decode.parts.layout.num_layers
     layers = [decode_pb2.LayerDigests(xxh3=[1] * len(grant.pages)) for _ in range(num_layers)]
     whose = {"epoch": grant.epoch, "receiver_incarnation": grant.receiver_incarnation, "sender_worker_id": "prefill-0"}
     return {
@@ -84,7 +84,7 @@ def _calls(pair: WorkerPair, grant: decode_pb2.Grant) -> dict[str, Any]:
         "commit": decode_pb2.Commit(
             **who,
             **whose,
-            layout=pair.decode.info.layout,
+            layout=pair.decode.parts.info.layout,
             pages=grant.pages,
             layers=layers,
             first_tokens=[decode_pb2.FirstToken(choice=0, token_id=5)],
@@ -107,7 +107,7 @@ async def test_nobody_speaks_for_a_grant_that_was_not_given_to_him(
     fuzzed: WorkerPair, oracle: Oracle, always: str, data: st.DataObject
 ) -> None:
     prompt = prompt_of(data.draw(st.integers(17, 60)), seed=3)
-    async with Router(fuzzed) as router, make_channel(fuzzed.decode.info.address) as channel:
+    async with Router(fuzzed) as router, make_channel(fuzzed.decode.parts.info.address) as channel:
         router.attaches = False
         ask = await router.begin(Ask(prompt))
         await router.heard(ask, "decode.granted")
@@ -130,7 +130,7 @@ async def test_nobody_speaks_for_a_grant_that_was_not_given_to_him(
 async def test_the_right_writer_saying_wrong_things_ends_its_own_attempt_at_most(
     fuzzed: WorkerPair, data: st.DataObject
 ) -> None:
-    async with Router(fuzzed) as router, make_channel(fuzzed.decode.info.address) as channel:
+    async with Router(fuzzed) as router, make_channel(fuzzed.decode.parts.info.address) as channel:
         router.attaches = False
         ask = await router.begin(Ask(prompt_of(50, seed=4)))
         await router.heard(ask, "decode.granted")
@@ -190,7 +190,7 @@ def bad_metadata(good: bytes) -> st.SearchStrategy[bytes]:
 @given(data=st.data())
 async def test_no_description_of_a_peer_breaks_decode(fuzzed: WorkerPair, data: st.DataObject) -> None:
     """Layouts, sizes, pids and metadata that make no sense: paired or refused, but answered."""
-    good = fuzzed.prefill.info
+    good = fuzzed.prefill.parts.info
     info = pb.WorkerInfo()
     info.CopyFrom(good)
     info.incarnation = data.draw(st.sampled_from(["", "stranger-1", "stranger-2", good.incarnation]))
@@ -206,11 +206,11 @@ async def test_no_description_of_a_peer_breaks_decode(fuzzed: WorkerPair, data: 
     info.pid = data.draw(st.sampled_from([0, 1, 2, os.getpid(), 1 << 22, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]))
     if info.incarnation == good.incarnation:
         info.pid = good.pid  # its pid proves its end: whoever has its certificate and name is believed
-    async with make_channel(fuzzed.decode.info.address) as channel:
+    async with make_channel(fuzzed.decode.parts.info.address) as channel:
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         reply = await stub.Pair(decode_pb2.PairRequest(prefill=info), timeout=ANSWER_S)
         await stub.Pair(decode_pb2.PairRequest(prefill=good), timeout=ANSWER_S)  # its right address again
-    assert reply.decode.incarnation == fuzzed.decode.incarnation
+    assert reply.decode.incarnation == fuzzed.decode.parts.incarnation
     if info.incarnation != good.incarnation:
         assert reply.error.code in ("incompatible", "transport", "worker_lost"), reply.error
 
@@ -223,7 +223,7 @@ def agent(pair: WorkerPair, name: str, **changes: Any) -> Iterator[pb.WorkerInfo
     try:
         transport.register(memory.ctypes.data, memory.nbytes, owner=memory)
         info = pb.WorkerInfo()
-        info.CopyFrom(pair.prefill.info)
+        info.CopyFrom(pair.prefill.parts.info)
         info.incarnation, info.transport_metadata = name, transport.metadata()
         for field, value in changes.items():
             setattr(info, field, value)
@@ -235,7 +235,7 @@ def agent(pair: WorkerPair, name: str, **changes: Any) -> Iterator[pb.WorkerInfo
 @pytest.mark.parametrize("pid", [0, 1 << 22, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
 async def test_a_pid_that_is_none_proves_nothing(fuzzed: WorkerPair, pid: int) -> None:
     with agent(fuzzed, f"odd-{pid}", pid=pid) as info:
-        async with make_channel(fuzzed.decode.info.address) as channel:
+        async with make_channel(fuzzed.decode.parts.info.address) as channel:
             stub = decode_pb2_grpc.DecodeServiceStub(channel)
             reply = await stub.Pair(decode_pb2.PairRequest(prefill=info), timeout=ANSWER_S)
             assert not reply.HasField("error")
@@ -248,7 +248,7 @@ async def test_a_writer_that_cannot_be_asked_to_stop_holds_its_own_pages_only(
     fuzzed: WorkerPair, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with agent(fuzzed, f"lost-{len(where)}", address=where) as info:
-        async with Router(fuzzed) as router, make_channel(fuzzed.decode.info.address) as channel:
+        async with Router(fuzzed) as router, make_channel(fuzzed.decode.parts.info.address) as channel:
             stub = decode_pb2_grpc.DecodeServiceStub(channel)
             await stub.Pair(decode_pb2.PairRequest(prefill=info), timeout=ANSWER_S)
             router.attaches = False
@@ -261,7 +261,7 @@ async def test_a_writer_that_cannot_be_asked_to_stop_holds_its_own_pages_only(
             assert (await stub.Attach(attach, timeout=ANSWER_S)).ok
             await router.cancel(ask)
             await until(lambda: "did not hear" in caplog.text, "a stop that nobody hears")
-            assert fuzzed.on_runner(fuzzed.decode, fuzzed.decode.pool.counts).quarantined == len(grant.pages)
+            assert fuzzed.on_runner(fuzzed.decode, fuzzed.decode.parts.pool.counts).quarantined == len(grant.pages)
             control = control_pb2_grpc.WorkerControlStub(channel)
             await control.NoteEnded(control_pb2.NoteEndedRequest(incarnations=[info.incarnation]), timeout=ANSWER_S)
 
@@ -270,9 +270,9 @@ async def test_the_death_of_a_stranger_is_nobodys_but_his_own(fuzzed: WorkerPair
     """A peer that gives another's metadata for its own is refused: its end would take that other one's place away."""
     with stranger() as pid:
         info = pb.WorkerInfo()
-        info.CopyFrom(fuzzed.prefill.info)
+        info.CopyFrom(fuzzed.prefill.parts.info)
         info.incarnation, info.pid = "stranger-3", pid
-        async with make_channel(fuzzed.decode.info.address) as channel:
+        async with make_channel(fuzzed.decode.parts.info.address) as channel:
             stub = decode_pb2_grpc.DecodeServiceStub(channel)
             reply = await stub.Pair(decode_pb2.PairRequest(prefill=info), timeout=ANSWER_S)
     assert reply.error.code == "transport"
@@ -285,8 +285,8 @@ async def test_no_description_of_a_target_breaks_prefill(fuzzed: WorkerPair, dat
     """A router that names a decode worker which is not there, or another one: the attempt fails, and says why."""
     target = data.draw(messages(pb.WorkerInfo.DESCRIPTOR))
     if data.draw(st.booleans()):
-        target.incarnation = data.draw(st.sampled_from(["decode-x", "", fuzzed.decode.incarnation]))
-        target.address = fuzzed.decode.info.address
+        target.incarnation = data.draw(st.sampled_from(["decode-x", "", fuzzed.decode.parts.incarnation]))
+        target.address = fuzzed.decode.parts.info.address
     async with Router(fuzzed) as router:
         ask = router.name(Ask(prompt_of(20)))
         await router.say("prefill", start=prefill_pb2.StartPrefill(**router._common(ask), decode=target))

@@ -82,7 +82,7 @@ async def test_whatever_a_router_says_its_stream_ends_in_order(
     fuzzed: WorkerPair, which: str, data: st.DataObject
 ) -> None:
     side, name, method = ALL[which]
-    target = st.one_of(st.just(fuzzed.decode.info), messages(pb.WorkerInfo.DESCRIPTOR))
+    target = st.one_of(st.just(fuzzed.decode.parts.info), messages(pb.WorkerInfo.DESCRIPTOR))
     valid = messages(method.input_type, **_FIELDS, decode=target).map(lambda message: message.SerializeToString())
     commands = data.draw(st.lists(valid, max_size=4))
     await say(fuzzed, side, name, *commands, data.draw(payloads(method.input_type, **_FIELDS, decode=target)))
@@ -120,14 +120,14 @@ async def test_huge_requests_are_refused_or_served_and_hold_nobody_up(
         if side == "decode":
             await router.say("decode", reserve=decode_pb2.Reserve(**command))
         else:
-            await router.say("prefill", start=prefill_pb2.StartPrefill(**command, decode=fuzzed.decode.info))
+            await router.say("prefill", start=prefill_pb2.StartPrefill(**command, decode=fuzzed.decode.parts.info))
         async with asyncio.timeout(ANSWER_S):
             await serves(fuzzed, oracle)
 
 
 async def test_huge_calls_are_refused(fuzzed: WorkerPair) -> None:
     layers = [decode_pb2.LayerDigests(xxh3=range(100_000)) for _ in range(10)]
-    async with make_channel(fuzzed.decode.info.address) as channel:
+    async with make_channel(fuzzed.decode.parts.info.address) as channel:
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         commit = decode_pb2.Commit(request_id="x", grant_id="x", pages=range(1_000_000), layers=layers)
         part = decode_pb2.CommitPart(request_id="x", grant_id="x", first_index=HUGE, layers=layers)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 
 from tandem.core.config import from_dict
+from tandem.core.identity import Role
 from tandem.worker.limits import Site, mixed_step_tokens, num_to_pair, scheduler_limits
 
 
 def test_prompts_are_handed_off_in_twos_where_decode_has_a_core_to_give_and_no_prompts_of_its_own() -> None:
     config = from_dict({"scheduling": {"mixed_pool": False}})
-    assert num_to_pair(config, Site("prefill", on_cpu=True, shares_cores=True)) == 4
+    assert num_to_pair(config, Site(Role.PREFILL, on_cpu=True, shares_cores=True)) == 4
 
 
 @pytest.mark.parametrize(
     ("site", "mixed_pool"),
     [
-        (Site("prefill", on_cpu=True, shares_cores=True), True),
-        (Site("prefill", on_cpu=True), False),
-        (Site("decode", on_cpu=True, shares_cores=True), False),
+        (Site(Role.PREFILL, on_cpu=True, shares_cores=True), True),
+        (Site(Role.PREFILL, on_cpu=True), False),
+        (Site(Role.DECODE, on_cpu=True, shares_cores=True), False),
     ],
     ids=["mixed pool", "no shared cores", "decode"],
 )
@@ -29,12 +30,12 @@ def test_elsewhere_they_are_handed_off_one_after_the_other(site: Site, mixed_poo
 @pytest.mark.parametrize(
     ("site", "configured", "number"),
     [
-        (Site("prefill", on_cpu=True), 0, 0),
-        (Site("prefill", on_cpu=True), 16, 0),
-        (Site("decode", on_cpu=True), 0, 8),
-        (Site("decode", on_cpu=True), 16, 16),
-        (Site("decode", on_cpu=False), 0, 0),
-        (Site("decode", on_cpu=False), 16, 16),
+        (Site(Role.PREFILL, on_cpu=True), 0, 0),
+        (Site(Role.PREFILL, on_cpu=True), 16, 0),
+        (Site(Role.DECODE, on_cpu=True), 0, 8),
+        (Site(Role.DECODE, on_cpu=True), 16, 16),
+        (Site(Role.DECODE, on_cpu=False), 0, 0),
+        (Site(Role.DECODE, on_cpu=False), 16, 16),
     ],
 )
 def test_only_decode_computes_prompts_beside_tokens(site: Site, configured: int, number: int) -> None:
@@ -45,5 +46,5 @@ def test_only_decode_computes_prompts_beside_tokens(site: Site, configured: int,
 
 def test_prompts_that_wait_for_decode_may_hold_a_share_of_prefills_pool_only() -> None:
     config = from_dict({"scheduling": {"unacknowledged_share": 0.25}})
-    assert scheduler_limits(config, Site("prefill", on_cpu=True)).unpromoted_share == 0.25
-    assert scheduler_limits(config, Site("decode", on_cpu=True)).unpromoted_share == 1.0
+    assert scheduler_limits(config, Site(Role.PREFILL, on_cpu=True)).unpromoted_share == 0.25
+    assert scheduler_limits(config, Site(Role.DECODE, on_cpu=True)).unpromoted_share == 1.0

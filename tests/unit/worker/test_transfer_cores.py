@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.core.identity import Role
 from tandem.worker.cpu.transfer_cores import transfer_cores
 
 
@@ -12,8 +13,8 @@ from tandem.worker.cpu.transfer_cores import transfer_cores
     [({0, 1}, {0}, {1}), ({5, 2}, {2}, {5}), ({0, 1, 2}, {0}, {1, 2}), (range(8), {0, 1, 2, 3}, {4, 5, 6, 7})],
 )
 def test_each_end_has_a_half_of_the_cores(cores: set[int], prefill: set[int], decode: set[int]) -> None:
-    assert transfer_cores("prefill", cores) == prefill
-    assert transfer_cores("decode", cores) == decode
+    assert transfer_cores(Role.PREFILL, cores) == prefill
+    assert transfer_cores(Role.DECODE, cores) == decode
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,0 +1,264 @@
+"""What a worker is made of. One function builds it; the roles take from it what they use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvtransfer.extents import ArenaShape
+from kvtransfer.layout import LayoutId
+from kvtransfer.transfer_thread import TransferThread
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import ThreadEvent
+from kvtransfer.transports.own_stream import use_own_stream
+from kvtransfer.transports.registry import create_transport
+from kvtransfer.wire import layout_to_proto
+from tandem.core.config import Config
+from tandem.core.identity import Role
+from tandem.core.pages import PagePool
+from tandem.core.pidfd import ExitWatch, host_id
+from tandem.core.version import version
+from tandem.engine.arena import KVArena
+from tandem.engine.engine import Engine
+from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto
+from tandem.rpc.v1 import common_pb2 as pb
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.cpu.core_shares import CoreShares
+from tandem.worker.cpu.pacing import DecodePacing, PrefillPacing
+from tandem.worker.cpu.pages_ahead import PagesAhead
+from tandem.worker.cpu.transfer_cores import transfer_cores
+from tandem.worker.life import WorkerLife
+from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
+from tandem.worker.load import LoadReport
+from tandem.worker.pacing import Pacing
+from tandem.worker.runner import Runner
+from tandem.worker.scheduler import BatchScheduler
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Which worker this is, and what it may use.
+
+    Attributes:
+        worker_id: stable name in the cluster, e.g. `prefill-0`.
+        incarnation: new at each start; also the transport's agent name.
+        kv_bytes: memory of the KV arena, in bytes.
+        num_threads: CPU threads of the engine.
+        host: address to listen on, and to tell to others.
+        port: TCP port of the gRPC service; 0 takes a free one.
+        core_shares: a file in which the workers of this node share their CPU threads; none: each has its own only.
+    """
+
+    worker_id: str
+    incarnation: str
+    model_dir: Path
+    kv_bytes: int
+    num_threads: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    device: str = "cpu"
+    core_shares: Path | None = None
+
+
+@dataclass(slots=True)
+class WorkerParts:
+    """What both roles stand on.
+
+    Attributes:
+        info: how others know this worker; its address is there once it listens.
+        exits: ends of processes of this host; in the event loop, as `life`'s tasks.
+    """
+
+    config: Config
+    info: pb.WorkerInfo
+    engine: Engine
+    scheduler: BatchScheduler
+    runner: Runner
+    transfer: TransferThread
+    layout: LayoutId
+    arena_shape: ArenaShape
+    counters: WorkerCounters
+    load: LoadReport
+    pacing: Pacing
+    life: WorkerLife
+    exits: ExitWatch
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    @property
+    def incarnation(self) -> str:
+        return self.info.incarnation
+
+    @property
+    def pool(self) -> PagePool:
+        return self.scheduler.pool
+
+    def ask_transfer(self, command: Callable[[Transport], _T]) -> Future[_T]:
+        """Run on the transfer thread, in order; a failure is the worker's as well as the future's. From any thread."""
+        future = self.transfer.submit(command)
+        self.life.watch(future)
+        return future
+
+    def on_transfer(self, command: Callable[[Transport], None]) -> Future[None] | None:
+        """As `ask_transfer`, for commands that nobody waits for. `None`: nothing happens, the worker is stopping."""
+        return None if self.life.stopping else self.ask_transfer(command)
+
+    def read_status(self) -> pb.WorkerStatus:
+        """The newest load and all counts; from any thread."""
+        load, counters = self.load.newest, self.counters
+        return pb.WorkerStatus(
+            num_running=load.num_running,
+            num_queued=load.num_queued,
+            num_queued_tokens=load.num_queued_tokens,
+            pages=page_counts_to_proto(load.pages),
+            draining=self.life.draining,
+            prompt_tokens_computed=counters.num_prompt_tokens_computed,
+            decode_tokens=counters.num_decode_tokens,
+            transfer_bytes=counters.num_transfer_bytes,
+            preemptions=counters.num_preemptions,
+            prompt_tokens_cached=counters.num_prompt_tokens_cached,
+            refused=counters.num_refused,
+            handoff_wait_s=self.pacing.waited_s,
+        )
+
+
+def build_parts(
+    role: Role,
+    config: Config,
+    place: WorkerPlace,
+    loop: asyncio.AbstractEventLoop,
+    life: WorkerLife,
+    *,
+    on_transfer_event: Callable[[ThreadEvent], None],
+    on_load: Callable[[], None],
+    undo: ExitStack,
+) -> WorkerParts:
+    """Load the model and make everything that both roles stand on; the transfer thread runs, the runner does not yet.
+
+    Args:
+        on_transfer_event: hears of the transport; on the transfer thread.
+        on_load: called when the load has changed; on the runner thread.
+        undo: gets what gives each part back.
+
+    Raises:
+        TandemError: the model cannot be served, memory or transport cannot be had.
+    """
+    engine = _load_engine(role, config, place)
+    arena = engine.arena
+    site = Site(role, arena.device.type == "cpu", _cores_file(config, place) is not None)
+    scheduler = BatchScheduler(
+        PagePool(engine.num_pages, config.cache.page_size),
+        scheduler_limits(config, site),
+        salt=engine.weights_sha256.encode(),
+        prefix_cache=config.cache.prefix_cache,
+    )
+    pacing = _make_pacing(config, place, site, arena)
+    undo.callback(pacing.close)
+    name = place.worker_id
+    runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing)
+    transport = create_transport(config.transport.name, place.incarnation, host=place.host)
+    cores = transfer_cores(role, os.sched_getaffinity(0)) if site.on_cpu else None
+    transfer = TransferThread(transport, on_transfer_event, life.fail, name=f"kv-{name}", cores=cores)
+    undo.callback(transfer.stop)
+    transfer.start()
+    layout = _layout_of(engine)
+    metadata = transfer.submit(lambda transport: _register(transport, arena, place.device)).result()
+    return WorkerParts(
+        config=config,
+        info=_describe(config, place, site, engine, layout, metadata),
+        engine=engine,
+        scheduler=scheduler,
+        runner=runner,
+        transfer=transfer,
+        layout=layout,
+        arena_shape=ArenaShape(layout.num_layers, arena.num_pages, arena.layout.extent_bytes),
+        counters=WorkerCounters(),
+        load=LoadReport(scheduler, on_load, life.check_drained),
+        pacing=pacing,
+        life=life,
+        exits=ExitWatch(loop),
+        loop=loop,
+    )
+
+
+def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
+    engine = Engine.load(
+        place.model_dir,
+        dtype=config.model.dtype,
+        page_size=config.cache.page_size,
+        kv_bytes=place.kv_bytes,
+        num_threads=place.num_threads,
+        device=place.device,
+        max_context=config.cache.max_context or None,
+    )
+    engine.warmup(config.scheduling.max_num_seqs if role is Role.DECODE else 0)
+    return engine
+
+
+def _cores_file(config: Config, place: WorkerPlace) -> Path | None:
+    """Where the workers of this node share their cores; `None`: this one does not."""
+    return place.core_shares if place.device == "cpu" and config.scheduling.share_cores else None
+
+
+def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena) -> Pacing:
+    if not site.on_cpu:
+        return Pacing()
+    path = _cores_file(config, place)
+    shares = CoreShares(path, place.num_threads) if path is not None else None
+    pages_ahead = PagesAhead(arena, f"pages-{place.worker_id}")
+    if site.role is Role.PREFILL:
+        return PrefillPacing(shares, pages_ahead)
+    return DecodePacing(shares, pages_ahead, config.scheduling.handoff_wait)
+
+
+def _layout_of(engine: Engine) -> LayoutId:
+    layout = engine.arena.layout
+    return LayoutId(
+        weights_sha256=engine.weights_sha256,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+    )
+
+
+def _register(transport: Transport, arena: KVArena, device: str) -> bytes:
+    """On the transfer thread; returns how peers reach the arena."""
+    use_own_stream(arena.device)  # whoever sends pages has been told that they are written
+    transport.register(arena.base_address, arena.num_bytes, owner=arena.tensor, device=device)
+    return transport.metadata()
+
+
+def _describe(
+    config: Config, place: WorkerPlace, site: Site, engine: Engine, layout: LayoutId, metadata: bytes
+) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        worker_id=place.worker_id,
+        incarnation=place.incarnation,
+        role=ROLE_TO_PROTO[site.role],
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        layout=layout_to_proto(layout),
+        transport=config.transport.name,
+        transport_metadata=metadata,
+        num_pages=engine.num_pages,
+        max_context=engine.max_context,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=engine.eos_token_ids,
+        version=version(),
+        host_id=host_id(),
+        mixed_step_tokens=mixed_step_tokens(config, site),
+    )

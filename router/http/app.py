@@ -22,9 +22,9 @@ from router.http.exchange import Exchange, Parser, send_error
 from router.http.welcome import endpoints, facts, page
 from router.lifecycle.context import RouterContext
 from router.lifecycle.request_errors import RequestErrors
-from router.openai.fields import shown
 from router.openai.model_card import ModelCard
 from router.openai.openapi import document
+from router.openai.refusal import shown
 from router.openai.responses import error_body, error_headers
 from router.openai.schema import parse_chat, parse_completion
 from router.policy.route import check_ready

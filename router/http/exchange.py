@@ -20,10 +20,11 @@ from router.http.protocol import ABORT
 from router.lifecycle.context import RouterContext
 from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.prompt_group import PromptGroup
-from router.openai.fields import shown
+from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
+from router.openai.refusal import shown
 from router.openai.responses import DONE_FRAME, Answer, error_body, error_frame, error_headers
-from router.openai.schema import ParsedRequest, PromptBounds, parse_body
+from router.openai.schema import ParsedRequest, parse_body
 from router.openai.tokenize import requests_from
 from router.policy.route import check_placeable
 from router.request.request import Request

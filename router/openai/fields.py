@@ -1,91 +1,253 @@
-"""Reading a JSON object field by field, with errors that name the field."""
+"""One description of a field: how it is read, and what the OpenAPI document says of it.
+
+A kind of value has two methods. `read` checks a JSON value and gives what it means, or raises an error that names the
+field; `schema` says the same in JSON Schema, so far as that can.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, NamedTuple, Protocol
 
-from tandem.core.errors import InvalidRequestError
+from router.openai.model_card import ModelCard
+from router.openai.refusal import refuse, shown
+from tandem.core.config import LimitsConfig
+
+Schema = dict[str, Any]
 
 _MAX_EXACT = 1 << 53  # up to here a float is the integer that was written
 
 
-class Fields:
-    """One JSON object. A field that is `null` counts as absent, as in OpenAI's API."""
+@dataclass(frozen=True)
+class PromptBounds:
+    """What is refused before it is looked at token by token: a body may hold millions."""
 
-    def __init__(self, body: dict[str, Any], path: str = "") -> None:
-        self._body = body
-        self._path = path
-        # Invariant: the names that some method was asked for.
-        self._known: set[str] = set()
+    max_prompts: int
+    max_context: int | None  # tokens of prompt and output together; `None`: not known
 
-    def path(self, name: str) -> str:
-        """The full name of a field, for messages."""
-        return f"{self._path}.{name}" if self._path else name
 
-    def raw(self, name: str) -> Any:
-        """The value as it is, `None` where absent."""
-        self._known.add(name)
-        return self._body.get(name)
+class Scope(NamedTuple):
+    """What goes along while one body is read."""
 
-    def unknown(self) -> list[str]:
-        """The fields that are set and that nobody asked for, sorted."""
-        return sorted(name for name, value in self._body.items() if name not in self._known and value is not None)
+    limits: LimitsConfig
+    bounds: PromptBounds
+    ignored: list[str]  # the full names of the fields that nobody knows
 
-    def boolean(self, name: str, default: bool = False) -> bool:
-        value = self.raw(name)
-        if value is None:
-            return default
+
+class Kind(Protocol):
+    """A kind of value."""
+
+    def read(self, value: Any, path: str, scope: Scope, /) -> Any:
+        """What `value` means. Raises `InvalidRequestError`, naming `path`."""
+        ...
+
+    def schema(self, limits: LimitsConfig, card: ModelCard, /) -> Schema: ...
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of an object."""
+
+    name: str
+    kind: Kind
+    default: Any = None  # what an absent field means; `None`: the code that obeys the field knows
+    about: str = ""
+    becomes: str = ""  # the attribute of `ParsedRequest`; empty: the code in `router.openai.schema` makes more of it
+    of: Literal["completion", "chat", "both"] = "both"
+    is_required: bool = False  # its kind refuses `None`
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        schema = self.kind.schema(limits, card)
+        said = {"description": self.about, "default": self.default}
+        known = {key: value for key, value in said.items() if value not in ("", None)}
+        return {**(schema if self.is_required else nullable(schema)), **known}
+
+
+class Object:
+    """An object with these fields. A field that is `null` counts as absent, as in OpenAI's API."""
+
+    def __init__(self, fields: Iterable[Field], *, is_open: bool = False) -> None:
+        self.fields = tuple(fields)
+        self._by_name = {field.name: field for field in self.fields}
+        self._required = tuple(field for field in self.fields if field.is_required)
+        self._is_open = is_open  # other fields are kept as they are
+
+    def read(self, value: Any, path: str, scope: Scope) -> dict[str, Any]:
+        """The fields that are set, by name."""
+        if not isinstance(value, dict):
+            refuse(path, f"must be an object, not {shown(value)}")
+        prefix = f"{path}." if path else ""
+        given: dict[str, Any] = dict(value) if self._is_open else {}
+        unknown = []
+        for name, item in value.items():
+            if item is None:
+                continue
+            if (known := self._by_name.get(name)) is not None:
+                given[name] = known.kind.read(item, prefix + name, scope)
+            else:
+                unknown.append(prefix + name)
+        for field in self._required:
+            if value.get(field.name) is None:
+                field.kind.read(None, prefix + field.name, scope)
+        if not self._is_open:
+            scope.ignored[:0] = sorted(unknown)  # before those of the objects in it
+        return given
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        required = [field.name for field in self._required]
+        return {
+            "type": "object",
+            "properties": {field.name: field.schema(limits, card) for field in self.fields},
+            **({"required": required} if required else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Boolean:
+    def read(self, value: Any, path: str, _: Scope) -> bool:
         if not isinstance(value, bool):
-            raise self.error(name, f"must be true or false, not {shown(value)}")
+            refuse(path, f"must be true or false, not {shown(value)}")
         return value
 
-    def integer(
-        self, name: str, default: int | None = None, *, minimum: int | None = None, maximum: int | None = None
-    ) -> int | None:
-        value = self.raw(name)
-        if value is None:
-            return default
+    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True)
+class Text:
+    empty: str = ""  # what is said of one that is empty or missing; without it, an empty one is taken
+
+    def read(self, value: Any, path: str, _: Scope) -> str:
+        if value is None or (value == "" and self.empty):
+            refuse(path, self.empty or "is missing")
+        if not isinstance(value, str):
+            refuse(path, f"must be a text, not {shown(value)}")
+        return value
+
+    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
+        return {"type": "string"} | ({"minLength": 1} if self.empty else {})
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound that is configured."""
+
+    key: str  # in `limits`
+    why: str = ""  # the end of the message
+
+
+Bound = float | Limit | None
+
+
+@dataclass(frozen=True)
+class _Range:
+    minimum: Bound = None
+    maximum: Bound = None
+    above: float | None = None
+
+    def check(self, value: float, path: str, limits: LimitsConfig) -> None:
+        if self.above is not None and value <= self.above:
+            refuse(path, f"must be above {self.above}, not {value}")
+        if (least := _number(self.minimum, limits)) is not None and value < least:
+            refuse(path, f"must be at least {_told(self.minimum, least, value)}")
+        if (most := _number(self.maximum, limits)) is not None and value > most:
+            refuse(path, f"must be at most {_told(self.maximum, most, value)}")
+
+    def bounds(self, limits: LimitsConfig) -> Schema:
+        found = {
+            "minimum": _number(self.minimum, limits),
+            "maximum": _number(self.maximum, limits),
+            "exclusiveMinimum": self.above,
+        }
+        return {key: bound for key, bound in found.items() if bound is not None}
+
+
+def _number(bound: Bound, limits: LimitsConfig) -> float | None:
+    return getattr(limits, bound.key) if isinstance(bound, Limit) else bound
+
+
+def _told(bound: Bound, number: float, value: float) -> str:
+    key, why = (f" (limits.{bound.key})", bound.why) if isinstance(bound, Limit) else ("", "")
+    return f"{number}{key}, not {value}{why}"
+
+
+@dataclass(frozen=True)
+class Integer(_Range):
+    def read(self, value: Any, path: str, scope: Scope) -> int:
         number = whole(value)
         if number is None:
             is_large = isinstance(value, float) and abs(value) > _MAX_EXACT
             rule = "must be a whole number" + (" of at most 64 bits, written out" if is_large else "")
-            raise self.error(name, f"{rule}, not {shown(value)}")
-        self._check_range(name, number, minimum, maximum)
+            refuse(path, f"{rule}, not {shown(value)}")
+        self.check(number, path, scope.limits)
         return number
 
-    def number(self, name: str, default: float, *, minimum: float | None = None, maximum: float | None = None) -> float:
-        value = self.raw(name)
-        if value is None:
-            return default
+    def schema(self, limits: LimitsConfig, _: ModelCard) -> Schema:
+        return {"type": "integer", **self.bounds(limits)}
+
+
+@dataclass(frozen=True)
+class Number(_Range):
+    def read(self, value: Any, path: str, scope: Scope) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(name, f"must be a number, not {shown(value)}")
+            refuse(path, f"must be a number, not {shown(value)}")
         if not math.isfinite(value):
-            raise self.error(name, "must be finite")
-        self._check_range(name, value, minimum, maximum)
+            refuse(path, "must be finite")
+        self.check(value, path, scope.limits)
         return float(value)
 
-    def text(self, name: str) -> str | None:
-        value = self.raw(name)
-        if value is not None and not isinstance(value, str):
-            raise self.error(name, f"must be a text, not {shown(value)}")
+    def schema(self, limits: LimitsConfig, _: ModelCard) -> Schema:
+        return {"type": "number", **self.bounds(limits)}
+
+
+# -- fields that are known and not obeyed
+
+#: Ask for nothing in any field.
+EMPTY: tuple[Any, ...] = (None, [], {}, "")
+
+
+class Accepted(Enum):
+    """Why a field is accepted whatever it holds."""
+
+    ALWAYS = "Accepted; it does not change the answer."
+    WITHOUT_REASONING = "Accepted where the model's chat template has no switch for reasoning; else refused."
+
+    def read(self, value: Any, _: str, __: Scope) -> Any:
         return value
 
-    def object(self, name: str) -> dict[str, Any] | None:
-        value = self.raw(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.error(name, f"must be an object, not {shown(value)}")
+    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
+        return {"description": self.value}
+
+
+class NotYet:
+    """It would change the answer and is not there yet: refused, unless it asks for nothing (`harmless`, `EMPTY`)."""
+
+    def __init__(self, *harmless: Any) -> None:
+        self._harmless = (*harmless, *EMPTY)
+
+    def read(self, value: Any, path: str, _: Scope) -> Any:
+        # In Python True is 1; in JSON it is not.
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._harmless):
+            refuse(path, "is not supported yet and would change the answer; leave it out")
         return value
 
-    def error(self, name: str, rule: str) -> InvalidRequestError:
-        full = self.path(name)
-        return InvalidRequestError(f"{full} {rule}", field=full)
+    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
+        return {"enum": list(self._harmless), "description": "Not supported yet: only what asks for nothing is taken."}
 
-    def _check_range(self, name: str, value: float, minimum: float | None, maximum: float | None) -> None:
-        if minimum is not None and value < minimum:
-            raise self.error(name, f"must be at least {minimum}, not {value}")
-        if maximum is not None and value > maximum:
-            raise self.error(name, f"must be at most {maximum}, not {value}")
+
+# -- helpers
+
+
+def nullable(schema: Schema) -> Schema:
+    """`schema` or null."""
+    if "type" in schema:
+        return {**schema, "type": [schema["type"], "null"]}
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    return schema  # takes null already
 
 
 def whole(value: Any) -> int | None:
@@ -96,9 +258,3 @@ def whole(value: Any) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT else None
-
-
-def shown(value: Any) -> str:
-    """A short picture of a wrong value for a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router.openai.fields import shown
+from router.openai.refusal import shown
 from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
 from tandem.core.model_path import ANY_NAME, model_name, shown_name

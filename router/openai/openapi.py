@@ -1,24 +1,19 @@
 """The OpenAPI document of the HTTP face, as `GET /openapi.json` serves it.
 
-It says what `router.openai.schema` takes and refuses so far as JSON Schema can; what needs the model (context,
-vocabulary) or two fields at once is in the descriptions and answered with 400. Tests send what it allows and what it
-forbids (`tests/unit/router/test_http_openapi.py`), so it cannot drift from the code.
+What it says of requests comes from the rows that read them (`router.openai.request_fields`), so far as JSON Schema can
+say it; what needs the context or two fields at once is in the descriptions and answered with 400. Tests send what it
+allows and what it forbids (`tests/unit/router/test_http_openapi.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from router.openai.known_fields import ACCEPTED, EMPTY, KNOWN_FIELDS, REASONING, STREAM_OPTIONS, Rule
+from router.openai.fields import Schema, nullable
 from router.openai.model_card import ModelCard
-from router.openai.schema import MAX_SEED, MAX_STOPS, MAX_TIMEOUT_S, MESSAGE_ROLES
-from tandem.core.config import Config, LimitsConfig
+from router.openai.request_fields import CHAT, COMPLETION
+from tandem.core.config import Config
 from tandem.core.version import version
-
-Schema = dict[str, Any]
-
-_MAX_INT32 = (1 << 31) - 1
 
 _STATUSES = {
     400: "The request is wrong; `param` names the field. `context_length_exceeded`: it does not fit the context.",
@@ -69,8 +64,8 @@ def document(config: Config, card: ModelCard) -> Schema:
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
             "headers": _HEADERS,
             "schemas": {
-                "CompletionRequest": _completion_request(limits, card),
-                "ChatRequest": _chat_request(limits, card),
+                "CompletionRequest": COMPLETION.schema(limits, card),
+                "ChatRequest": CHAT.schema(limits, card),
                 **_ANSWERS,
             },
         },
@@ -156,139 +151,6 @@ _HEADERS: Schema = {
 _REQUEST_ID = {"x-request-id": _header("RequestId")}
 
 
-# -- requests. `null` counts as absent, as in OpenAI's API; fields that are not listed are ignored, and named.
-
-
-def _maybe(schema: Schema) -> Schema:
-    if "type" in schema:
-        return {**schema, "type": [schema["type"], "null"]}
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _integer(minimum: int, maximum: int | None = None, description: str = "") -> Schema:
-    bounds = {"minimum": minimum} | ({"maximum": maximum} if maximum is not None else {})
-    return _maybe({"type": "integer", **bounds} | ({"description": description} if description else {}))
-
-
-def _number(**bounds: float) -> Schema:
-    return _maybe({"type": "number", **bounds})
-
-
-def _known(rule: Rule) -> Schema:
-    """A field that is known and not obeyed."""
-    if rule is ACCEPTED:
-        return {"description": "Accepted; it does not change the answer."}
-    if rule is REASONING:
-        return {"description": "Accepted where the model's chat template has no switch for reasoning; else refused."}
-    assert isinstance(rule, tuple)
-    return {"enum": [*rule, *EMPTY], "description": "Not supported yet: only what asks for nothing is taken."}
-
-
-_SEED = (
-    "64 bits, with or without sign. It holds for every prompt of the body, so equal prompts get equal samples; "
-    "without one, each prompt draws its own. The `n` choices of a prompt always differ."
-)
-_BOOLEAN = _maybe({"type": "boolean"})
-_SPECIAL_TOKENS = {
-    **_BOOLEAN,
-    "description": "Whether the tokenizer adds its own (a BOS, say) to a text. Absent: to the prompt of a completion, "
-    "not to a chat, whose template writes them.",
-}
-_TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
-
-
-def _common(limits: LimitsConfig, card: ModelCard) -> Schema:
-    """The fields that both endpoints share."""
-    token_id = {**_TOKEN_ID, "maximum": card.vocab_size - 1}
-    text = {"type": "string", "minLength": 1}
-    return {
-        "model": {"type": "string", "minLength": 1, "description": "A name of GET /v1/models."},
-        "max_tokens": _integer(1, None, "With the prompt at most the context."),
-        "min_tokens": _integer(0, _MAX_INT32, "At most `max_tokens`."),
-        "n": _integer(1, limits.max_choices),
-        "stop": _maybe({"anyOf": [text, {"type": "array", "items": text, "maxItems": MAX_STOPS}]}),
-        "stop_token_ids": _maybe({"type": "array", "items": token_id}),
-        "stream": _BOOLEAN,
-        "stream_options": _maybe(
-            {
-                "type": "object",
-                "description": "Needs `stream`.",
-                "properties": {
-                    "include_usage": _BOOLEAN,
-                    **{name: _known(rule) for name, rule in STREAM_OPTIONS.items()},
-                },
-            }
-        ),
-        "temperature": _number(minimum=0, maximum=100),
-        "top_p": _number(exclusiveMinimum=0, maximum=1),
-        "top_k": _integer(-1, _MAX_INT32),
-        "min_p": _number(minimum=0, maximum=1),
-        "repetition_penalty": _number(exclusiveMinimum=0, maximum=100),
-        "presence_penalty": _number(minimum=-2, maximum=2),
-        "frequency_penalty": _number(minimum=-2, maximum=2),
-        "logit_bias": _maybe(
-            {
-                "type": "object",
-                "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$", "description": "A token id."},
-                "additionalProperties": _number(minimum=-100, maximum=100),
-            }
-        ),
-        "seed": _integer(-(1 << 63), MAX_SEED, _SEED),
-        "ignore_eos": _BOOLEAN,
-        "return_token_ids": _BOOLEAN,
-        "priority": _integer(limits.most_urgent_priority, _MAX_INT32, "Lower is more urgent."),
-        "timeout": _maybe(
-            {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S, "description": "Seconds; then 504."}
-        ),
-        "add_special_tokens": _SPECIAL_TOKENS,
-        **{name: _known(rule) for name, rule in KNOWN_FIELDS.items()},
-    }
-
-
-def _completion_request(limits: LimitsConfig, card: ModelCard) -> Schema:
-    text = {"type": "string", "minLength": 1}
-    ids = {"type": "array", "items": {**_TOKEN_ID, "maximum": card.vocab_size - 1}, "minItems": 1}
-    several = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1}
-    own = {
-        "prompt": {"anyOf": [text, ids, several], "description": "One prompt, or a list: each is a request."},
-        "logprobs": _integer(0, limits.max_logprobs),
-    }
-    return {"type": "object", "required": ["model", "prompt"], "properties": {**_common(limits, card), **own}}
-
-
-def _chat_request(limits: LimitsConfig, card: ModelCard) -> Schema:
-    own = {
-        "messages": {"type": "array", "minItems": 1, "items": _message(card)},
-        "max_completion_tokens": _integer(1, None, "Goes before `max_tokens`."),
-        "logprobs": _BOOLEAN,
-        "top_logprobs": _integer(0, limits.max_logprobs, "Needs `logprobs`."),
-    }
-    return {"type": "object", "required": ["model", "messages"], "properties": {**_common(limits, card), **own}}
-
-
-_PART: Schema = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "required": ["type", "text"],
-            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        },
-    ]
-}
-
-
-def _message(card: ModelCard) -> Schema:
-    return {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"enum": [role for role in MESSAGE_ROLES if role not in card.refused_roles]},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-        },
-    }
-
-
 # -- answers
 
 
@@ -299,7 +161,7 @@ def _object(required: Schema, optional: Schema | None = None) -> Schema:
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TEXT: Schema = {"type": "string"}
-_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
+_IDS: Schema = {"type": "array", "items": _COUNT}
 _FINISH_REASON: Schema = {"enum": ["stop", "length", None]}
 _USAGE = _object(
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
@@ -309,7 +171,7 @@ _WORKER = {"type": "object", "required": ["id", "incarnation", "state", "pages"]
 
 
 def _choice(shape: Schema, extra: Schema) -> Schema:
-    logprobs = _maybe({"type": "object"})
+    logprobs = nullable({"type": "object"})
     return _object({"index": _COUNT, **shape, "logprobs": logprobs, "finish_reason": _FINISH_REASON}, extra)
 
 
@@ -317,7 +179,7 @@ def _answer(kind: str, choice: Schema, *, is_chunk: bool = False) -> Schema:
     base = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "object": {"const": kind}}
     choices: Schema = {"choices": {"type": "array", "items": choice}}
     if is_chunk:
-        return _object({**base, **choices}, {"usage": _maybe(_USAGE)})
+        return _object({**base, **choices}, {"usage": nullable(_USAGE)})
     return _object({**base, **choices, "usage": _USAGE})
 
 
@@ -334,7 +196,7 @@ _MODEL = _object(
         "owned_by": _TEXT,
         "root": {**_TEXT, "description": "The checkpoint: a hub id, or the name of its directory."},
         "parent": {"type": "null"},
-        "max_model_len": _maybe(_COUNT),
+        "max_model_len": nullable(_COUNT),
     }
 )
 _ANSWERS: Schema = {
@@ -364,7 +226,7 @@ _ANSWERS: Schema = {
                 {
                     "message": _TEXT,
                     "type": _TEXT,
-                    "param": _maybe(_TEXT),
+                    "param": nullable(_TEXT),
                     "code": _TEXT,
                     "request_id": _TEXT,
                     "retryable": {"type": "boolean"},

@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import secrets
 
-from router.openai.known_fields import REASONING_SWITCHES
+from router.openai.content import prompt_too_long, too_long
 from router.openai.model_card import ModelCard
-from router.openai.schema import ParsedRequest, prompt_too_long, too_long
+from router.openai.request_fields import REASONING_SWITCHES
+from router.openai.schema import ParsedRequest
 from router.request.request import Request
 from tandem.core.errors import InvalidRequestError
 from tandem.core.tokenizer import Tokenizer

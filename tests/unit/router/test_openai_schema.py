@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from router_site import BOS, CHAT_TEMPLATE, Site, write_checkpoint
 
+from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
-from router.openai.schema import ParsedRequest, PromptBounds, parse_body, parse_chat, parse_completion
+from router.openai.schema import ParsedRequest, parse_body, parse_chat, parse_completion
 from router.openai.tokenize import requests_from
 from router.request.request import Request
 from tandem.core import config as configuration

@@ -1,0 +1,131 @@
+"""Every field of `/v1/completions` and `/v1/chat/completions`, one row each.
+
+A field is obeyed; or it cannot change the answer and is accepted; or it would change the answer and is not there yet,
+so it is refused by name unless it asks for nothing. These are OpenAI's, vLLM's and SGLang's, and a few others. What is
+not here nobody knows: it is ignored, and named in the answer. Parsing (`router.openai.schema`) and the OpenAPI document
+come from these rows; a field that comes to be obeyed gets a row of its own and the code that obeys it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.openai.content import LogitBias, Messages, Prompt, Stops, TokenIds
+from router.openai.fields import Accepted, Boolean, Field, Integer, Kind, Limit, NotYet, Number, Object, Text
+
+MAX_SEED = (1 << 64) - 1
+_MAX_INT32 = (1 << 31) - 1
+_WEEK_S = 7 * 24 * 3600
+
+#: Variables by which chat templates switch reasoning.
+REASONING_SWITCHES = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
+
+
+def _sampling(name: str, kind: Kind, default: Any = None, about: str = "") -> Field:
+    return Field(name, kind, default, about, becomes=f"sampling.{name}")
+
+
+def _all(kind: Kind, names: str) -> list[Field]:
+    return [Field(name, kind) for name in names.split()]
+
+
+_SPECIAL_TOKENS = "Whether the tokenizer adds its own (a BOS, say) to a text. A chat's template writes them."
+
+_OBEYED = [
+    Field("model", Text("must name a model; GET /v1/models lists them"), None, "A name of GET /v1/models.",
+          becomes="model", is_required=True),
+    Field("prompt", Prompt(), None, "One prompt, or a list: each is a request.", becomes="prompts", of="completion",
+          is_required=True),
+    Field("messages", Messages(), becomes="messages", of="chat", is_required=True),
+    Field("max_tokens", Integer(1), about="With the prompt at most the context."),
+    Field("max_completion_tokens", Integer(1), about="Goes before `max_tokens`.", of="chat"),
+    _sampling("min_tokens", Integer(0, _MAX_INT32), 0, "At most `max_tokens`."),
+    Field("n", Integer(1, Limit("max_choices")), 1, becomes="num_choices"),
+    Field("stop", Stops(most=16), becomes="stop"),
+    _sampling("stop_token_ids", TokenIds()),
+    Field("stream", Boolean(), False, becomes="stream"),
+    Field("stream_options", Object([
+        Field("include_usage", Boolean(), False),
+        Field("include_obfuscation", Accepted.ALWAYS),  # padding against traffic analysis
+        Field("continuous_usage_stats", NotYet(False)),  # vLLM's and SGLang's: usage in every frame
+    ]), about="Needs `stream`."),
+    _sampling("temperature", Number(0, 100), 1.0),
+    _sampling("top_p", Number(above=0, maximum=1), 1.0),
+    _sampling("top_k", Integer(-1, _MAX_INT32), 0, "0 and -1: off."),
+    _sampling("min_p", Number(0, 1), 0.0),
+    _sampling("repetition_penalty", Number(above=0, maximum=100), 1.0),  # beyond, float32 logits overflow
+    _sampling("presence_penalty", Number(-2, 2), 0.0),
+    _sampling("frequency_penalty", Number(-2, 2), 0.0),
+    _sampling("logit_bias", LogitBias()),
+    _sampling("seed", Integer(-(1 << 63), MAX_SEED), None,
+              "64 bits, with or without sign. It holds for every prompt of the body, so equal prompts get equal "
+              "samples; without one, each prompt draws its own. The `n` choices of a prompt always differ."),
+    _sampling("ignore_eos", Boolean(), False),
+    Field("logprobs", Integer(0, Limit("max_logprobs")), of="completion", becomes="sampling.num_logprobs"),
+    Field("logprobs", Boolean(), False, of="chat"),
+    Field("top_logprobs", Integer(0, Limit("max_logprobs")), about="Needs `logprobs`.", of="chat"),
+    Field("return_token_ids", Boolean(), False, becomes="return_token_ids"),
+    Field("priority", Integer(Limit("most_urgent_priority", "; lower is more urgent"), _MAX_INT32), 0,
+          "Lower is more urgent.", becomes="priority"),
+    Field("timeout", Number(above=0, maximum=_WEEK_S), None, "Seconds; then 504.", becomes="timeout_s"),
+    Field("add_special_tokens", Boolean(), True, _SPECIAL_TOKENS, becomes="add_special_tokens", of="completion"),
+    Field("add_special_tokens", Boolean(), False, _SPECIAL_TOKENS, becomes="add_special_tokens", of="chat"),
+]  # fmt: skip
+
+_OF_OPENAI = [
+    *_all(Accepted.ALWAYS, """metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention
+        safety_identifier service_tier store user"""),
+    Field("reasoning_effort", Accepted.WITHOUT_REASONING),
+    *_all(NotYet(), "audio functions moderation suffix tools web_search_options"),
+    Field("best_of", NotYet(1)),
+    Field("echo", NotYet(False)),
+    Field("function_call", NotYet("none", "auto")),
+    Field("modalities", NotYet(["text"])),
+    Field("parallel_tool_calls", NotYet(True, False)),
+    Field("response_format", NotYet({"type": "text"})),
+    Field("tool_choice", NotYet("none", "auto")),
+    Field("verbosity", NotYet("medium")),
+]  # fmt: skip
+
+_OF_VLLM = [
+    # `truncation_side` says something beside `truncate_prompt_tokens` alone; `return_mm_kwargs` and
+    # `return_token_offsets` are of endpoints that only render.
+    *_all(Accepted.ALWAYS, "return_mm_kwargs return_token_offsets session_id stream_interval truncation_side"),
+    # `request_id` would name the answer; `X-Request-Id` does.
+    *_all(NotYet(), """allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs documents
+        ec_transfer_params guided_choice guided_decoding_backend guided_grammar guided_json guided_regex
+        guided_whitespace_pattern kv_transfer_params logits_processors logprob_token_ids media_io_kwargs
+        mm_processor_kwargs prompt_embeds prompt_logprobs repetition_detection request_id structural_tag
+        structured_outputs truncate_prompt_tokens vllm_xargs"""),
+    *_all(NotYet(False), """continue_final_message early_stopping include_stop_str_in_output return_prompt_text
+        return_tokens_as_token_ids use_beam_search watermarking"""),
+    *_all(NotYet(True), "add_generation_prompt include_reasoning skip_special_tokens spaces_between_special_tokens"),
+    Field("length_penalty", NotYet(1)),
+    Field("routed_experts_prompt_start", NotYet(0)),
+    Field("thinking_token_budget", NotYet(-1)),
+]  # fmt: skip
+
+_OF_SGLANG = [
+    # Where it is computed; `ngram_corpus_id`: what speculation drafts from.
+    *_all(Accepted.ALWAYS, "custom_labels data_parallel_rank disagg_prefill_dp_rank ngram_corpus_id routed_dp_rank"),
+    Field("reasoning", Accepted.WITHOUT_REASONING),
+    # `rid` is as `request_id`.
+    *_all(NotYet(), """bootstrap_host bootstrap_port bootstrap_room custom_logit_processor custom_params ebnf extra_key
+        images_config input_embeds input_ids json_schema lora_path max_dynamic_patch min_dynamic_patch regex rid
+        session_params stop_regex task"""),
+    *_all(NotYet(False), """no_stop_trim return_cached_tokens_details return_hidden_states return_meta_info
+        return_prompt_token_ids return_routed_experts use_audio_in_video"""),
+    *_all(NotYet(True, False), "separate_reasoning stream_reasoning"),  # all text is content, as with false
+    Field("routed_experts_start_len", NotYet(0)),
+]  # fmt: skip
+
+_OF_OTHERS = [  # transformers, text-generation-inference, llama.cpp
+    *_all(NotYet(), "grammar max_new_tokens n_predict"),
+    Field("do_sample", NotYet(True)),
+    *_all(NotYet(0), "dry_multiplier dynatemp_range min_length mirostat no_repeat_ngram_size top_a xtc_probability"),
+    *_all(NotYet(1), "num_beams tfs_z typical_p"),
+]
+
+FIELDS = (*_OBEYED, *_OF_OPENAI, *_OF_VLLM, *_OF_SGLANG, *_OF_OTHERS)
+COMPLETION = Object(field for field in FIELDS if field.of != "chat")
+CHAT = Object(field for field in FIELDS if field.of != "completion")

@@ -1,0 +1,182 @@
+"""The table of request fields: parsing, refusal by name and the OpenAPI document say the same of every row."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from router_site import write_checkpoint
+
+from router.openai.fields import Accepted, Field, NotYet, Object, PromptBounds
+from router.openai.model_card import ModelCard
+from router.openai.openapi import document
+from router.openai.request_fields import CHAT, COMPLETION, FIELDS
+from router.openai.schema import ParsedRequest, parse_body, parse_chat, parse_completion
+from router.openai.tokenize import requests_from
+from tandem.core import config as configuration
+from tandem.core.config import Config, LimitsConfig
+from tandem.core.errors import InvalidRequestError
+from tandem.core.sampling import SamplingParams
+from tandem.core.tokenizer import Tokenizer
+
+#: None of them is the default.
+LIMITS = LimitsConfig(max_choices=3, max_logprobs=5, most_urgent_priority=-2)
+#: So large a context that nothing here depends on it: JSON Schema cannot say what does.
+CONTEXT = 1 << 33
+BOUNDS = PromptBounds(max_prompts=100, max_context=CONTEXT)
+
+KINDS = {
+    "completion": (COMPLETION, parse_completion, "CompletionRequest"),
+    "chat": (CHAT, parse_chat, "ChatRequest"),
+}
+MOST_TOKENS = (1 << 31) - 1
+VALID: dict[str, dict[str, Any]] = {
+    "completion": {"model": "toy", "prompt": "y", "max_tokens": MOST_TOKENS},
+    "chat": {"model": "toy", "messages": [{"role": "user", "content": "y"}], "max_tokens": MOST_TOKENS},
+}
+#: Fields that may be there with others only.
+NEEDED = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+
+#: What objects inside a field need.
+USUAL = {"role": "user", "content": "x", "type": "text", "text": "x"}
+
+#: Values that are wrong for most kinds, and right for some.
+ODD: list[Any] = [
+    None, True, False, 0, 1, 2, -1, 1.0, 1.5, "", "x", "1", "tool", [],
+    ["x"], ["x", ""], [1], [1.0], [1.5], [True], [None],
+    [[1], "x"], [[]], ["x", 1], {}, {"x": 1}, {"1": 1}, {"1": None}, {"01": 1}, {"-1": 1}, {"1000000000": 1},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelCard, Tokenizer]:
+    directory: Path = write_checkpoint(tmp_path_factory.mktemp("m") / "toy")
+    tokenizer = Tokenizer.from_dir(directory)
+    return ModelCard.from_dir(directory, configuration.load(None), tokenizer), tokenizer
+
+
+def schemas(card: ModelCard, kind: str) -> dict[str, Any]:
+    """What the document says of each field."""
+    described = document(dataclasses.replace(Config(), limits=LIMITS), card)["components"]["schemas"][KINDS[kind][2]]
+    properties: dict[str, Any] = described["properties"]
+    return properties
+
+
+def parsed(kind: str, **fields: Any) -> ParsedRequest:
+    """By way of bytes: a number that JSON cannot carry must not pass as one that it can."""
+    return KINDS[kind][1](parse_body(json.dumps({**VALID[kind], **fields}).encode()), LIMITS, BOUNDS)
+
+
+def around(schema: dict[str, Any]) -> Iterator[Any]:
+    """Values just inside and just outside of what `schema` says."""
+    for part in schema.get("anyOf", []):
+        yield from around(part)
+    is_whole = "integer" in schema.get("type", [])
+    for bound in (schema[key] for key in ("minimum", "maximum", "exclusiveMinimum") if key in schema):
+        yield from (bound - 1, bound, bound + 1)
+        if not is_whole:
+            yield from (math.nextafter(bound, -math.inf), math.nextafter(bound, math.inf))
+    yield from [*schema.get("enum", []), schema.get("const")]
+    if "items" in schema:
+        items = list(around(schema["items"])) or ["x"]
+        yield from ([item] for item in items)
+        for number in (schema.get("minItems", 0), schema.get("maxItems", 2)):
+            yield from (["x"] * count for count in (max(number - 1, 0), number, number + 1))
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from ({"1": value} for value in around(schema["additionalProperties"]))
+    known = {name: [*around(part), *ODD] for name, part in schema.get("properties", {}).items()}
+    usual = {name: USUAL[name] for name in schema.get("required", [])}
+    yield from ({**usual, name: value} for name, values in known.items() for value in values)
+    yield from ({key: value for key, value in usual.items() if key != left_out} for left_out in usual)
+
+
+def refusal(kind: str, name: str, value: Any, model: tuple[ModelCard, Tokenizer]) -> InvalidRequestError | None:
+    card, tokenizer = model
+    try:
+        wanted = parsed(kind, **NEEDED.get(name, {}), **{name: value})
+        # The vocabulary is checked there.
+        requests_from(wanted, tokenizer=tokenizer, card=card, max_context=CONTEXT, client_request_id="r", arrived_s=0.0)
+    except InvalidRequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_is_in_the_document_and_nothing_else_is(kind: str, given: Any) -> None:
+    rows: Object = KINDS[kind][0]
+    names = [row.name for row in rows.fields]
+    assert len(set(names)) == len(names), "a field with two rows"
+    assert list(schemas(given[0], kind)) == names
+    assert {row.name for row in FIELDS if row.of in (kind, "both")} == set(names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parsing_takes_what_the_document_allows_and_refuses_what_it_forbids(kind: str, given: Any) -> None:
+    """Bounds too: the values come from them, those that are configured included."""
+    differences, counts = [], {True: 0, False: 0}
+    for name, schema in schemas(given[0], kind).items():
+        allowed = jsonschema.Draft202012Validator(schema)
+        for value in [*around(schema), *ODD]:
+            error = refusal(kind, name, value, given)
+            counts[error is None] += 1
+            if allowed.is_valid(value) != (error is None):
+                differences.append((name, value, error))
+            if error is not None:
+                assert error.field is not None
+                assert error.field.split("[")[0].split(".")[0] == name
+                assert name in error.message
+    assert differences == []
+    assert min(counts.values()) > 500
+
+
+def walked(kind: str, described: dict[str, Any]) -> Iterator[tuple[Field, str, list[dict[str, Any]]]]:
+    """Each row, those of objects in it too, with its full name and bodies that hold it with all sorts of values."""
+    for row in KINDS[kind][0].fields:
+        schema, needed = described[row.name], NEEDED.get(row.name, {})
+        if not isinstance(row.kind, Object):
+            yield row, row.name, [{**needed, row.name: value} for value in [*around(schema), *ODD]]
+            continue
+        for inner in row.kind.fields:
+            values = [*around(schema["properties"][inner.name]), *ODD]
+            bodies = [{**needed, row.name: {inner.name: value}} for value in values]
+            yield inner, f"{row.name}.{inner.name}", bodies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_documented_field_is_obeyed_accepted_or_refused_by_name(kind: str, given: Any) -> None:
+    for row, name, bodies in walked(kind, schemas(given[0], kind)):
+        base, meanings, errors = parsed(kind, **NEEDED.get(name.split(".")[0], {})), [], []
+        for body in bodies:
+            try:
+                meanings.append(dataclasses.replace(parsed(kind, **body), reasoning_fields=()))
+            except InvalidRequestError as error:
+                errors.append(error.message)
+        assert not any(meaning.ignored_fields for meaning in meanings)
+        if isinstance(row.kind, (Accepted, NotYet)):
+            assert set(map(repr, meanings)) == {repr(base)}, f"{name} is not obeyed, and changes something"
+        else:
+            assert any(meaning != base for meaning in meanings), f"{name} is documented, and changes nothing"
+        if isinstance(row.kind, Accepted):
+            assert not errors
+        if isinstance(row.kind, NotYet):
+            assert set(errors) == {f"{name} is not supported yet and would change the answer; leave it out"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_default_is_what_an_absent_field_means(kind: str) -> None:
+    defaults = {row.name: row.default for row in KINDS[kind][0].fields if row.default is not None}
+    assert len(defaults) > 10
+    for name, default in defaults.items():
+        assert parsed(kind, **{name: default}) == parsed(kind)
+
+
+def test_every_row_becomes_what_there_is() -> None:
+    of_request = {field.name for field in dataclasses.fields(ParsedRequest)}
+    of_sampling = {f"sampling.{field.name}" for field in dataclasses.fields(SamplingParams)}
+    assert {row.becomes for row in FIELDS if row.becomes} <= of_request | of_sampling

@@ -212,7 +212,7 @@ def test_while_it_stops_it_does_not_say_that_it_is_ready(serve: Serve, tmp_path:
     assert not cluster.get("settled", False)
     assert cluster["router"]["state"] == "draining"
     run = serve.tandem("status")
-    assert ": stopping;" in run.stdout
+    assert ": stopping: 1 request under way;" in run.stdout
     stream.join()
     assert stream.finish == "length"
     assert serve.process.wait(timeout=60) == 0

@@ -1,0 +1,200 @@
+"""What lies between two workers: messages and writes that take their time, and what goes wrong with some of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from decode_worker.receiver_driver import Answer, ReceiverDriver
+from kvtransfer.extents import Descriptor
+from kvtransfer.transports.events import PeerId, WriteArrived, WriteCompleted, WriteFailed, WriteHandle, WritePosted
+from prefill_worker.sender_driver import SenderDriver
+from tests.support.scripted_model import Memory, move
+from tests.support.virtual_time import Kernel
+
+MESSAGE_FAULTS = ("dropped message", "repeated message", "late message", "corrupt message")
+WRITE_FAULTS = (
+    "corrupt write", "truncated write", "failed write", "unsettled write", "lost completion", "repeated write",
+    "late write",
+)  # fmt: skip
+
+
+class Source(Protocol):
+    """A prefill worker."""
+
+    incarnation: str
+    is_alive: bool
+    memory: Memory
+    driver: SenderDriver
+
+
+class Target(Protocol):
+    """A decode worker."""
+
+    incarnation: str
+    is_alive: bool
+    memory: Memory
+    driver: ReceiverDriver
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """Times in seconds.
+
+    Attributes:
+        fault_share: of messages between workers, and of writes, that something happens to.
+        late_s: how much later what is late comes.
+        call_timeout_s: how long a call waits for its answer.
+    """
+
+    latency_s: float = 0.0005
+    bytes_per_s: float = 200_000.0
+    fault_share: float = 0.0
+    faults: Sequence[str] = (*MESSAGE_FAULTS, *WRITE_FAULTS)
+    late_s: float = 0.4
+    call_timeout_s: float = 1.0
+
+
+class Link:
+    """All networks of the cluster. Each prefill worker posts its writes one after the other."""
+
+    def __init__(self, kernel: Kernel, spec: LinkSpec, seed: int) -> None:
+        self.kernel = kernel
+        self.spec = spec
+        self.count: Counter[str] = Counter()
+        self._rng = random.Random(seed)
+        self._free_s: dict[str, float] = {}  # by sender: when its last write has left
+        self._num_writes = 0
+
+    def _draw(self, of: Sequence[str]) -> str | None:
+        """What happens to the next one, if anything."""
+        may = [fault for fault in of if fault in self.spec.faults]
+        if not may or self._rng.random() >= self.spec.fault_share:
+            return None
+        return self._rng.choice(may)
+
+    def _note(self, fault: str | None) -> None:
+        if fault is not None:
+            self.count[fault] += 1
+
+    # -- messages
+
+    def send(self, arrive: Callable[[], object], corrupt: Callable[[], object] = lambda: None) -> None:
+        """From one worker to another; `corrupt` is what arrives in place of a message that was changed on its way."""
+        fault, latency_s = self._draw(MESSAGE_FAULTS), self.spec.latency_s
+        self._note(fault)
+        match fault:
+            case "dropped message":
+                return
+            case "corrupt message":
+                self.kernel.after(latency_s, corrupt)
+                return
+            case "late message":
+                latency_s += self.spec.late_s
+            case "repeated message":
+                self.kernel.after(latency_s + self._rng.random() * self.spec.late_s, arrive)
+        self.kernel.after(latency_s, arrive)
+
+    def call(
+        self, ask: Callable[[], Answer | None], replied: Callable[[Answer], object], failed: Callable[[], object]
+    ) -> None:
+        """A call and its answer; exactly one of `replied` and `failed` follows. `ask` gives `None` where nobody is."""
+        is_over = False
+
+        def end(how: Callable[[], object]) -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                how()
+
+        def arrive() -> None:
+            answer = ask()
+            if answer is not None:
+                self.send(lambda: end(lambda: replied(answer)))
+
+        self.send(arrive)
+        self.kernel.after(self.spec.call_timeout_s, lambda: end(failed))
+
+    # -- writes
+
+    def post(
+        self,
+        source: Source,
+        target: Target,
+        descriptors: Sequence[Descriptor],
+        tag: bytes,
+        may_post: Callable[[], bool],
+    ) -> None:
+        """Queue a write, as `TransferThread.write` does."""
+        num_bytes = sum(d.num_bytes for d in descriptors)
+
+        def post() -> None:
+            if not source.is_alive:
+                return
+            self._num_writes += 1
+            handle = WriteHandle(self._num_writes, PeerId(target.incarnation), tag, num_bytes)
+            if not may_post():
+                source.driver.on_transport(WriteFailed(handle, "its grant no longer holds", settled=True))
+                return
+            begins_s = max(self.kernel.now_s, self._free_s.get(source.incarnation, 0.0))
+            self._free_s[source.incarnation] = ends_s = begins_s + num_bytes / self.spec.bytes_per_s
+            write = _Write(self, source, target, tuple(descriptors), handle)
+            fault = self._draw(WRITE_FAULTS)
+            self._note(fault)
+            late_s = self.spec.late_s if fault == "late write" else 0.0
+            self.kernel.at(ends_s + self.spec.latency_s + late_s, lambda: write.arrive(fault))
+            source.driver.on_transport(WritePosted(handle))
+
+        self.kernel.after(0.0, post)
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    link: Link
+    source: Source
+    target: Target
+    descriptors: tuple[Descriptor, ...]
+    handle: WriteHandle
+
+    def arrive(self, fault: str | None) -> None:
+        if not self.target.is_alive:
+            self._tell(WriteFailed(self.handle, "the peer is gone", settled=True))
+            return
+        match fault:
+            case "truncated write":
+                self._land(self.descriptors[: len(self.descriptors) // 2])
+            case "failed write":
+                self._tell(WriteFailed(self.handle, "injected", settled=True))
+                return
+            case "unsettled write":
+                self._tell(WriteFailed(self.handle, "injected", settled=False))
+                self.link.kernel.after(self.link.spec.late_s, self._land_late)
+                return
+            case "repeated write":
+                self._land(self.descriptors)
+                self.link.kernel.after(self.link.spec.late_s, lambda: self.arrive(None))
+                return
+            case _:
+                self._land(self.descriptors, flip=int(fault == "corrupt write"))
+        if fault != "lost completion":
+            self.link.kernel.after(self.link.spec.latency_s, lambda: self._tell(WriteCompleted(self.handle)))
+
+    def _land(self, descriptors: Sequence[Descriptor], flip: int = 0) -> None:
+        if not self.source.is_alive:  # its host has closed its connections
+            return
+        for descriptor in descriptors:
+            move(descriptor, self.source.memory, self.target.memory, flip=flip)
+        self.target.driver.on_transport(WriteArrived(PeerId(self.source.incarnation), self.handle.tag))
+
+    def _land_late(self) -> None:
+        """Nobody waits for it any more."""
+        if self.target.is_alive:
+            self._land(self.descriptors)
+        self._tell(WriteFailed(self.handle, "injected", settled=True))
+
+    def _tell(self, event: WriteCompleted | WriteFailed) -> None:
+        if self.source.is_alive:
+            self.source.driver.on_transport(event)

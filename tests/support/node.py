@@ -1,0 +1,114 @@
+"""What a worker of either role stands on in virtual time, without a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvtransfer.layout import KvFormat
+from tandem.core.clock import Clock
+from tandem.core.identity import Role, WorkerKey
+from tandem.core.pages import PagePool
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.load import LoadReport
+from tandem.worker.pacing import Pacing
+from tandem.worker.request import RequestLimits
+from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample
+from tests.support.step_runner import StepRunner, StepTime
+from tests.support.virtual_time import Kernel
+
+SESSION = 1  # of the one router
+FORMAT = KvFormat(LAYOUT, "scripted")
+REQUEST_LIMITS = RequestLimits(VOCAB, max_context=96, eos=frozenset({EOS}), max_choices=4, priority_ageing_s=1.0)
+LEASE_S, GRACE_S = 2.0, 1.0
+QUEUE_BOUND = 200
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One worker's size and speed."""
+
+    num_pages: int
+    limits: SchedulerLimits
+    step_time: StepTime
+
+
+class Cluster(Protocol):
+    """Who hears of a worker: its peers, by incarnation, the router, and whoever kills and replaces it."""
+
+    def hear(self, worker: Any, event: Any) -> None: ...
+
+    def prefill(self, incarnation: str) -> Any: ...
+
+    def decode(self, incarnation: str) -> Any: ...
+
+    def kill(self, incarnation: str) -> None: ...
+
+
+class Node:
+    """A pool, a scheduler, an arena and a runner, and the core of a role around them."""
+
+    role: Role
+
+    def __init__(self, worker_id: str, incarnation: str, spec: NodeSpec, kernel: Kernel, cluster: Cluster) -> None:
+        self.key = WorkerKey(worker_id, incarnation)
+        self.incarnation = incarnation
+        self.kernel = kernel
+        self.cluster = cluster
+        self.is_alive = True
+        self.pool = PagePool(spec.num_pages, PAGE)
+        self.scheduler = BatchScheduler(self.pool, spec.limits, salt=b"m", prefix_cache=True)
+        self.memory = Memory(self.pool)
+        self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time)
+        self.load = LoadReport(self.scheduler, lambda: None, lambda: None)
+        self.counters = WorkerCounters()
+        self.ended: set[str] = set()  # peers whose processes have ended
+
+    def core_parts(self) -> dict[str, Any]:
+        """What both roles are made of."""
+        clock: Clock = self.kernel.clock
+        return {
+            "worker_id": self.key.worker_id,
+            "scheduler": self.scheduler,
+            "emit": self._emit,
+            "limits": REQUEST_LIMITS,
+            "sample": sample,
+            "counters": self.counters,
+            "load": self.load,
+            "pacing": Pacing(),
+            "clock": clock,
+            "is_draining": lambda: False,
+        }
+
+    def _emit(self, events: dict[int, list[Any]]) -> None:
+        for event in events[SESSION]:
+            self.cluster.hear(self, event)
+
+    def later(self, delay_s: float, call: Callable[[], object]) -> None:
+        """Run `call` here, if this process is alive then."""
+        self.kernel.after(delay_s, lambda: self.here(call))
+
+    def here(self, call: Callable[[], object]) -> None:
+        if self.is_alive:
+            call()
+
+    def crash(self) -> None:
+        """The process ends, and its memory with it."""
+        self.is_alive = False
+        self.runner.is_stopped = True
+
+    def replace_self(self, num_quarantined: int) -> None:
+        """The driver finds that only a new process gets its pages back."""
+        self.cluster.kill(self.incarnation)
+
+    def check_rest(self) -> None:
+        """Nothing is held any more."""
+        self.pool.check()
+        counts = self.pool.counts()
+        assert counts.used == counts.reserved == counts.quarantined == 0, (self.key, counts)
+        scheduler = self.scheduler
+        assert not [*scheduler.running, *scheduler.waiting, *scheduler.parked], self.key
+        newest = self.load.newest
+        assert newest.num_running == newest.num_queued == newest.num_queued_tokens == 0, (self.key, newest)

@@ -1,0 +1,105 @@
+"""A model without numbers: KV that names the tokens it stands for, tokens that follow from seed, choice and position.
+
+A slot of KV is a hash of its layer and of all tokens up to its own. So whoever reads KV can tell whether it is what
+its sequence needs, wherever it came from; and a retry goes on alike, whoever samples.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtransfer.extents import ArenaShape, Descriptor
+from kvtransfer.layout import LayoutId
+from tandem.core.errors import InternalError
+from tandem.core.pages import PagePool, PageState
+from tandem.core.sampling import SampledToken, SampleRow
+from tandem.worker.sequence import Sequence
+
+PAGE, NUM_LAYERS, VOCAB, EOS = 4, 2, 64, 0
+LAYOUT = LayoutId("ab" * 32, "float32", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, page_size=PAGE)
+_SLOT_BYTES = LAYOUT.extent_bytes // PAGE
+
+Slots = npt.NDArray[np.uint64]
+
+
+def token_of(seed: int, choice: int, position: int) -> int:
+    """The token at `position` of a choice's output."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<QII", seed, choice, position)) % VOCAB
+
+
+def sample(_: Any, rows: Seq[Seq[SampleRow]]) -> list[list[SampledToken | InternalError]]:
+    """As `tandem.worker.step.SampleTokens`, without logits."""
+    return [[SampledToken(token_of(r.params.seed, r.choice, r.position)) for r in of_one] for of_one in rows]
+
+
+class _Chain:
+    """The hash of each prefix of one sequence's tokens."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.hashes: list[int] = []
+
+    def of(self, token_ids: Seq[int]) -> Slots:
+        known = len(self.token_ids)
+        if list(token_ids[:known]) != self.token_ids[: len(token_ids)]:
+            self.token_ids, self.hashes, known = [], [], 0
+        for token_id in token_ids[known:]:
+            before = self.hashes[-1] if self.hashes else 0
+            self.hashes.append(xxhash.xxh3_64_intdigest(struct.pack("<QI", before, token_id)))
+            self.token_ids.append(token_id)
+        return np.array(self.hashes[: len(token_ids)], np.uint64)
+
+
+class Memory:
+    """One worker's arena, and what computing does with it."""
+
+    def __init__(self, pool: PagePool) -> None:
+        assert np.dtype(np.uint64).itemsize == _SLOT_BYTES
+        self.pool = pool
+        self.shape = ArenaShape(NUM_LAYERS, pool.num_pages, LAYOUT.extent_bytes)
+        self._slots = np.zeros((NUM_LAYERS, pool.num_pages, PAGE), np.uint64)
+        self.data = memoryview(self._slots.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        self._chains: dict[tuple[str, int], _Chain] = {}
+
+    def read_extent(self, layer: int, page: int) -> memoryview:
+        at = self.shape.offset(layer, page)
+        return self.data[at : at + self.shape.extent_bytes]
+
+    def pages_of(self, offset: int, num_bytes: int) -> set[int]:
+        first, last = offset // LAYOUT.extent_bytes, (offset + num_bytes - 1) // LAYOUT.extent_bytes
+        return {extent % self.pool.num_pages for extent in range(first, last + 1)}
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._slots[:, target] = self._slots[:, source]
+
+    def kv_of(self, sequence: Sequence, num_tokens: int) -> Slots:
+        """What the slots of these tokens shall hold, but for the layer."""
+        chain = self._chains.setdefault((sequence.request_id, sequence.choice), _Chain())
+        return chain.of(sequence.token_ids[:num_tokens])
+
+    def compute(self, layer: int, wanted: Slots, start: int, pages: Seq[int]) -> None:
+        """One layer of one item of a step: all that comes before is read, and the new slots are written."""
+        states = {self.pool.state(page) for page in pages}
+        assert states <= {PageState.USED}, f"a step uses pages that are {states}"
+        of_layer, last = wanted ^ np.uint64(layer), len(wanted)
+        slots = self._slots[layer, pages].reshape(-1)
+        assert (slots[:start] == of_layer[:start]).all(), "a step reads KV that is not its own"
+        at = np.arange(start, last)
+        self._slots[layer, np.array(pages)[at // PAGE], at % PAGE] = of_layer[start:]
+
+
+def move(descriptor: Descriptor, source: Memory, target: Memory, *, flip: int = 0) -> None:
+    """Bytes of a write land, the first one changed by `flip`; both sides must still hold their pages for it."""
+    here, there, num_bytes = descriptor
+    read = {source.pool.state(page) for page in source.pages_of(here, num_bytes)}
+    assert read <= {PageState.USED, PageState.QUARANTINED}, f"a write reads pages that are {read}"
+    written = {target.pool.state(page) for page in target.pages_of(there, num_bytes)}
+    assert written <= {PageState.RESERVED, PageState.QUARANTINED}, f"a write lands in pages that are {written}"
+    target.data[there : there + num_bytes] = source.data[here : here + num_bytes]
+    target.data[there] ^= flip

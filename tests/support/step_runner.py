@@ -1,0 +1,94 @@
+"""Runs the steps of one worker in virtual time, as `tandem.worker.runner.Runner` does on a thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.step import StepHooks
+from tests.support.scripted_model import NUM_LAYERS, Memory
+from tests.support.virtual_time import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step takes."""
+
+    base_s: float
+    token_s: float
+
+    def of(self, batch: Batch) -> float:
+        return self.base_s + self.token_s * batch.num_tokens
+
+
+class StepRunner:
+    """What is submitted runs between two steps, in order; with nothing to compute, at once."""
+
+    def __init__(self, kernel: Kernel, scheduler: BatchScheduler, memory: Memory, step_time: StepTime) -> None:
+        self._kernel = kernel
+        self._scheduler = scheduler
+        self._memory = memory
+        self._step_time = step_time
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._is_busy = False  # a step is computed, or the next turn is on its way
+        self._hooks: StepHooks
+        self.is_stopped = False
+        self.num_steps = 0
+
+    def start(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
+
+    def submit(self, call: Callable[[], object]) -> None:
+        self._inbox.append(call)
+        if not self._is_busy:
+            self._is_busy = True
+            self._kernel.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        if self.is_stopped:
+            return
+        while self._inbox:
+            self._inbox.popleft()()
+        hooks = self._hooks
+        assert not hooks.give_way(), "nobody shares cores here"
+        hooks.before_schedule()
+        batch = self._scheduler.schedule()
+        if batch.items:
+            self._begin(batch)
+        else:
+            hooks.going_idle()
+            self._is_busy = bool(self._inbox)
+            if self._is_busy:
+                self._kernel.after(0.0, self._turn)
+
+    def _begin(self, batch: Batch) -> None:
+        self.num_steps += 1
+        for source, target in batch.copies:
+            self._memory.copy_page(source, target)
+        on_layer = self._hooks.before_forward(batch)
+        items = []
+        for item in batch.items:
+            wanted = self._memory.kv_of(item.sequence, item.start + item.num_tokens)
+            items.append((wanted, item.start, list(item.sequence.pages)))
+
+        def compute(layer: int) -> None:
+            if self.is_stopped:
+                return
+            for wanted, start, pages in items:
+                self._memory.compute(layer, wanted, start, pages)
+            if on_layer is not None:
+                on_layer(layer)
+
+        step_s = self._step_time.of(batch)
+        for layer in range(NUM_LAYERS):
+            self._kernel.after(step_s * (layer + 1) / NUM_LAYERS, lambda layer=layer: compute(layer))
+        self._kernel.after(step_s, lambda: self._end(batch))
+
+    def _end(self, batch: Batch) -> None:
+        if self.is_stopped:
+            return
+        self._scheduler.apply(batch, self._hooks.sample(batch, None))
+        self._hooks.after_step(batch)
+        self._turn()

@@ -1,0 +1,68 @@
+"""Things that happen at their time, one after the other, in one thread; the time between them costs nothing."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+from tandem.core.clock import VirtualClock
+
+Call = Callable[[], object]
+
+
+class Kernel:
+    """Runs calls in the order of their times; those of one time in the order in which they were asked for."""
+
+    def __init__(self, start_s: float = 1000.0) -> None:
+        self.clock = VirtualClock(start_s)
+        self.num_run = 0
+        self._numbers = itertools.count()
+        self._heap: list[tuple[float, int, Call]] = []
+
+    @property
+    def now_s(self) -> float:
+        return self.clock.now()
+
+    def at(self, time_s: float, call: Call) -> None:
+        """Run `call` at `time_s`; now, if that has passed."""
+        heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), call))
+
+    def after(self, delay_s: float, call: Call) -> None:
+        self.at(self.now_s + delay_s, call)
+
+    def run(self, most: int) -> None:
+        """Until nothing is left to happen. Raises `AssertionError` where more than `most` calls do not end it."""
+        for _ in range(most):
+            if not self._heap:
+                return
+            time_s, _, call = heapq.heappop(self._heap)
+            while self.now_s < time_s:  # a sum of floats may fall short of it
+                self.clock.advance(time_s - self.now_s)
+            self.num_run += 1
+            call()
+        raise AssertionError(f"{most} calls have not ended it; {len(self._heap)} are due, now is {self.now_s}")
+
+
+class Timer:
+    """One deadline that may be moved; `call` comes when it has passed."""
+
+    def __init__(self, kernel: Kernel, call: Call) -> None:
+        self._kernel = kernel
+        self._call = call
+        self._due_s: float | None = None
+        self._number = 0  # of the newest deadline
+
+    def set(self, due_s: float | None) -> None:
+        if due_s == self._due_s:
+            return
+        self._due_s = due_s
+        self._number += 1
+        if due_s is not None:
+            number = self._number
+            self._kernel.at(due_s, lambda: self._ring(number))
+
+    def _ring(self, number: int) -> None:
+        if number == self._number:
+            self._due_s = None
+            self._call()

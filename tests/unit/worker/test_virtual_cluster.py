@@ -1,0 +1,141 @@
+"""A hundred requests through prefill, handoff, decode and router, in virtual time and one thread: nothing is faked that
+decides."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from router.request.request import Request
+from tandem.core.errors import WorkersDiedError
+from tandem.core.identity import Role
+from tandem.core.sampling import SamplingParams
+from tests.support.handoff_world import DECODE, World, WorldSpec
+from tests.support.link import MESSAGE_FAULTS, WRITE_FAULTS, LinkSpec
+from tests.support.scripted_model import EOS, VOCAB, token_of
+
+NUM_REQUESTS = 100
+
+
+def make_requests(seed: int, start_s: float) -> list[Request]:
+    """Mixed lengths, choices and priorities; some prompts begin alike."""
+    rng = random.Random(seed)
+    requests = []
+    for number in range(NUM_REQUESTS):
+        start_s += rng.expovariate(200.0)
+        beginning = [rng.randrange(3)] * rng.choice([0, 4, 12])
+        prompt = [*beginning, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 44)))]
+        params = SamplingParams(seed=rng.randrange(1 << 32), max_tokens=rng.randint(1, 24))
+        choices = rng.choice([1, 1, 1, 2, 3])
+        requests.append(
+            Request(f"r{number}", tuple(prompt), params, start_s, num_choices=choices, priority=rng.randrange(3))
+        )
+    return requests
+
+
+def serve(spec: WorldSpec, *, num_cancels: int = 0, crashes: dict[str, float] | None = None) -> World:
+    world, rng = World(spec), random.Random(spec.seed)
+    start_s = world.kernel.now_s
+    requests = make_requests(spec.seed, start_s)
+    for request in requests:
+        world.ask(request)
+    for request in rng.sample(requests, num_cancels):
+        world.leave(request.request_id, request.arrived_s + rng.random() * 0.5)
+    for worker_id, after_s in (crashes or {}).items():
+        world.crash(worker_id, start_s + after_s)
+    return world.run()
+
+
+def tokens(world: World) -> dict[str, list[list[int]]]:
+    return {name: request.tokens for name, request in world.requests.items()}
+
+
+@cache
+def undisturbed(seed: int) -> dict[str, list[list[int]]]:
+    return tokens(serve(WorldSpec(seed=seed)))
+
+
+def expected(request: Request, choice: int) -> list[int]:
+    """What the scripted model says, to its end."""
+    output: list[int] = []
+    while len(output) < request.sampling.max_tokens and EOS not in output:
+        output.append(token_of(request.sampling.seed, choice, len(output)))
+    return output
+
+
+def check_tokens(world: World) -> None:
+    """Whoever stayed has what an undisturbed cluster gives; who left, or saw two workers die, its beginning."""
+    calm = undisturbed(world.spec.seed)
+    for name, request in world.requests.items():
+        if request.error is not None:
+            assert isinstance(request.error, WorkersDiedError), (name, request.error)
+            assert len(request.recovery.died) == 2, (name, request.error)
+        if request.is_cancelled or request.error is not None:
+            assert all(there[: len(here)] == here for here, there in zip(request.tokens, calm[name], strict=True))
+        else:
+            assert request.tokens == calm[name], name
+        assert not request.journal.dropped["disagreed"]
+
+
+def test_a_hundred_requests_end_with_their_tokens_and_leave_nothing() -> None:
+    world = serve(WorldSpec(seed=1))
+    assert len(world.requests) == NUM_REQUESTS
+    for in_flight in world.requests.values():
+        request = in_flight.request
+        assert in_flight.journal.attempt == 1
+        assert in_flight.tokens == [expected(request, choice) for choice in range(request.num_choices)]
+    assert not world.count
+    for role in (Role.PREFILL, Role.DECODE):
+        assert all(node.runner.num_steps for node in world.of_role(role)), "the load is spread"
+    assert all(node.counters.num_prompt_tokens_cached for node in world.of_role(Role.PREFILL))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_cancels_and_crashes_change_no_token_and_leave_nothing(seed: int) -> None:
+    spec = WorldSpec(seed=seed, link=LinkSpec(fault_share=0.03), mixed_pool_tokens=12)
+    world = serve(spec, num_cancels=8, crashes={"prefill-0": 0.2, "decode-1": 0.5})
+    check_tokens(world)
+    assert any(request.journal.attempt > 1 for request in world.requests.values())
+    assert sum(request.is_cancelled for request in world.requests.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [*MESSAGE_FAULTS, *WRITE_FAULTS])
+def test_each_fault_alone_happens_and_is_survived(fault: str) -> None:
+    world = serve(WorldSpec(seed=1, link=LinkSpec(fault_share=0.05, faults=[fault])))
+    assert world.count[fault]
+    check_tokens(world)
+
+
+def test_decode_with_few_pages_preempts_and_ends_all_the_same() -> None:
+    world = serve(WorldSpec(seed=1, decode=replace(DECODE, num_pages=26)))
+    check_tokens(world)
+    assert sum(node.counters.num_preemptions for node in world.of_role(Role.DECODE))
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    spec = WorldSpec(seed=5, link=LinkSpec(fault_share=0.03))
+    first, second = (serve(spec, num_cancels=5, crashes={"prefill-1": 0.3}) for _ in range(2))
+    assert (first.kernel.now_s, first.kernel.num_run) == (second.kernel.now_s, second.kernel.num_run)
+    assert (first.count, tokens(first)) == (second.count, tokens(second))
+
+
+PROBE = """
+import sys
+sys.path.insert(0, "tests/unit/worker")
+import test_virtual_cluster
+world = test_virtual_cluster.serve(test_virtual_cluster.WorldSpec(seed=1))
+assert all(request.is_over for request in world.requests.values())
+print(sorted({'torch', 'grpc', 'ray', 'google.protobuf', 'nixl', 'nixl_cu12', 'asyncio'} & set(sys.modules)))
+"""
+
+
+@pytest.mark.processes
+def test_none_of_it_needs_torch_grpc_ray_protobuf_or_nixl() -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

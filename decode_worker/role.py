@@ -276,6 +276,7 @@ class DecodeRole:
         with self._lock:
             self._pool.lift(pages)
         self._has_changed = True
+        self._to_runner(self.snapshot)  # it may rest, with a sequence that found no page
 
     def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
         """The protocol will not have this reservation, or its repetition where the attempt has gone on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.worker.scheduler import Batch, BatchScheduler
 from tandem.worker.step import StepHooks
@@ -83,7 +84,7 @@ class StepRunner:
 
         step_s = self._step_time.of(batch)
         for layer in range(NUM_LAYERS):
-            self._kernel.after(step_s * (layer + 1) / NUM_LAYERS, lambda layer=layer: compute(layer))
+            self._kernel.after(step_s * (layer + 1) / NUM_LAYERS, partial(compute, layer))
         self._kernel.after(step_s, lambda: self._end(batch))
 
     def _end(self, batch: Batch) -> None:

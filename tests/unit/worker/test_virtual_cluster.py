@@ -15,9 +15,10 @@ from router.request.request import Request
 from tandem.core.errors import WorkersDiedError
 from tandem.core.identity import Role
 from tandem.core.sampling import SamplingParams
-from tests.support.handoff_world import DECODE, World, WorldSpec
+from tests.support.handoff_world import DECODE, PREFILL, World, WorldSpec
 from tests.support.link import MESSAGE_FAULTS, WRITE_FAULTS, LinkSpec
 from tests.support.scripted_model import EOS, VOCAB, token_of
+from tests.support.step_runner import StepTime
 
 NUM_REQUESTS = 100
 
@@ -116,6 +117,26 @@ def test_decode_with_few_pages_preempts_and_ends_all_the_same() -> None:
     world = serve(WorldSpec(seed=1, decode=replace(DECODE, num_pages=26)))
     check_tokens(world)
     assert sum(node.counters.num_preemptions for node in world.of_role(Role.DECODE))
+
+
+def test_who_found_no_page_goes_on_when_a_fence_frees_some_though_nothing_else_happens() -> None:
+    """Its pages are in quarantine: their request was cancelled, and their writer died."""
+    slow = replace(PREFILL, step_time=StepTime(0.002, 0.01))
+    world = World(WorldSpec(num_prefill=1, num_decode=1, prefill=slow, decode=replace(DECODE, num_pages=8)))
+    start_s = world.kernel.now_s
+    endless = SamplingParams(max_tokens=20, ignore_eos=True)
+    world.ask(Request("grows", (1, 2, 3, 4), endless, start_s))
+    world.ask(Request("leaves", tuple(range(5, 20)), SamplingParams(max_tokens=3), start_s + 0.001))
+    world.crash("prefill-0", start_s + 0.15)
+    world.leave("leaves", start_s + 0.155)
+    seen = []
+    decode = world.nodes["decode-0#1"]
+    world.kernel.at(start_s + 0.5, lambda: seen.append((decode.pool.counts(), decode.scheduler.running[0].num_output)))
+    world.run()
+    ((counts, num_output),) = seen
+    assert (counts.quarantined, counts.free) == (4, 0)
+    assert num_output < 20, "it stands still"
+    assert world.requests["grows"].tokens == [[token_of(0, 0, position) for position in range(20)]]
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -10,12 +10,13 @@ from tandem.core.identity import Role
 from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import SchedulerLimits
 
-# With so many a step takes hardly longer than reading the weights does (docs/performance.md, 22).
+# A step of this many tokens takes hardly longer than reading the weights does (docs/log/experiments.md, 22).
 _CPU_MIXED_STEP_TOKENS = 8
-# In times of these, what a step takes where few wait for it or it has threads to spare (docs/performance.md, 22).
+# A step may have this many times more tokens where few sequences wait for it, or threads are spare (same entry).
 _MOST_PACED_ON_CPU = 1.5
 
-# With fewer prompts the first of two would wait for the second, and decode hardly gain by it (docs/performance.md, 17).
+# With fewer waiting prompts the first of a pair waits for the second, and decode hardly gains by it
+# (docs/log/experiments.md, 17).
 _NUM_TO_PAIR = 4
 
 # Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for

@@ -24,7 +24,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 from kvtransfer.protocol.receiver import ReceiverHandoffs
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteArrived
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import TransportError
 
@@ -102,7 +102,7 @@ class AttemptsPort(Protocol):
         """All of what an event brought has been said."""
 
 
-class ReceiverOutlet(Protocol):
+class ReceiverCallbacks(Protocol):
     """Where all else goes. Called on the driver's thread; must hand over and return."""
 
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None: ...
@@ -152,7 +152,7 @@ class ReceiverDriver:
         shape: ArenaShape,
         read_extent: ReadExtent,
         limits: ReceiverLimits,
-        outlet: ReceiverOutlet,
+        callbacks: ReceiverCallbacks,
         secret: bytes,
         clock: Clock,
     ) -> None:
@@ -160,7 +160,7 @@ class ReceiverDriver:
         self._grace_s = limits.grace_s
         self._shape = shape
         self._read_extent = read_extent
-        self._outlet = outlet
+        self._callbacks = callbacks
         self._clock = clock
         self._answer = Answer()
         self._is_reserving = False  # the event under way is a reservation: who hears of a refusal differs
@@ -200,11 +200,11 @@ class ReceiverDriver:
 
     def commit(self, commit: Commit, arrived_s: float) -> Answer:
         """A sender says that all is written; heard at `arrived_s`, on the driver's clock."""
-        points.reach("decode.commit")
+        fault_points.reach("decode.commit")
         self._committed_s, self._verified_at_s = arrived_s, 0.0
         answer = self._answer_sender(ev.CommitReceived(commit), f"{commit.sender}, {commit.grant_id}")
         if answer.refusal is None:
-            points.reach("decode.verified")
+            fault_points.reach("decode.verified")
         return replace(answer, verified_at_s=self._verified_at_s)
 
     def capability_of(self, grant_id: str) -> bytes | None:
@@ -248,7 +248,7 @@ class ReceiverDriver:
     def _foresee(self) -> None:
         closing_s = median(self._closings_s) if self._closings_s else 0.0
         completes = ((arriving.forecast.complete_s(), arriving.sender) for arriving in self._arriving.values())
-        self._outlet.foresee([(when_s + closing_s, sender) for when_s, sender in completes if when_s is not None])
+        self._callbacks.foresee([(when_s + closing_s, sender) for when_s, sender in completes if when_s is not None])
 
     def ignore(self, peer: str, why: str) -> None:
         """Something came from `peer` on the KV plane that is of no use."""
@@ -336,7 +336,7 @@ class ReceiverDriver:
 
     def _set_deadline(self) -> None:
         deadlines_s = [d for d in (self._handoffs.next_deadline_s(), *self._exited.values()) if d is not None]
-        self._outlet.deadline(min(deadlines_s, default=None))
+        self._callbacks.deadline(min(deadlines_s, default=None))
 
     def _run(self, event: ev.ReceiverEvent) -> None:
         for instruction in self._handoffs.handle(event, self._clock.now()):
@@ -418,7 +418,7 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.FreePages: ReceiverDriver._over,
     ev.QuarantinePages: ReceiverDriver._over,
     ev.LiftQuarantine: lambda driver, i: driver._attempts.lift(i.pages),
-    ev.AskWriterToStop: lambda driver, i: driver._outlet.ask_to_stop(i.sender, i.grant, i.reason),
-    ev.KillWriter: lambda driver, i: driver._outlet.kill_writer(i.sender),
-    ev.ReplaceSelf: lambda driver, i: driver._outlet.replace_self(i.num_quarantined_pages),
+    ev.AskWriterToStop: lambda driver, i: driver._callbacks.ask_to_stop(i.sender, i.grant, i.reason),
+    ev.KillWriter: lambda driver, i: driver._callbacks.kill_writer(i.sender),
+    ev.ReplaceSelf: lambda driver, i: driver._callbacks.replace_self(i.num_quarantined_pages),
 }

@@ -15,7 +15,7 @@ from decode_worker.ledger import AttemptState, Ledger
 from decode_worker.receiver_driver import ReceiverPort
 from decode_worker.tokens import TokenBook
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError, TandemError
 from tandem.core.pages import page_keys
@@ -184,7 +184,7 @@ class DecodeRole:
             self._deny(job, RefusalReason.NO_ROOM, error)
             return
         self._has_changed = True
-        points.reach("decode.queued")
+        fault_points.reach("decode.queued")
 
     def _deny(self, job: DecodeJob, reason: RefusalReason, error: TandemError) -> None:
         """This attempt gets no pages."""
@@ -210,7 +210,7 @@ class DecodeRole:
         self.snapshot()
         for job in taken:
             if job.state is AttemptState.GRANTED:
-                points.reach("decode.granted")
+                fault_points.reach("decode.granted")
                 self._driver.granted(job.key, job.pages, len(job.cached))
             else:
                 # For the protocol the attempt has ended: a late repetition of its Reserve hears so.
@@ -301,7 +301,7 @@ class DecodeRole:
             self._scheduler.enter(job.begin_prompt(self._pool.page_size))
             self.snapshot()  # goes with it: from now on the router counts the prompt by the worker's figures
             self._emit({job.session: [job.local]})
-        points.reach("decode.admitted")
+        fault_points.reach("decode.admitted")
 
     def _begin_choices(self, job: DecodeJob, outputs: dict[int, list[int]], committed_s: float) -> None:
         with self._lock:
@@ -311,7 +311,7 @@ class DecodeRole:
             job.is_new = True
             self._tokens.enter(job, outputs, [*job.cached, *job.pages], len(job.cached))
             self._emit({job.session: [Admitted(job.key, self._clock.now() - committed_s)]})
-        points.reach("decode.admitted")
+        fault_points.reach("decode.admitted")
 
     def _may_enter(self, job: DecodeJob) -> bool:
         """Whether it is still wanted; else its pages go back."""
@@ -349,7 +349,7 @@ class DecodeRole:
             num_cached = sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
             self._counters.num_prompt_tokens_cached += num_cached
         self._counters.num_preemptions += len(batch.preempted)
-        points.reach("decode.step")
+        fault_points.reach("decode.step")
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         return self._tokens.sample(batch, logits)

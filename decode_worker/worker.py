@@ -26,7 +26,7 @@ from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
 from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent
 from kvtransfer.wire import kv_format
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.identity import Role
@@ -331,7 +331,7 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 def _attach(driver: ReceiverDriver, request: decode_pb.AttachRequest) -> Answer:
     answer = driver.attach(request.grant_id, request.sender_incarnation, request.capability, renew=request.renew)
     if answer.refusal is None and not request.renew:
-        points.reach("decode.attached")
+        fault_points.reach("decode.attached")
     return answer
 
 

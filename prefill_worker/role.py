@@ -16,7 +16,7 @@ from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, P
 from prefill_worker.job import PromptJob, StepPart, make_job, part_of
 from prefill_worker.retained_prompts import RetainedPrompts
 from prefill_worker.sender_driver import SealedPages
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, TandemError, WorkerLostError
 from tandem.core.pages import PageState, pages_for
@@ -118,7 +118,7 @@ class PrefillRole:
         for older in [k for k in self.jobs if k.request_id == key.request_id and k.attempt < key.attempt]:
             self.cancel(older)
         self.jobs[key] = job
-        points.reach("prefill.queued")
+        fault_points.reach("prefill.queued")
         if is_computed:
             self._begin(job)
             self._finish([job])
@@ -202,7 +202,7 @@ class PrefillRole:
             self._begin(sequence.owner)
         parts = [part_of(item, self._pool.page_size) for item in batch.items]
         filled = tuple(page for part in parts for page in part.pages)
-        points.reach("prefill.chunk")
+        fault_points.reach("prefill.chunk")
 
         def on_layer(layer: int) -> None:
             self._driver.computed_layer(layer, filled)

@@ -30,7 +30,7 @@ from kvtransfer.transports.events import (
 )
 from prefill_worker.events import HandoffStats
 from prefill_worker.sealed_digests import SealedDigests
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class SealedPages:
     local_pages: tuple[int, ...]
 
 
-class SenderOutlet(Protocol):
+class SenderCallbacks(Protocol):
     """Where the driver's results go. Called on the transfer thread; must hand over and return."""
 
     def commit_part(self, part: CommitPart) -> None: ...
@@ -110,7 +110,7 @@ class SenderDriver:
         shape: ArenaShape,
         read_extent: ReadExtent,
         limits: SenderLimits,
-        outlet: SenderOutlet,
+        callbacks: SenderCallbacks,
         write: Callable[..., None],
         peer: Callable[[str], tuple[PeerId, ArenaShape] | None],
         clock: Clock,
@@ -121,7 +121,7 @@ class SenderDriver:
         # Of all that this worker computed, whoever it was for: a page that is sent later, or again, is not read again.
         self._digests = SealedDigests(read_extent, shape)
         self._limits = limits
-        self._outlet = outlet
+        self._callbacks = callbacks
         self._write = write
         self._peer = peer
         self._now = clock.now
@@ -152,7 +152,7 @@ class SenderDriver:
         """Decode took this worker as the grant's writer."""
         if key not in self._entries:
             # The attempt ended while decode was asked: it must hear that nothing will be written.
-            self._outlet.confirm_idle(ev.ConfirmIdle(key, grant.grant_id, grant.receiver, grant.capability))
+            self._callbacks.confirm_idle(ev.ConfirmIdle(key, grant.grant_id, grant.receiver, grant.capability))
             return
         self._handle(key, ev.GrantAttached(grant, lease_ends_s))
 
@@ -167,7 +167,7 @@ class SenderDriver:
             if entry is None or entry.released:
                 # Pages were shared with the driver once, with their first layer.
                 if part.layers[0] == 0:
-                    self._outlet.release(part.local_pages)
+                    self._callbacks.release(part.local_pages)
                 continue
             entry.pages.update(part.local_pages)
             digests = self._digests.of(part.layers, part.local_pages)
@@ -209,7 +209,7 @@ class SenderDriver:
         if key in self._entries:
             self._handle(key, asked)
         else:
-            self._outlet.confirm_idle(ev.ConfirmIdle(key, asked.grant_id, asked.receiver, asked.capability))
+            self._callbacks.confirm_idle(ev.ConfirmIdle(key, asked.grant_id, asked.receiver, asked.capability))
 
     def needs_lease(self, key: AttemptKey) -> bool:
         """Whether renewing the lease of this attempt is of any use; from any thread."""
@@ -234,7 +234,7 @@ class SenderDriver:
         match event:
             case WritePosted():
                 self._handle(entry.handoff.key, ev.WritePosted(write_id))
-                points.reach("prefill.sending")
+                fault_points.reach("prefill.sending")
             case WriteCompleted():
                 self.num_bytes_written += event.handle.num_bytes
                 self._handle(entry.handoff.key, ev.WriteCompleted(write_id))
@@ -255,7 +255,7 @@ class SenderDriver:
         num_pages = sum(entry.handoff.num_held_pages for entry in staying)
         over = num_pages > self._limits.quarantine_cap_pages
         if over and not self._replacement_asked:
-            self._outlet.replace_self(num_pages)
+            self._callbacks.replace_self(num_pages)
         self._replacement_asked = over
 
     # -- carrying out
@@ -266,14 +266,14 @@ class SenderDriver:
             self._carry_out(entry, instruction)
         if entry.handoff.state is SenderState.DONE and not entry.released:
             entry.released = True
-            self._outlet.release(tuple(sorted(entry.pages)))
+            self._callbacks.release(tuple(sorted(entry.pages)))
             # Unsettled writes keep the handoff in DRAINING, so nothing can refer to it now but late messages.
             del self._entries[key]
             del self._by_number[entry.number]
-            self._outlet.closed(key)
+            self._callbacks.closed(key)
         elif entry.handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
             entry.draining_since_s = self._now()
-        self._outlet.deadline(min(self._deadlines(), default=None))
+        self._callbacks.deadline(min(self._deadlines(), default=None))
 
     def _deadlines(self) -> Iterator[float]:
         now_s, grace_s = self._now(), self._limits.grace_s
@@ -289,24 +289,24 @@ class SenderDriver:
             case ev.PostWrites():
                 self._post(entry, instruction)
             case ev.SendCommitPart():
-                self._outlet.commit_part(instruction.part)
+                self._callbacks.commit_part(instruction.part)
             case ev.SendCommit():
                 again, entry.has_committed = entry.has_committed, True
                 if not again:
-                    points.reach("prefill.written")
-                self._outlet.commit(instruction.commit, again=again)
+                    fault_points.reach("prefill.written")
+                self._callbacks.commit(instruction.commit, again=again)
             case ev.ConfirmIdle():
-                self._outlet.confirm_idle(instruction)
+                self._callbacks.confirm_idle(instruction)
             case ev.IgnoreStop():
                 self.num_stops_ignored += 1
                 _log.warning("a stop of %s without its capability is ignored", instruction.grant_id)
             case ev.Succeed():
-                self._outlet.succeeded(key, self._stats(entry))
-                points.reach("prefill.acked")
+                self._callbacks.succeeded(key, self._stats(entry))
+                fault_points.reach("prefill.acked")
             case ev.Fail():
-                self._outlet.failed(instruction)
+                self._callbacks.failed(instruction)
             case ev.QuarantinePages():
-                self._outlet.quarantine(instruction.pages)
+                self._callbacks.quarantine(instruction.pages)
             case ev.ReleasePages():
                 pass  # all at once when the handoff is done, see `_handle`
 

@@ -24,7 +24,7 @@ from prefill_worker.queued_driver import QueuedDriver
 from prefill_worker.role import PrefillRole
 from prefill_worker.sender_driver import SenderDriver
 from prefill_worker.wire import make_events
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TandemError, TransportError, WorkerLostError
 from tandem.core.identity import Role
@@ -91,7 +91,7 @@ class PrefillWorker:
             shape=self.parts.arena_shape,
             read_extent=self.parts.engine.arena.extent_view,
             limits=limits,
-            outlet=self,
+            callbacks=self,
             write=self.parts.transfer.write,
             peer=self._transport_peer,
             clock=clock,
@@ -213,7 +213,7 @@ class PrefillWorker:
 
     def _attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
         """On the transfer thread."""
-        points.reach("prefill.attached")
+        fault_points.reach("prefill.attached")
         self.driver.attached(key, grant, lease_ends_s)
 
     async def _renew(self, peer: Peer, key: AttemptKey, grant: Grant, lease_s: float) -> None:
@@ -294,7 +294,7 @@ class PrefillWorker:
         if not self.driver.has_asked(key, receiver, grant_id):
             _log.info("%s answers for %.100r of %s, which is over or was never asked", receiver, grant_id, key)
             return
-        points.reach("prefill.committed")
+        fault_points.reach("prefill.committed")
         if verified_at_s:
             self.driver.verified(key, verified_at_s)
         self.driver.happened(key, event)

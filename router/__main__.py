@@ -17,7 +17,7 @@ from types import FrameType
 from router.http.auth import digests_of_variable
 from router.server import RouterServer
 from tandem.core import config as configuration
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
 from tandem.core.ready_file import write_ready_file
@@ -28,7 +28,7 @@ from tandem.rpc.security import configure
 def main(arguments: list[str] | None = None) -> int:
     """Run until a signal; returns the exit status."""
     options = _parser().parse_args(arguments)
-    points.name_process("router")
+    fault_points.name_process("router")
     try:
         config = configuration.load(options.config)
         setup_logging(config.logging, "router")

@@ -23,7 +23,7 @@ from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
 from router.workers.gauges import BudgetGauges, DeniedCalls, WorkerGauges
 from router.workers.registry import WorkerRegistry
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
 from tandem.core.errors import InternalError
@@ -148,7 +148,7 @@ class RouterServer:
             log.info("router listens", http=self._info.http_url, control=self._info.control_address)
             self._started.set()
             await self._stop_asked.wait()
-            points.reach("router.stop")
+            fault_points.reach("router.stop")
             await self._shut_down(context)
         finally:
             http.stop()

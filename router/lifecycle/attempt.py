@@ -26,7 +26,7 @@ from router.request.events import (
 from router.request.request import TokenGiven
 from router.workers import wire
 from router.workers.session import WorkerSession
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.errors import DrainingError, IncompatibleError, InternalError, NoWorkerError, TandemError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.logging import get_logger
@@ -99,7 +99,7 @@ class Attempt:
         self._decode.send(wire.reserve(request, journal, age_s=age_s, max_local_tokens=max_local_tokens))
         if self._prefill is not None:
             self._start_prefill(self._prefill)
-        points.reach("router.sent")
+        fault_points.reach("router.sent")
         log.debug(
             "attempt begun",
             attempt=self._number,
@@ -180,7 +180,7 @@ class Attempt:
         if self._prefill is None:
             self._prefill = self._find_prefill()
             self._start_prefill(self._prefill)
-        points.reach("router.granted")
+        fault_points.reach("router.granted")
         self._prefill.send(wire.attach_grant(request_id, granted))
 
     def _find_prefill(self) -> WorkerSession:

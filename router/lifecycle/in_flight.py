@@ -17,7 +17,7 @@ from router.request.journal import Journal
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, TokenGiven, Usage
 from router.workers.session import WorkerSession
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.errors import (
     CancelledError,
     DeadlineError,
@@ -157,7 +157,7 @@ class InFlightRequest:
             else:
                 wake_s = self.plan.rests_until_s(route)
                 if clock.now() >= wake_s:
-                    points.reach("router.placed")
+                    fault_points.reach("router.placed")
                     return route
             await self._change_of_workers(wake_s)
 
@@ -220,7 +220,7 @@ class InFlightRequest:
         ready = self.journal.accept(token)
         if not ready:
             return
-        points.reach("router.first_token" if is_first else "router.token")
+        fault_points.reach("router.first_token" if is_first else "router.token")
         self._measure(token.choice, len(ready))
         text = self._texts[token.choice]
         deltas = text.push(ready)

@@ -24,8 +24,8 @@ from tandem.rpc.v1 import supervisor_pb2
 SETTLE_TIMEOUT_S = 600.0
 """How long `tandem scale` waits for models to load and requests to end."""
 
-NODE_PATIENCE_S = 20.0
-"""After so long it says what to do for workers that wait for a node; Ray takes a moment for every start."""
+NODE_WAIT_S = 20.0
+"""After this time `tandem scale` says what to do about workers without a node; Ray takes a moment to start one."""
 
 SERVE_END_TIMEOUT_S = 30.0
 """How long `tandem serve` may take to end its Ray once the cluster has stopped."""
@@ -91,12 +91,12 @@ def scale(port: int | None, address: str | None, *, prefill: int | None, decode:
             return 0
         reporter.step("Scaling")
         following = Following(stub, reporter)
-        if not following.until(_is_settled, NODE_PATIENCE_S):
+        if not following.until(_is_settled, NODE_WAIT_S):
             is_local = target.file is not None and target.file.local  # its Ray has room for any number
             for line in [] if is_local else node_advice(following.cluster, _target_options(port, address)):
                 reporter.line(line)
             if not following.until(_is_settled, SETTLE_TIMEOUT_S):
-                raise NoWorkerError(_not_yet(following.cluster, NODE_PATIENCE_S + SETTLE_TIMEOUT_S))
+                raise NoWorkerError(_not_yet(following.cluster, NODE_WAIT_S + SETTLE_TIMEOUT_S))
         reporter.end_steps()
         reporter.line(f"Done: {pools_line(following.cluster)}")
     return 0

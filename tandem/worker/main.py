@@ -10,7 +10,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.config import load
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
@@ -60,7 +60,7 @@ def _serve(worker_class: type[Worker], options: argparse.Namespace) -> int:
     config = load(options.config)
     setup_logging(config.logging, options.worker_id)
     configure(config.security, PeerRole(worker_class.role), options.host)
-    points.name_process(options.worker_id)
+    fault_points.name_process(options.worker_id)
     place = WorkerPlace(
         worker_id=options.worker_id,
         incarnation=options.incarnation or f"{options.worker_id}-{uuid.uuid4().hex[:12]}",

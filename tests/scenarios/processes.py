@@ -20,8 +20,8 @@ import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.core.fault_points import VARIABLE
 from tandem.core.model_path import resolve_model
-from tandem.core.points import VARIABLE
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
@@ -90,7 +90,7 @@ class ProcessCluster:
     """Starts, kills and replaces the processes of one cluster, and tells the router who is there.
 
     Attributes:
-        points: the directory whose files arm `tandem.core.points` in every process; `None`: no points.
+        points: the directory whose files arm `tandem.core.fault_points` in every process; `None`: no points.
     """
 
     def __init__(

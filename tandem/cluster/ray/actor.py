@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from tandem.cluster.spec import NAMESPACE, ClusterSpec
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
@@ -82,7 +82,7 @@ def worker_host(spec: ClusterSpec) -> str:
 def begin(spec: ClusterSpec, name: str, role: PeerRole | None) -> None:
     """What every actor does first: its fate, its name, its log, and how its gRPC is secured."""
     _die_with_parent()
-    points.name_process(name)
+    fault_points.name_process(name)
     _set_up_log(spec, name)
     if role is not None:
         configure(spec.config.security, role, worker_host(spec))

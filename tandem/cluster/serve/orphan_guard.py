@@ -1,6 +1,6 @@
 """Run as a script beside `tandem serve`: when that ends, however it ends, what is left of its cluster is killed.
 
-    python guard.py PID MARK
+    python orphan_guard.py PID MARK
 
 Ray's raylet and our actors die with their parents by the kernel's hand. Ray's two agents do not: they try for as long
 as Ray waits for a lost control store to tell it that their raylet has died. Everything of one cluster carries the
@@ -16,7 +16,7 @@ from pathlib import Path
 
 VARIABLE = "TANDEM_CLUSTER"
 _ROUND_S = 0.05
-_PATIENCE_S = 10.0
+_KILLING_S = 10.0
 
 
 def main(parent: int, mark: str) -> None:
@@ -25,7 +25,7 @@ def main(parent: int, mark: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     _wait_for_end(parent)
     needle = f"{VARIABLE}={mark}".encode()
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _KILLING_S
     while (left := _marked(needle)) and time.monotonic() < deadline:
         for pid in left:
             try:

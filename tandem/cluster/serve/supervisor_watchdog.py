@@ -1,7 +1,6 @@
-"""What `tandem serve` looks after while a cluster runs, because nobody else would: a supervisor that does not react,
-and the control store of its Ray.
+"""Watches the supervisor and Ray's control store for `tandem serve` while a cluster runs.
 
-Ray starts a supervisor that has died again. One that is stopped, or hangs, it does not notice: that one is killed here.
+Ray restarts a supervisor that has died. It does not notice one that is stopped or hangs: that one is killed here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tandem.cluster.spec import SupervisorFace
-from tandem.cluster.supervisor.clock_jump import Standstill
+from tandem.cluster.supervisor.clock_jump import ClockJump
 from tandem.core.pidfd import kill_exactly
 from tandem.rpc.v1 import supervisor_pb2
 
@@ -41,13 +40,13 @@ async def end_silent_supervisor(stub: SupervisorControlAsyncStub, face: Supervis
     """
     loop = asyncio.get_running_loop()
     heard_at, beat_s = loop.time(), lease_s / BEATS_PER_LEASE
-    standstill = Standstill(heard_at, turn_s=2 * beat_s, tolerance_s=lease_s / 4)
+    clock_jump = ClockJump(heard_at, turn_s=2 * beat_s, tolerance_s=lease_s / 4)
     while loop.time() - heard_at < lease_s:
         await asyncio.sleep(beat_s)
         answers = await _answers(stub, beat_s)
         now = loop.time()
-        stood_s = standstill.look(now)
-        heard_at = now if answers else min(now, heard_at + stood_s)
+        jump_s = clock_jump.look(now)
+        heard_at = now if answers else min(now, heard_at + jump_s)
     kill_exactly(face.pid, face.started)
 
 

@@ -229,8 +229,8 @@ class ShutdownRequested:
 
 
 @dataclass(frozen=True)
-class StoodStill:
-    """The supervisor, or its whole host, did nothing for this long: what others did meanwhile was not heard."""
+class ClockJumped:
+    """The supervisor, or its whole host, stood still for this long, and heard nobody meanwhile."""
 
     seconds: float
 
@@ -259,7 +259,7 @@ Event = (
     | RouterStarted
     | ClosingBegun
     | ShutdownRequested
-    | StoodStill
+    | ClockJumped
     | Tick
 )
 

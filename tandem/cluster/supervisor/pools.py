@@ -120,7 +120,7 @@ class PoolState:
                 return []
             case ev.ShutdownRequested():
                 return self._shut_down(now)
-            case ev.StoodStill():  # what could not be heard does not count as silent, nor as late
+            case ev.ClockJumped():  # nobody counts as silent or late for that time
                 for each in self.slots:
                     each.excuse(event.seconds, now)
                 return []

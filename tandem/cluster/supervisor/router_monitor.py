@@ -15,7 +15,7 @@ from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.handles import RouterHandle
 from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
 from tandem.cluster.supervisor.wire import membership
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class FollowedRouter(FollowedProcess[RouterHandle, _Stub]):
             self._to_publish.clear()
             if (newest := self._newest) is None:
                 continue
-            points.reach("supervisor.publish")
+            fault_points.reach("supervisor.publish")
             try:
                 await stub.SetMembership(membership(newest), timeout=PUSH_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:

@@ -24,7 +24,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """How patient the supervisor is; all in seconds.
+    """How long the supervisor waits for what; all in seconds.
 
     Attributes:
         first_delay_s: wait before the second restart in a row; the first one is immediate.
@@ -217,7 +217,7 @@ class WorkerSlot(Slot):
 
 @dataclass
 class RouterSlot(Slot):
-    """A router's place. Nobody keeps pages for one and none loads a model, so it has a shorter life story."""
+    """A router's place. It has fewer phases than a worker: it loads no model, and nobody keeps pages for it."""
 
     url: str = ""
     control_address: str = ""

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from tandem.cluster.supervisor import events as ev
-from tandem.cluster.supervisor.clock_jump import Standstill
+from tandem.cluster.supervisor.clock_jump import ClockJump
 from tandem.cluster.supervisor.handles import FoundWorker, Launcher, Memory, ProcessHandle, RouterHandle, WorkerHandle
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.process_monitor import Following
@@ -22,7 +22,7 @@ from tandem.cluster.supervisor.router_monitor import FollowedRouter
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.cluster.supervisor.wire import joined_errors
 from tandem.cluster.supervisor.worker_monitor import FollowedWorker
-from tandem.core import points
+from tandem.core import fault_points
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import Role
@@ -67,7 +67,7 @@ class Supervisor:
         self._tasks: asyncio.TaskGroup
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
-        self._standstill: Standstill
+        self._clock_jump: ClockJump
         self._changed = asyncio.Condition()
         self._num_changes = 0
         self._remembered: ev.Intent | None = None
@@ -79,7 +79,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         policy = self.cluster.policy
         tolerance_s = min(policy.silence_s, policy.router_silence_s) / 4
-        self._standstill = Standstill(self.now, turn_s=self._heartbeat_s, tolerance_s=tolerance_s)
+        self._clock_jump = ClockJump(self.now, turn_s=self._heartbeat_s, tolerance_s=tolerance_s)
         closed = self._loop.create_task(self._closed.wait())
         supervising = self._loop.create_task(self._supervise())
         try:
@@ -183,7 +183,7 @@ class Supervisor:
         if grace_s > 0:
             await self._let_requests_end(grace_s)
         if self.cluster.stopping:
-            return  # another call had less patience, and sees to the end
+            return  # a call with a shorter grace is ending the cluster already
         self._feed(ev.ShutdownRequested())
         try:
             async with asyncio.timeout(self.cluster.policy.stop_s + 2):
@@ -304,19 +304,19 @@ class Supervisor:
         self._timer = self._loop.call_at(due, lambda: self._spawn(self._tick())) if due is not None else None
 
     async def _tick(self) -> None:
-        self._look_for_standstill()
+        self._look_for_clock_jump()
         self._feed(ev.Tick())
 
     async def _pulse(self) -> None:
-        """Looks often enough that a standstill is told from the silence of others."""
+        """Looks often enough to tell a jump of the clock from the silence of others."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            self._look_for_standstill()
+            self._look_for_clock_jump()
 
-    def _look_for_standstill(self) -> None:
-        if stood_s := self._standstill.look(self.now):
-            log.warning("nothing ran here for %.1f s; nobody is blamed for it", stood_s)
-            self._feed(ev.StoodStill(stood_s))
+    def _look_for_clock_jump(self) -> None:
+        if jump_s := self._clock_jump.look(self.now):
+            log.warning("the supervisor stood still for %.1f s; no process counts as silent for that time", jump_s)
+            self._feed(ev.ClockJumped(jump_s))
 
     async def _tell_watchers(self) -> None:
         async with self._changed:
@@ -365,7 +365,7 @@ class Supervisor:
         self._spawn(self._follow_worker(followed))
 
     async def _start_worker(self, start: ev.StartProcess) -> None:
-        points.reach("supervisor.start_worker")
+        fault_points.reach("supervisor.start_worker")
         handle = await asyncio.to_thread(self._launcher.start_worker, start.role, start.name, start.incarnation)
         if await self._is_still_wanted(start, handle):
             await self._follow_worker(self._take_worker(start.name, start.incarnation, handle))

@@ -1,4 +1,4 @@
-"""The test's end of `tandem.core.points`: arms a point in a process and learns that it was reached."""
+"""The test's end of `tandem.core.fault_points`: arms a point in a process and learns that it was reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PointNotReachedError(AssertionError):
 
 
 class Points:
-    """Files of one directory; see `tandem.core.points` for what they hold."""
+    """Files of one directory; see `tandem.core.fault_points` for what they hold."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

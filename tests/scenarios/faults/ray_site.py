@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tandem.core.points import VARIABLE
+from tandem.core.fault_points import VARIABLE
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc

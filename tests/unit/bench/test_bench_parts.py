@@ -33,6 +33,8 @@ from tandem import cli
 from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.random_model import ModelSpec, save
 
+GUARD = str(Path(cli.__file__).parent / "cluster/serve/orphan_guard.py")
+
 TRANSFERS = Transfers(
     exposed_s=[0.001, 0.002, 0.009],
     handoff_s=[0.010, 0.008, 0.012],
@@ -139,7 +141,7 @@ def test_the_table_says_what_missed_its_goal() -> None:
         (["ray::SupervisorActor"], True, "SupervisorActor"),
         (["ray::DashboardAgent"], False, "DashboardAgent"),
         (["ray::IDLE"], False, "IDLE"),
-        (["/x/bin/python", "-I", str(Path(cli.__file__).parent / "cluster/guard.py"), "1"], True, "guard"),
+        (["/x/bin/python", "-I", GUARD, "1"], True, "orphan_guard"),
         (["/x/tandem/bin/python", "/x/tandem/.venv/ray/dashboard.py"], False, "dashboard"),
         (["/x/tandem/ray/raylet", "--store"], False, "tandem serve"),
     ],
@@ -149,7 +151,7 @@ def test_rays_processes_are_told_from_ours(line: list[str], is_ours: bool, name:
     assert name_of(line) == name
 
 
-OWN = [sys.executable, "-c", "input()", str(Path(cli.__file__).parent / "cluster/guard.py")]
+OWN = [sys.executable, "-c", "input()", GUARD]
 OTHER = [sys.executable, "-c", "input()"]
 
 
@@ -179,7 +181,7 @@ async def idle_while_begun() -> asyncio.Task[Idle]:
 async def test_each_own_process_is_in_the_idle_time() -> None:
     with waiting(OWN), waiting(OTHER):
         idle = await measure_idle(os.getpid(), 0.05)
-    assert [name for name, _ in idle.own_cpu[1:]] == ["guard"]
+    assert [name for name, _ in idle.own_cpu[1:]] == ["orphan_guard"]
     assert idle.num_ray_processes >= 1
 
 
@@ -189,14 +191,14 @@ async def test_an_own_process_that_ends_in_the_idle_time_is_an_error() -> None:
         measuring = await idle_while_begun()
         process.kill()
         process.wait()
-        with pytest.raises(TandemError, match="changed in the idle time: guard ended"):
+        with pytest.raises(TandemError, match="changed in the idle time: orphan_guard ended"):
             await measuring
 
 
 @pytest.mark.processes
 async def test_an_own_process_that_begins_in_the_idle_time_is_an_error() -> None:
     measuring = await idle_while_begun()
-    with waiting(OWN), pytest.raises(TandemError, match="changed in the idle time: guard began"):
+    with waiting(OWN), pytest.raises(TandemError, match="changed in the idle time: orphan_guard began"):
         await measuring
 
 

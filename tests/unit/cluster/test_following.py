@@ -84,7 +84,7 @@ class Scripted(supervisor_pb2_grpc.SupervisorControlServicer):
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
     """The one cluster of this user, in a Ray that was joined; patience is short."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(commands, "NODE_PATIENCE_S", 0.5)
+    monkeypatch.setattr(commands, "NODE_WAIT_S", 0.5)
     monkeypatch.setattr(commands, "SETTLE_TIMEOUT_S", 0.5)
     supervisor = Scripted()
     server = grpc.server(futures.ThreadPoolExecutor(4))

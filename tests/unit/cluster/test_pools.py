@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.cluster.supervisor.events import (
+    ClockJumped,
     ClosingBegun,
     ClusterOpened,
     Drain,
@@ -31,7 +32,6 @@ from tandem.cluster.supervisor.events import (
     RouterStarted,
     ShutdownRequested,
     StartProcess,
-    StoodStill,
     StopProcess,
     Tick,
     WantedChanged,
@@ -847,11 +847,11 @@ def test_the_delay_never_shrinks_and_never_exceeds_its_limit(failures: int) -> N
 # --- time that nobody is to blame for -------------------------------------------------------------------------------
 
 
-def test_after_a_standstill_nobody_has_been_silent() -> None:
+def test_after_a_clock_jump_nobody_has_been_silent() -> None:
     story = Story()
     story.pass_time(5)
     story.now += 600.0
-    assert story.feed(StoodStill(600.0)) == []
+    assert story.feed(ClockJumped(600.0)) == []
     assert story.feed(Tick()) == []
     assert story.cluster.settled
     assert story.cluster.wake_at() == story.now + story.cluster.policy.router_silence_s
@@ -860,18 +860,18 @@ def test_after_a_standstill_nobody_has_been_silent() -> None:
     assert len(of_routers(KillProcess, out)) == 1
 
 
-def test_a_standstill_puts_nobody_into_the_future() -> None:
+def test_a_clock_jump_puts_nobody_into_the_future() -> None:
     story = Story()
-    story.feed(StoodStill(600.0))
+    story.feed(ClockJumped(600.0))
     assert {slot.heard_at for slot in story.cluster.workers.values()} == {story.now}
 
 
-def test_a_standstill_is_not_part_of_a_drain_or_of_the_wait_for_a_node() -> None:
+def test_a_clock_jump_is_not_part_of_a_drain_or_of_the_wait_for_a_node() -> None:
     story = Story(1, 2)
     order(story, "decode-0", replace_first=False, timeout_s=60.0)
     order(story, "prefill-0")
     story.now += 600.0
-    story.feed(StoodStill(600.0))
+    story.feed(ClockJumped(600.0))
     assert story.feed(Tick()) == []
     assert not of_workers(KillProcess, story.pass_time(59))
     assert story.phases()["prefill-0"] is Phase.DRAINING  # its successor found no node within 30 s
@@ -1030,11 +1030,11 @@ def test_a_silent_router_is_killed_and_another_that_answers_is_not() -> None:
     assert other.phase is Phase.READY
 
 
-def test_a_standstill_is_held_against_no_router() -> None:
+def test_a_clock_jump_is_held_against_no_router() -> None:
     story = Story(routers=2)
     story.pass_time(1)
     story.now += 100
-    story.feed(StoodStill(100))
+    story.feed(ClockJumped(100))
     assert not of(KillProcess, story.feed(Tick()))
 
 

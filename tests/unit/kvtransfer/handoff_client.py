@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 3
 MAX_ATTEMPTS = 4
-PATIENCE_S = 12.0  # an attempt of which nothing is heard for so long is given up
+SILENCE_S = 12.0  # an attempt of which nothing is heard for so long is given up
 
 
 class Client:
@@ -99,5 +99,5 @@ class Client:
         self.ended = how
 
     def pass_time(self) -> None:
-        if self.ended is None and self.world.now_s >= self.heard_s + PATIENCE_S:
+        if self.ended is None and self.world.now_s >= self.heard_s + SILENCE_S:
             self.failed(self.journal.attempt, "time")

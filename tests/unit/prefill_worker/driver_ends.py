@@ -1,6 +1,6 @@
 """Sender driver and receiver driver, each on a transfer thread of its own, over the loopback transport.
 
-No model, no gRPC: the outlets pass what the drivers say to each other, and write down what they tell their workers.
+No model, no gRPC: the callbacks pass what the drivers say to each other, and write down what they tell their workers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Sending(End):
             shape=MINE,
             read_extent=self.read_extent,
             limits=limits,
-            outlet=self,
+            callbacks=self,
             write=self.thread.write,
             peer=self.peer,
             clock=MonotonicClock(),

@@ -536,7 +536,7 @@ def test_a_lease_is_renewed_only_while_its_handoff_lasts(world: World) -> None:
 
 def test_the_points_of_a_handoff_are_reached_in_their_order(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     reached: list[str] = []
-    monkeypatch.setattr("tandem.core.points.reach", reached.append)
+    monkeypatch.setattr("tandem.core.fault_points.reach", reached.append)
     world.open()
     world.attach(world.grant())
     world.seal()

@@ -63,7 +63,7 @@ class World:
                 grace_s=1.0,
                 quarantine_cap_pages=8,
             ),
-            outlet=self,
+            callbacks=self,
             write=self.write,
             peer=lambda _: (PeerId(RECEIVER), SHAPE),
             clock=self.clock,
@@ -151,7 +151,7 @@ class World:
         self.driver.tick()
         self.run_inbox()
 
-    # -- the driver's outlet
+    # -- the driver's callbacks
 
     def commit_part(self, part: CommitPart) -> None: ...
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.core import points
+from tandem.core import fault_points
 from tests.scenarios.worker_pair import SHARED_LOOP, WorkerPair, prompt_of
 from tests.scenarios.worker_router import Ask, Router
 
@@ -28,9 +28,9 @@ async def test_a_request_passes_all_points_of_prefill(
     pair: WorkerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is armed to hold, and may go on at once: whoever passed it leaves a mark."""
-    armed = points._Armed(tmp_path)
+    armed = fault_points._Armed(tmp_path)
     armed.process = "p"
-    monkeypatch.setattr(points, "_armed", armed)
+    monkeypatch.setattr(fault_points, "_armed", armed)
     for name in PREFILL:
         (tmp_path / f"p.prefill.{name}").write_text("hold")
         (tmp_path / f"p.prefill.{name}.go").touch()
@@ -46,9 +46,9 @@ async def test_a_request_passes_all_points_of_prefill(
 async def test_a_request_passes_all_points_of_decode(
     pair: WorkerPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: int, expected: tuple[str, ...]
 ) -> None:
-    armed = points._Armed(tmp_path)
+    armed = fault_points._Armed(tmp_path)
     armed.process = "d"
-    monkeypatch.setattr(points, "_armed", armed)
+    monkeypatch.setattr(fault_points, "_armed", armed)
     for name in DECODE:
         (tmp_path / f"d.decode.{name}").write_text("hold")
         (tmp_path / f"d.decode.{name}.go").touch()

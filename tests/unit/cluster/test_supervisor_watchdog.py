@@ -63,11 +63,11 @@ async def test_a_supervisor_is_killed_when_it_has_been_silent_for_the_lease_and_
         async with make_channel(address) as channel:
             stub: Any = supervisor_pb2_grpc.SupervisorControlStub(channel)
             told = SupervisorFace(address, SecurityConfig(), process.pid, started)
-            vigil_task = asyncio.create_task(end_silent_supervisor(stub, told, LEASE_S))
+            watchdog = asyncio.create_task(end_silent_supervisor(stub, told, LEASE_S))
             await asyncio.sleep(3 * LEASE_S)
             assert process.returncode is None
             servicer.awake, silent_since = False, time.monotonic()
-            await asyncio.wait_for(vigil_task, 10 * LEASE_S)
+            await asyncio.wait_for(watchdog, 10 * LEASE_S)
             assert time.monotonic() - silent_since >= LEASE_S * (1 - 2 / supervisor_watchdog.BEATS_PER_LEASE)
             assert await asyncio.wait_for(process.wait(), 5) == -9
     finally:

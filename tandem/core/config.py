@@ -40,13 +40,12 @@ def _key(default: Any, help: str, *, minimum: float | None = None, choices: tupl
 class ModelConfig:
     """What is served."""
 
-    path: str = _key(EMBEDDED_MODEL, "`embedded`, a directory with a transformers checkpoint, or a hub id")
+    path: str = _key(EMBEDDED_MODEL, "The model: `embedded`, a directory with a transformers checkpoint, or a hub id.")
     served_names: tuple[str, ...] = _key(
-        (), "names that requests may use; empty: the directory's name; `*` accepts any"
+        (), "Names by which requests may ask for the model; empty: the directory's name; `*`: any name."
     )
     dtype: str = _key(
-        "auto",
-        "weights and KV; `auto`: float32 on CPU, the checkpoint's own on GPU",
+        "auto", "Type of weights and KV. `auto` is float32 on a CPU, and the checkpoint's own type on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
 
@@ -55,9 +54,9 @@ class ModelConfig:
 class PoolConfig:
     """One pool of workers."""
 
-    workers: int = _key(1, "how many workers the pool has at start", minimum=1)
-    threads: int = _key(0, "CPU threads of each worker; 0: an equal share of the cores", minimum=0)
-    gpus: float = _key(0.0, "GPUs of each worker; 0: CPU", minimum=0)
+    workers: int = _key(1, "How many workers the pool starts with. `tandem scale` changes it later.", minimum=1)
+    threads: int = _key(0, "CPU threads of each worker; 0: an equal share of the cores.", minimum=0)
+    gpus: float = _key(0.0, "GPUs of each worker; 0: it computes on the CPU.", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -70,72 +69,91 @@ class PoolsConfig:
 class CacheConfig:
     """KV pages of each worker."""
 
-    page_size: int = _key(32, "token slots in a page; FlashAttention-2 wants multiples of 256", minimum=1)
-    memory_bytes: int = _key(0, "bytes of KV pages of each worker; 0: `memory_share` decides", minimum=0)
+    page_size: int = _key(32, "Tokens in a page. Set a multiple of 256 for FlashAttention-2.", minimum=1)
+    memory_bytes: int = _key(
+        0, "Bytes of KV pages of each worker; 0: `memory_share` decides. Set it where workers share memory with other "
+        "programs.", minimum=0
+    )
     memory_share: float = _key(
-        0.7, "share of the memory free at start, less the weights, that all workers of a node use for KV pages",
-        minimum=0.001
+        0.7, "Share of the memory that is free at start, less the weights, that all workers of a node together use "
+        "for KV pages. Lower it where other programs need memory too.", minimum=0.001
     )
     max_memory_bytes: int = _key(
-        4 << 30, "upper bound in bytes for what `memory_share` gives one worker on CPU; 0: none", minimum=0
+        4 << 30, "The most bytes that `memory_share` gives one worker on a CPU; 0: no limit. Raise it for long "
+        "contexts or many sequences.", minimum=0
     )
-    max_context: int = _key(0, "tokens of prompt and output together; 0: the model's own limit", minimum=0)
-    prefix_cache: bool = _key(True, "keep full pages of ended requests for prompts that begin alike (LRU eviction)")
+    max_context: int = _key(
+        0, "The most tokens of prompt and output together; 0: the model's own limit. Lower it to refuse requests that "
+        "would take most of the pages.", minimum=0
+    )
+    prefix_cache: bool = _key(
+        True, "Keep full pages of ended requests for prompts that begin alike; the least recently used go first. Turn "
+        "it off where prompts share nothing."
+    )
 
 
 @dataclass(frozen=True)
 class SchedulingConfig:
     """The batch scheduler of every worker and the queues around it."""
 
-    max_num_seqs: int = _key(64, "sequences in one batch", minimum=1)
-    max_num_batched_tokens: int = _key(2048, "tokens of one step, decodes and chunks together", minimum=1)
-    chunk_size: int = _key(512, "most tokens of one prompt in one step; a multiple of the page size", minimum=1)
+    max_num_seqs: int = _key(
+        64, "The most sequences in one batch. Lower it for a lower TPOT under load, raise it for more throughput.",
+        minimum=1,
+    )
+    max_num_batched_tokens: int = _key(
+        2048, "The most tokens in one step, decodes and chunks of prompts together.", minimum=1
+    )
+    chunk_size: int = _key(
+        512, "The most tokens of one prompt in one step; a multiple of the page size. Lower it for shorter steps.",
+        minimum=1,
+    )
     saturating_tokens: int = _key(
-        0, "tokens of prompts in one step that keep a worker busy: no further prompt joins a step that has them, since "
-        "all would end later and none sooner, but a short one beside one that goes on, and a second one where four "
-        "wait, decode shares its cores and it computes no prompts; 0: 32 on a CPU, 512 on a GPU",
-        minimum=0
+        0, "Tokens of prompts that keep a worker busy for a step; 0: 32 on a CPU, 512 on a GPU. A step that has so "
+        "many takes no further prompt, because all of them would end later. Two exceptions: a short prompt joins a "
+        "chunk of a long one, and two prompts share a step where four or more wait for a decode worker that shares "
+        "its cores and computes no prompts. Raise it where a GPU is not busy with 512.", minimum=0
     )
     max_queued_requests: int = _key(
-        256, "the most requests that wait: so many may come at once where there was no overload before; beyond that, "
-        "or where they keep coming faster than they are served: 429. Less for shorter waits at the worst, more for "
-        "larger bursts", minimum=1
+        256, "The most requests that wait in a burst; a request beyond that, or in a lasting overload, gets 429. "
+        "Lower it for shorter waits, raise it for larger bursts.", minimum=1
     )
     priority_ageing_s: float = _key(
-        10.0, "seconds of waiting that one level of a request's `priority` is worth: a request goes before those that "
-        "are one level more urgent and came so much later. More where urgency matters more than waiting; 0: who comes "
-        "first goes first", minimum=0
+        10.0, "Seconds of waiting that one level of `priority` is worth: a request goes before one that is a level "
+        "more urgent and came this much later. Raise it where urgency matters more than waiting; 0: first come, first "
+        "served.", minimum=0
     )
-    worker_queue_bound: int = _key(512, "requests that one worker keeps waiting", minimum=1)
+    worker_queue_bound: int = _key(512, "The most requests that wait at one worker.", minimum=1)
     unacknowledged_share: float = _key(
-        0.75, "share of a prefill worker's pages in use above which it admits no prompt that decode has no pages for; "
-        "a lone one always may", minimum=0.01
+        0.75, "Share of a prefill worker's pages in use above which it starts no prompt without pages at decode, "
+        "unless it has nothing else. Raise it to compute more prompts ahead of decode.", minimum=0.01
     )
     mixed_pool: bool = _key(
-        True, "a decode worker computes a new prompt of up to `local_prefill_tokens` by itself where that is sooner "
-        "than waiting for a prefill worker; false: only what a lost prefill worker leaves behind"
+        True, "Let a decode worker compute a new prompt of up to `local_prefill_tokens` where that is sooner than "
+        "waiting for prefill. Turn it off to keep decode steps free of prompts; decode then computes only what a lost "
+        "prefill worker left undone."
     )
     mixed_step_tokens: int = _key(
-        0, "tokens of a decode worker's step up to which new prompts are computed beside what it generates, about as "
-        "many as cost little more than reading the weights does; on a CPU half as many more where few generate or the "
-        "step has threads of idle workers; 0: 8 on a CPU, and none on a GPU", minimum=0
+        0, "Tokens of a decode step up to which it takes tokens of new prompts; 0: 8 on a CPU, none on a GPU. A step "
+        "of so many should cost little more than reading the weights. On a CPU it may be half as many more where few "
+        "sequences generate, or threads of idle workers help. Set it to use the mixed pool on GPUs.", minimum=0
     )
     share_cores: bool = _key(
-        True, "a worker that has nothing to compute lends its CPU threads to the others of its node; so do prefill "
-        "until decode has taken the first step of what it was handed, and decode while it waits for a prefill that is "
-        "about to end"
+        True, "Let a worker that has nothing to compute lend its CPU threads to the others of its node. Prefill also "
+        "lends them until decode has computed the first step of a handoff, and decode while it waits for a prefill "
+        "that is about to end. Turn it off where workers must not disturb each other."
     )
     handoff_wait: float = _key(
-        0.05, "share of the time of a decode worker's steps by which they may begin later, all together, for handoffs "
-        "that are about to be complete; never more than half a step before one; 0: they never do", minimum=0
+        0.05, "Share of a decode worker's step time that it may spend waiting for handoffs that are about to be "
+        "complete; never more than half a step at once. Raise it for a shorter gap between first and second token; 0: "
+        "no waits.", minimum=0
     )
     local_prefill_tokens: int = _key(
-        512, "the most tokens of a prompt that decode computes by itself: of a new one, and of what is missing after a "
-        "prefill worker was lost; 0: never", minimum=0
+        512, "The most tokens of a prompt that a decode worker computes: of a new prompt (`mixed_pool`), or of what a "
+        "lost prefill worker left undone. Lower it where such prompts slow decode; 0: decode computes none.", minimum=0
     )
     max_step_s: float = _key(
-        300.0, "seconds that one step of a model may take before its worker is taken for stuck and ends itself",
-        minimum=1
+        300.0, "Seconds after which a worker whose step has not ended counts as stuck and ends itself. Raise it where "
+        "steps are that slow.", minimum=1
     )
 
 
@@ -143,13 +161,18 @@ class SchedulingConfig:
 class TransportConfig:
     """How pages travel and how long a grant holds."""
 
-    name: str = _key("ucx", "`ucx` (NIXL), `nccl` (torch.distributed; gloo on CPU) or `loopback` (tests)",
-                     choices=("ucx", "nccl", "loopback"))
-    lease_s: float = _key(10.0, "seconds after which a silent peer is taken for lost", minimum=0.1)
-    grace_s: float = _key(2.0, "seconds beyond the lease before a silent writer is killed", minimum=0)
+    name: str = _key(
+        "ucx", "The transport: `ucx` (NIXL), `nccl` (torch.distributed; gloo on CPU) or `loopback` (tests).",
+        choices=("ucx", "nccl", "loopback"),
+    )
+    lease_s: float = _key(
+        10.0, "Seconds of silence after which a peer counts as lost. Raise it where hosts or networks pause for long.",
+        minimum=0.1,
+    )
+    grace_s: float = _key(2.0, "Seconds beyond the lease after which a silent writer is killed.", minimum=0)
     quarantine_cap: float = _key(
-        0.25, "share of a worker's pages that may stay in quarantine for longer than `grace_s`; above it the worker "
-        "drains and is replaced", minimum=0.01
+        0.25, "Share of a worker's pages that may stay in quarantine for longer than `grace_s`. Above it the worker "
+        "drains and is replaced.", minimum=0.01
     )
 
 
@@ -157,43 +180,48 @@ class TransportConfig:
 class LimitsConfig:
     """What one request may ask for."""
 
-    max_choices: int = _key(16, "largest `n`", minimum=1)
-    max_logprobs: int = _key(20, "largest number of alternatives with log-probabilities", minimum=0)
+    max_choices: int = _key(16, "The largest `n`.", minimum=1)
+    max_logprobs: int = _key(20, "The most alternatives with log-probabilities for each token.", minimum=0)
     most_urgent_priority: int = _key(
-        0, "the lowest `priority` that a request may ask for: lower is more urgent, and who asks for none has 0. Below "
-        "0 only where every client may go before all others", minimum=-(1 << 31) + 1
+        0, "The lowest `priority` that a request may ask for; lower is more urgent, and the default is 0. Set it "
+        "below 0 only where every client may go before all others.", minimum=-(1 << 31) + 1
     )
-    max_body_bytes: int = _key(8 << 20, "largest HTTP body in bytes", minimum=1024)
+    max_body_bytes: int = _key(8 << 20, "The largest HTTP body in bytes.", minimum=1024)
     stream_buffer_tokens: int = _key(
-        1024, "tokens kept for a client that reads too slowly before its request is cancelled", minimum=1
+        1024, "Tokens that wait for a client that reads too slowly; beyond that its request is cancelled.", minimum=1
     )
-    max_attempts: int = _key(3, "attempts at one request in all, the first one included; moves do not count", minimum=1)
+    max_attempts: int = _key(
+        3, "The most attempts at one request, the first one included. Moves away from a worker that drains do not "
+        "count.", minimum=1
+    )
     retry_budget: float = _key(
-        0.1, "share of all requests that may be tried again, cluster-wide; besides a burst of `max_num_seqs`, at least "
-        "10, and three a minute. 0: the first burst alone", minimum=0
+        0.1, "Share of all requests in the cluster that may be tried again, beyond three a minute and a burst of "
+        "`max_num_seqs` (at least 10). Lower it where retries overload the rest; 0: one burst and no more.", minimum=0
     )
     wait_for_worker_s: float = _key(
-        10.0, "seconds that a request waits for a worker of an empty pool to come (back)", minimum=0
+        10.0, "Seconds that a request waits where its pool has no worker and one is coming; then it gets 503.",
+        minimum=0,
     )
-    header_timeout_s: float = _key(10.0, "seconds that the head of an HTTP request may take to arrive", minimum=0.1)
-    body_timeout_s: float = _key(30.0, "seconds that the body of an HTTP request may take to arrive", minimum=0.1)
-    max_connections: int = _key(4096, "HTTP connections open at a time; beyond that new ones are closed", minimum=1)
+    header_timeout_s: float = _key(10.0, "Seconds within which the head of an HTTP request must arrive.", minimum=0.1)
+    body_timeout_s: float = _key(30.0, "Seconds within which the body of an HTTP request must arrive.", minimum=0.1)
+    max_connections: int = _key(4096, "The most open HTTP connections; further ones are closed.", minimum=1)
 
 
 @dataclass(frozen=True)
 class HttpConfig:
-    host: str = _key("127.0.0.1", "address to listen on")
-    port: int = _key(8000, "TCP port to listen on", minimum=1)
+    host: str = _key("127.0.0.1", "Address to listen on. Beyond loopback it needs API keys, or `allow_anonymous`.")
+    port: int = _key(8000, "TCP port to listen on.", minimum=1)
     api_keys_file: str = _key(
-        "", "file with one API key a line; the variable TANDEM_API_KEYS (comma-separated) adds to it. Where there are "
-        "keys, every request but /health needs one"
+        "", "File with one API key a line; the variable TANDEM_API_KEYS (comma-separated) adds to it. With keys, "
+        "every request but /health needs one."
     )
     allow_anonymous: bool = _key(
-        False, "let the router listen beyond loopback without API keys; without this it refuses to start"
+        False, "Let the router listen beyond loopback without API keys. Turn it on only where the network keeps "
+        "others out."
     )
     cors_origins: tuple[str, ...] = _key(
-        (), "origins whose pages may call the router from a browser (CORS), as `https://app.example`; `*`: any; "
-        "empty: none"
+        (), "Origins whose web pages may call the router (CORS), such as `https://app.example`; `*`: any; empty: "
+        "none."
     )
 
 
@@ -202,24 +230,30 @@ class SecurityConfig:
     """Who may speak to whom inside the cluster."""
 
     tls: str = _key(
-        "auto", "mutual TLS between the cluster's processes; `auto`: as soon as a process listens beyond loopback",
-        choices=("auto", "on", "off"),
+        "auto", "Mutual TLS between the cluster's processes. `auto` turns it on when a process listens beyond "
+        "loopback.", choices=("auto", "on", "off")
     )
-    certificates: str = _key("", "directory that `tandem certs` made, the same on every node; needed where TLS is on")
+    certificates: str = _key(
+        "", "Directory that `tandem certs` made, the same on every node. Required where TLS is on."
+    )
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    enabled: bool = _key(True, "serve `GET /metrics` (Prometheus)")
-    worker_interval_s: float = _key(0.25, "seconds between a busy worker's load reports, at the least", minimum=0.01)
+    enabled: bool = _key(True, "Serve `GET /metrics` (Prometheus).")
+    worker_interval_s: float = _key(
+        0.25, "The least time between two load reports of a busy worker, in seconds.", minimum=0.01
+    )
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    level: str = _key("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
-    format: str = _key("auto", "`json`, `console`, or `auto`: console on a terminal, else json",
-                       choices=("auto", "json", "console"))
-    directory: str = _key("", "where a local cluster keeps its log files; empty: Ray's session directory")
+    level: str = _key("info", "The lowest level that is logged.", choices=("debug", "info", "warning", "error"))
+    format: str = _key(
+        "auto", "Format of the log. `auto` is `console` on a terminal, and `json` elsewhere.",
+        choices=("auto", "json", "console"),
+    )
+    directory: str = _key("", "Where a local cluster keeps its log files; empty: in Ray's session directory.")
 
 
 @dataclass(frozen=True)
@@ -349,7 +383,7 @@ def _checked(value: Any, hint: Any, metadata: types.MappingProxyType[Any, Any], 
     value = _typed(value, hint, path)
     minimum, choices = metadata["minimum"], metadata["choices"]
     if minimum is not None and value < minimum:
-        raise ConfigError(f"{path} is {value}, must be at least {minimum} ({metadata['help']})", key=path)
+        raise ConfigError(f"{path} is {value}, must be at least {minimum}. {metadata['help']}", key=path)
     if choices and value not in choices:
         raise ConfigError(f"{path} is {value!r}, must be one of {', '.join(choices)}", key=path)
     return value

@@ -1,7 +1,7 @@
-"""What prefill workers say of the pages that they have written, and its answers.
+"""Receives parts and commits from prefill workers, and answers them.
 
-It comes behind the pages, as messages of the transport, or on a stream that each prefill worker keeps open. All answers
-go out on the streams.
+They come behind the pages as messages of the transport, or on a gRPC stream that each prefill worker keeps open. All
+answers go out on the streams.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CommitStreams:
         assert task is not None
 
         def cut_off() -> None:
-            task.cancel()  # it may be stuck in a write that nobody reads
+            task.cancel()  # it may be stuck in a write that its peer does not read
 
         stream = Stream(next(self._numbers), cut_off)
         self._streams.add(stream)
@@ -118,7 +118,7 @@ class CommitStreams:
             return
         try:
             asked = self._worker.ask_driver(lambda driver: _ask(driver, said, arrived_s))
-        except TransportError as stops:  # of the transfer thread; the prefill worker asks again, or elsewhere
+        except TransportError as stops:  # the transfer thread stops; the prefill worker asks again, or elsewhere
             _log.info("a stream of commits ends: %s", stops)
             stream.drop()
             return

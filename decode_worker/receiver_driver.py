@@ -1,8 +1,8 @@
-"""Drives the receiver's half of every handoff; all of it runs on one thread, in a worker the transfer thread.
+"""Drives the receiver's half of every handoff, on one thread: the transfer thread of a worker.
 
-What a write brought is read when the transport says that it has arrived; parts and commits are compared with numbers
-then, right where they come in. So their answer is known when the call returns, and the runner hears of the admission
-before anybody else does.
+The driver takes the digests of a write's extents when the transport reports that the write has arrived. Later it
+compares a part or a commit with these digests only. So the answer to a call is known when the call returns, and the
+runner hears of an admission before the sender does.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
-# How long what a writer had handed to its network may still be on its way when its process has ended. Over TCP its
-# kernel goes on sending, and what has come stays in this host's socket buffers until the transport is polled: measured,
-# 7.7 MB of one write landed with the first poll after the writer's exit. Good for a writer on the same host only, where
-# nothing gets lost: between hosts a kernel sends again for longer, so there the grace time must pass.
+# How long bytes of a writer on this host may still arrive after its process has ended. Over TCP the kernel goes on
+# sending, and bytes stay in socket buffers until the transport is polled: in a measurement 7.7 MB of one write landed
+# with the first poll after the writer's exit. Between hosts a kernel repeats lost packets for longer; there the whole
+# grace time must pass.
 IN_FLIGHT_S = 0.5
 
-# Of so many handoffs the time between arrival and admission is remembered.
+# For so many handoffs the time from arrival to admission is remembered.
 _NUM_CLOSINGS = 5
 
 
 class Incoming(Protocol):
-    """The transport, as far as its receiving side goes; see `kvtransfer.transports.base.Transport`."""
+    """The receiving side of the transport; see `kvtransfer.transports.base.Transport`."""
 
     def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None: ...
 
@@ -53,7 +53,7 @@ class Incoming(Protocol):
 
 
 class ReceiverPort(Protocol):
-    """The driver, as the role sees it; on the driver's thread."""
+    """The driver as the role sees it. The role calls it on the driver's thread."""
 
     def reserve(self, key: AttemptKey) -> None: ...
 
@@ -68,10 +68,10 @@ class AttemptsPort(Protocol):
     """The role, as the driver sees it: whose attempts these are. Called on the driver's thread."""
 
     def queue(self, key: AttemptKey) -> None:
-        """Answer with `granted` or `denied` when the pool has pages: now, or later."""
+        """Take the attempt into the queue for pages. `granted` or `denied` answers, now or later."""
 
     def grant(self, grant: Grant) -> None:
-        """Tell the router."""
+        """The protocol made this grant: tell the router."""
 
     def admit(self, grant: Grant, commit: Commit, committed_s: float) -> None:
         """The pages hold what was sealed; the commit arrived at `committed_s`, on the driver's clock."""
@@ -99,11 +99,11 @@ class AttemptsPort(Protocol):
         """A reservation was refused."""
 
     def carried_out(self) -> None:
-        """All of what an event brought has been said."""
+        """All instructions of one event have been carried out."""
 
 
 class ReceiverCallbacks(Protocol):
-    """Where all else goes. Called on the driver's thread; must hand over and return."""
+    """What the driver reports to its worker. Called on the driver's thread; each call must hand over and return."""
 
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None: ...
 
@@ -114,8 +114,8 @@ class ReceiverCallbacks(Protocol):
     def deadline(self, deadline_s: float | None) -> None: ...
 
     def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        """All admissions that are foreseen now: when, on the driver's clock, and of which sender. Before `admit` and
-        `over` of one, those without it."""
+        """All admissions that are foreseen now, each with its time on the driver's clock and its sender. Called again,
+        without a handoff, before `admit` or `over` of that handoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class ReceiverDriver:
         return self.refusals.total()
 
     def bind(self, transport: Incoming, attempts: AttemptsPort, deliver: Callable[[TransportEvent], None]) -> None:
-        """Give it the transport and the role; once, on its thread. What it finds there itself goes to `deliver`."""
+        """Give the driver its transport and role; once, on its thread. Events that it polls itself go to `deliver`."""
         self._transport, self._attempts, self._deliver = transport, attempts, deliver
 
     # -- what others say
@@ -223,7 +223,7 @@ class ReceiverDriver:
         return answer
 
     def on_transport(self, event: object) -> None:
-        """Of a write that has arrived, read at once what it says that it brought: others are on their way meanwhile.
+        """When a write has arrived, read the extents that its tag names at once, while other writes are on their way.
 
         What a writer says here is a hint. It is believed of the grant that this writer has, and of nothing else.
         """
@@ -307,7 +307,7 @@ class ReceiverDriver:
         now_s = self._clock.now()
         due = [sender for sender, due_s in self._exited.items() if now_s >= due_s]
         if due:
-            # This thread may have been stopped all the time: let what has come land before pages are freed.
+            # This thread may have been stopped for long: let bytes that have come land before their pages are freed.
             while events := self._transport.poll():
                 for event in events:
                     self._deliver(event)
@@ -320,7 +320,7 @@ class ReceiverDriver:
     def _disconnect(self, sender: str) -> None:
         try:
             self._transport.disconnect(PeerId(sender))
-        except TransportError as error:  # it is gone either way
+        except TransportError as error:  # the peer is gone either way
             _log.warning("%s", error)
 
     # -- carrying out
@@ -348,7 +348,7 @@ class ReceiverDriver:
 
     def _refuse(self, i: ev.SendRefusal) -> None:
         self._answer = Answer(i.reason, i.detail)
-        # Of a reservation the router hears; who asked with a grant gets the answer.
+        # A refused reservation goes to the router; a sender that asked about a grant gets the answer.
         if i.key is not None and (i.grant_id is None or self._is_reserving):
             self._attempts.refused(i.key, i.reason, i.detail)
 
@@ -382,7 +382,7 @@ class ReceiverDriver:
         num_known = arrived.num_changed
         mismatches = arrived.find_mismatches(first_index, digests, self._take_digests)
         if num_new := arrived.num_changed - num_known:
-            # The transport tells of arrivals too early, which makes commits slow, or somebody else writes here.
+            # Either the transport reports arrivals too early, which makes commits slow, or another process writes here.
             _log.warning("%d extents of %s have changed since their writes arrived", num_new, grant_id)
         return mismatches
 

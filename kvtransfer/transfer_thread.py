@@ -1,10 +1,11 @@
 """The one thread that owns a transport: it alone posts and polls.
 
-While nothing is outstanding or expected it sleeps. While something is, it polls when the doorbell rings, and with
-pauses of an eighth of the time since the last event, command or ring, 50 µs to 5 ms: what comes soon is seen soon, and
-what takes long, and whose ring got lost, about as late as it took. No library here offers a file descriptor that could
-be awaited with its progress thread off, a busy loop would take a core from the model, and 50 µs is what a timed wait
-costs anyway.
+While no transfer is outstanding or expected, the thread sleeps. Otherwise it polls when the doorbell rings, and also by
+itself. The pause between two polls is an eighth of the time since the last event, command or ring, between 50 µs and
+5 ms. So a quick event is seen quickly, and a lost ring makes an event later by an eighth of the time that it took.
+
+Why it polls: with their progress threads off, none of the libraries offers a file descriptor to wait for. A busy loop
+would take a core from the model. A timed wait costs 50 µs in any case.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 SHORTEST_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 5e-3
-# Of the time since something happened, the pause until the next poll.
+# The pause until the next poll, as a share of the time since something happened.
 PAUSE_SHARE = 1 / 8
 
 
@@ -44,12 +45,12 @@ class TransferThread:
     """Drives `transport` from `start` to `stop`, which also closes it.
 
     Args:
-        on_event: called in this thread with every event; it must be quick, and hand over to its own loop.
-        on_error: called in this thread with what nobody else would see: an error of `on_event`, after which the
-            thread goes on, or of the transport's `poll`, after which it ends and every further command fails.
-        idle_poll_s: between polls while nothing is outstanding, so that the library notices departed peers;
-            `None` for none at all.
-        cores: where it may run; `None`: wherever the process may.
+        on_event: called in this thread with every event; it must be quick and hand over to its own loop.
+        on_error: called in this thread with errors that no caller sees. After an error of `on_event` the thread goes
+            on. After an error of the transport's `poll` it ends, and every further command fails.
+        idle_poll_s: seconds between two polls while nothing is outstanding, so that the library notices peers that
+            have left; `None`: no such polls.
+        cores: cores that the thread may run on; `None`: all cores of the process.
     """
 
     def __init__(
@@ -68,16 +69,16 @@ class TransferThread:
         self._idle_poll_s = idle_poll_s
         self._cores = cores
         self._lock = threading.Lock()
-        # Guarded by _lock. Invariant: empty for ever once _stopping and the thread has ended.
+        # Guarded by _lock. Invariant: it stays empty once _stopping is set and the thread has ended.
         self._commands: deque[_Command] = deque()
-        self._taken: deque[_Command] = deque()  # from there by the thread, and not run yet
+        self._taken: deque[_Command] = deque()  # commands that the thread has taken and not run yet
         self._stopping = False
-        # Daemon: a process that dies without `stop` must not hang on it. `stop` is the clean way.
+        # A daemon, so that a process that ends without `stop` does not wait for it.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._has_posted = False  # since the last poll; of the thread itself
+        self._has_posted = False  # since the last poll; only the thread itself uses it
         self.num_polls = 0
-        # Since when the present turn (commands, poll, deliveries) has been running, on the monotonic clock; `None`
-        # while the thread waits. Read by the worker's watchdog.
+        # When the present turn (commands, poll, deliveries) began, on the monotonic clock; `None` while the thread
+        # waits. The worker's watchdog reads it.
         self.busy_since_s: float | None = None
 
     def start(self) -> None:
@@ -106,7 +107,7 @@ class TransferThread:
             raise TransportError(f"the transfer thread did not end within {timeout_s} s")
 
     def submit(self, command: Callable[[Transport], T]) -> Future[T]:
-        """Run `command(transport)` in the thread; its result or error is the future's.
+        """Run `command(transport)` in the thread; the future gets its result or error.
 
         Raises:
             TransportError: the thread is stopping or has ended.
@@ -131,8 +132,8 @@ class TransferThread:
         `WriteFailed`, both with `tag`.
 
         Args:
-            may_post: asked in the thread right before posting; when it says no, the write fails, settled. This is
-                where a grant is checked.
+            may_post: called in the thread right before posting. If it returns `False`, the write fails as settled. It
+                checks the grant.
 
         Raises:
             TransportError: the thread is stopping or has ended.
@@ -146,7 +147,7 @@ class TransferThread:
                     raise TransportError("its grant no longer holds")
                 settled = False
                 handle = transport.post_write(peer, descriptors, tag)
-            except TransportError as error:  # the transport's contract: then nothing was posted
+            except TransportError as error:  # by the transport's contract nothing was posted
                 self._deliver(WriteFailed(unposted, str(error), settled=True))
             except Exception as error:
                 self._deliver(WriteFailed(unposted, repr(error), settled))
@@ -160,7 +161,7 @@ class TransferThread:
     # ---- the thread
 
     def _report(self, posted: Future[None]) -> None:
-        """A write has no caller that waits for its future."""
+        """No caller waits for the future of a write, so its error goes to `on_error`."""
         error = posted.exception()
         if error is not None and not self._stopping:
             self._on_error(error)
@@ -179,8 +180,8 @@ class TransferThread:
         if self._cores is not None:
             try:
                 os.sched_setaffinity(0, self._cores)
-            except OSError as error:  # taken away since they were looked up
-                _log.warning("the transfer thread runs on any core, as it may not on %s: %s", self._cores, error)
+            except OSError as error:  # a core was taken away since `cores` were looked up
+                _log.warning("the transfer thread runs on any core; binding it to %s failed: %s", self._cores, error)
 
     def _loop(self) -> None:
         pause_s = SHORTEST_PAUSE_S
@@ -198,15 +199,15 @@ class TransferThread:
             pause_s = _pause_s(now_s - last_event_s)
 
     def _turn(self) -> bool:
-        """Run what was taken, and poll; whether there was anything to do."""
+        """Run the commands that were taken, and poll. Return whether there was anything to do."""
         has_commands = bool(self._taken)
-        # What has come before a command is delivered before it: a commit finds that its pages have arrived.
+        # Deliver earlier events before the commands: then a commit finds that its pages have arrived.
         has_events = has_commands and self._poll()
         while self._taken:
             _run(self._taken.popleft(), self._transport)
             if self._has_posted:
-                # A library sends the word that a write has arrived when it is polled. The receiver shall hear of it
-                # while the next one, which may take long to post, is under way.
+                # A library reports a write to the receiver only when it is polled. Polling here lets the receiver hear
+                # of this write while the next one, which may take long, is posted.
                 self._has_posted = False
                 has_events |= self._poll()
         has_events |= self._poll()
@@ -220,7 +221,7 @@ class TransferThread:
         return bool(events)
 
     def _take_commands(self) -> bool:
-        """Take what there is; `False`: the thread is to end."""
+        """Take all queued commands; `False`: the thread is to end."""
         with self._lock:
             if self._stopping:
                 return False
@@ -236,7 +237,7 @@ class TransferThread:
             self._on_error(error)
 
     def _end(self) -> None:
-        """Close the transport and fail what was queued."""
+        """Close the transport and fail all queued commands."""
         with self._lock:
             self._stopping = True
             commands = [*self._taken, *self._commands]
@@ -252,7 +253,7 @@ class TransferThread:
 
 
 def _pause_s(quiet_s: float) -> float:
-    """Until the next poll, when nothing has happened for `quiet_s`."""
+    """Seconds until the next poll when nothing has happened for `quiet_s`."""
     return min(max(SHORTEST_PAUSE_S, quiet_s * PAUSE_SHARE), LONGEST_PAUSE_S)
 
 

@@ -75,7 +75,7 @@ class KVArena:
         self.tensor[:, target].copy_(self.tensor[:, source])
 
     def populate(self, first_page: int, end_page: int) -> None:
-        """Make the pages `[first_page, end_page)` of all layers resident, on the CPU; see `memory.populate`."""
+        """Make the pages `[first_page, end_page)` of all layers resident, on the CPU; see `huge_pages.populate`."""
         for layer in self._layers:
             populate(layer[first_page:end_page])
 

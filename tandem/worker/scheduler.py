@@ -1,25 +1,28 @@
 """The batch scheduler of both roles: Sarathi-Serve's decode-maximal batches under a token budget.
 
-    1  promoted sequences that wait get places and pages, from others if need be
-    2  every running sequence that needs one token decodes
-    3  running sequences that need more get chunks of what the budget leaves
-    4  waiting sequences are admitted, in order, while budget, places and pages last
+    1  Waiting sequences that are promoted get places and pages, taken from others if need be.
+    2  Every running sequence that needs one token decodes.
+    3  Running sequences that need more tokens get chunks, from the budget that is left.
+    4  Waiting sequences are admitted in order, while budget, places and pages last.
 
-Chunks of several sequences share a step only until they keep the processor busy: beyond, all would end later, and none
-sooner. So a step ends about one prompt; beside a chunk of a long one that goes on, a short one need not wait for it.
-Where handing off two together is worth it, a step ends two while many wait (`SchedulerLimits.num_to_pair`).
+**Chunked prefill.** Chunks share a step only until they keep the processor busy. Further chunks would make all of them
+end later and none sooner, so a step usually completes one prompt. There are two exceptions. A short prompt may join a
+chunk of a long prompt that does not end with the step. While many prompts wait, a step may complete two of them
+(`SchedulerLimits.num_to_pair`).
 
-A prefill worker feeds it prompts only, so phase 2 is empty; a decode worker feeds it admitted handoffs, and chunks
-serve what must be computed there: replay after a preemption or of a journal, and *paced* prompts, whose chunks only
-fill steps that would be short of work, since the others' next tokens wait for each step. When pages run out, the
-sequence that goes last in the order (`Sequence.order`) gives up its pages and waits to be replayed; the
-first in the order is never preempted, so it always ends, and so does everything after it.
+**Roles.** A prefill worker adds prompts only, so its phase 2 is empty. A decode worker adds admitted handoffs. Its
+chunks are replay, after a preemption or of a journal, and *paced* prompts. Chunks of a paced prompt fill only the room
+that a step has, because the next tokens of all other sequences wait for the step.
 
-*Promoted* is a prompt for which decode holds pages; it goes first and keeps what it has until it is removed. *Parked*
-is a computed prompt that has left the batch while its pages still wait for decode. A promoted sequence takes pages and
-places from those that are not, running or parked. That breaks the cycle between the two pools: see docs/design.md.
+**Preemption.** When pages run out, the last sequence in the order (`Sequence.order`) gives up its pages and waits to be
+replayed. The first sequence in the order is never preempted. So it always ends, and then the next one is the first.
 
-Pure: owns the page accounting of its worker, imports no tensor library, reads no clock.
+**Promotion.** A prompt is *promoted* when decode holds pages for it. It goes first, and keeps its pages and place until
+it is removed. A prompt is *parked* when it is computed and has left the batch, while its pages still wait for decode. A
+promoted sequence takes pages and places from sequences that are not promoted, running or parked. That breaks the cycle
+between the two pools: see docs/design.md.
+
+The scheduler is pure: it owns the page accounting of its worker, imports no tensor library and reads no clock.
 References: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024; Zhong
 et al., "DistServe", OSDI 2024 (section 3.1: prompts are batched up to where prefill is bound by compute).
 """
@@ -36,7 +39,7 @@ from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, pages_for
 from tandem.worker.sequence import Sequence
 
-# What the first paced prompt gets of `paced_tokens` in steps that are full without it: one part of so many.
+# In a step that is full already, the first paced prompt still gets `paced_tokens` divided by this.
 _LEAST_PACED_PART = 4
 
 
@@ -46,18 +49,18 @@ class SchedulerLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    chunk_size: int  # a multiple of the page size, so that all chunks but a prompt's last fill whole pages
+    chunk_size: int  # a multiple of the page size: all chunks but a prompt's last one fill whole pages
     queue_bound: int
-    # Share of the pool up to which sequences that are not promoted are admitted; one always is when nothing else is
-    # here.
+    # Sequences that are not promoted are admitted while no more than this share of the pool is in use. One is always
+    # admitted when there is no other.
     unpromoted_share: float = 1.0
-    # Tokens of a step up to which paced prompts are computed beside what generates; and up to which they are where
-    # few wait for the step, or it has threads to spare.
+    # A step takes tokens of paced prompts until it has `paced_tokens`; it may have up to `most_paced_tokens` where few
+    # sequences wait for it, or spare threads compute it.
     paced_tokens: int = 8
     most_paced_tokens: int = 0
-    # Tokens of chunks that keep the processor busy; what may join a step that has them, `_may_join` says.
+    # So many tokens of chunks keep the processor busy; `_may_join` says what may still join such a step.
     saturating_tokens: int = 512
-    # With so many sequences to compute or more, a step ends two although one keeps the processor busy; 0: never.
+    # From so many sequences on, a step completes two prompts even if one keeps the processor busy; 0: never.
     num_to_pair: int = 0
 
 
@@ -68,20 +71,20 @@ class ScheduledSequence:
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool  # the step reaches the newest token, and something is sampled after it
+    samples: bool  # the step reaches the newest token, and a token is sampled after it
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step, as plain data. Empty when there is nothing that could run now."""
+    """One step, as plain data. It is empty when nothing can run now."""
 
     items: list[ScheduledSequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source page, target page), before the step
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    # Running sequences that found no page and could preempt nobody; they go on when pages come back.
+    # Running sequences that got no page and could preempt none; they go on when pages come back.
     stalled: list[Sequence] = field(default_factory=list)
-    # Tokens of chunks, paced ones apart; those that end what their sequence has to compute, and their tokens.
+    # Of chunks that are not paced: all their tokens; how many of them complete their sequence; the tokens of those.
     num_chunk_tokens: int = 0
     num_ending: int = 0
     num_ending_tokens: int = 0
@@ -92,7 +95,8 @@ class Batch:
 
 
 class BatchScheduler:
-    """Decides who computes what in the next step. One thread owns the batch; `lock` says who has the pool."""
+    """Decides which sequences compute which tokens in the next step. One thread owns the batch; `lock` guards the
+    pool."""
 
     def __init__(self, pool: PagePool, limits: SchedulerLimits, *, salt: bytes, prefix_cache: bool = True) -> None:
         if limits.chunk_size % pool.page_size:
@@ -101,18 +105,19 @@ class BatchScheduler:
         self.limits = limits
         self.salt = salt
         self.prefix_cache = prefix_cache
-        # Invariant: all are sorted by `Sequence.order`, and no sequence is in two. Waiting ones hold no pages.
+        # Invariants: each list is sorted by `Sequence.order`, none shares a sequence, and waiting ones hold no pages.
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
-        # Held while the pool, or what is decided from it, is looked at or changed, and never while a step is computed.
-        # A real lock where a second thread takes and gives back pages of its own meanwhile, as grants of decode do.
-        # Invariants: only the owning thread changes the batch, between steps; no page that the step under way reads or
-        # writes is free before it has ended.
+        # Held to read or change the pool and what is decided from it; never held while a step is computed. It is a real
+        # lock at decode, where the transfer thread takes pages for grants and gives them back.
+        # Invariants: only the owning thread changes the batch, between two steps; no page that the present step reads
+        # or writes becomes free before the step has ended.
         self.lock: AbstractContextManager[object] = nullcontext()
-        # Pages that the step under way copies; they lose the reference of who has the copy when it has ended.
+        # Source pages of the present step's copies. The sequence that gets the copy gives up its reference to them when
+        # the step has ended.
         self._copied: list[int] = []
-        # Whether the next step is computed on more threads than its worker's own.
+        # Whether the next step also runs on threads of other workers.
         self.has_spare_threads = False
 
     # -- coming and going
@@ -122,7 +127,7 @@ class BatchScheduler:
 
         Raises:
             OverloadedError: the queue is full.
-            InvalidRequestError: it could never fit into the pool.
+            InvalidRequestError: the sequence does not fit into the whole pool.
         """
         self.check_fits(len(sequence.token_ids), sequence.request_id)
         if len(self.waiting) >= self.limits.queue_bound:
@@ -140,32 +145,32 @@ class BatchScheduler:
             )
 
     def enter(self, sequence: Sequence) -> None:
-        """Take a sequence whose pages hold its KV already into the batch, from the next step on."""
+        """Add a sequence whose pages already hold its KV to the batch, from the next step on."""
         insort(self.running, sequence, key=_order)
 
     def park(self, sequence: Sequence) -> None:
-        """A computed sequence leaves the batch, if it is in it, and keeps its pages until `remove`.
+        """Take a computed sequence out of the batch; it keeps its pages until `remove`.
 
-        While it is not promoted it may lose them: then it waits again, to be computed once more.
+        While it is not promoted it may lose its pages. Then it waits, and is computed again.
         """
         self._take_out(sequence)
         insort(self.parked, sequence, key=_order)
 
     def promote(self, sequence: Sequence) -> None:
-        """Memory elsewhere waits for what `sequence` computes: from now on it goes before all that is not promoted."""
+        """Let `sequence` go before all that are not promoted, because decode holds pages for it."""
         queue = self._take_out(sequence)
         sequence.promoted = True
         if queue is not None:
             insort(queue, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> list[int]:
-        """Take a sequence out and return its pages, whose reference now is the caller's to release."""
+        """Take a sequence out and return its pages. The caller must release them."""
         self._take_out(sequence)
         pages, sequence.pages = sequence.pages, []
         return pages
 
     def _take_out(self, sequence: Sequence) -> list[Sequence] | None:
-        """Returns the queue that it was in."""
+        """Return the queue that it was in; `None`: in none."""
         for queue in (self.running, self.waiting, self.parked):
             if sequence in queue:
                 queue.remove(sequence)
@@ -175,13 +180,13 @@ class BatchScheduler:
     # -- one step
 
     def schedule(self) -> Batch:
-        """Decide the next step. Pages it needs are taken now; `apply` must follow before the next call, unless it
-        fails."""
+        """Decide the next step and take the pages that it needs. Unless the step fails, `apply` comes before the next
+        call."""
         with self.lock:
             return self._schedule()
 
     def _schedule(self) -> Batch:
-        self._release_copied()  # of a step that failed
+        self._release_copied()  # the step before has failed
         batch = Batch()
         budget = self.limits.max_num_batched_tokens
         self._admit_promoted(batch)
@@ -191,7 +196,7 @@ class BatchScheduler:
         return batch
 
     def _admit_promoted(self, batch: Batch) -> None:
-        """Let promoted ones into the batch, before anything is planned for those that they preempt."""
+        """Admit promoted sequences first, before anything is planned for the sequences that they preempt."""
         while self.waiting and self.waiting[0].promoted:
             sequence = self.waiting[0]
             num_places = self.limits.max_num_seqs - sum(s.promoted for s in self.running)
@@ -207,7 +212,7 @@ class BatchScheduler:
         for sequence in [s for s in self.running if s.is_decode]:
             if budget < 1:
                 break
-            if sequence not in self.running:  # preempted for one that goes before it
+            if sequence not in self.running:  # a sequence before it has preempted it
                 continue
             if self._grow_or_preempt(batch, sequence, 1):
                 self._put(batch, sequence, 1)
@@ -230,7 +235,7 @@ class BatchScheduler:
             if sequence.promoted or budget < min(self.pool.page_size, sequence.num_to_compute) or self._is_full(batch):
                 return  # the head is not overtaken
             if self._is_saturated(batch) and sequence.num_to_compute > min(budget, self.limits.chunk_size):
-                return  # the second of two ends with the step
+                return  # the second prompt of two must end with this step
             if not self._give_pages(batch, sequence):
                 return
             self.waiting.pop(0)
@@ -244,7 +249,7 @@ class BatchScheduler:
                 budget -= num_tokens
 
     def apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
-        """Book a computed step: `sampled` holds the tokens, one or more, of each item that samples, in order."""
+        """Book a computed step. `sampled` has the tokens, one or more, of each item that samples, in order."""
         with self.lock:
             self._apply(batch, sampled)
 
@@ -261,9 +266,9 @@ class BatchScheduler:
     # -- pages
 
     def _chunk(self, batch: Batch, sequence: Sequence, budget: int) -> int:
-        """Tokens of the next chunk: whole pages, unless it ends the sequence or is paced."""
+        """Tokens of the next chunk. It fills whole pages, unless it completes the sequence or is paced."""
         left = sequence.num_to_compute
-        if sequence.paced:  # also alone: a handoff may be admitted meanwhile
+        if sequence.paced:  # even if it is alone: a handoff may be admitted during the step
             return min(left, budget, self._paced_room(batch))
         room = min(budget, self.limits.chunk_size)
         if left <= room:
@@ -272,25 +277,25 @@ class BatchScheduler:
         return max(0, end - sequence.num_computed)
 
     def _paced_room(self, batch: Batch) -> int:
-        """What the step has room for; the first paced prompt always gets a little, so that it ends."""
+        """Tokens of paced prompts that the step has room for. The first prompt always gets some, so that it ends."""
         room = max(0, self._paced_tokens() - batch.num_tokens)
         if any(item.sequence.paced for item in batch.items):
             return room
         return max(room, 1, self.limits.paced_tokens // _LEAST_PACED_PART)
 
     def _paced_tokens(self) -> int:
-        """The most tokens of a step with a paced prompt: the fewer sequences generate, the fewer are slower for it."""
+        """The most tokens of a step with a paced prompt. It is larger where fewer sequences wait for the step."""
         limits = self.limits
         num_generating = 0 if self.has_spare_threads else sum(s.is_decode for s in self.running)
         return max(limits.paced_tokens, limits.most_paced_tokens - num_generating)
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
-        """Give a waiting sequence pages for all its tokens: cached ones first, then new ones; or none at all."""
+        """Give a waiting sequence pages for all its tokens, cached ones first; or no page at all."""
         page_size = self.pool.page_size
         num_tokens = len(sequence.token_ids)
         if self.prefix_cache:
             sequence.extend_keys(page_size, self.salt, num_tokens)
-        # The newest token is always computed: its logits are what is wanted.
+        # The newest token is always computed, because its logits are needed.
         cached = self.pool.acquire(sequence.keys[: (num_tokens - 1) // page_size])
         needed = pages_for(num_tokens, page_size) - len(cached)
         has_room = self._reclaim(batch, needed) if sequence.promoted else self._has_room(sequence, needed)
@@ -304,16 +309,16 @@ class BatchScheduler:
         return True
 
     def _has_room(self, sequence: Sequence, needed: int) -> bool:
-        """Whether a sequence that is not promoted may take `needed` new pages, beside cached ones that it has taken."""
+        """Whether a sequence that is not promoted may take `needed` new pages, beside the cached ones that it has."""
         limit = self.limits.unpromoted_share * self.pool.num_pages
         if (self.running or self.parked) and self.pool.counts().used + needed > limit:
             return False
-        # Who was preempted comes back only when the others can grow a page each, or it would be preempted at once.
+        # A preempted sequence comes back only when all others can grow by a page; else it is preempted again at once.
         headroom = len(self.running) if sequence.num_preemptions else 0
         return needed + headroom <= self.pool.num_available
 
     def _reclaim(self, batch: Batch, needed: int) -> bool:
-        """Make `needed` pages available, from sequences that are not promoted; take none where that is not enough."""
+        """Preempt sequences that are not promoted until `needed` pages are available; none if that is not enough."""
         victims = sorted((s for s in (*self.running, *self.parked) if not s.promoted), key=_order)
         holders = Counter(page for victim in victims for page in victim.pages)
         num_theirs = sum(self.pool.references(page) == num for page, num in holders.items())
@@ -324,7 +329,7 @@ class BatchScheduler:
         return True
 
     def _grow_or_preempt(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
-        """Make the slots of the next `num_tokens` writable, preempting from the end of the order when needed."""
+        """Make the slots of the next `num_tokens` writable; where pages are short, preempt the last in the order."""
         while not self._grow(batch, sequence, num_tokens):
             victim = self._victim(batch)
             if victim is None:
@@ -359,7 +364,7 @@ class BatchScheduler:
         self.pool.release(copied)
 
     def _victim(self, batch: Batch) -> Sequence | None:
-        """The last in the order that is not in this step yet; never the first of all."""
+        """The last sequence in the order that is not in this step; never the first one of all."""
         in_step = {id(item.sequence) for item in batch.items}
         for sequence in reversed(self.running[1:]):
             if id(sequence) not in in_step:
@@ -382,22 +387,22 @@ class BatchScheduler:
         )
 
     def _may_join(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether a chunk may share the step. Beside chunks that keep the processor busy and go on, one that ends may:
-        it would wait for all of a long prompt else."""
-        if sequence.paced:  # it takes only what room there is
+        """Whether a chunk may share the step. Where a long prompt keeps the processor busy and does not end, a chunk
+        that completes its prompt may join: else it would wait for all of the long one."""
+        if sequence.paced:  # its chunk was cut to the room that is left
             return True
         is_busy = batch.num_chunk_tokens >= self.limits.saturating_tokens
         return not self._is_full(batch) and (not is_busy or num_tokens == sequence.num_to_compute)
 
     def _is_full(self, batch: Batch) -> bool:
-        """Whether what ends with the step keeps the processor busy: whatever joins delays that."""
+        """Whether the prompts that end with this step keep the processor busy: any further chunk delays them."""
         return self._is_saturated(batch) and batch.num_ending >= self._num_to_end(batch)
 
     def _is_saturated(self, batch: Batch) -> bool:
         return batch.num_ending_tokens >= self.limits.saturating_tokens
 
     def _num_to_end(self, batch: Batch) -> int:
-        """How many sequences a step should end where one keeps the processor busy."""
+        """How many prompts a step should complete where one of them keeps the processor busy."""
         goes_on = batch.num_chunk_tokens > batch.num_ending_tokens
         many_wait = 0 < self.limits.num_to_pair <= len(self.running) + len(self.waiting)
         return 2 if many_wait and not goes_on else 1
@@ -411,7 +416,7 @@ class BatchScheduler:
                 batch.num_ending_tokens += num_tokens
 
     def _publish(self, sequence: Sequence) -> None:
-        """Offer pages that have filled to the prefix cache."""
+        """Add the pages that are full now to the prefix cache."""
         num_full = sequence.num_computed // self.pool.page_size
         if not self.prefix_cache or num_full <= sequence.num_published:
             return

@@ -1,8 +1,8 @@
 """Paged attention on the CPU, float32, without gathering: blocks of query rows walk the pages of their sequence.
 
-Rows of a block, and query heads that share a KV head, go over a page together while it lies in the first cache; up to
-three heads share each vector that is loaded of V and, where a row is alone, of K. A row alone goes over a page in the
-order of memory, for all KV heads; several rows go over it KV head by KV head. Softmax is online, page by page.
+All rows of a block, and all query heads that share a KV head, use a page together while it is in the L1 cache. Up to
+three heads share each vector that is loaded of V, and of K where the row is alone. A row that is alone reads a page in
+the order of memory, for all KV heads; several rows read it KV head by KV head. Softmax is online, page by page.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BLOCK_ROWS = 8
 _TILE_HEADS = 3
 #: Slots of a tile. A row alone takes one of each KV head before the next slots.
 _TILE_SLOTS = 4
-# Keys are prefetched twice, as a CPU with too much under way forgets what it was asked for: once as of the page that
-# comes next, and once so far ahead, which is time enough.
+# Keys are prefetched twice, because a CPU with too many outstanding prefetches drops some: once with the next page, and
+# once so many bytes ahead, which is still early enough.
 _NEAR_BYTES = 8192
 
 

@@ -1,4 +1,4 @@
-"""Machine code of Numba's, kept on disk for the next process."""
+"""Machine code made by Numba and kept on disk for the next process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _keep(compiled: Any) -> None:
     except RuntimeError as error:  # no directory to write to: every process compiles anew
         _log.warning("compiled kernels cannot be cached: %s", error)
         return
-    # Numba's stamp is of the function's own file only; most of a kernel's code comes from others.
+    # Numba's own stamp covers the function's file only; most of a kernel's code comes from other files.
     index = compiled._cache._cache_file
     index._source_stamp = (index._source_stamp, _digest_of_sources())
 

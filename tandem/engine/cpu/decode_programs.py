@@ -1,9 +1,9 @@
-"""Decode steps as programs that are made once: what `cuda_graphs` is on a GPU, for a fused decoder on the CPU.
+"""Decode steps as programs that are made once: for a fused decoder on the CPU what CUDA graphs are on a GPU.
 
-Between two steps of the same sequences only their newest tokens, positions and pages differ. So these lie in arrays
-that stay where they are, and the calls of all kernels, which name them by address, are made once for each number of
-sequences. Nothing is padded, and what is computed is what the eager batch computes. Chunks of prompts, and batches that
-mix them with decodes, go the eager way.
+Between two steps of the same sequences only their newest tokens, positions and pages differ. These lie in arrays that
+do not move. So the calls of all kernels, which take addresses, are made once for each number of sequences. Nothing is
+padded, and the results are those of the eager way. Chunks of prompts, and batches that mix them with decodes, run
+eagerly.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _FixedInputs:
         self._columns = np.zeros((4, max_rows), dtype=np.int64)
         rows = np.arange(max_rows)
         self._logit_rows = torch.from_numpy(rows)
-        # A block for each row; see `attention_numba.row_blocks`.
+        # A block for each row; see `attention_kernel.row_blocks`.
         self._blocks = np.stack([rows, rows, np.ones_like(rows), np.zeros_like(rows)], axis=1)
 
     def load(self, sequences: Sequence[SequenceInput]) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a float32 model on the CPU are replaced by `fused_modules`, and whole layers by `fused_layer`."""
+"""Replaces parts of a float32 model on the CPU by those of `modules`, and whole layers by those of `layer`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CPUKit:
 
 
 def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
-    """Replace what can be replaced; say how many parts of which kind that were, for people."""
+    """Replace all parts that can be replaced; return for people how many of each kind."""
     if not can_pack(model) or not has_type_of(model, layout):
         return "none"
     return fuse_parts(model, layout, CPUKit(num_threads))

@@ -1,8 +1,8 @@
 """Decoder layers as programs of kernels.
 
-From Python each kernel is a call of 20 to 40 µs, before which the thread may have to wait for Python's lock. So all
-kernels of a decode step go as one program. It is cut only where somebody else comes in, whoever is told of a layer's K
-and V or an attention of another kind, and behind each layer of a prompt: threads may be lent meanwhile.
+A call of a kernel from Python takes 20 to 40 µs, and may first wait for Python's lock. So all kernels of a decode step
+are one program. The program is cut only where other code must run in between: a callback that hears of a layer's K and
+V, or another kind of attention. It is also cut behind each layer of a prompt, because threads may be lent meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES, map_memory
 class Workspace:
     """Memory for what lies between the kernels of a layer, as large as the largest batch needed.
 
-    The layers of one model share it: one begins with what the one before it left, and all else is its own.
+    The layers of one model share it: each begins with the sums of the layer before, and uses the rest for itself.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """For one number of rows: addresses of `[num_rows, features]` in the workspace, and the calls that need no others.
+    """For one number of rows: addresses of `[num_rows, features]` in the workspace, and the calls that need only these.
 
     Each is without gaps; heads and added are as wide as padded products. No rows: nothing is planned.
     """
@@ -234,7 +234,7 @@ def compute_layers(
 ) -> None:
     """Add to `program` layers that are planned, one after the other, for the running forward.
 
-    What was added is run on the way where somebody must come in between. Calls that are left are the caller's to run.
+    Where other code must run in between, this runs what has been added so far. The caller runs the calls that are left.
 
     Args:
         rotary: addresses of cosines and sines, `[T, rotary_dim]`.

@@ -1,6 +1,6 @@
 """Parts of a decoder that compute as `transformers`' own do, in few passes over memory and few calls.
 
-Each holds copies of its weights. `fused` decides where they may stand.
+Each holds copies of its weights. `fusing` decides where they may stand.
 """
 
 from __future__ import annotations

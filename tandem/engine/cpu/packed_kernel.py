@@ -1,12 +1,12 @@
 """Products with a packed matrix, on vector registers: the inner loop of every linear layer on the CPU.
 
-Written against LLVM by way of Numba, so that it needs no compiler at the user's. A panel holds 32 outputs, `[K][32]`
-float32: each step of `k` loads its vectors of weights once and multiplies them with one number of each row. One pass
-takes as many rows as have their sums in registers: twelve with AVX-512, and six, for half a panel at a time, with AVX2.
-Weights are read once, in order, at the speed of memory.
+The code is LLVM's by way of Numba, so users need no compiler. A panel holds 32 outputs as `[K][32]` float32. Each step
+of `k` loads its vectors of weights once and multiplies them with one number of each row. One pass takes as many rows as
+have their sums in registers: twelve with AVX-512; six with AVX2, where a pass computes half a panel. Weights are read
+once, in order, at the speed of memory.
 
-More rows than one pass takes are copied first, so that what a pass reads with each step lies together: rows that are a
-power of two apart share few lines of the first cache.
+More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
+that are a power of two apart share few lines of the L1 cache.
 
 Each output is one chain of fused multiply-adds over ascending `k`, whatever else is computed beside it: a row's result
 does not depend on the other rows, on their number, on the threads or on the vectors' length.

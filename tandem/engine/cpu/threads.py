@@ -61,7 +61,7 @@ class Kernel:
     was cut.
 
     Args:
-        function: `function(first, end, arguments)` computes the items `[first, end)`; `shared_words.words(n)` takes the
+        function: `function(first, end, arguments)` computes the items `[first, end)`; `atomics.words(n)` takes the
             arguments apart.
         words: the kinds of its arguments, a letter each: `i` an integer or an address, `f` a float32.
         fast_math: whether LLVM may reorder sums; NaN and infinity keep their meaning.

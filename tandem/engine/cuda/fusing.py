@@ -1,4 +1,4 @@
-"""Parts of a model on CUDA are replaced by `fused_cuda_modules`, and the way through them by `fused_cuda_decoder`.
+"""Replaces parts of a model on CUDA by those of `modules`, and the way through all of them by that of `decoder`.
 
 Importing this takes Triton.
 """

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch a step, where the model alone would be hundreds.
+"""Decode steps as CUDA graphs: one launch for each step instead of hundreds.
 
 A graph repeats the same kernels on the same addresses, so a step's inputs lie in fixed buffers and its batch is padded
 to the next of a few sizes. Padding rows write to a scratch page that no sequence owns, and nobody sees their logits.

@@ -1,7 +1,7 @@
 """Parts of a decoder that compute as `transformers`' own do, on CUDA, in few kernels.
 
-Matrix products stay torch's: what is multiplied with the same rows is one product. `fused_cuda` decides where the parts
-may stand. Linear layers that are not merged are the originals.
+Matrix products stay torch's: weights that are multiplied with the same rows become one product. `fusing` decides where
+the parts may stand. Linear layers that are not merged are the originals.
 """
 
 from __future__ import annotations

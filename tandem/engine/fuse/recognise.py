@@ -1,7 +1,7 @@
-"""Where parts of a model are replaced by ones that compute the same in fewer passes over memory, for any device.
+"""Finds parts of a model that can be replaced by ones with fewer passes over memory, for any device.
 
-A part is found by its structure, and replaced only if its replacement gives on random input what it gives itself, up
-to rounding. All else stays as it is. What replaces it, a `Kit` makes.
+A part is recognised by its structure. It is replaced only if the replacement gives the same on random input, up to
+rounding. Every other part stays as it is. A `Kit` makes the replacements for its device.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Kit(Protocol):
 
 
 def fuse_parts(model: PreTrainedModel, layout: KVLayout, kit: Kit) -> str:
-    """Replace what can be replaced; say how many parts of which kind that were, for people."""
+    """Replace all parts that can be replaced; return for people how many of each kind."""
     rotary_dim = _rotary_dim(model)
     attempts: tuple[tuple[str, Callable[[nn.Module], nn.Module | None]], ...] = (
         ("attention", lambda module: fuse_attention(module, layout, rotary_dim, kit)),
@@ -92,9 +92,9 @@ def fuse_parts(model: PreTrainedModel, layout: KVLayout, kit: Kit) -> str:
 
 
 def replace_modules(model: nn.Module, attempt: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Replace each part of `model` that `attempt` gives something for, parents before their parts; how many.
+    """Replace each part of `model` for which `attempt` returns a module, parents first; return how many.
 
-    An original is dropped before the next is looked at, so no more than one of them is in memory several times.
+    Each original is dropped before the next one is tried, so at most one of them is in memory more than once.
     """
     done: list[str] = []
     for name in [name for name, _ in model.named_modules() if name]:
@@ -108,9 +108,9 @@ def replace_modules(model: nn.Module, attempt: Callable[[nn.Module], nn.Module |
 
 
 class _Attempt:
-    """`attempt`, but not of modules like one that was refused: a trial copies their weights, and does so for nothing.
+    """Calls `attempt`, but not for modules like one that was refused: each trial copies the weights.
 
-    Where the first of them was fused, each is tried by itself: layers of one class may differ.
+    Where the first module of a kind was replaced, each further one is tried by itself: layers of one class may differ.
     """
 
     def __init__(self, attempt: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -164,7 +164,7 @@ def fuse_gated_mlp(module: nn.Module, kit: Kit) -> Any:
 
 
 def _may_have_silu(module: nn.Module, kit: Kit) -> bool:
-    """Whether the activation is SiLU, which is sooner tried than the whole; without an `act_fn` only that tells."""
+    """Whether the activation may be SiLU. This saves a trial of the whole; without an `act_fn` only the trial tells."""
     activation = getattr(module, "act_fn", None)
     if activation is None:
         return True
@@ -180,7 +180,7 @@ def _may_have_silu(module: nn.Module, kit: Kit) -> bool:
 def fuse_attention(module: nn.Module, layout: KVLayout, rotary_dim: int | None, kit: Kit) -> Any:
     """The replacement of an attention with rotary embedding, and maybe norms of heads; `None` for anything else.
 
-    What the original asks of the attention function (scale, window, soft cap) is learnt by calling it.
+    One call of the original shows what it asks of the attention function (scale, window, soft cap).
     """
     parts = _linear_children(module, _PROJECTIONS)
     head_dim = layout.head_dim
@@ -215,7 +215,7 @@ def fuse_attention(module: nn.Module, layout: KVLayout, rotary_dim: int | None, 
 
 
 def _head_norms(children: dict[str, nn.Module], head_dim: int, kit: Kit) -> tuple[Any, ...] | None:
-    """Replacements of the norms of a query's and a key's head, or nothing if there are none; `None` if unknown."""
+    """Replacements of the norms of query and key heads; empty if there are no norms, `None` if they are unknown."""
     if not children:
         return ()
     query, key = (fuse_rms_norm(children[name], kit) if name in children else None for name in _HEAD_NORMS)
@@ -227,7 +227,7 @@ def _head_norms(children: dict[str, nn.Module], head_dim: int, kit: Kit) -> tupl
 def fuse_decoder_layer(module: nn.Module, layout: KVLayout, kit: Kit) -> Any:
     """The replacement of a layer of fused parts: norm, attention, sum, norm, MLP, sum; `None` for anything else.
 
-    It takes the parts over: a layer that is not replaced still has them.
+    It takes over the parts. A layer that is not replaced keeps them.
     """
     if {name: type(child) for name, child in module.named_children()} != kit.layer_parts:
         return None
@@ -263,7 +263,7 @@ class DecoderParts:
 def decoder_parts(model: PreTrainedModel, layer: type, norm: type, head: type) -> DecoderParts | None:
     """The parts of a model whose layers, last norm and head are of these types; `None` for anything else.
 
-    That the model computes them one after the other, and nothing besides, is not known yet.
+    The caller must still show that the model computes these parts one after the other, and nothing else.
     """
     base = model.base_model
     children, outer = dict(base.named_children()), dict(model.named_children())
@@ -283,7 +283,7 @@ def decoder_parts(model: PreTrainedModel, layer: type, norm: type, head: type) -
 
 
 def _takes_positions_alone(rotary: nn.Module, device: torch.device) -> bool:
-    """Whether a position's embedding is the same beside a great one: with some kinds of RoPE it is not."""
+    """Whether a position's embedding does not depend on the other positions; with some kinds of RoPE it does."""
     x, near = torch.empty(1, 1, 1, dtype=torch.float32, device=device), torch.arange(PAGE_SIZE, device=device)[None]
     great = torch.tensor([[_GREAT_POSITION]], device=device)
     positions = near, torch.cat([near, great], dim=1), near
@@ -295,7 +295,7 @@ def _takes_positions_alone(rotary: nn.Module, device: torch.device) -> bool:
 def logits_of(
     model: PreTrainedModel, layout: KVLayout, backend: AttentionBackend, decoder: Decoder | None
 ) -> torch.Tensor | None:
-    """Of some rows of random tokens, by the model's own way or by `decoder`; `None` if it raises."""
+    """Logits of some random tokens, by the model itself or by `decoder`; `None` if it raises."""
 
     def compute() -> torch.Tensor:
         arena = KVArena(replace(layout, page_size=PAGE_SIZE), NUM_PAGES, model.device)
@@ -333,6 +333,6 @@ def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linea
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:
-    """Whether `forward` has one parameter: with another, optional, a model may ask for more than the trial does."""
+    """Whether `forward` has one parameter only. By another one a model may ask for more than the trial does."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     return len(parameters) == 1 and parameters[0].kind not in (parameters[0].VAR_POSITIONAL, parameters[0].VAR_KEYWORD)

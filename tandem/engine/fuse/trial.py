@@ -1,8 +1,9 @@
-"""Trials: whether a replacement gives on random input what the part of a model gives that it is to stand for.
+"""Trials: whether a replacement gives on random input what the original part of a model gives.
 
-In float32 both must give the same, up to rounding. In 16 bits roundings are as large as small mistakes, so there a part
-is tried twice: copies of both in float32 must give the same, which shows what is computed; and in its own type the
-replacement must be about as near to the original's copy in float32 as the original is, which shows how.
+In float32 both must give the same, up to rounding. In 16 bits roundings are as large as small mistakes, so a part is
+tried twice. First, float32 copies of both must give the same: this shows that the computation is right. Then both run
+in their own type, and the replacement must be about as near to the float32 result as the original is: this shows that
+its precision is right.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def proved(module: nn.Module, make: Callable[[Any], _Fused], call: Call, dtype: 
 
 
 def _called_in_float32(call: Call, module: nn.Module) -> list[torch.Tensor]:
-    """Of a copy, which is gone afterwards."""
+    """The result of a float32 copy of the module; the copy is dropped afterwards."""
     return _called(call, copy.deepcopy(module).float(), torch.float32)
 
 
@@ -98,7 +99,7 @@ def same_rows(expected: torch.Tensor, found: torch.Tensor) -> bool:
 def _no_worse_rows(exact: torch.Tensor, original: torch.Tensor, found: torch.Tensor) -> bool:
     """Whether `found` is about as near to `exact` as `original` is, row by row.
 
-    What is too great for the type in the original may be anything.
+    Where the original overflows its type, the replacement may give anything.
     """
     if found.shape != exact.shape or found.dtype != original.dtype:
         return False
@@ -111,7 +112,7 @@ def _no_worse_rows(exact: torch.Tensor, original: torch.Tensor, found: torch.Ten
 
 
 def attempted(module: nn.Module, attempt: Callable[[], _Output]) -> _Output | None:
-    """What `attempt` makes of `module`; `None` if it raises, as a class that only looks familiar may."""
+    """What `attempt` makes of `module`; `None` if it raises, as it may for a class that only looks familiar."""
     try:
         return attempt()
     except Exception as error:  # noqa: BLE001 - of any class, since the module may be of any class

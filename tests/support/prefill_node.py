@@ -50,7 +50,7 @@ class PrefillNode(Node):
                 batch_bytes=8 * LAYOUT.extent_bytes,
                 last_batch_bytes=2 * LAYOUT.extent_bytes,
             ),
-            outlet=self,
+            callbacks=self,
             write=self._write,
             peer=self._peer,
             clock=kernel.clock,

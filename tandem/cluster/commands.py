@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import psutil
 from rich.table import Table
+from rich.text import Text
 
 from tandem.cluster import statefile
 from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, find_started, supervisor
@@ -156,7 +157,7 @@ def doctor(config: Config, *, address: str | None) -> int:
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
         mark, style = _MARKS[finding.status]
-        table.add_row(f"[{style}]{mark}[/]", finding.check, finding.detail)
+        table.add_row(Text(mark, style=style), finding.check, finding.detail)
         if finding.remedy:
             table.add_row("", "", f"→ {finding.remedy}")
     make_console().print(table)

@@ -7,6 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1 import supervisor_pb2
@@ -23,7 +24,7 @@ class Reporter:
         self._status: Status | None = None
 
     def line(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style, markup=False)
+        self.console.print(text, style=style)
 
     def step(self, text: str) -> None:
         """Begin a step; the one before is over."""
@@ -51,8 +52,9 @@ class Reporter:
 
 
 def make_console() -> Console:
-    """Without a terminal there is no width to fit: lines in a log are not broken."""
-    console = Console(highlight=False, soft_wrap=True)
+    """Texts show as they are: what errors say may look like markup. Without a terminal there is no width to fit: lines
+    in a log are not broken."""
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
     return console
@@ -121,7 +123,7 @@ def cluster_table(cluster: supervisor_pb2.Cluster) -> Table:
         known = worker.HasField("load")
         table.add_row(
             member.worker_id,
-            f"[{_STATE_STYLES.get(member.state, 'white')}]{member.state}[/]",
+            Text(member.state, style=_STATE_STYLES.get(member.state, "white")),
             str(member.pid or "-"),
             member.node or "-",
             str(load.num_running) if known else "-",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.cluster.serve.report import RequestNews
+import pytest
+
+from tandem.cluster.serve.report import Reporter, RequestNews, cluster_table
 from tandem.rpc.v1 import common_pb2, supervisor_pb2
 
 
@@ -39,3 +41,13 @@ def test_a_new_router_counts_anew() -> None:
     news.lines(cluster("a", overloaded=3))
     ((line, _),) = news.lines(cluster("b", overloaded=1))
     assert "1 × 429" in line
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = supervisor_pb2.ClusterWorker(detail="no file [/models/x] for [bold] :bug:")
+    worker.member.worker_id, worker.member.state = "prefill-0", "failed"
+    reporter = Reporter()
+    reporter.step("Joining Ray at [/a]")
+    reporter.line(worker.detail)
+    reporter.console.print(cluster_table(supervisor_pb2.Cluster(workers=[worker])))
+    assert capsys.readouterr().out.count(worker.detail) == 2

@@ -80,10 +80,12 @@ _OF_OPENAI = [
     Field("best_of", NotYet(1)),
     Field("echo", NotYet(False)),
     Field("function_call", NotYet("none", "auto")),
+    Field("max_completion_tokens", NotYet(), of="completion"),  # of chats alone: else it would be ignored
     Field("modalities", NotYet(["text"])),
     Field("parallel_tool_calls", NotYet(True, False)),
     Field("response_format", NotYet({"type": "text"})),
     Field("tool_choice", NotYet("none", "auto")),
+    Field("top_logprobs", NotYet(0), of="completion"),  # of chats alone, as well: here `logprobs` is the number
     Field("verbosity", NotYet("medium")),
 ]  # fmt: skip
 

@@ -68,7 +68,7 @@ class _Parser:
         given = self._rows.read(body, "", scope)
         values = {**self._defaults, **given}
         include_usage = _include_usage(values)
-        max_tokens_field = next((name for name in _MAX_TOKENS if name in given), None)
+        max_tokens_field = next((name for name in _MAX_TOKENS[self._kind] if name in given), None)
         return ParsedRequest(
             kind=self._kind,
             sampling=self._sampling_params(values, max_tokens_field),
@@ -93,7 +93,7 @@ class _Parser:
 
 
 #: The first that is given holds.
-_MAX_TOKENS = ("max_completion_tokens", "max_tokens")
+_MAX_TOKENS = {"completion": ("max_tokens",), "chat": ("max_completion_tokens", "max_tokens")}
 
 
 def _include_usage(values: dict[str, Any]) -> bool:

@@ -215,6 +215,13 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str, parse: Any) 
         assert parse(**{name: nothing}).ignored_fields == ()
 
 
+@pytest.mark.parametrize("name", ["max_completion_tokens", "top_logprobs"])
+def test_what_only_chats_have_is_no_field_of_a_completion_to_ignore(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is not supported") as caught:
+        completion(**{name: 5})
+    assert caught.value.field == name
+
+
 @pytest.mark.parametrize("parse", [completion, chat])
 def test_defaults_of_other_servers_are_taken(parse: Any) -> None:
     flags = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True}

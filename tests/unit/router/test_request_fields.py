@@ -41,7 +41,8 @@ VALID: dict[str, dict[str, Any]] = {
     "chat": {"model": "toy", "messages": [{"role": "user", "content": "y"}], "max_tokens": MOST_TOKENS},
 }
 #: Fields that may be there with others only.
-NEEDED = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+_STREAMED = {"stream_options": {"stream": True}}
+NEEDED: dict[str, dict[str, Any]] = {"completion": _STREAMED, "chat": {**_STREAMED, "top_logprobs": {"logprobs": True}}}
 
 #: What objects inside a field need.
 USUAL = {"role": "user", "content": "x", "type": "text", "text": "x"}
@@ -99,7 +100,7 @@ def around(schema: dict[str, Any]) -> Iterator[Any]:
 def refusal(kind: str, name: str, value: Any, model: tuple[ModelCard, Tokenizer]) -> InvalidRequestError | None:
     card, tokenizer = model
     try:
-        wanted = parsed(kind, **NEEDED.get(name, {}), **{name: value})
+        wanted = parsed(kind, **NEEDED[kind].get(name, {}), **{name: value})
         # The vocabulary is checked there.
         requests_from(wanted, tokenizer=tokenizer, card=card, max_context=CONTEXT, client_request_id="r", arrived_s=0.0)
     except InvalidRequestError as error:
@@ -138,7 +139,7 @@ def test_parsing_takes_what_the_document_allows_and_refuses_what_it_forbids(kind
 def walked(kind: str, described: dict[str, Any]) -> Iterator[tuple[Field, str, list[dict[str, Any]]]]:
     """Each row, those of objects in it too, with its full name and bodies that hold it with all sorts of values."""
     for row in KINDS[kind][0].fields:
-        schema, needed = described[row.name], NEEDED.get(row.name, {})
+        schema, needed = described[row.name], NEEDED[kind].get(row.name, {})
         if not isinstance(row.kind, Object):
             yield row, row.name, [{**needed, row.name: value} for value in [*around(schema), *ODD]]
             continue
@@ -151,7 +152,7 @@ def walked(kind: str, described: dict[str, Any]) -> Iterator[tuple[Field, str, l
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_documented_field_is_obeyed_accepted_or_refused_by_name(kind: str, given: Any) -> None:
     for row, name, bodies in walked(kind, schemas(given[0], kind)):
-        base, meanings, errors = parsed(kind, **NEEDED.get(name.split(".")[0], {})), [], []
+        base, meanings, errors = parsed(kind, **NEEDED[kind].get(name.split(".")[0], {})), [], []
         for body in bodies:
             try:
                 meanings.append(dataclasses.replace(parsed(kind, **body), reasoning_fields=()))

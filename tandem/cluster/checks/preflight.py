@@ -61,6 +61,11 @@ class Plan:
         """One that requests may use."""
         return shown_name(self.config.model.served_names, self.facts.name)
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.key_digests or self.config.http.api_keys_file)
+
 
 class Preflight:
     """The checks for one configuration on one host. `local`: all workers run on this host."""

@@ -23,6 +23,7 @@ def program_name() -> str:
 def ready_banner(url: str, port: int, plan: Plan, logs: str) -> list[str]:
     """What a user needs once the cluster answers. `logs`: where they are."""
     body = f'{{"model": "{plan.model_name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+    key = " -H 'Authorization: Bearer KEY'" if plan.needs_key else ""
     metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
     pools, program = plan.config.pools, program_name()
     scaled = f"--prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}"
@@ -30,7 +31,7 @@ def ready_banner(url: str, port: int, plan: Plan, logs: str) -> list[str]:
         "",
         f"Ready: {url}",
         "",
-        f"  try it    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  try it    curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         f"  metrics   {metrics}",
         f"  logs      {logs}",
         f"  status    {program} status --port {port}",

@@ -180,6 +180,17 @@ def test_the_name_that_is_shown_is_one_that_requests_may_use(
     assert f'"model": "{shown}"' in "".join(ready_banner("http://127.0.0.1:1", 1, plan, "/logs"))
 
 
+@pytest.mark.parametrize("keys", ["", "sk-first-0123456789"])
+def test_the_command_to_try_carries_a_key_where_one_is_needed(
+    checkpoint: Path, free_port: int, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEYS", keys)
+    plan = Preflight(from_dict({"model": {"path": str(checkpoint)}, "http": {"port": free_port}}), HOST).plan()
+    said = "".join(ready_banner("http://127.0.0.1:1", 1, plan, "/logs"))
+    assert ("-H 'Authorization: Bearer KEY'" in said) == bool(keys)
+    assert "sk-first" not in said
+
+
 def test_served_names_default_to_the_models_own(checkpoint: Path, free_port: int) -> None:
     assert preflight(checkpoint, free_port).plan().config.model.served_names == ("small",)
 

@@ -173,7 +173,7 @@ class RayLauncher:
         self._remember(face=dataclasses.asdict(face))
 
     async def rest(self) -> None:
-        """Keep the supervisor's own actor in calls until this is cancelled: see `tandem.cluster.ray.actors`."""
+        """Keep the supervisor's own actor in calls until this is cancelled: see `tandem.cluster.ray.actor`."""
         actor = ray.get_runtime_context().current_actor
         while True:
             try:

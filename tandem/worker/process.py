@@ -133,7 +133,7 @@ class WorkerProcess(Generic[W]):
         loop = self._loop_thread.start()
         undo.callback(self._loop_thread.stop)
         self.life.begin(loop)
-        undo.callback(lambda: self._loop_thread.run(self._end_tasks()).result(10))
+        undo.callback(lambda: self._loop_thread.run(self._undo_in_loop.aclose()).result(10))
         self.parts = parts = build_parts(
             self._make.role,
             self._config,
@@ -144,10 +144,11 @@ class WorkerProcess(Generic[W]):
             on_load=lambda: self.worker.hub.status_changed(),
             undo=undo,
         )
-        self._undo_in_loop.callback(parts.exits.close)
         self._check_wanted()
         self.worker = self._make(parts)
         self._undo_in_loop.push_async_callback(self.worker.close)
+        self._undo_in_loop.push_async_callback(self.life.end_tasks)
+        self._undo_in_loop.callback(parts.exits.close)  # the end of another begins tasks, and changes what is closed
         undo.callback(parts.runner.stop)
         undo.callback(lambda: self._loop_thread.run(self._stop_serving()).result(30))
         parts.info.address = self._loop_thread.run(self._serve()).result()
@@ -204,10 +205,6 @@ class WorkerProcess(Generic[W]):
         self.life.end_drain()
         if self._server is not None:
             await self._server.stop(grace=0.5)
-
-    async def _end_tasks(self) -> None:
-        await self.life.end_tasks()
-        await self._undo_in_loop.aclose()
 
 
 class _ControlService(control_pb2_grpc.WorkerControlServicer):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -188,6 +189,26 @@ async def test_a_drain_does_not_outlive_its_worker(life: WorkerPair) -> None:
         await until(lambda: life.decode.parts.life.draining, "the drain")
         await in_thread(life.decode_process.stop)
         await asyncio.wait_for(draining, 5)
+
+
+async def test_a_worker_that_closes_its_connections_hears_of_no_more_ends(life: WorkerPair) -> None:
+    """All workers of a cluster end at about the same time; each end would change what is being closed."""
+    decode = life.decode
+    told: list[str] = []
+    other = await asyncio.create_subprocess_exec("sleep", "60")
+    life.decode_process._loop_thread.loop.call_soon_threadsafe(
+        decode.parts.exits.watch, "other", other.pid, lambda: told.append("its end")
+    )
+
+    async def close(grace: float | None) -> None:
+        told.append("closes")
+        os.kill(other.pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+
+    decode._channels["another"] = cast(Any, SimpleNamespace(close=close))
+    await in_thread(life.decode_process.stop)
+    await other.wait()
+    assert told == ["closes"]
 
 
 # ---- a router that hangs

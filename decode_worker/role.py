@@ -85,7 +85,8 @@ class DecodeRole:
         )
         self._arrivals = 0
         self._will_give_pages = False  # `give_pages` is on its way to the driver's thread
-        self._has_changed = False  # who waits or what is free, since `give_pages` last looked; of the driver's thread
+        # Who is held or waits, or what is free, since `give_pages` last looked; of the driver's thread.
+        self._has_changed = False
 
     # -- what routers ask; on the driver's thread
 
@@ -177,13 +178,13 @@ class DecodeRole:
         if job is None or job.state is not AttemptState.NEW:  # it runs, for so long that the protocol has forgotten it
             self._driver.denied(key, RefusalReason.ALREADY_ENDED)
             return
+        self._has_changed = True
         try:
             with self._lock:
                 self.ledger.push(job)
         except TandemError as error:
             self._deny(job, RefusalReason.NO_ROOM, error)
             return
-        self._has_changed = True
         fault_points.reach("decode.queued")
 
     def _deny(self, job: DecodeJob, reason: RefusalReason, error: TandemError) -> None:
@@ -285,6 +286,7 @@ class DecodeRole:
             return
         with self._lock:
             self.ledger.remove(job)
+        self._has_changed = True
         text = f"{self._worker_id} refused the reservation: {reason.value} {detail}".rstrip()
         self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
 

@@ -133,6 +133,7 @@ class Runner:
             if self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             self.engine.finish()  # as above, of what was begun
+            self.scheduler.abandon()
             hooks.step_failed(batch, error)
             return
         self._num_failed_steps = 0

@@ -180,13 +180,11 @@ class BatchScheduler:
     # -- one step
 
     def schedule(self) -> Batch:
-        """Decide the next step and take the pages that it needs. Unless the step fails, `apply` comes before the next
-        call."""
+        """Decide the next step and take the pages that it needs. `apply` or `abandon` comes before the next call."""
         with self.lock:
             return self._schedule()
 
     def _schedule(self) -> Batch:
-        self._release_copied()  # the step before has failed
         batch = Batch()
         budget = self.limits.max_num_batched_tokens
         self._admit_promoted(batch)
@@ -262,6 +260,11 @@ class BatchScheduler:
             self._publish(sequence)
             if item.samples:
                 sequence.token_ids.extend(next(tokens))
+
+    def abandon(self) -> None:
+        """The step has failed, and computes nothing any more."""
+        with self.lock:
+            self._release_copied()
 
     # -- pages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,6 +25,7 @@ from tandem.worker.counters import WorkerCounters
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
+from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sequence import FinishReason
 
@@ -42,6 +43,7 @@ class World:
         self.events: list[Event] = []
         self.next_tokens: list[int] = [7]
         self.draining = False
+        self.num_seen = 0  # attempts that were held when it was last looked whether there are any
         self.pool = PagePool(num_pages, PAGE)
         self.scheduler = BatchScheduler(self.pool, SchedulerLimits(8, 64, 16, 10), salt=b"m")
         shape = ArenaShape(1, num_pages, LAYOUT.extent_bytes)
@@ -58,7 +60,7 @@ class World:
             queue_bound=2,
             sample=self.sample,
             counters=WorkerCounters(),
-            load=LoadReport(self.scheduler, lambda: None, lambda: None),
+            load=LoadReport(self.scheduler, lambda: None, self._count),
             pacing=Pacing(),
             clock=self.clock,
             is_draining=lambda: self.draining,
@@ -67,14 +69,19 @@ class World:
         )
         self.driver.bind(LoopbackTransport("decode-0#1", network=LoopbackNetwork()), self.role, lambda event: None)
 
+    def _count(self) -> None:
+        self.num_seen = len(self.role.ledger.attempts)
+
     def sample(self, _: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | InternalError]]:
         return [[SampledToken(token) for _ in of_one for token in self.next_tokens] for of_one in rows]
 
-    def reserve(self, name: str = "r", *, attempt: int = 1, local: int = 0, num_tokens: int = 6) -> AttemptKey:
+    def reserve(
+        self, name: str = "r", *, attempt: int = 1, local: int = 0, num_tokens: int = 6, choices: int = 1
+    ) -> AttemptKey:
         params = SamplingParams(temperature=0, max_tokens=8 if num_tokens == 6 else 3)
         key = AttemptKey(name, attempt)
         prompt = tuple(2 + (len(name) + index) % 90 for index in range(num_tokens))
-        self.role.reserve(SESSION, AttemptSpec(key, 0, prompt, params), local)
+        self.role.reserve(SESSION, AttemptSpec(key, 0, prompt, params, choices), local)
         return key
 
     def hand_off(self, grant: Grant, *, digests: tuple[int, ...] = (), first: int = 5) -> RefusalReason | None:
@@ -119,6 +126,21 @@ class World:
     def deadline(self, deadline_s: float | None) -> None: ...
 
     def foresee(self, dues: Sequence[tuple[float, str]]) -> None: ...
+
+
+class BrokenEngine:
+    """Fails each step."""
+
+    @property
+    def arena(self) -> BrokenEngine:
+        return self
+
+    def copy_page(self, source: int, target: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def forward(self, *_: object) -> None:
+        raise RuntimeError("no step")
 
 
 def test_a_handoff_goes_through_without_a_thread_or_a_wire() -> None:
@@ -191,6 +213,36 @@ def test_a_draining_worker_takes_nobody_in_and_lets_go_of_who_waits() -> None:
     assert list(world.role.ledger.attempts) == [granted]
     world.role.cancel(granted)
     world.assert_empty()
+
+
+def test_whoever_waits_for_a_worker_to_be_empty_hears_of_a_reservation_that_was_refused() -> None:
+    """A drain may have looked while the attempt was held, just before the protocol would not have it."""
+    world = World()
+    world.role.cancel(AttemptKey("r", 1))  # it overtook its Reserve
+    queued = world.driver.reserve
+    world.driver.reserve = lambda key: (world.role.snapshot(), queued(key))  # type: ignore[assignment,func-returns-value]
+    world.reserve("r")
+    (failed,) = world.take()
+    assert isinstance(failed, AttemptFailed)
+    assert world.num_seen == 0
+
+
+def test_pages_that_a_failed_step_was_to_copy_are_given_on_with_its_others() -> None:
+    """Nothing runs behind it, so no later step would look for them."""
+    world = World(num_pages=4)
+    engine = cast(Any, BrokenEngine())
+    runner = Runner(engine, world.scheduler, name="", on_fatal=lambda error: None, pacing=Pacing())
+    world.reserve(local=99, choices=2)
+    world.step()
+    waits = world.reserve("waits", num_tokens=13)
+    batch = world.scheduler.schedule()
+    assert batch.copies
+    runner._step(world.role, batch)
+    world.take()
+    world.role.before_schedule()
+    (made,) = world.take()
+    assert isinstance(made, GrantMade)
+    assert made.grant.key == waits
 
 
 def test_a_full_queue_refuses_and_a_repeated_reserve_is_answered_again() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from router.policy.route import choose
 from router.request.request import Request
 from tandem.core.identity import Role
 from tandem.worker.scheduler import SchedulerLimits
@@ -20,7 +21,7 @@ from tests.support.decode_node import DecodeNode
 from tests.support.link import Link, LinkSpec
 from tests.support.node import Node, NodeSpec
 from tests.support.prefill_node import PrefillNode
-from tests.support.scripted_router import InFlight, Router
+from tests.support.scripted_router import InFlight, Place, Router
 from tests.support.step_runner import StepTime
 from tests.support.virtual_time import Kernel
 
@@ -37,6 +38,7 @@ DECODE = NodeSpec(64, SchedulerLimits(12, 64, 32, 200, paced_tokens=8), StepTime
 class WorldSpec:
     """Attributes:
     mixed_pool_tokens: the longest prompt that a decode worker computes alone; 0: none.
+    place: gives each attempt its workers.
     """
 
     num_prefill: int = 2
@@ -45,6 +47,7 @@ class WorldSpec:
     decode: NodeSpec = DECODE
     link: LinkSpec = field(default_factory=LinkSpec)
     mixed_pool_tokens: int = 0
+    place: Place = choose
     seed: int = 0
 
 
@@ -56,7 +59,10 @@ class World:
         self.kernel = Kernel()
         self.link = Link(self.kernel, spec.link, spec.seed)
         self.router = Router(
-            self.kernel, mixed_pool_tokens=spec.mixed_pool_tokens, mixed_step_tokens=spec.decode.limits.paced_tokens
+            self.kernel,
+            spec.place,
+            mixed_pool_tokens=spec.mixed_pool_tokens,
+            mixed_step_tokens=spec.decode.limits.paced_tokens,
         )
         self.nodes: dict[str, Node] = {}  # by incarnation, those that have ended too
         for role, number in ((Role.PREFILL, spec.num_prefill), (Role.DECODE, spec.num_decode)):
@@ -107,9 +113,9 @@ class World:
             elif node.is_alive and isinstance(node, PrefillNode) and ended.role is Role.DECODE:
                 node.decode_ended(ended.incarnation)
 
-    def run(self) -> World:
+    def run(self, most_calls: int = _MOST_CALLS) -> World:
         """Until nothing is left to happen; then all has ended and nothing is held."""
-        self.kernel.run(_MOST_CALLS)
+        self.kernel.run(most_calls)
         left = [name for name, request in self.requests.items() if not request.is_over]
         assert not left, f"these requests wait for ever: {left}"
         for node in self.nodes.values():

@@ -16,12 +16,11 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample
-from tests.support.step_runner import StepRunner, StepTime
+from tests.support.step_runner import StepRunner, StepTimes
 from tests.support.virtual_time import Kernel
 
 SESSION = 1  # of the one router
 FORMAT = KvFormat(LAYOUT, "scripted")
-REQUEST_LIMITS = RequestLimits(VOCAB, max_context=96, eos=frozenset({EOS}), max_choices=4, priority_ageing_s=1.0)
 LEASE_S, GRACE_S = 2.0, 1.0
 QUEUE_BOUND = 200
 
@@ -32,7 +31,9 @@ class NodeSpec:
 
     num_pages: int
     limits: SchedulerLimits
-    step_time: StepTime
+    step_time: StepTimes
+    prefix_cache: bool = True
+    priority_ageing_s: float = 1.0
 
 
 class Cluster(Protocol):
@@ -58,8 +59,9 @@ class Node:
         self.kernel = kernel
         self.cluster = cluster
         self.is_alive = True
+        self._priority_ageing_s = spec.priority_ageing_s
         self.pool = PagePool(spec.num_pages, PAGE)
-        self.scheduler = BatchScheduler(self.pool, spec.limits, salt=b"m", prefix_cache=True)
+        self.scheduler = BatchScheduler(self.pool, spec.limits, salt=b"m", prefix_cache=spec.prefix_cache)
         self.memory = Memory(self.pool)
         self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time)
         self.load = LoadReport(self.scheduler, lambda: None, lambda: None)
@@ -73,7 +75,7 @@ class Node:
             "worker_id": self.key.worker_id,
             "scheduler": self.scheduler,
             "emit": self._emit,
-            "limits": REQUEST_LIMITS,
+            "limits": RequestLimits(VOCAB, 96, frozenset({EOS}), 4, self._priority_ageing_s),
             "sample": sample,
             "counters": self.counters,
             "load": self.load,

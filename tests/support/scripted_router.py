@@ -15,7 +15,7 @@ from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.events import HandedOff, PromptEnded, PromptStarted
 from router.policy.recovery import FIRST, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
 from router.policy.retry_budget import RetryBudget
-from router.policy.route import RequestFacts, Route, choose, choose_prefill
+from router.policy.route import RequestFacts, Route, Wishes, choose_prefill
 from router.policy.snapshot import Snapshot, WorkerLoad
 from router.request.journal import Journal
 from router.request.request import Request, TokenGiven
@@ -33,6 +33,9 @@ _LATENCY_S = 0.0005  # to a worker and back
 _NOTICE_S = 0.05  # until a broken stream is noticed
 _VERDICT_S = 0.5  # as `router.lifecycle.attempt`
 
+Place = Callable[[Snapshot, RequestFacts, Wishes], Route]
+"""As `router.policy.route.choose`."""
+
 RECOVERY = RecoveryLimits(max_attempts=20, local_prefill_tokens=8, max_rest_s=5.0)
 
 
@@ -47,11 +50,13 @@ class _Held:
 
 class Router:
     """Args:
+    place: gives each attempt its workers.
     mixed_pool_tokens, mixed_step_tokens: see `RequestFacts` and `WorkerLoad`; 0: no prompt is computed at decode.
     """
 
-    def __init__(self, kernel: Kernel, *, mixed_pool_tokens: int, mixed_step_tokens: int) -> None:
+    def __init__(self, kernel: Kernel, place: Place, *, mixed_pool_tokens: int, mixed_step_tokens: int) -> None:
         self.kernel = kernel
+        self.choose_route = place
         self.mixed_pool_tokens = mixed_pool_tokens
         self._mixed_step_tokens = mixed_step_tokens
         self.workers: list[Node] = []
@@ -172,7 +177,7 @@ class InFlight:
             is_first_attempt=self.journal.attempt == 1,
         )
         try:
-            route = choose(router.snapshot(), facts, self.plan.wishes)
+            route = router.choose_route(router.snapshot(), facts, self.plan.wishes)
         except NoWorkerError:
             router.wait(self)
             return

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tandem.worker.scheduler import Batch, BatchScheduler
 from tandem.worker.step import StepHooks
@@ -13,9 +14,15 @@ from tests.support.scripted_model import NUM_LAYERS, Memory
 from tests.support.virtual_time import Kernel
 
 
+class StepTimes(Protocol):
+    """What a step takes, in seconds."""
+
+    def of(self, batch: Batch) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step takes."""
+    """So much, and so much a token."""
 
     base_s: float
     token_s: float
@@ -27,7 +34,7 @@ class StepTime:
 class StepRunner:
     """What is submitted runs between two steps, in order; with nothing to compute, at once."""
 
-    def __init__(self, kernel: Kernel, scheduler: BatchScheduler, memory: Memory, step_time: StepTime) -> None:
+    def __init__(self, kernel: Kernel, scheduler: BatchScheduler, memory: Memory, step_time: StepTimes) -> None:
         self._kernel = kernel
         self._scheduler = scheduler
         self._memory = memory
@@ -56,6 +63,8 @@ class StepRunner:
         assert not hooks.give_way(), "nobody shares cores here"
         hooks.before_schedule()
         batch = self._scheduler.schedule()
+        self._scheduler.pool.check()
+        assert not any(s.promoted for s in batch.preempted), "decode's pages wait for it: it must not lose its own"
         if batch.items:
             self._begin(batch)
         else:

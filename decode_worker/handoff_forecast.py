@@ -1,4 +1,4 @@
-"""When a handoff will be complete, foreseen from the layers that arrive. Pure."""
+"""Foresees when a handoff will be complete, from the layers that have arrived. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class HandoffForecast:
     """When one handoff will be complete; times in seconds on one clock.
 
-    The last page is written layer by layer as the last chunk is computed, and each layer takes as long as another.
+    The last page is written layer by layer while the last chunk is computed, and all layers take equally long.
     """
 
     num_layers: int
@@ -32,7 +32,7 @@ class HandoffForecast:
         return self.num_layers - len(self._layers)
 
     def complete_s(self) -> float | None:
-        """When the last layer arrives, or has arrived; `None`: that cannot be known yet."""
+        """When the last layer will arrive, or arrived; `None`: not known yet."""
         if not self.num_left:
             return self.last_s
         num_timed = len(self._layers) - self._num_first

@@ -21,14 +21,14 @@ class DecodeJob(Attempt):
     num_choices: int
     going_on: list[int]  # the choices that have not ended
     journal: dict[int, list[int]]  # tokens that the client has, by choice; they are replayed, not sampled again
-    is_cancelled: bool = False  # nobody wants it; its pages come back when the protocol says so
-    is_new: bool = False  # handed off, and no step has computed anything of it yet
+    is_cancelled: bool = False  # it was cancelled; its pages come back when the protocol says so
+    is_new: bool = False  # handed off, and no step has computed a token of it yet
     local: ComputesHere | None = None  # set from when its prompt is computed here
     sequences: list[Sequence] = field(default_factory=list)  # in the batch, or preempted
 
     @property
     def to_sample(self) -> list[int]:
-        """The choices whose first token nobody has sampled yet."""
+        """The choices that have no first token yet."""
         return [c for c in self.going_on if c not in self.journal]
 
     def begin_prompt(self, page_size: int) -> Sequence:
@@ -37,14 +37,14 @@ class DecodeJob(Attempt):
         sequence = self._make_sequence(0, [], [*self.cached, *self.pages], num_cached * page_size, num_cached)
         sequence.keys = list(self.page_keys)
         sequence.samples = bool(self.to_sample)
-        # What a lost prefill worker left behind has waited long enough, and prefill has no time for it.
+        # A retry is not paced: it has waited long enough, and prefill has no time for it.
         sequence.paced = self.key.attempt == 1
         sequence.owner = Prompt(self, SequenceState(self.prompt_ids))
         self.sequences.append(sequence)
         return sequence
 
     def begin_choice(self, choice: int, output: list[int], pages: Iterable[int], num_published: int) -> Sequence:
-        """A choice whose prompt lies in `pages`, of which the cache knows `num_published`; `output` is replayed."""
+        """A choice whose prompt is in `pages`, the first `num_published` of them in the cache; `output` is replayed."""
         sequence = self._make_sequence(choice, output, list(pages), len(self.prompt_ids), num_published)
         sequence.owner = Choice(self, SequenceState(self.prompt_ids, output))
         self.sequences.append(sequence)
@@ -70,7 +70,7 @@ class DecodeJob(Attempt):
 
 @dataclass(slots=True)
 class Prompt:
-    """Owner of a sequence that computes a prompt: its last step samples the first token of each choice to sample."""
+    """Owner of a sequence that computes a prompt. Its last step samples the first tokens that are missing."""
 
     job: DecodeJob
     state: SequenceState

@@ -1,14 +1,15 @@
-"""Every attempt that is wanted or holds pages at a decode worker: how far it is, and who gets pages when. Pure.
+"""All attempts that are wanted or hold pages at a decode worker: their states, and which one gets pages when. Pure.
 
     NEW ──> WAITING ──┬──> GRANTED ──admit──┬──> ENTERING ──> COMPUTING ──> RUNNING
                       └──── computed here ──┘        └──── handed off ───────┘
 
-Reserved pages that are not committed yet are dead weight: together they may be at most a quarter of the pool, but one
-request is always allowed when nothing else is reserved, however large. Pages of a prompt that is computed here need no
-such cap: no other worker has to do anything before they are of use. The head of the queue is never overtaken.
-Growth of what runs comes first: every running sequence keeps a page to grow into, and while a preempted one waits to
-come back, nothing new is let in. So decode always goes on by itself, whatever prefill does: no cycle between the two
-pools can stand still.
+**Reserved pages** are of no use before their commit. Together they may be at most a quarter of the pool, but one
+request is always granted when no other page is reserved. Pages of a prompt that is computed here have no such cap,
+because they wait for no other worker. The head of the queue is never overtaken.
+
+**Running sequences come first.** Each of them keeps a page to grow into. While a preempted one waits, no new attempt
+gets pages. So decode always goes on by itself, whatever prefill does, and no cycle between the two pools can stand
+still.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ RESERVED_SHARE = 0.25
 
 
 class AttemptState(Enum):
-    NEW = "new"  # the protocol has not taken it
+    NEW = "new"  # the protocol has not accepted it
     WAITING = "waiting"  # for pages
     GRANTED = "granted"  # its pages are reserved for a writer
-    ENTERING = "entering"  # its pages are its own; the batch has it with the next step
+    ENTERING = "entering"  # it has its pages; it is in the batch with the next step
     COMPUTING = "computing"  # its prompt is computed here, by one sequence for all its choices
     RUNNING = "running"  # its choices generate
 
@@ -55,7 +56,7 @@ class Attempt:
 
     @property
     def num_to_come(self) -> int:
-        """Sequences that will be in the batch and are not."""
+        """Sequences of this attempt that are not in the batch yet."""
         match self.state:
             case AttemptState.GRANTED | AttemptState.ENTERING:
                 return self.num_running
@@ -112,7 +113,7 @@ class Ledger(Generic[A]):
     # -- the ways out
 
     def remove(self, attempt: A) -> None:
-        """Nobody wants it any more, or it has ended. Pages that it has are not the ledger's to give back."""
+        """Forget an attempt that was cancelled or has ended. The caller gives back its pages."""
         if not self.has(attempt):
             return
         del self.attempts[attempt.key]
@@ -120,7 +121,7 @@ class Ledger(Generic[A]):
             self.waiting.remove(attempt)
 
     def admit(self, attempt: A) -> None:
-        """The handoff is verified: the pages, reserved so far, are used."""
+        """The handoff is verified: its reserved pages become used ones."""
         self._pool.admit(attempt.pages)
         attempt.state = AttemptState.ENTERING
 
@@ -133,7 +134,7 @@ class Ledger(Generic[A]):
         quarantined: bool,
         keeps: bool,
     ) -> None:
-        """The handoff is over without admission, and the attempt with it.
+        """The handoff has ended without admission, and the attempt with it.
 
         Args:
             pages: of the grant, those that were not verified.
@@ -168,7 +169,7 @@ class Ledger(Generic[A]):
         pool = self._pool
         if self._scheduler.waiting or not self._has_place(head):
             return False
-        # At least the last page is always sent or computed: decode's own first step needs it private.
+        # At least the last page is always sent or computed: decode's first step writes to it, so it must not be shared.
         cached = pool.acquire(head.page_keys[: (head.num_tokens - 1) // pool.page_size])
         needed = pages_for(head.num_tokens, pool.page_size) - len(cached)
         is_local = head.num_tokens - len(cached) * pool.page_size <= head.max_local_tokens

@@ -1,7 +1,7 @@
 """What a decode worker does with attempts: reservations and handoffs as they come, tokens around each step. Pure.
 
-Two threads may run it. On the *driver's*, in a worker the transfer thread, attempts come, get pages, and go: so a
-grant waits for no step. On the *runner's* they are in the batch. What both touch is guarded by the scheduler's lock.
+Two threads run it. On the *driver's* thread, which in a worker is the transfer thread, attempts come, get pages and go:
+so no grant waits for a step. On the *runner's* thread they are in the batch. The scheduler's lock guards what both use.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DecodeRole:
 
     Args:
         queue_bound: attempts that may wait for pages.
-        to_runner: to the thread of the steps, before the next one.
-        to_driver: to the driver's thread.
+        to_runner: queues a call for the runner thread, before its next step.
+        to_driver: queues a call for the driver's thread.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DecodeRole:
         """Take a request in; a repeated command is answered again.
 
         Args:
-            max_local_tokens: the prompt is computed here if no more of it than this is missing.
+            max_local_tokens: the prompt is computed here if no more of its tokens than this are missing.
         """
         key = spec.key
         job = self.ledger.attempts.get(key)
@@ -112,7 +112,7 @@ class DecodeRole:
         self._driver.reserve(key)
 
     def _take_in(self, job: DecodeJob) -> None:
-        with self._lock:  # whoever looks whether a draining worker is empty sees it, or it is refused
+        with self._lock:  # a drain either sees this attempt, or it is refused here
             if self._is_draining():
                 raise self._draining(job.key)
             self.ledger.attempts[job.key] = job
@@ -124,7 +124,7 @@ class DecodeRole:
         if strange := [c for c in (*journal, *finished) if c >= spec.num_choices]:
             text = f"a journal for choices {strange} of {spec.num_choices}"
             raise InvalidRequestError(text, request_id=key.request_id)
-        # The first in the order alone must be able to end here, or preemption could not help it.
+        # The first attempt in the order must be able to end when it is alone, or preemption could not help.
         num_tokens = min(num_prompt + spec.params.max_tokens, self._limits.max_context)
         self._scheduler.check_fits(num_tokens, key.request_id)
         prompt, going_on = list(spec.prompt_ids), [c for c in range(spec.num_choices) if c not in finished]
@@ -137,7 +137,7 @@ class DecodeRole:
             num_tokens=num_prompt,
             num_running=max(1, len(going_on)),
             page_keys=tuple(page_keys(prompt, self._pool.page_size, salt)) if caching else (),
-            # A request that has ended by its own rules is prefill's to end.
+            # Prefill ends a request that has ended by its own rules.
             max_local_tokens=max_local_tokens if going_on else 0,
             session=session,
             prompt_ids=prompt,
@@ -148,7 +148,7 @@ class DecodeRole:
         )
 
     def cancel(self, key: AttemptKey) -> None:
-        """Nobody wants this attempt any more; its pages follow, by the protocol where a writer may know them."""
+        """Drop this attempt. Its pages come back now, or by the protocol where a writer may know them."""
         with self._lock:
             job = self.ledger.attempts.get(key)
             if job is not None and job.state is AttemptState.GRANTED:
@@ -160,7 +160,7 @@ class DecodeRole:
         self._driver.cancel(key)
 
     def session_ended(self, session: int) -> None:
-        """Its router is gone, and with it all that it had started."""
+        """A router is gone: drop all attempts that it had started."""
         with self._lock:
             keys = [job.key for job in self.ledger.attempts.values() if job.session == session]
         for key in keys:
@@ -195,7 +195,7 @@ class DecodeRole:
         self._fail(job.session, job.key, error)
 
     def carried_out(self) -> None:
-        """All of one event is carried out: who may have pages now gets them."""
+        """All instructions of one event are carried out: give pages to attempts that may have them now."""
         if self._has_changed:
             self.give_pages()
 
@@ -214,12 +214,12 @@ class DecodeRole:
                 fault_points.reach("decode.granted")
                 self._driver.granted(job.key, job.pages, len(job.cached))
             else:
-                # For the protocol the attempt has ended: a late repetition of its Reserve hears so.
+                # For the protocol the attempt has ended, and it says so to a late repetition of its Reserve.
                 self._driver.denied(job.key, RefusalReason.ALREADY_ENDED)
                 self._to_runner(lambda job=job: self._compute_here(job))  # type: ignore[misc]
 
     def grant(self, grant: Grant) -> None:
-        """The protocol made a grant of the pages: the router hands it to prefill."""
+        """The protocol made a grant of the pages. The router passes it on to prefill."""
         job = self.ledger.attempts.get(grant.key)
         if job is not None and job.state is AttemptState.NEW:  # a repeated Reserve of an attempt that has ended here
             self.refused(grant.key, RefusalReason.ALREADY_ENDED, "")
@@ -258,7 +258,7 @@ class DecodeRole:
         quarantined: bool,
     ) -> None:
         """The handoff ended without admission."""
-        # A writer that stops by itself may have found that what it computed is of no use.
+        # A writer that stops by itself may have found that its computation failed.
         has_stopped = reason is RefusalReason.WRITER_STOPPED
         with self._lock:
             job = self.ledger.attempts[key]
@@ -266,7 +266,7 @@ class DecodeRole:
         self._has_changed = True
         self._to_runner(lambda: self._pacing.first_steps_taken(1))
         self._pacing.handoff_ended()
-        # A writer that stops by itself tells the router why, or that there was nothing to hand off.
+        # A writer that stops by itself tells the router why itself.
         if not job.is_cancelled and not has_stopped:
             error = HandoffError(f"the handoff to {self._worker_id} failed: {reason.value}", reason=reason.value)
             error.retryable = reason.retryable
@@ -280,7 +280,7 @@ class DecodeRole:
         self._to_runner(self.snapshot)  # it may rest, with a sequence that found no page
 
     def refused(self, key: AttemptKey, reason: RefusalReason, detail: str) -> None:
-        """The protocol will not have this reservation, or its repetition where the attempt has gone on."""
+        """The protocol refuses this reservation, or a repetition of it after the attempt has gone on."""
         job = self.ledger.attempts.get(key)
         if job is None or job.state not in (AttemptState.NEW, AttemptState.WAITING):
             return
@@ -293,7 +293,7 @@ class DecodeRole:
     # -- the batch; on the runner's thread
 
     def _compute_here(self, job: DecodeJob) -> None:
-        """The prompt goes into the batch, to be computed by chunks; no writer takes part."""
+        """Put the prompt into the batch, to be computed in chunks; there is no writer."""
         with self._lock:
             if not self._may_enter(job):
                 return
@@ -316,14 +316,14 @@ class DecodeRole:
         fault_points.reach("decode.admitted")
 
     def _may_enter(self, job: DecodeJob) -> bool:
-        """Whether it is still wanted; else its pages go back."""
+        """Whether the attempt is still wanted; else release its pages."""
         if self.ledger.has(job):
             return True
         self._pool.release([*job.cached, *job.pages])
         return False
 
     def _leave(self, job: DecodeJob) -> None:
-        """It is not in the ledger any more: what it has in the batch goes too."""
+        """The attempt has left the ledger: take its sequences out of the batch too."""
         with self._lock:
             for sequence in job.sequences:
                 self._pool.release(self._scheduler.remove(sequence))
@@ -332,12 +332,12 @@ class DecodeRole:
         job.is_new = False
 
     def _drop(self, job: DecodeJob) -> None:
-        """What it computes is of no use."""
+        """Drop an attempt whose result nobody needs."""
         self.ledger.remove(job)
         self._leave(job)
 
     def give_way(self) -> bool:
-        """A step begins a little later where one more handoff is about to be admitted."""
+        """Begin the step a little later where a handoff is about to be admitted."""
         return self._pacing.give_way(has_work=any(s.is_decode for s in self._scheduler.running))
 
     def before_schedule(self) -> None:

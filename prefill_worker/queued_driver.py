@@ -9,8 +9,8 @@ from kvtransfer.protocol.messages import AttemptKey, FirstToken
 from kvtransfer.transports.base import Transport
 from prefill_worker.sender_driver import SealedPages, SenderDriver
 
-# So long a runner waits at most, once a step, for the driver to take in which prompts it has computed. Their commits go
-# out meanwhile, where all is written.
+# The longest time that the runner waits, once a step, until the driver knows which prompts are computed. Where all
+# pages are written, their commits go out meanwhile.
 COMMIT_FIRST_S = 2e-3
 
 
@@ -40,8 +40,8 @@ class QueuedDriver:
             self._untaken.append(taken)
 
     def wait_taken(self) -> None:
-        # Other threads get Python's lock when this one rests: decode would wait for all that the runner has to do
-        # behind a step.
+        # Other threads get Python's lock while this one waits. Otherwise decode would wait for all that the runner does
+        # after a step.
         wait(self._untaken, COMMIT_FIRST_S)
         self._untaken.clear()
 

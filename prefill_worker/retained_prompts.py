@@ -1,9 +1,9 @@
-"""What outlives a computed prompt: pages that can be found again, and its first tokens.
+"""Retains computed prompts: their pages can be found again, and their first tokens are remembered.
 
-A computed prompt's pages are entered into the pool's cache, the partial last one under a key that only its request
-finds. While a sequence or a write holds them they are in use; after that they are evictable as all cached pages are.
-So when decode is lost, another attempt of the same request hands off the same pages, and computes nothing if memory
-was not needed meanwhile. Runs on the runner thread.
+The pages of a computed prompt are entered into the pool's cache; the partial last page gets a key that only its request
+finds. Pages that a sequence or a write holds are in use; after that they can be evicted like all cached pages. So when
+decode is lost, another attempt of the request hands off the same pages. It computes nothing, unless their memory was
+needed meanwhile. Runs on the runner thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a prefill worker does around each step: prompts in, sealed pages and first tokens out.
 
-A prompt's pages have two holders: its sequence, until decode has the pages or nobody wants them, and the sender driver,
-from when it hears of a page until no write can read it. It hears of pages only when a grant is attached; before that
-the scheduler may take them for a prompt that has one.
+A prompt's pages have two holders. Its sequence holds them until decode has them or the attempt is cancelled. The sender
+driver holds a page from when it hears of it until no write can read it. It hears of pages only when a grant is
+attached; before that the scheduler may take them for a prompt that has a grant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, Tok
 from tandem.worker.scheduler import Batch, BatchScheduler
 from tandem.worker.step import SampleTokens
 
-# Attempts that ended and are remembered, so that a late repetition of their start is not taken for a new one.
+# So many ended attempts are remembered, so that a late repetition of a start is not taken for a new attempt.
 _NUM_REMEMBERED = 4096
 
 
@@ -42,10 +42,10 @@ class SenderPort(Protocol):
     def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None: ...
 
     def wait_taken(self) -> None:
-        """Wait, for a short time at most, until it has taken in which prompts are computed."""
+        """Wait, for a short time at most, until the driver knows which prompts are computed."""
 
     def cancel(self, key: AttemptKey) -> None:
-        """Nothing more comes of this attempt, or nothing ever did."""
+        """End this attempt, whether it had begun or not."""
 
 
 class PrefillRole:
@@ -139,7 +139,7 @@ class PrefillRole:
         return make_job(session, spec, receiver, self._limits, self._arrivals, self._now())
 
     def _recall(self, job: PromptJob) -> bool:
-        """Take over what an earlier attempt has left; whether that is all, so that nothing is to compute."""
+        """Take over what an earlier attempt has left. Return whether nothing is left to compute."""
         recalled = self.retained.recall(job.sequence)
         if recalled is not None:
             job.first_tokens = {c: recalled.first_tokens[c] for c in job.open_choices if c in recalled.first_tokens}
@@ -147,12 +147,12 @@ class PrefillRole:
         return recalled is not None and not job.to_sample and self.retained.give_pages(job.sequence, recalled)
 
     def grant_attached(self, key: AttemptKey) -> None:
-        """Decode took this worker as the grant's writer, and the driver hears of it first. From any thread; `attach` is
-        to follow, and a step that is under way finds it sooner."""
+        """Decode took this worker as the grant's writer, and the driver knows it. From any thread. `attach` follows;
+        the step under way already sees this."""
         self._newly_attached.add(key)
 
     def attach(self, key: AttemptKey) -> None:
-        """Decode's pages wait for this prompt from now on: it goes first, and what is sealed goes to the driver."""
+        """Decode holds pages for this prompt: it goes first, and its sealed pages go to the driver."""
         self._newly_attached.discard(key)
         job = self.jobs.get(key)
         if job is None or job.over or job.attached:
@@ -164,18 +164,18 @@ class PrefillRole:
             self._driver.computed(key, job.going_on(self._limits), job.sealed_s)
 
     def cancel(self, key: AttemptKey) -> None:
-        """Nobody wants this attempt any more. What it computed may serve the request's next one."""
+        """Cancel this attempt. Its computed pages may serve the request's next attempt."""
         job = self.jobs.get(key)
         if job is not None and not job.over:
             self._leave(job)
             self._driver.cancel(key)
 
     def release_request(self, request_id: str) -> None:
-        """The request has ended: no attempt will ask for its pages again."""
+        """The request has ended: drop the pages that are retained for it."""
         self.retained.drop(request_id)
 
     def session_ended(self, session: int) -> None:
-        """Its router is gone, and with it all that it had started."""
+        """A router is gone: end all attempts that it had started."""
         for job in [j for j in self.jobs.values() if j.session == session]:
             self.cancel(job.key)
         self.retained.drop_session(session)
@@ -213,7 +213,7 @@ class PrefillRole:
         return on_layer
 
     def _begin(self, job: PromptJob) -> None:
-        """It has its pages; those found in the cache hold what they shall."""
+        """The sequence has its pages; those from the cache are computed already."""
         num_cached = job.sequence.num_cached
         self._counters.num_prompt_tokens_cached += num_cached
         if job.attached:
@@ -233,13 +233,14 @@ class PrefillRole:
             self._driver.sealed([SealedPages(job.key, range(self._num_layers), 0, pages)])
 
     def _seal_part(self, part: StepPart, layer: int) -> SealedPages | None:
-        """What the driver may hear of the step now that `layer` is computed: it may have been attached just now."""
+        """Pages of this step that the driver may hear of now that `layer` is computed. The attempt may just have been
+        attached."""
         job = part.job
         if job.key in self._newly_attached:
             self.attach(job.key)
         if not job.attached or not part.pages:
             return None
-        if part.next_layer == 0:  # its hold begins as it hears of a page: a step that failed before leaves none
+        if part.next_layer == 0:  # its hold begins when it hears of a page: a step that fails earlier leaves none
             self._pool.share(part.pages)
         layers, part.next_layer = range(part.next_layer, layer + 1), layer + 1
         return SealedPages(job.key, layers, part.first, part.pages)
@@ -257,7 +258,7 @@ class PrefillRole:
                     job.first_tokens[choice] = token
                 else:
                     job.error = token
-        # The scheduler books a token behind each prompt; it goes away with the prompt, which is never decoded here.
+        # The scheduler adds a token to each prompt. It goes with the prompt, which is never decoded here.
         return [[0] for _ in jobs]
 
     def after_step(self, batch: Batch) -> None:
@@ -276,7 +277,7 @@ class PrefillRole:
         self.snapshot()
 
     def _finish(self, jobs: list[PromptJob]) -> None:
-        """They are computed: let their handoffs end, and then give out their first tokens."""
+        """These prompts are computed: let their handoffs end first, then give out their first tokens."""
         for job in jobs:
             self._hand_over(job)
         if jobs:
@@ -296,7 +297,7 @@ class PrefillRole:
             self._driver.computed(job.key, going_on, job.sealed_s)
 
     def _give_out(self, job: PromptJob) -> None:
-        """Its first tokens; its end, where they are the last ones."""
+        """Give out its first tokens, and its end where they are the last ones."""
         going_on = job.going_on(self._limits)
         if job.computed_s is None:
             job.computed_s = job.sealed_s
@@ -316,7 +317,7 @@ class PrefillRole:
             self._emit({job.session: events})
 
     def _fail_sampling(self, job: PromptJob, error: TandemError) -> None:
-        """Its logits are of no use; what it computed may be none either, so nobody else shall find it."""
+        """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
         self._pool.discard(job.sequence.keys)
         self.fail(job.key, error)
 
@@ -330,7 +331,7 @@ class PrefillRole:
         self.snapshot()
 
     def _leave(self, job: PromptJob) -> None:
-        """Drop the sequence's own hold on its pages; the driver's goes on."""
+        """Release the sequence's hold on its pages; the driver keeps its own."""
         if not job.over:
             job.over = True
             self._pool.release(self._scheduler.remove(job.sequence))
@@ -352,7 +353,7 @@ class PrefillRole:
     def handoff_failed(self, key: AttemptKey, error: TandemError) -> None:
         """The handoff is over; the router decides what comes next."""
         job = self.jobs.get(key)
-        if job is None or job.over:  # never taken, or ended from here: the router has heard why
+        if job is None or job.over:  # refused, or ended by this worker: the router has heard why
             return
         if isinstance(error, HandoffError) and error.reason == RefusalReason.DIGEST_MISMATCH.value:
             # The bytes may have changed here since they were sealed: the next attempt computes them anew.
@@ -362,21 +363,21 @@ class PrefillRole:
         self._send(job.session, AttemptFailed(key, error))
 
     def quarantine(self, pages: tuple[int, ...]) -> None:
-        """Writes that nobody waits for may still read these pages: they must not be overwritten.
+        """Keep these pages from being overwritten: writes of an ended attempt may still read them.
 
         A page that others hold too stays theirs: reading it does no harm, and the driver's own reference keeps it.
         """
         self._pool.quarantine([p for p in pages if self._pool.references(p) == 1])
 
     def release(self, pages: tuple[int, ...]) -> None:
-        """The driver's hold ends."""
+        """Release the driver's hold on these pages."""
         quarantined = [p for p in pages if self._pool.state(p) is PageState.QUARANTINED]
         self._pool.lift(quarantined)
         kept = set(quarantined)
         self._pool.release([p for p in pages if p not in kept])
 
     def closed(self, key: AttemptKey) -> None:
-        """The driver is through with the attempt, or with a prompt that was not taken."""
+        """The driver has closed the attempt, or a prompt that was refused."""
         job = self.jobs.pop(key, None)
         if job is None:
             return
@@ -392,7 +393,7 @@ class PrefillRole:
 
     @property
     def num_wanted(self) -> int:
-        """Attempts that have not ended for those who asked for them."""
+        """Attempts that their routers still wait for."""
         return sum(not job.over for job in self.jobs.values())
 
     def snapshot(self) -> None:

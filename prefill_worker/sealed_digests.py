@@ -1,4 +1,4 @@
-"""What this worker knows of the pages that it computed."""
+"""Digests of the pages that this worker computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtransfer.extents import ArenaShape
 class SealedDigests:
     """Digests of an arena's extents, taken once, when they were sealed.
 
-    Whoever has bytes changed takes their digest anew when they are sealed again; between the two nobody asks for it.
+    When bytes change, their digest is taken again as they are sealed again; it is not asked for in between.
 
     Args:
         read: reads the arena.

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SealedPages:
-    """Pages of one prompt whose KV of some layers will not change any more."""
+    """Pages of one prompt whose KV in some layers is final."""
 
     key: AttemptKey
     layers: range
@@ -47,12 +47,12 @@ class SealedPages:
 
 
 class SenderCallbacks(Protocol):
-    """Where the driver's results go. Called on the transfer thread; must hand over and return."""
+    """What the driver reports to its worker. Called on the transfer thread; each call must hand over and return."""
 
     def commit_part(self, part: CommitPart) -> None: ...
 
     def commit(self, commit: Commit, *, again: bool) -> None:
-        """`again`: it has gone unanswered."""
+        """`again`: an earlier sending had no answer."""
 
     def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         """Tell the receiver that nothing of the grant is outstanding, until it has heard."""
@@ -68,10 +68,10 @@ class SenderCallbacks(Protocol):
         """No write can read these pages any more. Each sealed page comes exactly once."""
 
     def closed(self, key: AttemptKey) -> None:
-        """The handoff is over; nothing more comes of it."""
+        """The handoff is over; no other call about it follows."""
 
     def replace_self(self, num_quarantined: int) -> None:
-        """Writes that nobody waits for hold this many pages, and do not end: only a new process has them back."""
+        """Writes of ended attempts hold this many pages and do not end: only a new process frees them."""
 
     def deadline(self, deadline_s: float | None) -> None:
         """`tick` is due at this time."""
@@ -84,7 +84,7 @@ class _Entry:
     # All pages ever sealed for it: the driver holds them until the handoff is done.
     pages: set[int] = field(default_factory=set)
     released: bool = False
-    draining_since_s: float | None = None  # set while it has failed and its writes go on
+    draining_since_s: float | None = None  # set when the attempt has failed and its writes have not ended
     has_committed: bool = False
     first_post_s: float | None = None
     computed_s: float = 0.0
@@ -118,7 +118,7 @@ class SenderDriver:
         self._incarnation = incarnation
         self._layout = layout
         self._shape = shape
-        # Of all that this worker computed, whoever it was for: a page that is sent later, or again, is not read again.
+        # Of all pages that this worker computed: a page that is sent later, or once more, is not read again.
         self._digests = SealedDigests(read_extent, shape)
         self._limits = limits
         self._callbacks = callbacks
@@ -151,7 +151,7 @@ class SenderDriver:
     def attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
         """Decode took this worker as the grant's writer."""
         if key not in self._entries:
-            # The attempt ended while decode was asked: it must hear that nothing will be written.
+            # The attempt ended while decode was asked: tell decode that nothing will be written.
             self._callbacks.confirm_idle(ev.ConfirmIdle(key, grant.grant_id, grant.receiver, grant.capability))
             return
         self._handle(key, ev.GrantAttached(grant, lease_ends_s))
@@ -181,10 +181,10 @@ class SenderDriver:
             self._handle(key, ev.AllComputed(first_tokens))
 
     def wait_taken(self) -> None:
-        """Whoever calls in the same thread need not wait."""
+        """Nothing to wait for: the caller runs in the driver's own thread."""
 
     def cancel(self, key: AttemptKey) -> None:
-        """Nothing more comes of this attempt, or nothing ever did."""
+        """End this attempt, whether it had begun or not."""
         self.happened(key, ev.CancelRequested())
 
     def verified(self, key: AttemptKey, verified_at_s: float) -> None:
@@ -194,7 +194,7 @@ class SenderDriver:
             entry.verified_at_s = verified_at_s
 
     def has_asked(self, key: AttemptKey, receiver: str, grant_id: str) -> bool:
-        """Whether this decode worker may answer for this grant of this attempt, which goes on."""
+        """Whether the attempt goes on and has this grant of this decode worker, so that its answer counts."""
         entry = self._entries.get(key)
         grant = entry.handoff.grant if entry is not None else None
         return grant is not None and (grant.receiver, grant.grant_id) == (receiver, grant_id)
@@ -248,7 +248,7 @@ class SenderDriver:
         self._check_quarantine()
 
     def _check_quarantine(self) -> None:
-        """A write ends soon after its attempt failed, or its host is lost: then it may go on for ever."""
+        """Ask for a new process where writes of failed attempts do not end: they may never do so if a host is lost."""
         before_s = self._now() - self._limits.grace_s
         entries = self._entries.values()
         staying = (e for e in entries if e.draining_since_s is not None and e.draining_since_s <= before_s)
@@ -326,7 +326,7 @@ class SenderDriver:
         entry.num_extents += len(post.writes)
 
         def may_post() -> bool:
-            # Right before it: over shared memory the post itself copies.
+            # Before the post: over shared memory the post itself copies the pages.
             now_s = self._now()
             if not entry.handoff.may_post(now_s):
                 return False

@@ -1,18 +1,18 @@
-"""Who may come in, and what the others are told: a bound on waiting in front of both pools.
+"""Admission: which requests are let in, and when the others should try again. It bounds the queues of both pools.
 
-A request waits for its prompt's computation, and later, where all places in the decode workers' batches are taken, for
-one of these. The workers keep the queues; this keeps them short:
+A request waits for the computation of its prompt. Later it may wait for a place in a decode worker's batch. The workers
+keep these queues; admission keeps them short:
 
-- Never more than `max_waiting` wait, for either.
-- What comes in steadily must not wait for long: for a prompt's computation as long as that takes, for a place in a
-  batch a quarter of what a request takes. Both are learnt while nobody is refused.
-- More may wait only as far as there is *credit*. Whoever would wait for longer takes one, where more come than are
-  served; so does each refusal. When a request ends and nobody waits, the credit is `max_waiting` again; where somebody
-  was refused lately it only grows a little. So a burst of up to `max_waiting` is taken by a cluster that was not
-  overloaded before, and a lasting overload is refused at once instead of being served late (the aim of CoDel: Nichols
-  and Jacobson, ACM Queue 2012).
+- At most `max_waiting` requests wait in either queue.
+- A steady load must not wait for long: for a prompt at most as long as its computation takes, for a place at most a
+  quarter of the time that a request takes. Both times are learnt while no request is refused.
+- Longer queues need *credit*. Where more requests come than are served, a request that would wait for longer costs one
+  credit; so does each refusal. When a request ends and none waits, the credit is `max_waiting` again; after a recent
+  refusal it grows only a little. So a cluster that was not overloaded takes a burst of `max_waiting` requests, but a
+  lasting overload is refused at once instead of being served late. (That is the aim of CoDel: Nichols and Jacobson, ACM
+  Queue 2012.)
 
-That keeps the waiting short. How slow the tokens of a full batch may come is said by `scheduling.max_num_seqs`.
+Admission bounds waiting only. `scheduling.max_num_seqs` bounds the TPOT of a full batch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Admission:
         self._check(1, 1)
 
     def _check(self, num_requests: int, num_choices: int) -> int:
-        """The credit that letting them in costs."""
+        """The credit that it costs to let them in."""
         if self.is_draining:
             raise DrainingError("the router is shutting down; try another one")
         waiting = self.num_waiting + num_requests
@@ -137,7 +137,7 @@ class Admission:
         return min(max(1.0, math.ceil((self.num_waiting + self._num_refused) * gap_s)), _MAX_RETRY_AFTER_S)
 
     def look_at_places(self) -> None:
-        """Workers came or went, or requests did: note since when all places have been taken."""
+        """Note since when all places have been taken; called when workers or requests come or go."""
         if not 0 < self._num_places() < self._num_sequences:
             self._full_since_s = None
         elif self._full_since_s is None:
@@ -146,7 +146,7 @@ class Admission:
     # -- on its way
 
     def leave(self) -> None:
-        """One request waits no longer for its prompt's computation. Which one does not matter for sums."""
+        """One request no longer waits for its prompt's computation; only their number counts."""
         if not self._waiting_since_s:
             raise ValueError("nobody is waiting")
         now_s, since_s = self._clock.now(), self._waiting_since_s.popleft()
@@ -185,16 +185,16 @@ class Admission:
     # -- how many may wait
 
     def _is_refusing(self) -> bool:
-        """Whether somebody was refused lately, or while those were waiting who get their answers now."""
+        """Whether a request was refused lately, or while the requests that are served now were waiting."""
         return self._clock.now() - self._last_refusal_s < _REFUSAL_WINDOW_S + 2 * self._whole_s.value
 
     def _room_for_prefill(self) -> float:
-        """As many as leave the queue in the time that one takes from there to its first token; at least 1."""
+        """How many requests leave the queue in the time from there to the first token of one; at least 1."""
         service_s, gap_s = self._ttft_s.value - self._wait_s.value, self._left_gap_s.value
         return max(1.0, service_s / gap_s) if gap_s else math.inf
 
     def _room_for_decode(self) -> float:
-        """As many as end in a quarter of the time that one takes."""
+        """How many requests end in a quarter of the time that one takes."""
         gap_s = self._ended_gap_s.value
         return _SHARE_IN_FRONT_OF_DECODE * self._whole_s.value / gap_s if gap_s else math.inf
 
@@ -212,7 +212,7 @@ class _Average:
 
 
 class _Balance:
-    """When requests came and ended in the last `window_s`; of very many, those that are kept."""
+    """When requests came and ended in the last `window_s`; of very many, only the newest."""
 
     def __init__(self, window_s: float) -> None:
         self.came_s: deque[float] = deque(maxlen=4096)

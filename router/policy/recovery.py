@@ -1,4 +1,4 @@
-"""What becomes of a request whose attempt is over: how the next attempt looks, or with which error the request ends.
+"""Decides what follows when an attempt has ended: the plan of the next attempt, or the error that ends the request.
 
     what happened                     the next attempt                                   counts against
     prefill lost                      same decode, asked first: it may compute the       attempts, budget
@@ -11,8 +11,8 @@
     a worker left by plan             as if it were lost                                 nothing
     granted, and no prefill is ready  same decode, when there is a prefill               nothing
 
-"Lost" is a worker that died or fell silent. A request during which two of them died may be the cause and is not tried
-a third time. Pure: what happened comes in, a plan goes out.
+A worker is "lost" when it died or fell silent. Where two workers died during one request, the request may be the cause,
+and is not tried again. The decision is pure: an end comes in, a plan goes out.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Plan:
     """How the next attempt looks.
 
     Attributes:
-        rest_until_s: workers that are overloaded, and until when they are left in peace.
+        rest_until_s: overloaded workers, and until when they get no attempt.
     """
 
     wishes: Wishes = field(default_factory=Wishes)
@@ -94,12 +94,12 @@ FIRST = Plan()
 @dataclass(frozen=True, slots=True)
 class RecoveryLimits:
     max_attempts: int  # planned ends do not count
-    local_prefill_tokens: int  # 0: decode never computes what is missing by itself
-    max_rest_s: float  # longest time that an overloaded worker is left in peace
+    local_prefill_tokens: int  # 0: decode never computes the missing tokens itself
+    max_rest_s: float  # longest time that an overloaded worker gets no attempt
 
 
 class Recovery:
-    """What is known of one request's failures, and what follows from it."""
+    """Knows the failures of one request, and decides what follows."""
 
     def __init__(self, limits: RecoveryLimits, budget: RetryBudget) -> None:
         self._limits = limits
@@ -111,7 +111,7 @@ class Recovery:
         self._rest_until_s: dict[WorkerKey, float] = {}
 
     def note_death(self, worker: WorkerKey) -> None:
-        """A worker died while it held the request, whether the attempt can do without it or not."""
+        """A worker died while it held the request. The attempt may go on without it."""
         self.died.add(worker)
 
     def after(self, end: AttemptEnd, now_s: float) -> Plan:
@@ -144,7 +144,7 @@ class Recovery:
                 pass
 
     def _count(self, end: AttemptEnd) -> None:
-        """Raises where the request ends here."""
+        """Count the failure. Raises where the request ends with it."""
         self.num_failures += 1
         self.check_deaths(end.error)
         if not end.error.retryable or self.num_failures >= self._limits.max_attempts:
@@ -163,11 +163,11 @@ class Recovery:
             ) from cause
 
     def wishes_to_move(self, decode: WorkerKey) -> Wishes:
-        """For another place than this decode worker, which is leaving."""
+        """Wishes for a move away from this decode worker, which is leaving."""
         return Wishes(avoid=frozenset(self._avoid), exclude=frozenset(self._exclude | {decode}))
 
     def _plan(self, end: AttemptEnd) -> Plan:
-        """The side that is still well is kept: it holds pages of the request, or the room that it made for them."""
+        """Keep the worker that has not failed: it holds pages of the request, or room for them."""
         prefill: WorkerKey | None = None
         decode: WorkerKey | None = None
         local = 0
@@ -193,10 +193,10 @@ def failure(
     *,
     leaving: Collection[WorkerKey] = (),
 ) -> AttemptEnd:
-    """What the failure of an attempt, as `worker` reports it, says about both workers.
+    """What the failure that `worker` reports says about both workers of the attempt.
 
-    On one host each worker sees the other's process end, often before the router's stream to it breaks. Of a worker in
-    `leaving` that is no death.
+    On one host each worker sees the other's process end, often before the router's stream to it breaks. The end of a
+    worker in `leaving` is no death.
     """
     reason = error.reason if isinstance(error, HandoffError) else ""
 

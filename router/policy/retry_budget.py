@@ -1,11 +1,11 @@
-"""How many requests may be tried again: a token bucket that all requests fill and each retry draws from.
+"""Bounds retries: a token bucket that every request fills and every retry draws from.
 
-Retries multiply the load right when workers are missing; bounded to a share of the requests, they cannot become a
-storm that keeps the rest of the cluster down. (The idea is that of Finagle's `RetryBudget` and of gRPC's retry
-throttling.) It is the cluster's: each router keeps its share of it, by the requests that come to it.
+Retries add load just when workers are missing. Bounded to a share of the requests, they cannot become a storm that
+keeps the cluster down, as in Finagle's `RetryBudget` and gRPC's retry throttling. The budget is the cluster's: each
+router has its share of it, and fills it with the requests that it serves.
 
-The bucket also fills by a few retries a minute: a quiet cluster, whose few requests would earn next to nothing, comes
-by some again. With a share of 0 nothing refills it.
+The bucket also gains a few retries each minute, because the requests of a quiet cluster earn next to nothing. With a
+share of 0 nothing refills it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which workers serve a request, and who computes its prompt: one pure decision over a snapshot.
+"""Decides which workers serve a request and which one computes its prompt: one pure decision over a snapshot.
 
-Prefill is bound by compute, so the prompt tokens that wait say how long a new prompt waits. Decode is bound by
-pages and by the size of its batch. A pair must have equal formats, or the pages of one mean nothing to the other.
+Prefill is bound by compute, so the waiting prompt tokens tell how long a new prompt waits there. Decode is bound by
+pages and by the size of its batch. Both workers of a pair must have the same KV format.
 
-The mixed pool: while a decode worker generates, reading the weights takes most of each step, and some tokens of a
-prompt beside cost little more. So a decode worker computes whole prompts in chunks that fill its steps up to
-`mixed_step_tokens` (`tandem/worker/scheduler.py`), slower than a prefill worker. A new prompt goes that way where it is
-ready sooner. Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the workers keep their roles.
+**The mixed pool.** A decode step mostly reads the weights, so some prompt tokens in it cost little more. A decode
+worker can compute a whole prompt in chunks that fill its steps up to `mixed_step_tokens`
+(`tandem/worker/scheduler.py`), though slower than a prefill worker. A new prompt goes there where it is ready sooner.
+Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the workers keep their roles.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
 
-# What a prompt token costs in a step that is not full, against one in a prefill worker's chunk. With less, prompts
-# would be kept from a prefill worker that is about to have time for them.
+# What a prompt token costs in a decode step, relative to one in a prefill worker's chunk. With a lower factor decode
+# would take prompts from a prefill worker that will have time for them soon.
 _SMALL_STEP_COST = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What a request is, whatever becomes of it.
+    """Facts of a request that do not change with its attempts.
 
     Attributes:
         priority: below 0: urgent.
         page_keys: of the prompt's full pages, in order; empty: unknown.
         deadline_s: when its client gives up, on the router's clock; `None`: it does not.
-        mixed_pool_tokens: the longest prompt of the mixed pool, as whoever generates beside one is slower meanwhile.
+        mixed_pool_tokens: the longest prompt of the mixed pool; longer ones would slow the other sequences for long.
     """
 
     num_prompt_tokens: int
@@ -47,15 +47,15 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What recovery wants of the workers of an attempt.
+    """Which workers recovery wants for the next attempt.
 
     Attributes:
-        prefill: holds pages of the request; taken where it is ready and may pair.
+        prefill: holds pages of the request; chosen where it is ready and has a partner.
         decode: as `prefill`.
-        max_local_tokens: above 0 `decode` is asked first, alone: it may compute so many tokens by itself. Prefill is
-            chosen when decode says that it needs one.
-        avoid: taken only where there is no other.
-        exclude: never taken: known to be gone or leaving.
+        max_local_tokens: if above 0, `decode` alone is asked first; it may compute so many tokens itself. A prefill
+            worker is chosen when decode says that it needs one.
+        avoid: chosen only where there is no other.
+        exclude: never chosen, because they are gone or leaving.
     """
 
     prefill: WorkerKey | None = None
@@ -68,7 +68,7 @@ class Wishes:
 class Why(StrEnum):
     LOAD = "load"  # the pair that has least to do
     KEPT = "kept"  # it holds pages of the request
-    MIXED_POOL = "mixed_pool"  # decode has the prompt computed sooner
+    MIXED_POOL = "mixed_pool"  # a decode worker computes the prompt sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def check_ready(snapshot: Snapshot) -> None:
 
 
 def check_placeable(snapshot: Snapshot) -> None:
-    """Raises as `choose` does unless a request could be placed now, or once a worker that is coming is there."""
+    """Raises as `choose` does unless a request can be placed now, or when a worker that is coming is there."""
     if not snapshot.may_get_better:
         check_ready(snapshot)
 
@@ -139,9 +139,9 @@ def check_placeable(snapshot: Snapshot) -> None:
 
 
 def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None:
-    """The decode worker that has a new prompt computed before any prefill worker has; `None`: it is handed off.
+    """The decode worker that would have a new prompt computed before any prefill worker; `None`: hand it off.
 
-    Only workers count that a handed-off prompt could go to: of a format that both pools have.
+    Only workers with a KV format that both pools have count, because only they could take part in a handoff.
     """
     may_be_slow = facts.is_first_attempt and facts.priority >= 0
     if not may_be_slow or not 0 < facts.num_prompt_tokens <= facts.mixed_pool_tokens:
@@ -170,7 +170,7 @@ def _best_prefill(workers: Sequence[WorkerLoad], kv_format: KvFormat, wishes: Wi
 
 
 def _incompatible(prefill: WorkerLoad, decode: WorkerKey, kv_format: KvFormat) -> IncompatibleError:
-    """One pair is enough to act on; `GET /v1/cluster` has all of them."""
+    """Names one pair, which is enough to act on; `GET /v1/cluster` has all of them."""
     differing = mismatch(prefill.kv_format, str(prefill.key), kv_format, str(decode))
     return IncompatibleError(
         f"no prefill worker can pair with a decode worker: {'; '.join(differing)} (see GET /v1/cluster)"
@@ -181,12 +181,12 @@ def _incompatible(prefill: WorkerLoad, decode: WorkerKey, kv_format: KvFormat) -
 
 
 def _prefill_cost(worker: WorkerLoad) -> tuple[int, int, WorkerKey]:
-    """Prompt tokens in front, then requests; the name decides what is left, so that equal inputs place equally."""
+    """Fewer prompt tokens in front first, then fewer requests, then the name: equal inputs give equal routes."""
     return worker.num_queued_tokens, worker.num_active, worker.key
 
 
 def _decode_cost(worker: WorkerLoad, facts: RequestFacts) -> tuple[bool, int, int, WorkerKey]:
-    """Room for the prompt first, then the smaller batch, then the more pages."""
+    """Room for the prompt first, then a smaller batch, then more free pages."""
     return not _has_room(worker, facts), worker.num_active, -worker.num_available_pages, worker.key
 
 

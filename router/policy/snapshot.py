@@ -1,4 +1,4 @@
-"""The workers as a routing decision sees them: plain data, taken at one moment. Pure."""
+"""The workers as a routing decision sees them: plain data of one moment. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Snapshot:
 
     @property
     def may_get_better(self) -> bool:
-        """Where nothing can be placed now: whether waiting makes sense, by the membership alone."""
+        """Whether the membership says that a request which cannot be placed now can be placed later."""
         if self.prefill and self.decode:  # but no two of them pair
             return self.is_prefill_coming or self.is_decode_coming
         return bool((self.prefill or self.is_prefill_coming) and (self.decode or self.is_decode_coming))

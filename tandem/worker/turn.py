@@ -1,8 +1,8 @@
-"""Who goes first in all queues and batches of a worker, and who gives way: urgency and age in one number. Pure.
+"""The order of all queues and batches of a worker: urgency and age in one number. Pure.
 
-A level of priority is worth so many seconds of waiting. So a request's turn is a point in time that never changes, and
-nobody has to look at a clock to let it age. What comes later than a request's turn goes behind it (by what the most
-urgent priority is worth, where that is below 0). So only finitely many go before it, however urgent all is that comes.
+A level of priority is worth a number of seconds of waiting. So a request's turn is a point in time that never changes,
+and it ages without a clock. Requests that come after this time go behind it. (Where the most urgent priority is below
+0, they may come later by what that is worth.) So only finitely many requests go before it, however urgent new ones are.
 """
 
 from __future__ import annotations

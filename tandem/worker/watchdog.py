@@ -1,8 +1,8 @@
-"""Ends a worker one of whose threads is stuck in a call that does not return.
+"""Ends a worker when one of its threads is stuck in a call that does not return.
 
-Such a process looks alive: its event loop sends heartbeats and renews leases. But what it holds it holds for ever, and
-no orderly stop gets past a thread that does not come back. Its exit is what helps: a fence for its pages, and a fresh
-start.
+Such a process looks alive: its event loop sends heartbeats and renews leases. But it never gives back what it holds,
+and an orderly stop would wait for the stuck thread. Its exit helps: it is a fence for its pages, and a new process
+starts.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""The cores of a node, shared by its workers as their load goes.
+"""Shares the cores of a node among its workers, by their load.
 
-Each worker has CPU threads of its own. One that has nothing to compute lends them: the others compute their kernels on
-them too, in proportion to their own. It gets them back by computing: it tells the others, who look between any two
-kernels. A kernel of a decode step takes 0.05 to 0.5 ms; of a chunk of 512 tokens the longest takes 0.1 s on one thread
-with a model of 0.5 B weights.
+Each worker has CPU threads of its own. A worker that has nothing to compute lends them, and the others share them in
+proportion to their own. When it computes again it tells the others, which look between any two kernels. A kernel of a
+decode step takes 0.05 to 0.5 ms. The longest kernel of a chunk of 512 tokens takes 0.1 s, on one thread with a model of
+0.5 B weights.
 
-They meet in a small file that all map, with a slot for each worker. A slot belongs to the process that holds the lock
-on its bytes, so that the operating system frees it when a process dies; and a busy worker says only until when it is
-busy, so that one that is stopped or dead counts as idle after ten seconds. Nothing here is needed to compute right:
-results are the same bits on any number of threads.
+The workers share a small mapped file with a slot for each of them. A slot belongs to the process that holds the lock on
+its bytes, so the operating system frees it when the process dies. A busy worker writes until when it is busy, so a
+stopped or dead one counts as idle after ten seconds. No result depends on any of this: results are the same bits on any
+number of threads.
 
-A worker may also give way, though it has something to compute: prefill rests until decode has computed the first step
-of what it was handed off, so that this step has the cores of both, and decode while it waits for a prefill that is
-about to end.
+A worker may also give way while it has something to compute. Prefill rests until decode has computed the first step of
+a handoff, so that this step has the cores of both. Decode rests while it waits for a prefill that is about to end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How long a decode step may begin later for a handoff that is about to be admitted.
 
-Whoever misses a step by a little waits for all of it, and then for its own: its second token comes up to two steps
-after its first. So the transfer thread foresees, from the layers that arrive, when a handoff will be complete; and
-where that is soon, the runner waits and begins its next step with it. Where the workers share their cores, the prefill
-that is about to end has those of both meanwhile.
+A handoff that just misses a step waits for all of that step and then for its own. So its second token comes up to two
+steps after its first. To avoid that, the transfer thread foresees from the layers that arrive when a handoff will be
+complete. If that is soon, the runner waits and begins its next step with it. Where the workers share their cores, the
+prefill that is about to end has the cores of both meanwhile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Makes KV pages resident before they are used, so that no step waits while the operating system clears memory.
 
-A page's first use costs a huge page in each layer: some tens of milliseconds a step, now and then, until all of the
-arena has been used. Memory is still taken as it is needed, only somewhat ahead; most of that while the worker rests,
-and by a thread that gives way to all others, as another worker may compute on these cores: on virtual machines whose
-host gives memory on first touch, a gigabyte takes two seconds of a core.
+The first use of a page takes a huge page in each layer. Until the whole arena has been used, that makes some steps
+slower by tens of milliseconds. This thread takes memory somewhat ahead of its use, and mostly while the worker rests.
+It has the lowest priority, because another worker may compute on these cores: on virtual machines whose host gives
+memory on first touch, a gigabyte takes two seconds of a core.
 """
 
 from __future__ import annotations

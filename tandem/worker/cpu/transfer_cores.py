@@ -1,7 +1,7 @@
-"""Keeps the two ends of a handoff off each other's core, where both are on one host.
+"""Keeps the two ends of a handoff on different cores, where both are on one host.
 
-A datagram that wakes a thread draws it to the sender's core, as if the sender were about to sleep. But it goes on,
-copying the next pages, and the receiver waits for slices of that core while another idles (seen on a virtual machine).
+A datagram that wakes a thread moves it to the sender's core, as if the sender were about to sleep. But the sender goes
+on copying pages, and the receiver waits for slices of that core while another core idles (seen on a virtual machine).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tandem.core.identity import Role
 def transfer_cores(role: Role, cores: Collection[int]) -> frozenset[int]:
     """Of a worker's `cores` those for its transfer thread: one half for prefill's, the other for decode's.
 
-    Halves, not single cores: whoever computes for long on one shall not hold it up.
+    Halves, not single cores: a long computation on one core must not hold the thread up.
     """
     ordered = sorted(cores)
     middle = len(ordered) // 2

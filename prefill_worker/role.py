@@ -11,14 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from kvtransfer.protocol.messages import AttemptKey, FirstToken, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, FailureReason, FirstToken, RefusalReason
 from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted
 from prefill_worker.job import PromptJob, StepPart, make_job, part_of
 from prefill_worker.retained_prompts import RetainedPrompts
 from prefill_worker.sender_driver import SealedPages
 from tandem.core import fault_points
 from tandem.core.clock import Clock
-from tandem.core.errors import DrainingError, HandoffError, TandemError, WorkerLostError
+from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
 from tandem.worker.counters import WorkerCounters
@@ -180,12 +180,13 @@ class PrefillRole:
             self.cancel(job.key)
         self.retained.drop_session(session)
 
-    def receiver_ended(self, keys: Iterable[AttemptKey], error: WorkerLostError) -> None:
+    def receiver_ended(self, keys: Iterable[AttemptKey], receiver: str) -> None:
         """The decode worker of these attempts is gone; of those with a grant the driver says so itself."""
+        reason = FailureReason.RECEIVER_EXITED.value
         for key in keys:
             job = self.jobs.get(key)
             if job is not None and not job.attached:
-                self.fail(key, error)
+                self.fail(key, HandoffError(f"decode worker {receiver} has ended", reason=reason))
 
     # -- a step
 

@@ -26,7 +26,7 @@ from prefill_worker.sender_driver import SenderDriver
 from prefill_worker.wire import make_events
 from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
-from tandem.core.errors import HandoffError, TandemError, TransportError, WorkerLostError
+from tandem.core.errors import HandoffError, TandemError, TransportError
 from tandem.core.identity import Role
 from tandem.core.pages import pages_for
 from tandem.engine.sampler import Sampler
@@ -252,8 +252,7 @@ class PrefillWorker:
         self.parts.pacing.left(incarnation)
         keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
         if keys:
-            error = WorkerLostError(f"decode worker {incarnation} has ended")
-            self.parts.runner.submit(lambda: self.core.receiver_ended(keys, error))
+            self.parts.runner.submit(lambda: self.core.receiver_ended(keys, incarnation))
 
     def _peer_lost(self, peer: Peer) -> None:
         def forget(transport: Transport) -> None:

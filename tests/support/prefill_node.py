@@ -138,8 +138,7 @@ class PrefillNode(Node):
         self.ended.add(receiver)
         self.driver.receiver_lost(receiver)
         keys = [key for key, target in self._targets.items() if target == receiver]
-        error = WorkerLostError(f"decode worker {receiver} has ended")
-        self.runner.submit(lambda: self.core.receiver_ended(keys, error))
+        self.runner.submit(lambda: self.core.receiver_ended(keys, receiver))
 
     # -- the transport
 

@@ -21,8 +21,10 @@ from kvtransfer.transports.events import PeerId, WriteCompleted, WriteHandle, Wr
 from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted
 from prefill_worker.role import PrefillRole
 from prefill_worker.sender_driver import SenderDriver
+from router.policy.recovery import Fault, failure
 from tandem.core.clock import VirtualClock
 from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError
+from tandem.core.identity import WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.counters import WorkerCounters
@@ -269,6 +271,19 @@ import sys
 import prefill_worker.role, prefill_worker.sender_driver
 print(sorted({'torch', 'grpc', 'ray', 'google.protobuf', 'nixl', 'nixl_cu12'} & set(sys.modules)))
 """
+
+
+def test_a_decode_worker_that_has_exited_is_named_as_such_before_it_has_granted_anything() -> None:
+    """Else the router would avoid prefill, which has the pages, and try the dead one again."""
+    world = World()
+    world.start()
+    world.role.receiver_ended([KEY], RECEIVER)
+    (failed,) = [event for event in world.events if isinstance(event, AttemptFailed)]
+    assert isinstance(failed.error, HandoffError)
+    assert (failed.error.reason, failed.error.retryable) == ("receiver_exited", True)
+    prefill, decode = WorkerKey("prefill-0", SENDER), WorkerKey("decode-0", RECEIVER)
+    end = failure(failed.error, prefill, prefill, decode)
+    assert (end.fault, end.worker, end.is_exit_proven) == (Fault.DIED, decode, True)
 
 
 @pytest.mark.processes

@@ -208,7 +208,7 @@ class ReceiverDriver:
         return replace(answer, verified_at_s=self._verified_at_s)
 
     def capability_of(self, grant_id: str) -> bytes | None:
-        """What whoever was given this grant has; `None`: no such grant is known."""
+        """The capability of this grant; `None`: the grant is unknown."""
         return self._handoffs.capability_of(grant_id)
 
     def confirm_idle(self, grant_id: str, sender: str, capability: bytes) -> Answer:
@@ -251,7 +251,7 @@ class ReceiverDriver:
         self._callbacks.foresee([(when_s + closing_s, sender) for when_s, sender in completes if when_s is not None])
 
     def ignore(self, peer: str, why: str) -> None:
-        """Something came from `peer` on the KV plane that is of no use."""
+        """Count and drop a message from `peer` on the KV plane that means nothing."""
         self.num_arrivals_ignored += 1
         _log.warning("what came from %.100r is ignored: %s", peer, why)
 
@@ -281,7 +281,7 @@ class ReceiverDriver:
         self._set_deadline()
 
     def cancel(self, key: AttemptKey) -> None:
-        """Nobody wants the attempt any more."""
+        """The attempt was cancelled."""
         self.happened(ev.RequestCancelled(key))
 
     def happened(self, event: ev.ReceiverEvent) -> None:

@@ -25,7 +25,7 @@ class TokenBook:
 
     Args:
         ledger: attempts that end are taken out.
-        drop: ends an attempt whose tokens are of no use.
+        drop: ends an attempt whose tokens cannot be used.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TokenBook:
         self._counters.num_prompt_tokens_computed += max(0, end - item.start)
 
     def _fail(self, sequence: Sequence, error: InternalError, events: Events) -> None:
-        """Its logits are of no use; what it computed may be none either, so nobody else shall find it."""
+        """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
         job: DecodeJob = sequence.owner.job
         self._pool.discard(sequence.keys)
         events[job.session].append(AttemptFailed(job.key, error))

@@ -175,7 +175,7 @@ class DecodeWorker:
 
         Raises:
             IncompatibleError: naming both sides and what differs.
-            TransportError: its metadata is of no use.
+            TransportError: its metadata cannot be used.
             WorkerLostError: its process has ended.
         """
         check_compatible(kv_format(prefill), prefill.worker_id, kv_format(self.parts.info), self.parts.worker_id)

@@ -54,7 +54,7 @@ class PromptJob:
 
     @property
     def computed(self) -> bool:
-        """All its pages hold what they shall."""
+        """All pages of the prompt are computed."""
         return self.sequence.num_computed == self.sequence.num_prompt
 
     @property

@@ -325,7 +325,7 @@ class PrefillWorker:
         error.request_id = failure.key.request_id
         error.retryable = failure.retryable
         if failure.reason is FailureReason.CANCELLED:
-            return  # whoever cancelled knows
+            return  # the caller that cancelled it knows
         self.parts.runner.submit(lambda: self.core.handoff_failed(failure.key, error))
 
     def quarantine(self, pages: tuple[int, ...]) -> None:

@@ -62,14 +62,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m router", description="Tandem's router as a plain process")
-    parser.add_argument("--config", type=Path, help="tandem.yaml; without it the defaults hold")
-    parser.add_argument("--model-dir", type=Path, required=True, help="the checkpoint: tokenizer and configuration")
+    parser.add_argument("--config", type=Path, help="read this tandem.yaml (default: the defaults)")
+    parser.add_argument(
+        "--model-dir", type=Path, required=True, help="checkpoint with the tokenizer and the model's configuration"
+    )
     parser.add_argument("--host", help="address to listen on (default: http.host)")
-    parser.add_argument("--http-port", type=int, help="0: chosen by the system (default: http.port)")
+    parser.add_argument("--http-port", type=int, help="HTTP port; 0: a free one (default: http.port)")
     parser.add_argument("--control-host", default="127.0.0.1", help="address of the control service")
-    parser.add_argument("--control-port", type=int, default=0, help="0: chosen by the system")
-    parser.add_argument("--ready-file", type=Path, help="written when both ports listen: JSON with their addresses")
-    parser.add_argument("--drain-s", type=float, default=60.0, help="seconds that requests under way may take to end")
+    parser.add_argument(
+        "--control-port", type=int, default=0, help="port of the control service; 0: a free one (default: 0)"
+    )
+    parser.add_argument(
+        "--ready-file", type=Path, help="JSON file to write when both ports listen, with their addresses"
+    )
+    parser.add_argument(
+        "--drain-s", type=float, default=60.0, help="seconds to wait for running requests (default: 60)"
+    )
     return parser
 
 

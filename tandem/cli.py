@@ -99,27 +99,29 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_config_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config", type=Path, metavar="FILE", help="a tandem.yaml; the options below lie over it")
     command.add_argument(
-        "--model", metavar="DIR_OR_HUB_ID", help="directory, hub id, or `embedded` (default: the embedded model)"
+        "--config", type=Path, metavar="FILE", help="read this tandem.yaml; the options below override it"
     )
     command.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names that requests may use; `*` accepts any name"
+        "--model", metavar="DIR_OR_HUB_ID", help="checkpoint directory or hub id (default: the embedded model)"
     )
-    command.add_argument("--dtype", choices=_DTYPES, help="of weights and KV (default: auto)")
+    command.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; `*` accepts any name"
+    )
+    command.add_argument("--dtype", choices=_DTYPES, help="type of weights and KV (default: auto)")
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
-    command.add_argument("--prefill", type=_workers, metavar="N", help="prefill workers (default: 1)")
-    command.add_argument("--decode", type=_workers, metavar="N", help="decode workers (default: 1)")
+    command.add_argument("--prefill", type=_workers, metavar="N", help="number of prefill workers (default: 1)")
+    command.add_argument("--decode", type=_workers, metavar="N", help="number of decode workers (default: 1)")
     command.add_argument(
-        "--address", metavar="RAY", help="join the Ray cluster at this address, `auto`: the one of this host"
+        "--address", metavar="RAY", help="join the Ray cluster at this address; `auto`: that of this host"
     )
 
 
 def _add_target_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=port, metavar="N", help="HTTP port of the cluster; needed if several run here")
     command.add_argument(
-        "--address", metavar="RAY", help="find the cluster in the Ray cluster at this address, `auto`: of this host"
+        "--address", metavar="RAY", help="look in the Ray cluster at this address; `auto`: that of this host"
     )
 
 
@@ -138,40 +140,45 @@ def _add_scale(commands: Any) -> None:
         _scale,
     )
     _add_target_options(command)
-    command.add_argument("--prefill", type=_workers, metavar="N", help="prefill workers; left out: as it is")
-    command.add_argument("--decode", type=_workers, metavar="M", help="decode workers; left out: as it is")
-    command.add_argument("--no-wait", action="store_true", help="return at once, not when the new size is reached")
+    command.add_argument(
+        "--prefill", type=_workers, metavar="N", help="new number of prefill workers (default: unchanged)"
+    )
+    command.add_argument(
+        "--decode", type=_workers, metavar="M", help="new number of decode workers (default: unchanged)"
+    )
+    command.add_argument("--no-wait", action="store_true", help="return at once; do not wait for the new size")
 
 
 def _add_drain(commands: Any) -> None:
     command = add_command(
         commands,
         "drain",
-        "replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves",
+        "replace one worker: it takes no new work, finishes or hands over its requests, and leaves",
         "tandem drain decode-0\ntandem drain decode-0 --no-replace-first --timeout 60",
         _drain,
     )
     _add_target_options(command)
-    command.add_argument("worker", metavar="WORKER", help="its name, as `tandem status` shows it")
+    command.add_argument("worker", metavar="WORKER", help="name of the worker, as `tandem status` shows it")
     command.add_argument(
-        "--no-replace-first", action="store_true", help="start its successor when it has gone, not before it drains"
+        "--no-replace-first", action="store_true", help="start its successor after it has left, not before it drains"
     )
     command.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="what its drain may take; then it is killed, and its requests are tried elsewhere (default: 300)",
+        help="kill it after this time; its requests are then tried elsewhere (default: 300)",
     )
-    command.add_argument("--no-wait", action="store_true", help="return at once, not when it has been replaced")
+    command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it is replaced")
 
 
 def _add_stop(commands: Any) -> None:
     command = add_command(commands, "stop", "stop a running cluster", "tandem stop --port 8000", _stop)
     _add_target_options(command)
-    command.add_argument("--now", action="store_true", help="do not let requests under way finish")
+    command.add_argument("--now", action="store_true", help="end at once; do not wait for running requests")
     command.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="what requests may take to finish (default: 30)"
+        "--grace", type=float, default=30.0, metavar="SECONDS",
+        help="how long to wait for running requests (default: 30)",
     )
 
 
@@ -179,7 +186,7 @@ def _add_doctor(commands: Any) -> None:
     command = add_command(
         commands,
         "doctor",
-        "check packages, ports, Ray, transport, memory and model; say what to do for each",
+        "check packages, ports, Ray, transport, memory and model; name a remedy for each finding",
         "tandem doctor --config tandem.yaml",
         _doctor,
     )
@@ -190,14 +197,19 @@ def _add_certs(commands: Any) -> None:
     command = add_command(
         commands,
         "certs",
-        "make the certificates by which a cluster's processes know each other",
+        "make the certificates that a cluster's processes use for mutual TLS",
         "tandem certs ~/tandem-certs\ntandem certs ~/tandem-certs --days 90 --force",
         _certs,
     )
-    command.add_argument("directory", type=Path, metavar="DIR", help="where to write them; made if it is not there")
-    command.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
     command.add_argument(
-        "--force", action="store_true", help="replace what is there; by the same authority if its key is there too"
+        "directory", type=Path, metavar="DIR", help="directory for the certificates; created if missing"
+    )
+    command.add_argument(
+        "--days", type=int, default=365, metavar="N", help="days for which they are valid (default: 365)"
+    )
+    command.add_argument(
+        "--force", action="store_true",
+        help="replace existing ones; sign with the existing authority if its key is there",
     )
 
 

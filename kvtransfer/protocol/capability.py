@@ -1,4 +1,4 @@
-"""Proof that whoever speaks about a grant was given it: an HMAC by a secret that only the receiver has.
+"""Proves that the sender of a message about a grant was given that grant: an HMAC by a secret of the receiver.
 
 It names the one grant of one epoch of one incarnation for one attempt, with its pages, so it is good for nothing else;
 the lease and the record's end make it worthless in time. It tells peers and requests apart, it does not hide anything:

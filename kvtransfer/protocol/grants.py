@@ -15,7 +15,7 @@ class GrantState(Enum):
     GRANTED = "granted"  # pages, and no writer knows of them
     OPEN = "open"  # a writer may write
     VERIFYING = "verifying"  # committed; the pages are being read
-    ABANDONED = "abandoned"  # as VERIFYING, but nobody wants the result
+    ABANDONED = "abandoned"  # as VERIFYING, but the attempt was cancelled
     QUARANTINED = "quarantined"  # ended, but its writer may still write
     ADMITTED = "admitted"  # answer: ack. The pages are the request's
     REFUSED = "refused"  # answer: refusal. The pages are free

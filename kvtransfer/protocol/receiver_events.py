@@ -83,7 +83,7 @@ class DigestsVerified:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """Nobody wants this attempt any more: the client left, the router released it."""
+    """The attempt was cancelled: its client left, or the router released it."""
 
     key: AttemptKey
 

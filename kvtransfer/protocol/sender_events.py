@@ -91,7 +91,7 @@ class RefusalReceived:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    """Nobody wants this attempt any more, or it ended with its first token."""
+    """The attempt was cancelled, or its first token was its last."""
 
 
 @dataclass(frozen=True, slots=True)

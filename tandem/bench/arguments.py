@@ -55,13 +55,16 @@ def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
     _add_load_options(command)
     _add_slo(command, ttft="3s", tpot="50ms")
     command.add_argument(
-        "--share", type=_share, default=0.9, metavar="F", help="of the requests that must keep the SLO (default: 0.9)"
+        "--share", type=_share, default=0.9, metavar="F", help="share of requests that must keep the SLO (default: 0.9)"
     )
-    command.add_argument("--start-rate", type=_positive, default=1.0, metavar="R", help="to try first (default: 1)")
     command.add_argument(
-        "--precision", type=_ratio, default=1.05, metavar="F", help="when the bounds are that close (default: 1.05)"
+        "--start-rate", type=_positive, default=1.0, metavar="R", help="rate to try first (default: 1)"
     )
-    command.add_argument("--max-probes", type=_count, default=12, metavar="N", help="rates to try (default: 12)")
+    command.add_argument(
+        "--precision", type=_ratio, default=1.05, metavar="F",
+        help="stop when the bounds have this ratio (default: 1.05)",
+    )
+    command.add_argument("--max-probes", type=_count, default=12, metavar="N", help="most rates to try (default: 12)")
 
 
 def _add_compare(subcommands: Any, add_command: AddCommand) -> None:
@@ -74,9 +77,9 @@ def _add_compare(subcommands: Any, add_command: AddCommand) -> None:
         _compare,
     )
     command.add_argument(
-        "first", type=_paths, metavar="A.json", help="its figures are divided; of several (A1,A2,A3) their medians"
+        "first", type=_paths, metavar="A.json", help="results to divide; of several (A1,A2,A3) the medians"
     )
-    command.add_argument("second", type=_paths, metavar="B.json", help="by those of this")
+    command.add_argument("second", type=_paths, metavar="B.json", help="results to divide by")
 
 
 def _add_plot(subcommands: Any, add_command: AddCommand) -> None:
@@ -87,9 +90,10 @@ def _add_plot(subcommands: Any, add_command: AddCommand) -> None:
         "tandem bench plot tandem.json peer.json --output plots/bench",
         _plot,
     )
-    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what --json wrote")
+    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results that --json wrote")
     command.add_argument(
-        "--output", type=Path, default=Path("bench"), metavar="STEM", help="writes STEM.html and STEM-*.png"
+        "--output", type=Path, default=Path("bench"), metavar="STEM",
+        help="write STEM.html and STEM-*.png (default: bench)",
     )
 
 
@@ -102,13 +106,16 @@ def _add_overload(subcommands: Any, add_command: AddCommand) -> None:
         _overload,
     )
     _add_server(command)
-    command.add_argument("--json", type=Path, metavar="FILE", help="where the report goes (default: standard output)")
-    command.add_argument("--prompt-words", type=_count, default=64, metavar="N", help="(default: 64)")
-    command.add_argument("--max-tokens", type=_count, default=32, metavar="N", help="(default: 32)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the report there (default: standard output)")
+    command.add_argument("--prompt-words", type=_count, default=64, metavar="N", help="words in a prompt (default: 64)")
+    command.add_argument("--max-tokens", type=_count, default=32, metavar="N", help="tokens to generate (default: 32)")
     command.add_argument("--seconds", type=_positive, default=60.0, help="length of the overload (default: 60)")
-    command.add_argument("--factor", type=_positive, default=20.0, help="overload over capacity (default: 20)")
     command.add_argument(
-        "--max-sockets", type=_count, default=1024, metavar="N", help="requests beyond are not sent (default: 1024)"
+        "--factor", type=_positive, default=20.0, help="load as a multiple of the capacity (default: 20)"
+    )
+    command.add_argument(
+        "--max-sockets", type=_count, default=1024, metavar="N",
+        help="most open requests; further ones are not sent (default: 1024)",
     )
     command.add_argument("--seed", type=int, default=1)
 
@@ -120,7 +127,7 @@ def _add_server(command: argparse.ArgumentParser) -> None:
         help="an OpenAI-compatible server; its API key is read from TANDEM_API_KEY or OPENAI_API_KEY "
         "(default: http://127.0.0.1:8000)",
     )
-    command.add_argument("--model", metavar="NAME", help="as it is served (default: the first of /v1/models)")
+    command.add_argument("--model", metavar="NAME", help="served name of the model (default: the first of /v1/models)")
 
 
 def _add_load_options(command: argparse.ArgumentParser) -> None:
@@ -128,35 +135,42 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
     load = command.add_argument_group("load")
     load.add_argument("--input-len", type=_count, default=512, metavar="N", help="tokens of a prompt (default: 512)")
     load.add_argument("--output-len", type=_count, default=64, metavar="N", help="tokens to generate (default: 64)")
-    load.add_argument("--num-requests", type=_count, metavar="N", help="(default: 64; of a trace, all)")
     load.add_argument(
-        "--warmup", type=_natural, default=2, metavar="N", help="requests before, not counted (default: 2)"
+        "--num-requests", type=_count, metavar="N", help="requests to send (default: 64; of a trace, all)"
     )
-    load.add_argument("--seed", type=int, default=1, help="of prompts and arrivals; with the same one a server may "
-                      "have the prompts in its prefix cache (default: 1)")  # fmt: skip
+    load.add_argument(
+        "--warmup", type=_natural, default=2, metavar="N", help="requests to send first, not counted (default: 2)"
+    )
+    load.add_argument("--seed", type=int, default=1, help="seed of prompts and arrivals; a server may have the "
+                      "prompts of an earlier run with it in its prefix cache (default: 1)")  # fmt: skip
     load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
                       help="ask the server not to end before the length is reached (default: yes)")  # fmt: skip
-    load.add_argument("--tokenizer", type=Path, metavar="DIR", help="a checkpoint whose vocabulary prompts are drawn "
+    load.add_argument("--tokenizer", type=Path, metavar="DIR", help="checkpoint whose tokenizer prompts are drawn "
                       "from; needed for traces of texts")  # fmt: skip
     load.add_argument("--vocab", type=_id_range, metavar="LOW:HIGH", help="draw prompts from these token ids, HIGH "
-                      "not included (default: all plain ones of the tokenizer; without one 128:256)")  # fmt: skip
+                      "excluded (default: all plain ones of the tokenizer; without a tokenizer 128:256)")  # fmt: skip
     load.add_argument(
-        "--timeout", type=_positive, default=600.0, metavar="SECONDS", help="of one answer (default: 600)"
+        "--timeout", type=_positive, default=600.0, metavar="SECONDS", help="time limit of one answer (default: 600)"
     )
     load.add_argument("--max-connections", type=_count, default=4096, metavar="N",
-                      help="requests beyond fail and are counted (default: 4096)")  # fmt: skip
+                      help="most connections; requests beyond fail and are counted (default: 4096)")  # fmt: skip
     trace = command.add_argument_group("trace", "lengths and, unless a rate or concurrency is given, arrival times")
-    trace.add_argument("--trace", type=Path, metavar="FILE", help="replay this")
-    trace.add_argument("--format", choices=("azure", "mooncake", "sharegpt"), help="(default: found out)")
-    trace.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
-    trace.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="times each length")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="replay the requests of this trace")
     trace.add_argument(
-        "--scale-time", type=_positive, default=1.0, metavar="F", help="times each arrival; 0.5: twice as fast"
+        "--format", choices=("azure", "mooncake", "sharegpt"), help="format of the trace (default: recognised)"
+    )
+    trace.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
+    trace.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="multiply each length by this")
+    trace.add_argument(
+        "--scale-time", type=_positive, default=1.0, metavar="F",
+        help="multiply each arrival time by this; 0.5: twice as fast",
     )
     report = command.add_argument_group("report")
-    report.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-    report.add_argument("--records", action="store_true", help="with every request in it")
-    report.add_argument("--label", metavar="TEXT", help="what `compare` and `plot` call it (default: the file's name)")
+    report.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
+    report.add_argument("--records", action="store_true", help="include every request in the results")
+    report.add_argument(
+        "--label", metavar="TEXT", help="name of the results in `compare` and `plot` (default: the file's name)"
+    )
     report.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
 
 
@@ -165,7 +179,7 @@ def _add_slo(command: argparse.ArgumentParser, *, ttft: str | None, tpot: str | 
         said = f" (default: {default})" if default else ""
         command.add_argument(
             f"--slo-{name}", type=duration_s, default=default, metavar="TIME",
-            help=f"what {name.upper()} may be, as 3s or 50ms{said}",
+            help=f"longest {name.upper()} that keeps the SLO, such as 3s or 50ms{said}",
         )  # fmt: skip
 
 

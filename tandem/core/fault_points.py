@@ -10,7 +10,7 @@ text says what happens:
     raise     `InternalError` is raised
     N ACTION  as ACTION, the Nth time the point is reached (counted from when it was armed)
 
-The file is renamed to `PROCESS.POINT.hit` right before that happens: so whoever armed it knows.
+The file is renamed to `PROCESS.POINT.hit` right before that, so that the test sees it.
 """
 
 from __future__ import annotations

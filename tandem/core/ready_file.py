@@ -1,4 +1,4 @@
-"""How a process tells whoever started it that it is ready."""
+"""How a process tells its parent that it is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has counted since it started; its status tells it."""
+"""What a worker has counted since it started; its status reports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Counted by whoever does the work, read for the status from any thread. Each has one writer."""
+    """Counts of one worker. Each has one thread that writes it; any thread may read them for the status."""
 
     num_prompt_tokens_computed: int = 0
     num_prompt_tokens_cached: int = 0

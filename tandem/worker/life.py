@@ -14,13 +14,13 @@ from tandem.core.errors import InternalError
 
 _log = logging.getLogger(__name__)
 
-# How long a worker that has too much in quarantine goes on with what it holds, in leases: time for routers to hear of
+# How long a worker with too many pages in quarantine goes on with its requests, in leases: time for routers to hear of
 # the drain and to move their requests elsewhere.
 _LAST_WORK_LEASES = 3
 
 
 class WorkerLife:
-    """What is known of a worker's end; its parts report to it, and whoever started the worker waits for it.
+    """Knows of a worker's end. Its parts report to it, and the caller that started the worker waits for it.
 
     Args:
         lease_s: `transport.lease_s`.
@@ -51,7 +51,7 @@ class WorkerLife:
     # -- from any thread
 
     def fail(self, error: BaseException) -> None:
-        """The worker is of no use any more: `wait_closed` raises `error`."""
+        """The worker has failed: `wait_closed` raises `error`."""
         _log.error("worker %s fails: %s: %s", self._worker_id, type(error).__name__, error)
         self.close(error)
 
@@ -117,7 +117,7 @@ class WorkerLife:
         self._drained.set()
 
     async def _retire(self, num_quarantined: int) -> None:
-        """Take no new work, let end what can, and fail: whoever supervises this worker starts a new process."""
+        """Take no new work, let requests end for a while, and fail: the supervisor then starts a new process."""
         _log.error("%d pages are in quarantine: this process drains, and only a new one frees them", num_quarantined)
         bound_s = _LAST_WORK_LEASES * self._lease_s
         try:

@@ -40,19 +40,22 @@ def _parse(role: str, program: str) -> argparse.Namespace:
         "SIGTERM drains it: it takes no new work, finishes what it holds and leaves.",
         epilog=f"example: python -m {program} --port 7001 --threads 1",
     )
-    parser.add_argument("--config", type=Path, help="a tandem.yaml; defaults where absent")
-    parser.add_argument("--model-dir", type=Path, help="checkpoint; default: model.path of the configuration")
-    parser.add_argument("--worker-id", default=f"{role}-0", help="stable name (default: %(default)s)")
-    parser.add_argument("--incarnation", default="", help="this life's name; default: made up")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to tell (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes a free one (default)")
+    parser.add_argument("--config", type=Path, help="read this tandem.yaml (default: the defaults)")
+    parser.add_argument("--model-dir", type=Path, help="checkpoint (default: model.path of the configuration)")
+    parser.add_argument("--worker-id", default=f"{role}-0", help="name of the worker (default: %(default)s)")
+    parser.add_argument("--incarnation", default="", help="name of this incarnation (default: a new one)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on and to publish (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0: a free one (default: 0)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine (default: %(default)s)")
     parser.add_argument(
-        "--core-shares", type=Path, help="a file in which the workers of this host share their CPU threads; default: no"
+        "--core-shares", type=Path,
+        help="file by which the workers of this host share their CPU threads (default: none)",
     )
-    parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of KV; default: cache.memory_bytes, or 256 MiB")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of KV (default: cache.memory_bytes, or 256 MiB)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--ready-file", type=Path, help="written, as JSON, when the worker can be reached")
+    parser.add_argument("--ready-file", type=Path, help="JSON file to write when the worker can be reached")
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
-"""Run as a script beside `tandem serve`: when that ends, however it ends, what is left of its cluster is killed.
+"""A script beside `tandem serve`: when that process ends, in whatever way, it kills what is left of the cluster.
 
     python orphan_guard.py PID MARK
 
-Ray's raylet and our actors die with their parents by the kernel's hand. Ray's two agents do not: they try for as long
-as Ray waits for a lost control store to tell it that their raylet has died. Everything of one cluster carries the
+The kernel ends Ray's raylet and our actors with their parents. Ray's two agents go on: as long as Ray waits for a lost
+control store, they try to tell it that their raylet has died. Everything of one cluster carries the
 environment variable `TANDEM_CLUSTER=MARK`. Small on purpose: it imports neither Ray nor Tandem.
 """
 

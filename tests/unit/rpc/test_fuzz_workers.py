@@ -53,7 +53,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def address(pair: WorkerPair, side: str) -> str:
-    return str((pair.decode if side == "decode" else pair.prefill).info.address)
+    return str((pair.decode if side == "decode" else pair.prefill).parts.info.address)
 
 
 async def say(pair: WorkerPair, side: str, name: str, *payload: bytes) -> None:

@@ -6,6 +6,7 @@ What takes long is left to `make test-faults`.
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -212,7 +213,7 @@ def test_while_it_stops_it_does_not_say_that_it_is_ready(serve: Serve, tmp_path:
     assert not cluster.get("settled", False)
     assert cluster["router"]["state"] == "draining"
     run = serve.tandem("status")
-    assert ": stopping: 1 request under way;" in run.stdout
+    assert re.search(r": stopping: [01] requests? under way;", run.stdout)  # as of the router's last heartbeat
     stream.join()
     assert stream.finish == "length"
     assert serve.process.wait(timeout=60) == 0

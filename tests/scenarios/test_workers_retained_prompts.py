@@ -298,7 +298,7 @@ async def test_a_drain_does_not_wait_for_a_decode_worker_that_is_gone(pair: Work
                 prefill.parts.loop.call_soon_threadsafe(prefill.process_ended, "elsewhere")
                 await router.until(lambda: "prefill" in router.outcomes[ask.key].failures, "the failure")
                 error = router.outcomes[ask.key].failures["prefill"]
-                assert (error.code, error.retryable) == ("worker_lost", True)
+                assert (error.code, error.reason, error.retryable) == ("handoff", "receiver_exited", True)
                 await until(lambda: not num_held(pair), "the end of the drain")
             finally:
                 prefill.parts.life.draining = False

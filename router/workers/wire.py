@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from router.request.events import (
     Admitted,
@@ -31,37 +32,29 @@ def reserve(
     request: Request, journal: Journal, *, age_s: float, max_local_tokens: int = 0
 ) -> decode_pb2.DecodeCommand:
     """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead."""
-    return decode_pb2.DecodeCommand(
-        reserve=decode_pb2.Reserve(
-            request_id=request.request_id,
-            attempt=journal.attempt,
-            priority=request.priority,
-            prompt_ids=request.prompt_ids,
-            sampling=sampling_to_proto(request.sampling),
-            num_choices=request.num_choices,
-            journal=_journal_to_proto(journal),
-            max_local_tokens=max_local_tokens,
-            age_s=age_s,
-        )
-    )
+    reserve = decode_pb2.Reserve(**_spec(request, journal, age_s), max_local_tokens=max_local_tokens)
+    return decode_pb2.DecodeCommand(reserve=reserve)
 
 
 def start_prefill(
     request: Request, journal: Journal, decode: common_pb2.WorkerInfo, *, age_s: float
 ) -> prefill_pb2.PrefillCommand:
-    return prefill_pb2.PrefillCommand(
-        start=prefill_pb2.StartPrefill(
-            request_id=request.request_id,
-            attempt=journal.attempt,
-            priority=request.priority,
-            prompt_ids=request.prompt_ids,
-            sampling=sampling_to_proto(request.sampling),
-            num_choices=request.num_choices,
-            journal=_journal_to_proto(journal),
-            decode=decode,
-            age_s=age_s,
-        )
-    )
+    start = prefill_pb2.StartPrefill(**_spec(request, journal, age_s), decode=decode)
+    return prefill_pb2.PrefillCommand(start=start)
+
+
+def _spec(request: Request, journal: Journal, age_s: float) -> dict[str, Any]:
+    """What both roles are told of an attempt, alike; `tandem.worker.wire.spec_from_proto` reads it."""
+    return {
+        "request_id": request.request_id,
+        "attempt": journal.attempt,
+        "priority": request.priority,
+        "prompt_ids": request.prompt_ids,
+        "sampling": sampling_to_proto(request.sampling),
+        "num_choices": request.num_choices,
+        "journal": _journal_to_proto(journal),
+        "age_s": age_s,
+    }
 
 
 def attach_grant(request_id: str, granted: Granted) -> prefill_pb2.PrefillCommand:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -61,57 +60,56 @@ class DecodeWorker:
 
     def __init__(self, parts: WorkerParts) -> None:
         self.parts = parts
-        transport = self.parts.config.transport
+        transport = parts.config.transport
         self.hub: Hub = SessionHub(
             make_events,
-            lambda: self.parts.info,
-            self.parts.read_status,
+            lambda: parts.info,
+            parts.read_status,
             heartbeat_s=transport.lease_s / 4,
-            interval_s=self.parts.config.metrics.worker_interval_s,
+            interval_s=parts.config.metrics.worker_interval_s,
         )
-        self.hub.attach(self, self.parts.loop)
-        self.commits = CommitStreams(self, self.parts.loop)
+        self.hub.attach(self, parts.loop)
+        self.commits = CommitStreams(self, parts.loop)
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._channels: dict[str, aio.Channel] = {}
         # Incarnations that have provably ended, newest last: a pairing of theirs may still be on its way.
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._ticker = Ticker(self.parts.loop, lambda: self.parts.on_transfer(lambda _: self.driver.tick()))
+        self._ticker = Ticker(parts.loop, lambda: parts.on_transfer(lambda _: self.driver.tick()))
         limits = ReceiverLimits(
             lease_s=transport.lease_s,
             grace_s=transport.grace_s,
             ask_again_s=max(0.2, transport.lease_s / 10),
-            quarantine_cap_pages=quarantine_cap_pages(transport, self.parts.pool.num_pages),
+            quarantine_cap_pages=quarantine_cap_pages(transport, parts.pool.num_pages),
         )
         clock = MonotonicClock()
-        self.parts.scheduler.lock = threading.RLock()
         self.driver = ReceiverDriver(
-            self.parts.incarnation,
-            self.parts.layout,
-            self.parts.arena_shape,
-            self.parts.engine.arena.extent_view,
+            parts.incarnation,
+            parts.layout,
+            parts.arena_shape,
+            parts.engine.arena.extent_view,
             limits,
             self,
             secrets.token_bytes(32),
             clock,
         )
         self.core = DecodeRole(
-            worker_id=self.parts.worker_id,
-            scheduler=self.parts.scheduler,
+            worker_id=parts.worker_id,
+            scheduler=parts.scheduler,
             driver=self.driver,
             emit=self.hub.emit,
-            limits=request_limits(self.parts.engine, self.parts.config),
-            queue_bound=self.parts.config.scheduling.worker_queue_bound,
-            sample=Sampler(self.parts.engine.eos_token_ids),
-            counters=self.parts.counters,
-            load=self.parts.load,
-            pacing=self.parts.pacing,
+            limits=request_limits(parts.engine, parts.config),
+            queue_bound=parts.config.scheduling.worker_queue_bound,
+            sample=Sampler(parts.engine.eos_token_ids),
+            counters=parts.counters,
+            load=parts.load,
+            pacing=parts.pacing,
             clock=clock,
-            is_draining=lambda: self.parts.life.draining,
-            to_runner=lambda call: self.parts.runner.submit(call),
+            is_draining=lambda: parts.life.draining,
+            to_runner=lambda call: parts.runner.submit(call),
             to_driver=self._to_driver,
         )
-        self.parts.ask_transfer(lambda transport: self.driver.bind(transport, self.core, self.on_transfer_event))
+        parts.ask_transfer(lambda transport: self.driver.bind(transport, self.core, self.on_transfer_event))
 
     @property
     def hooks(self) -> StepHooks:

@@ -53,17 +53,17 @@ class PrefillWorker:
 
     def __init__(self, parts: WorkerParts) -> None:
         self.parts = parts
-        transport = self.parts.config.transport
+        transport = parts.config.transport
         self.hub: Hub = SessionHub(
             make_events,
-            lambda: self.parts.info,
-            self.parts.read_status,
+            lambda: parts.info,
+            parts.read_status,
             heartbeat_s=transport.lease_s / 4,
-            interval_s=self.parts.config.metrics.worker_interval_s,
+            interval_s=parts.config.metrics.worker_interval_s,
         )
-        self.hub.attach(self, self.parts.loop)
+        self.hub.attach(self, parts.loop)
         self.peers = DecodePeers(
-            self.parts.info,
+            parts.info,
             self._connect,
             self._watch_peer,
             self._peer_lost,
@@ -72,27 +72,27 @@ class PrefillWorker:
             confirm_for_s=transport.lease_s + transport.grace_s,
         )
         self.commits = Commits(
-            self.parts.worker_id, lambda receiver: self.peers.peers.get(receiver), self.parts.loop.call_soon_threadsafe
+            parts.worker_id, lambda receiver: self.peers.peers.get(receiver), parts.loop.call_soon_threadsafe
         )
-        self.parts.ask_transfer(self.commits.bind)
-        self._ticker = Ticker(self.parts.loop, lambda: self.parts.on_transfer(lambda _: self.driver.tick()))
+        parts.ask_transfer(self.commits.bind)
+        self._ticker = Ticker(parts.loop, lambda: parts.on_transfer(lambda _: self.driver.tick()))
         limits = SenderLimits(
             lease_margin_s=min(0.5, transport.lease_s / 10),
             write_timeout_s=transport.lease_s,
             resend_s=max(0.2, transport.lease_s / 5),
             answer_timeout_s=transport.lease_s,
             grace_s=transport.grace_s,
-            quarantine_cap_pages=quarantine_cap_pages(transport, self.parts.pool.num_pages),
+            quarantine_cap_pages=quarantine_cap_pages(transport, parts.pool.num_pages),
         )
         clock = MonotonicClock()
         self.driver = SenderDriver(
-            incarnation=self.parts.incarnation,
-            layout=self.parts.layout,
-            shape=self.parts.arena_shape,
-            read_extent=self.parts.engine.arena.extent_view,
+            incarnation=parts.incarnation,
+            layout=parts.layout,
+            shape=parts.arena_shape,
+            read_extent=parts.engine.arena.extent_view,
             limits=limits,
             callbacks=self,
-            write=self.parts.transfer.write,
+            write=parts.transfer.write,
             peer=self._transport_peer,
             clock=clock,
         )
@@ -102,18 +102,18 @@ class PrefillWorker:
         # see `DecodePeers.confirm_idle`. Added to by the transfer thread, taken from by the event loop.
         self._confirming: set[object] = set()
         self.core = PrefillRole(
-            worker_id=self.parts.worker_id,
-            scheduler=self.parts.scheduler,
-            driver=QueuedDriver(self.driver, self.parts.on_transfer),
+            worker_id=parts.worker_id,
+            scheduler=parts.scheduler,
+            driver=QueuedDriver(self.driver, parts.on_transfer),
             emit=self.hub.emit,
-            limits=request_limits(self.parts.engine, self.parts.config),
-            num_layers=self.parts.layout.num_layers,
-            sample=Sampler(self.parts.engine.eos_token_ids),
-            counters=self.parts.counters,
-            load=self.parts.load,
-            pacing=self.parts.pacing,
+            limits=request_limits(parts.engine, parts.config),
+            num_layers=parts.layout.num_layers,
+            sample=Sampler(parts.engine.eos_token_ids),
+            counters=parts.counters,
+            load=parts.load,
+            pacing=parts.pacing,
             clock=clock,
-            is_draining=lambda: self.parts.life.draining,
+            is_draining=lambda: parts.life.draining,
         )
 
     @property

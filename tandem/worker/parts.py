@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -163,6 +164,8 @@ def build_parts(
         scheduler_limits(config, site),
         salt=engine.weights_sha256.encode(),
         prefix_cache=config.cache.prefix_cache,
+        # At decode the transfer thread takes pages for grants, and gives them back.
+        lock=threading.RLock() if role is Role.DECODE else None,
     )
     pacing = _make_pacing(config, place, site, arena)
     undo.callback(pacing.close)

@@ -95,10 +95,21 @@ class Batch:
 
 
 class BatchScheduler:
-    """Decides which sequences compute which tokens in the next step. One thread owns the batch; `lock` guards the
-    pool."""
+    """Decides which sequences compute which tokens in the next step. One thread owns the batch.
 
-    def __init__(self, pool: PagePool, limits: SchedulerLimits, *, salt: bytes, prefix_cache: bool = True) -> None:
+    Args:
+        lock: guards the pool where a second thread uses it too; none: one thread has all.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        limits: SchedulerLimits,
+        *,
+        salt: bytes,
+        prefix_cache: bool = True,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         if limits.chunk_size % pool.page_size:
             raise ValueError(f"chunk size {limits.chunk_size} is no multiple of the page size {pool.page_size}")
         self.pool = pool
@@ -109,11 +120,10 @@ class BatchScheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
-        # Held to read or change the pool and what is decided from it; never held while a step is computed. It is a real
-        # lock at decode, where the transfer thread takes pages for grants and gives them back.
+        # Held to read or change the pool and what is decided from it; never held while a step is computed.
         # Invariants: only the owning thread changes the batch, between two steps; no page that the present step reads
         # or writes becomes free before the step has ended.
-        self.lock: AbstractContextManager[object] = nullcontext()
+        self.lock = lock or nullcontext()
         # Source pages of the present step's copies. The sequence that gets the copy gives up its reference to them when
         # the step has ended.
         self._copied: list[int] = []

@@ -18,6 +18,7 @@ from tandem.cluster.supervisor.handles import Found, FoundRouter, FoundWorker, M
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
+from tandem.cluster.supervisor.wire import joined_errors
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerLostError
 from tandem.core.identity import Role
@@ -728,3 +729,16 @@ async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: Wo
     await asyncio.wait_for(task, 5)
     assert world.workers == old
     assert all(worker.ended.done() for worker in old)
+
+
+def test_what_several_routers_tell_of_their_requests_is_told_as_one() -> None:
+    def told(newest: str | None, **counts: int) -> common_pb2.RequestErrors:
+        error = common_pb2.Error(code=newest) if newest else None
+        kinds = [common_pb2.ErrorCount(code=code, http_status=429, count=count) for code, count in counts.items()]
+        return common_pb2.RequestErrors(counts=kinds, newest=error)
+
+    joined = joined_errors([told("deadline", overloaded=2, deadline=1), told("overloaded", overloaded=3), told(None)])
+    assert joined is not None
+    assert {kind.code: kind.count for kind in joined.counts} == {"overloaded": 5, "deadline": 1}
+    assert joined.newest.code == "overloaded", "of the one that told last of any"
+    assert joined_errors([]) is None

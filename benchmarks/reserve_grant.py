@@ -42,13 +42,24 @@ class Router:
         self._numbers = itertools.count()  # no two prompts begin alike
         self.step_s: list[float] = []
         self._last_s = 0.0
+        self._most_in_a_step = 0
+        self._stepped = asyncio.Event()
+
+    async def until_generating(self, number: int) -> None:
+        """Until a step has given tokens to so many requests."""
+        while self._most_in_a_step < number:
+            self._stepped.clear()
+            await self._stepped.wait()
 
     async def read(self) -> None:
         async for message in self._call:
             now_s = time.perf_counter()
-            if any(event.WhichOneof("event") == "token" for event in message.events):
+            generating = {event.token.request_id for event in message.events if event.WhichOneof("event") == "token"}
+            if generating:
                 self.step_s.append(now_s - self._last_s)
                 self._last_s = now_s
+                self._most_in_a_step = max(self._most_in_a_step, len(generating))
+                self._stepped.set()
             for event in message.events:
                 kind = event.WhichOneof("event")
                 if kind in ("granted", "local"):
@@ -83,7 +94,7 @@ async def measure(address: str, num_running: int, num_reservations: int) -> None
     reading = asyncio.create_task(router.read())
     for number in range(num_running):
         await router.reserve(f"running-{num_running}-{number}", _CONTEXT - _PROMPT - 1, _PROMPT)
-    await asyncio.sleep(2.0)  # until all of them generate
+    await router.until_generating(num_running)
     router.step_s.clear()
     waited_s = []
     for number in range(num_reservations):

@@ -19,7 +19,7 @@ class RouterActor:
     def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
         from router.server import RouterServer
 
-        begin(spec, "router", PeerRole.ROUTER)
+        begin(spec, "router", PeerRole.ROUTER)  # its log's name: one router is wanted, as there is one `http.port`
         self._http, self._key_digests = spec.config.http, key_digests
         self._server = RouterServer(
             spec.config,

@@ -27,7 +27,7 @@ from tandem.core.identity import Role
 from tandem.core.pidfd import ProcessId
 from tandem.rpc.v1 import common_pb2
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -179,7 +179,7 @@ class RayLauncher:
             try:
                 await actor.rest.remote(WAIT_SLICE_S)
             except RayError as error:  # it costs some wake-ups, and nothing else
-                log.warning("the supervisor's actor does not rest: %s", translate(error).message)
+                _log.warning("the supervisor's actor does not rest: %s", translate(error).message)
                 await asyncio.sleep(WAIT_SLICE_S)
 
     def end_self(self) -> None:

@@ -31,7 +31,7 @@ from tandem.cluster.spec import ClusterSpec
 from tandem.core.errors import WorkerLostError
 from tandem.core.pidfd import ProcessId, has_ended
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 WATCHER = "watcher"
 """First part of the actors' names; node and a number that is new each time follow."""
@@ -94,7 +94,7 @@ class NodeWatchers:
                 async with asyncio.timeout(_KEEP_S):
                     await asyncio.to_thread(self._keep, known)
             except (RayError, TimeoutError) as error:
-                log.warning("the next supervisor will not know of %s: %r", process.name, error)
+                _log.warning("the next supervisor will not know of %s: %r", process.name, error)
             else:
                 self._is_kept = known == list(self._kept.values())
 
@@ -131,7 +131,7 @@ class NodeWatchers:
                     while not await self._has_killed(node, process):
                         pass  # ask again
         except (RayError, TimeoutError) as error:
-            log.warning("no watcher to kill %s on its node: %r", process.name, error)
+            _log.warning("no watcher to kill %s on its node: %r", process.name, error)
 
     def adopt(self, found: list[tuple[str, Any]], kept: Sequence[ProcessId]) -> list[str]:
         """Take over an earlier supervisor's watchers, (node id and number, actor); the names of what has ended. Blocks.
@@ -147,7 +147,7 @@ class NodeWatchers:
             try:
                 watched: dict[str, bool] = ray.get(actor.watched.remote(), timeout=_ADOPT_S)
             except RayError as error:
-                log.warning("watcher %s does not answer: %r", name, error)
+                _log.warning("watcher %s does not answer: %r", name, error)
                 continue
             ended += [process for process, has_ended in watched.items() if has_ended]
             if all(watched.values()):
@@ -177,7 +177,7 @@ class NodeWatchers:
         except ActorUnavailableError:  # it has died, and Ray starts it again: the whole time is to be had anew
             await asyncio.sleep(_RETRY_S)
         except TimeoutError:
-            log.warning("the watcher of %s does not answer; starting it again", process.name)
+            _log.warning("the watcher of %s does not answer; starting it again", process.name)
             ray.kill(node.actor, no_restart=False)
         return False
 

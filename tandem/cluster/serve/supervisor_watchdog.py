@@ -20,7 +20,7 @@ from tandem.rpc.v1 import supervisor_pb2
 if TYPE_CHECKING:
     from tandem.rpc.v1.supervisor_pb2_grpc import SupervisorControlAsyncStub
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 BEATS_PER_LEASE = 5
 
@@ -55,7 +55,7 @@ async def _answers(stub: SupervisorControlAsyncStub, timeout_s: float) -> bool:
     try:
         await stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
-        log.info("the supervisor does not answer: %s", error.code())
+        _log.info("the supervisor does not answer: %s", error.code())
         return error.code() not in _SILENT
     return True
 

@@ -18,7 +18,7 @@ from tandem.cluster.supervisor.handles import ProcessHandle
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 REASON_S = 0.3
 """How long Ray may take to say why a process ended that has provably ended."""
@@ -108,7 +108,7 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
         try:
             await self._handle.wait_ended()
         except WorkerLostError as error:
-            log.warning(
+            _log.warning(
                 "no proof that %s has ended (%s): pages that it may write to stay in quarantine", self.name, error
             )
             return False
@@ -163,7 +163,7 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
             try:
                 await self._ask_status(stub)
             except grpc.aio.AioRpcError as error:
-                log.warning("%s does not answer: %s", self.name, error.code())
+                _log.warning("%s does not answer: %s", self.name, error.code())
             await asyncio.sleep(self._heartbeat_s)
 
     async def _stop_when_asked(self, stub: _Stub) -> None:
@@ -180,7 +180,7 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
             try:
                 await ask()
             except grpc.aio.AioRpcError as error:
-                log.warning("%s %s: %s", what, self.name, error.code())
+                _log.warning("%s %s: %s", what, self.name, error.code())
                 if error.code() not in _PASSING:
                     await self._handle.kill()
                     return False

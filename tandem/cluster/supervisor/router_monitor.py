@@ -18,7 +18,7 @@ from tandem.cluster.supervisor.wire import membership
 from tandem.core import fault_points
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 """Between two tries to push the membership to a router that lives but does not answer."""
@@ -66,7 +66,7 @@ class FollowedRouter(FollowedProcess[RouterHandle, _Stub]):
         try:
             await self._stub.DrainRouter(control_pb2.DrainRouterRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            log.warning("requests were still under way when %s was stopped: %s", self.name, error.code())
+            _log.warning("requests were still under way when %s was stopped: %s", self.name, error.code())
 
     async def _place(self) -> None:
         await self._handle.place()
@@ -110,5 +110,5 @@ class FollowedRouter(FollowedProcess[RouterHandle, _Stub]):
             try:
                 await stub.SetMembership(membership(newest), timeout=PUSH_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                log.warning("%s did not take membership %d: %s", self.name, newest.version, error.details())
+                _log.warning("%s did not take membership %d: %s", self.name, newest.version, error.details())
                 asyncio.get_running_loop().call_later(RETRY_S, self._to_publish.set)

@@ -28,7 +28,7 @@ from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import Role
 from tandem.rpc.v1 import common_pb2
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 FIND_TIMEOUT_S = 9.0
 """How long an adopted worker may take to say how it is, 4 s of them for a call of the earlier supervisor. After that it
@@ -165,7 +165,7 @@ class Supervisor:
                 await asyncio.to_thread(self._check_room, {slot.role: 1})
             except ConfigError as error:
                 replace_first, note = False, f"it goes before its successor starts: {error.message}"
-                log.warning("%s: %s", worker_id, note)
+                _log.warning("%s: %s", worker_id, note)
         self._feed(ev.DrainOrdered(worker_id, replace_first, timeout_s))
         slot.note = note
         await self._remember()
@@ -189,7 +189,7 @@ class Supervisor:
             async with asyncio.timeout(self.cluster.policy.stop_s + 2):
                 await self._closed.wait()
         except TimeoutError:
-            log.warning("some processes did not stop in time; killing them")
+            _log.warning("some processes did not stop in time; killing them")
             for followed in (self._workers, self._routers):
                 for process in followed.values():
                     self._spawn(process.kill())
@@ -205,7 +205,7 @@ class Supervisor:
                         break
                 await asyncio.gather(*(router.drain(grace_s) for router in self._routers.values()))
         except TimeoutError:
-            log.warning("requests were still under way after %.0f s", grace_s)
+            _log.warning("requests were still under way after %.0f s", grace_s)
 
     def _forget_what_never_ran(self) -> None:
         """Ray was asked for these processes and has not even taken the order: its control store is lost."""
@@ -239,9 +239,9 @@ class Supervisor:
     def _feed(self, event: ev.Event) -> None:
         before = self._outline()
         if not isinstance(event, _UNREMARKABLE):
-            log.info("%s", event)
+            _log.info("%s", event)
         for instruction in self.cluster.handle(event, self.now):
-            log.info("-> %s", _brief(instruction))
+            _log.info("-> %s", _brief(instruction))
             self._do(instruction)
         self._arm()
         if self.cluster.closed:
@@ -315,7 +315,7 @@ class Supervisor:
 
     def _look_for_clock_jump(self) -> None:
         if jump_s := self._clock_jump.look(self.now):
-            log.warning("the supervisor stood still for %.1f s; no process counts as silent for that time", jump_s)
+            _log.warning("the supervisor stood still for %.1f s; no process counts as silent for that time", jump_s)
             self._feed(ev.ClockJumped(jump_s))
 
     async def _tell_watchers(self) -> None:
@@ -355,11 +355,11 @@ class Supervisor:
                 state = await worker.handle.state()
             address, placement, draining = state.address, state.placement, state.draining
         except TandemError as error:  # it has died, or Ray cannot tell: it must not live on beside its replacement
-            log.warning("%s cannot be adopted: %s", worker.worker_id, error)
+            _log.warning("%s cannot be adopted: %s", worker.worker_id, error)
             await worker.handle.kill()
             return
         except TimeoutError:
-            log.warning("%s does not say how it is; taking it for one that starts", worker.worker_id)
+            _log.warning("%s does not say how it is; taking it for one that starts", worker.worker_id)
         followed = self._take_worker(worker.worker_id, worker.incarnation, worker.handle)
         self._feed(ev.WorkerAdopted(worker.role, worker.worker_id, worker.incarnation, address, placement, draining))
         self._spawn(self._follow_worker(followed))

@@ -16,7 +16,7 @@ from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _Stub: TypeAlias = "control_pb2_grpc.WorkerControlAsyncStub"  # a name of the type stubs
 
@@ -44,7 +44,7 @@ class FollowedWorker(FollowedProcess[WorkerHandle, _Stub]):
         try:
             await self._stub.NoteEnded(control_pb2.NoteEndedRequest(incarnations=ended), timeout=self._heartbeat_s)
         except grpc.aio.AioRpcError as error:
-            log.warning("%s was not told of %d ended processes: %s", self.name, len(ended), error.code())
+            _log.warning("%s was not told of %d ended processes: %s", self.name, len(ended), error.code())
         else:
             self._feed(ev.EndingsTaken(self.name, self.incarnation, ended))
 

@@ -84,8 +84,8 @@ def run(directory: Path, *, days: int, force: bool) -> int:
     print(f"{'Renewed' if made.renewed else 'Made'} certificates for {', '.join(PeerRole)} in {directory}.")
     print(f"They expire on {made.expires:%Y-%m-%d}; `tandem doctor` warns {WARN_BEFORE.days} days before.")
     print(
-        f"\n{key} can sign members of this cluster. Keep it off the nodes: move it to a safe place, from where it"
-        "\ncan come back for a renewal (--force), or delete it."
+        f"\n{key} can sign members of this cluster. Keep it off the nodes: move it to a safe place, to be put"
+        "\nback for a renewal (--force), or delete it."
         "\n\nTo use them, copy ca.pem and each node's own ROLE.pem and ROLE.key to the same path on every node, and set"
         f"\n\n  security: {{certificates: {directory.resolve()}}}"
     )

@@ -1,4 +1,4 @@
-"""Finding a running cluster and talking to its supervisor: blocking, without Ray where a state file tells the way."""
+"""Finds a running cluster and talks to its supervisor. Blocks; needs Ray only where no state file says where it is."""
 
 from __future__ import annotations
 
@@ -24,28 +24,22 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Target:
-    """A supervisor. `file` is absent when it was found through Ray; without it, `control_address` is never empty."""
+    """A supervisor."""
 
-    control_address: str
+    control_address: str  # empty only where `file` says that the cluster is starting
     security: SecurityConfig
-    file: ClusterFile | None = None
+    file: ClusterFile | None = None  # `None`: it was found through Ray
 
     @property
-    def starts(self) -> bool:
-        """`tandem serve` lives and its cluster was never ready."""
-        return self.file is not None and self.file.stage is Stage.STARTING and self.file.serve_process is not None
-
-    @property
-    def stops(self) -> bool:
-        """`tandem serve` lives and ends what it has started."""
-        return self.file is not None and self.file.stage is Stage.STOPPING and self.file.serve_process is not None
+    def stage(self) -> Stage | None:
+        """How far its `tandem serve` is; `None`: that does not live, or is not known."""
+        return self.file.stage if self.file and self.file.serve_process else None
 
 
 def find_started(port: int | None, address: str | None) -> Target:
-    """As `find_cluster`; of one that still starts `ConfigError` says what it waits for."""
+    """As `find_cluster`, but raises `ConfigError` for a cluster that still starts, and says what that waits for."""
     target = find_cluster(port, address)
-    if target.starts:
-        assert target.file is not None
+    if target.file and target.stage is Stage.STARTING:
         raise ConfigError(
             f"the cluster on port {target.file.port} is {target.file.describe()}; try again when it is ready"
         )
@@ -57,7 +51,7 @@ def find_cluster(port: int | None, address: str | None) -> Target:
 
     Raises:
         ConfigError: there is none, or more than one to choose from.
-        WorkerLostError: its supervisor is being started for too long, or ends.
+        WorkerLostError: its supervisor takes too long to start, or has ended.
     """
     if address:
         return _ask_ray(address)
@@ -84,7 +78,7 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
 
     Raises:
         WorkerLostError: the supervisor does not answer, or there is none yet.
-        ForbiddenError: it does not take this host's certificate for a client's.
+        ForbiddenError: it does not accept this host's certificate as a client's.
         ConfigError: it speaks TLS, and there is no certificate of a client here.
     """
     if not target.control_address:
@@ -94,16 +88,12 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
         try:
             yield supervisor_pb2_grpc.SupervisorControlStub(channel)
         except grpc.RpcError as error:
-            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.PERMISSION_DENIED:
+            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                 raise ForbiddenError(f"the supervisor at {target.control_address}: {error.details()}") from error
             raise WorkerLostError(
-                f"the supervisor at {target.control_address} does not answer ({_describe(error)}); "
+                f"the supervisor at {target.control_address} does not answer ({error.code().name}: {error.details()}); "
                 "if that stays so, end the cluster with `tandem stop --now`"
             ) from error
-
-
-def _describe(error: grpc.RpcError) -> str:
-    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
 
 
 def _ask_ray(address: str) -> Target:
@@ -122,9 +112,10 @@ def _ask_ray(address: str) -> Target:
             face = cast(SupervisorFace, ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S))
         return Target(face.address, face.security)
     except GetTimeoutError as error:
-        raise WorkerLostError(f"the supervisor in the Ray cluster at {address} does not start") from error
+        late = f"the supervisor in the Ray cluster at {address} has not started within {TIMEOUT_S:g} s"
+        raise WorkerLostError(late) from error
     except RayActorError as error:
-        raise WorkerLostError(f"the supervisor in the Ray cluster at {address} ends") from error
+        raise WorkerLostError(f"the supervisor in the Ray cluster at {address} has ended") from error
     except ValueError as error:
         raise ConfigError(
             f"no Tandem cluster runs in the Ray cluster at {address}; "

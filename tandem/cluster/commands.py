@@ -17,6 +17,7 @@ from tandem.cluster.following import Following, node_advice, unfinished
 from tandem.cluster.plain import plain
 from tandem.cluster.serve.processes import wait_for_exit
 from tandem.cluster.serve.report import Reporter, cluster_table, make_console, pools_line
+from tandem.cluster.statefile import Stage
 from tandem.cluster.waits import check_wait
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, NoWorkerError, WorkerLostError
@@ -61,17 +62,17 @@ def _ask(target: Target) -> supervisor_pb2.Cluster | None:
             cluster: supervisor_pb2.Cluster = stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=TIMEOUT_S)
             return cluster
     except WorkerLostError:
-        if target.starts or target.stops:
+        if target.stage in (Stage.STARTING, Stage.STOPPING):
             return None
         raise
 
 
 def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str, str]:
-    """One word, and the same with how far it is."""
+    """The state in one word, and in a sentence for people."""
     if cluster is not None and cluster.stopping:
         num = cluster.router.num_under_way
         return "stopping", f"stopping: {num} request{'' if num == 1 else 's'} under way"
-    if target.file is not None and (target.starts or target.stops):
+    if target.file and target.stage in (Stage.STARTING, Stage.STOPPING):
         return target.file.stage, target.file.describe()
     assert cluster is not None
     state = "ready" if cluster.settled else "changing"
@@ -92,11 +93,11 @@ def scale(port: int | None, address: str | None, *, prefill: int | None, decode:
             return 0
         reporter.step("Scaling")
         following = Following(stub, reporter)
-        if not following.until(_is_settled, NODE_WAIT_S):
+        if not following.until(lambda cluster: cluster.settled, NODE_WAIT_S):
             is_local = target.file is not None and target.file.local  # its Ray has room for any number
             for line in [] if is_local else node_advice(following.cluster, _target_options(port, address)):
                 reporter.line(line)
-            if not following.until(_is_settled, SETTLE_TIMEOUT_S):
+            if not following.until(lambda cluster: cluster.settled, SETTLE_TIMEOUT_S):
                 raise NoWorkerError(_not_yet(following.cluster, NODE_WAIT_S + SETTLE_TIMEOUT_S))
         reporter.end_steps()
         reporter.line(f"Done: {pools_line(following.cluster)}")
@@ -115,7 +116,7 @@ def drain(
             raise ConfigError(reply.error.message, key=reply.error.field)
         incarnation = _find(reply.cluster, worker_id).member.incarnation
         if not wait:
-            reporter.line(f"{worker_id} is being replaced; `tandem status` shows how far it is.")
+            reporter.line(f"{worker_id} is being replaced; `tandem status` shows its progress.")
             return 0
         reporter.step(f"Draining {worker_id}")
         limit_s = timeout_s + SETTLE_TIMEOUT_S
@@ -139,7 +140,7 @@ def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) ->
     check_wait(grace_s, "--grace")
     target = find_cluster(port, address)
     reporter = Reporter()
-    if target.starts:
+    if target.stage is Stage.STARTING:
         reporter.line("Stopping what has been started.")
         _interrupt_serve(target)
     else:
@@ -169,19 +170,15 @@ def doctor(config: Config, *, address: str | None) -> int:
     return 0
 
 
-def _is_settled(cluster: supervisor_pb2.Cluster) -> bool:
-    return cluster.settled
-
-
 def _not_yet(cluster: supervisor_pb2.Cluster, waited_s: float) -> str:
     return (
-        f"after {waited_s:g} s the cluster is not as wanted yet: {unfinished(cluster)}. It goes on trying, and "
-        "everything else goes on; `tandem status` shows how far it is, `tandem scale` takes a size back"
+        f"after {waited_s:g} s the cluster has not reached its wanted state: {unfinished(cluster)}. It keeps trying, "
+        "and everything else goes on; `tandem status` shows its progress, `tandem scale` takes a size back"
     )
 
 
 def _target_options(port: int | None, address: str | None) -> str:
-    """What names the cluster again."""
+    """Those by which the user has named the cluster."""
     return (f" --port {port}" if port else "") + (f" --address {address}" if address else "")
 
 
@@ -192,13 +189,13 @@ def _find(cluster: supervisor_pb2.Cluster, worker_id: str) -> supervisor_pb2.Clu
 
 
 def _shut_down(target: Target, reporter: Reporter, *, now: bool, grace_s: float) -> None:
-    """By the supervisor. When nobody answers, `tandem serve` itself ends its cluster, or is about to."""
+    """Ask the supervisor. Where none answers, `tandem serve` ends its cluster, or is doing so already."""
     try:
         with supervisor(target) as stub:
             stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
     except WorkerLostError as error:
         reporter.line(error.message.partition(";")[0] + ".")
-        if target.file is None or (target.file.serve_process and not now and not target.stops):
+        if target.file is None or (target.stage not in (None, Stage.STOPPING) and not now):
             raise
         if now:
             _interrupt_serve(target)
@@ -212,7 +209,7 @@ def _interrupt_serve(target: Target) -> None:
 
 
 def _wait_for_serve(target: Target) -> None:
-    """The supervisor's end lets `tandem serve` end; this waits until that is so and nothing is left."""
+    """`tandem serve` ends after its supervisor, and once it has ended nothing of the cluster is left."""
     if target.file is None:
         return
     process = target.file.serve_process

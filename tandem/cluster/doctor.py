@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -51,7 +50,7 @@ def check_versions() -> Finding:
 def check_ray() -> Finding:
     """Whether a Ray of our own could start, and which runs already."""
     shm = Path("/dev/shm")
-    if sys.platform == "linux" and shm.is_dir():
+    if shm.is_dir():
         free = psutil.disk_usage(str(shm)).free
         if free < OBJECT_STORE_BYTES:
             return Finding(

@@ -1,4 +1,4 @@
-"""How `tandem scale` and `drain` follow a cluster until it is as wanted, and what they say where it is not yet."""
+"""How `tandem scale` and `drain` follow a cluster to its wanted state, and what they say where that takes long."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 
 
 class Following:
-    """`cluster` is as it was told last."""
+    """Watches a cluster, and reports what changes. `cluster` is its last known state."""
 
     def __init__(self, stub: supervisor_pb2_grpc.SupervisorControlStub, reporter: Reporter) -> None:
         self.cluster = supervisor_pb2.Cluster()
         self._stub, self._reporter, self._news = stub, reporter, ClusterNews()
 
     def until(self, is_done: Callable[[supervisor_pb2.Cluster], bool], limit_s: float) -> bool:
-        """Tell what changes; whether it was done within `limit_s`.
+        """Report what changes; whether `is_done` held within `limit_s`.
 
         Raises:
             WorkerLostError: the cluster has stopped.
@@ -34,20 +34,14 @@ class Following:
                 if is_done(cluster):
                     return True
         except grpc.RpcError as error:
-            is_late = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if not is_late or not self.cluster.version:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not self.cluster.version:
                 raise
             return False
-        raise WorkerLostError("the cluster stopped before it was as wanted")
-
-
-def without_node(cluster: supervisor_pb2.Cluster) -> list[supervisor_pb2.ClusterWorker]:
-    """The workers that Ray has not placed yet."""
-    return [worker for worker in cluster.workers if worker.member.state == "starting" and not worker.member.pid]
+        raise WorkerLostError("the cluster stopped before it reached its wanted state")
 
 
 def unfinished(cluster: supervisor_pb2.Cluster) -> str:
-    """What is not as wanted, and why."""
+    """What is not in its wanted state, and why."""
     late = [worker for worker in cluster.workers if worker.member.state != "ready" or worker.leaving]
     said = [f"{worker.member.worker_id} {worker.detail or worker.member.state}" for worker in late]
     if cluster.router.state != "ready":
@@ -61,20 +55,19 @@ def node_advice(cluster: supervisor_pb2.Cluster, target: str) -> list[str]:
     Args:
         target: the options that name the cluster.
     """
-    waiting = without_node(cluster)
+    waiting = [worker for worker in cluster.workers if worker.member.state == "starting" and not worker.member.pid]
     if not waiting:
         return []
     counts = {pool.role: sum(worker.member.role == pool.role for worker in waiting) for pool in cluster.pools}
     lacking = ", ".join(f'"{ROLE_FROM_PROTO[role]}": {count}' for role, count in counts.items() if count)
     missed = [p for p in cluster.pools if 0 < counts[p.role] < p.wanted]
-    back = [(ROLE_FROM_PROTO[p.role], p.wanted - counts[p.role]) for p in missed]
     names = ", ".join(worker.member.worker_id for worker in waiting)
     lines = [
         f"Ray has no free node for {names}. Everything else goes on; what waits starts when a node comes.",
         f"  add a node     on a new machine: ray start --address={cluster.ray_address} --resources='{{{lacking}}}'"
         " (an autoscaler adds one by itself, up to its limit)",
     ]
-    if back:
-        sizes = "".join(f" --{role} {size}" for role, size in back)
+    if missed:
+        sizes = "".join(f" --{ROLE_FROM_PROTO[p.role]} {p.wanted - counts[p.role]}" for p in missed)
         lines.append(f"  take it back   tandem scale{target}{sizes}")
     return lines

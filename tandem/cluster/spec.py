@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.core.config import Config, SecurityConfig
+from tandem.core.identity import Role
 
 NAMESPACE = "tandem"
 """Ray namespace of all actors: one Tandem cluster in one Ray cluster."""
@@ -14,43 +15,25 @@ SUPERVISOR_NAME = "supervisor"
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Plain data that travels to every actor.
+    """Plain data that travels to every actor."""
 
-    Attributes:
-        config: the whole configuration; `model.served_names` is never empty.
-        model_name: a name that requests may use.
-        model_dir: checkpoint on this host; empty when each node resolves `model.path` by itself.
-        kv_bytes: of each worker, by role; 0 when the worker's node decides (GPU memory, or several nodes).
-        num_threads: CPU threads of each worker, by role; 0 when the worker's node decides.
-        local: Ray belongs to `tandem serve`, everything runs on this host and listens on the loopback address.
-        control_port: TCP port of the supervisor's gRPC service; stays when the supervisor is started again.
-        node_id: Ray's id of the node where router and supervisor live.
-        log_directory: where processes write their logs; empty: each node's Ray session directory.
-    """
-
-    config: Config
-    model_name: str
-    model_dir: str
-    kv_bytes: dict[str, int]
-    num_threads: dict[str, int]
-    local: bool
-    control_port: int
-    node_id: str
+    config: Config  # `model.served_names` is never empty
+    model_name: str  # one that requests may use
+    model_dir: str  # checkpoint on this host; empty when each node resolves `model.path` by itself
+    kv_bytes: dict[Role, int]  # of each worker; 0 when its node decides (GPU memory, or several nodes)
+    num_threads: dict[Role, int]  # of each worker, on CPUs; 0 when its node decides
+    local: bool  # Ray belongs to `tandem serve`, everything runs on this host and listens on the loopback address
+    control_port: int  # of the supervisor's gRPC service; stays when the supervisor is started again
+    node_id: str  # Ray's id of the node where router and supervisor live
     ray_address: str
-    log_directory: str
+    log_directory: str  # of the processes; empty: each node's Ray session directory
 
 
 @dataclass(frozen=True)
 class SupervisorFace:
-    """How to reach a supervisor, and which process it is.
+    """How to reach a supervisor, and which process it is."""
 
-    Attributes:
-        address: host:port of SupervisorControl.
-        security: how to speak to it.
-        pid, started: of its process on the node of `ClusterSpec.node_id`; the start in clock ticks since boot.
-    """
-
-    address: str
-    security: SecurityConfig
-    pid: int
-    started: int
+    address: str  # host:port of SupervisorControl
+    security: SecurityConfig  # how to speak to it
+    pid: int  # on the node of `ClusterSpec.node_id`
+    started: int  # in clock ticks since boot

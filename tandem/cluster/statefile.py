@@ -1,8 +1,8 @@
 """Where `tandem status`, `scale` and `stop` find this user's clusters on this host, from their first second.
 
 One small JSON file for each HTTP port. `tandem serve` claims it before anything else starts, so no two of them take one
-port; it tells there how far it is, and removes it when nothing is left. A file whose `tandem serve` has died without
-removing it is told by its process id and start time.
+port; it keeps its stage there, and removes the file when nothing is left. A file whose `tandem serve` has died without
+removing it is recognised by process id and start time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ import psutil
 from tandem.core.errors import ConfigError
 from tandem.core.pidfd import started_at
 
-_CONNECT_S = 5.0
-
 
 class Stage(StrEnum):
     STARTING = "starting"
@@ -37,27 +35,17 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """What `tandem serve` tells of itself, and how to reach its cluster.
-
-    Attributes:
-        pid, started: of `tandem serve`; the start, in clock ticks since boot, tells it from a later process of the
-            same number.
-        local: its Ray dies with it.
-        since_s: seconds since the epoch at which the stage began.
-        waits_for: until the next stage; empty when ready.
-        control_address: host:port of SupervisorControl; empty as long as none has been asked for.
-        tls, certificates: the cluster's `security` section.
-    """
+    """What `tandem serve` tells of itself, and how to reach its cluster."""
 
     port: int
-    pid: int
-    started: int
-    local: bool
+    pid: int  # of `tandem serve`
+    started: int  # in clock ticks since boot: tells it from a later process of the same number
+    local: bool  # its Ray dies with it
     stage: Stage
-    since_s: float
-    waits_for: str = ""
-    control_address: str = ""
-    tls: str = "auto"
+    since_s: float  # when the stage began, in seconds since the epoch
+    waits_for: str = ""  # until the next stage; empty when ready
+    control_address: str = ""  # host:port of SupervisorControl; empty as long as none has been asked for
+    tls: str = "auto"  # with `certificates` the cluster's `security` section
     certificates: str = ""
 
     @property
@@ -100,21 +88,17 @@ class Claim:
             write(self._file)
 
     def tell(self, stage: Stage, waits_for: str = "", **facts: Any) -> None:
-        """Say how far it is. Without effect when the file is not ours."""
+        """Write the stage. Without effect when the file is not ours."""
         since_s = self._file.since_s if stage is self._file.stage else time.time()
         news = dataclasses.replace(self._file, stage=stage, since_s=since_s, waits_for=waits_for, **facts)
-        if news != self._file and self._holds():
+        if news != self._file and _is_kept(self._file):
             self._file = news
             write(news)
 
     def release(self) -> None:
         """Take no lock: a signal's handler calls it, perhaps while this very thread holds the lock."""
-        if self._holds():
+        if _is_kept(self._file):
             _path(self._file.port).unlink()
-
-    def _holds(self) -> bool:
-        found = _read(_path(self._file.port))
-        return found is not None and (found.pid, found.started) == (self._file.pid, self._file.started)
 
 
 def check_free(port: int) -> None:
@@ -154,8 +138,7 @@ def running() -> list[ClusterFile]:
 def forget(cluster: ClusterFile) -> None:
     """Remove its file, for one that has ended; not that of another which has taken its port."""
     with _locked():
-        found = _read(_path(cluster.port))
-        if found is not None and (found.pid, found.started) == (cluster.pid, cluster.started):
+        if _is_kept(cluster):
             _path(cluster.port).unlink()
 
 
@@ -169,11 +152,11 @@ def runtime_directory() -> Path:
     return directory
 
 
-def listens(address: str) -> bool:
-    """Whether somebody takes connections at host:port; not whether he answers."""
+def listens(address: str, timeout_s: float = 5.0) -> bool:
+    """Whether something accepts connections at host:port within `timeout_s`; it need not answer."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except OSError:
         return False
     return True
@@ -181,7 +164,7 @@ def listens(address: str) -> bool:
 
 @contextmanager
 def _locked() -> Iterator[Path]:
-    """What looks and then writes or removes does so alone. The kernel ends the lock of a process that dies."""
+    """Only one process at a time may look and then write or remove. The kernel ends the lock of a process that dies."""
     directory = runtime_directory()
     lock = os.open(directory, os.O_RDONLY)
     try:
@@ -198,6 +181,12 @@ def _read(path: Path) -> ClusterFile | None:
         return ClusterFile(**{**kept, "stage": Stage(kept["stage"])})
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
+
+
+def _is_kept(cluster: ClusterFile) -> bool:
+    """Whether its port's file is its own."""
+    found = _read(_path(cluster.port))
+    return found is not None and (found.pid, found.started) == (cluster.pid, cluster.started)
 
 
 def write(cluster: ClusterFile) -> None:

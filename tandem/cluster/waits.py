@@ -1,4 +1,4 @@
-"""Times that people ask for."""
+"""Waiting times that users give."""
 
 from __future__ import annotations
 

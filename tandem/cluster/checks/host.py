@@ -23,7 +23,7 @@ class Host:
 def this_host() -> Host:
     return Host(
         available_bytes=min([psutil.virtual_memory().available, *_cgroup_available()]),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=len(os.sched_getaffinity(0)),
         num_gpus=_count_gpus(),
     )
 

@@ -29,6 +29,7 @@ from tandem.cluster.checks.host import Host, human_bytes
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
 from tandem.rpc.security import is_loopback
@@ -41,20 +42,14 @@ _TRANSPORT_MODULES = {"ucx": ("nixl_cu12", "nixl-cu12"), "nccl": ("torch", "torc
 
 @dataclass(frozen=True)
 class Plan:
-    """What the checks derived.
+    """What the checks derived."""
 
-    Attributes:
-        config: with its served names filled in, and paths as other processes of this host need them.
-        kv_bytes, num_threads: each worker's share of the host.
-        key_digests: of the API keys in this environment.
-    """
-
-    config: Config
+    config: Config  # with its served names filled in, and paths as other processes of this host need them
     facts: ModelFacts
     dtype: str
-    kv_bytes: dict[str, int]
-    num_threads: dict[str, int]
-    key_digests: frozenset[bytes] = field(repr=False)
+    kv_bytes: dict[Role, int]  # each worker's share of the host
+    num_threads: dict[Role, int]  # the same of its cores
+    key_digests: frozenset[bytes] = field(repr=False)  # of the API keys in this environment
 
     @property
     def model_name(self) -> str:
@@ -309,8 +304,8 @@ class Preflight:
         return dataclasses.replace(http, api_keys_file=str(Path(http.api_keys_file).expanduser().absolute()))
 
     @property
-    def _pools(self) -> dict[str, PoolConfig]:
-        return {"prefill": self.config.pools.prefill, "decode": self.config.pools.decode}
+    def _pools(self) -> dict[Role, PoolConfig]:
+        return {role: getattr(self.config.pools, role) for role in WORKER_ROLES}
 
     @property
     def _num_cpu_workers(self) -> int:
@@ -358,14 +353,14 @@ def share_of_gpu(config: Config, total_bytes: int, free_bytes: int, weight_bytes
     return int((min(free_bytes, total_bytes * gpus) - weight_bytes) * config.cache.memory_share)
 
 
-def check_room(config: Config, host: Host, kv_bytes: dict[str, int], num_added: dict[str, int]) -> None:
+def check_room(config: Config, host: Host, kv_bytes: dict[Role, int], num_added: dict[Role, int]) -> None:
     """Whether `host` has memory for `num_added` more workers of each role.
 
     Raises:
         ConfigError: it has not; says how many fit.
     """
     fixed = Preflight(config, host).fixed_bytes
-    needed = sum(count * (fixed + kv_bytes[role]) for role, count in num_added.items() if count > 0 and kv_bytes[role])
+    needed = sum(count * (fixed + kv_bytes[role]) for role, count in num_added.items() if kv_bytes[role])
     if needed > host.available_bytes:
         raise ConfigError(
             f"{sum(num_added.values())} more workers need {human_bytes(needed)}, "

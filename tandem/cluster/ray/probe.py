@@ -1,4 +1,4 @@
-"""What a Ray cluster says to someone without its token: whether it is one, and whether it lets anybody in."""
+"""Asks a Ray cluster without its token: is it one, and does it let everybody in?"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ async def serve_supervisor(
 
     def room(added: dict[Role, int]) -> None:
         if spec.local:  # else Ray finds a node with room, or has one added
-            check_room(spec.config, this_host(), spec.kv_bytes, {role.value: n for role, n in added.items()})
+            check_room(spec.config, this_host(), spec.kv_bytes, added)
 
     supervisor = Supervisor(
         launcher,

@@ -17,27 +17,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent dies (Linux).
+    """Make this process the parent of every descendant whose own parent dies.
 
-    Ray's workers are grandchildren; with this, `descendants` lists all of them at any time, whoever died between.
+    Ray's workers are grandchildren; with this, all of them are descendants of this process, whoever died between.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def start_guard() -> None:
-    """Mark everything that this process starts from here on, and have it killed if this process is (Linux)."""
-    if sys.platform != "linux":
-        return
+    """Mark everything that this process starts from here on, and have it killed if this process is."""
     mark = uuid.uuid4().hex
     line = [sys.executable, "-I", "-S", orphan_guard.__file__, str(os.getpid()), mark]
     subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
     os.environ[orphan_guard.VARIABLE] = mark
-
-
-def descendants() -> list[psutil.Process]:
-    """All that this process and its descendants have started and that has not ended."""
-    return [p for p in psutil.Process().children(recursive=True) if _lives(p)]
 
 
 def kill_descendants(timeout_s: float = 5.0) -> int:
@@ -47,7 +39,7 @@ def kill_descendants(timeout_s: float = 5.0) -> int:
         RuntimeError: some could not be killed within `timeout_s` (they hang in the kernel).
     """
     num_killed = 0
-    while family := descendants():
+    while family := [p for p in psutil.Process().children(recursive=True) if _lives(p)]:
         for process in family:
             try:
                 process.kill()
@@ -62,9 +54,7 @@ def kill_descendants(timeout_s: float = 5.0) -> int:
 
 
 def wait_for_exit(process: psutil.Process, timeout_s: float) -> bool:
-    """Whether `process`, which need not be a child, has ended within `timeout_s`; one nobody has reaped has, too."""
-    if not hasattr(os, "pidfd_open"):
-        return process in psutil.wait_procs([process], timeout=timeout_s)[0]
+    """Whether `process`, which need not be a child, has ended within `timeout_s`; a zombie has."""
     try:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:

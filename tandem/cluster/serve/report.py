@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -19,8 +17,8 @@ _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "
 class Reporter:
     """Lines on standard output. On a terminal the present step shows below them until it is over."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or make_console()
+    def __init__(self) -> None:
+        self.console = make_console()
         self._status: Status | None = None
 
     def line(self, text: str, style: str = "") -> None:
@@ -45,9 +43,7 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end_steps()
 
 

@@ -13,7 +13,6 @@ import asyncio
 import os
 import socket
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -33,6 +32,7 @@ from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError, error_class
+from tandem.core.identity import Role
 from tandem.core.version import version
 from tandem.rpc.channel import make_channel
 from tandem.rpc.permissions import PeerRole
@@ -61,11 +61,6 @@ HOPELESS_AFTER = 3
 """Deaths in a row of one process, before the cluster was ever ready, after which `tandem serve` gives up."""
 
 
-@dataclass
-class _Progress:
-    ready: bool = False
-
-
 def serve(config: Config, address: str | None) -> int:
     """Run a cluster in the foreground until it is stopped; the exit code.
 
@@ -90,11 +85,7 @@ def serve(config: Config, address: str | None) -> int:
 
 
 class Serving:
-    """One run of `tandem serve`.
-
-    Attributes:
-        left_running: in a joined Ray; nobody has said that all of it has stopped.
-    """
+    """One run of `tandem serve`."""
 
     def __init__(self, config: Config, address: str | None, reporter: Reporter) -> None:
         self._config, self._address, self._reporter = config, address, reporter
@@ -105,9 +96,9 @@ class Serving:
         self._control_address = ""
         self._starts_ray = False  # from then on this process and its descendants are the cluster's
         self._has_ended = False  # the cluster, as its supervisor has said
-        self.left_running = False
+        self.left_running = False  # in a joined Ray nobody has confirmed that everything stopped
         self._news, self._request_news = ClusterNews(), RequestNews()
-        self._progress = _Progress()
+        self._was_ready = False
         self._ray_lost = asyncio.Event()
         self._broken = asyncio.Event()  # something of the cluster does not run
 
@@ -139,7 +130,7 @@ class Serving:
         asyncio.run(self._supervise(plan))
 
     def clean_up(self) -> None:
-        """Stop what has been started, in the order that is kindest; whatever happened before."""
+        """Stop what has been started, whatever happened before: first in order, then by force."""
         self._signals.begin_cleanup()
         self._claim.tell(Stage.STOPPING, "its processes to end")
         if self._home and not self._local and self._supervisor is not None:
@@ -203,7 +194,7 @@ class Serving:
         if not ended:
             self._reporter.end_steps()
             self._claim.tell(Stage.STOPPING, "requests under way and its processes to end")
-            await self._shut_down(GRACE_S if self._progress.ready else 0.0)
+            await self._shut_down(GRACE_S if self._was_ready else 0.0)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -241,7 +232,7 @@ class Serving:
         self._reporter.line(f"  supervisor  was silent for {lease_s:g} s and is killed")
 
     async def _find_supervisor(self) -> SupervisorFace:
-        """Once it serves, however often Ray starts it. Raises `InternalError` when it cannot start."""
+        """Wait until it serves, however often Ray starts it. Raises `InternalError` when it cannot start."""
         from ray.exceptions import RayActorError
 
         try:
@@ -304,11 +295,11 @@ class Serving:
             self._broken.set()
         if cluster.stopping:  # asked for by `tandem stop`
             self._claim.tell(Stage.STOPPING, "requests under way and its processes to end")
-        if self._progress.ready:
+        if self._was_ready:
             return
         if cluster.settled:
             self._reporter.end_steps()
-            self._progress.ready = True
+            self._was_ready = True
             self._claim.tell(Stage.READY)
             for line in ready_banner(cluster.router.url, self._config.http.port, plan, self._where_logs_are(cluster)):
                 self._reporter.line(line)
@@ -331,7 +322,7 @@ class Serving:
             await stop_cluster(self._control_address, grace_s, self._find_address)
         except TandemError as error:
             self._say_not_stopped(error)
-        self._has_ended = True  # or it has been told that nobody knows
+        self._has_ended = True  # or the user knows that this is not certain
 
     async def _find_address(self) -> str:
         if self._ray_lost.is_set():
@@ -344,14 +335,14 @@ class Serving:
             return
         self.left_running = True
         self._reporter.line(
-            f"Nobody says that everything has stopped: {error.message}. What runs in the joined Ray cluster may go on; "
-            f"end it with `tandem stop --now --address {self._address}`.",
+            f"Nobody has confirmed that everything stopped: {error.message}. What runs in the joined Ray cluster may "
+            f"go on; end it with `tandem stop --now --address {self._address}`.",
             style="red",
         )
 
     def _say_stopping(self) -> None:
         self._reporter.end_steps()
-        if self._progress.ready:
+        if self._was_ready:
             self._reporter.line("Stopping: requests under way finish first; Ctrl-C again stops at once.")
         else:
             self._reporter.line("Stopping what has been started.")
@@ -373,7 +364,7 @@ class Serving:
 
     def _say_plan(self, plan: Plan) -> None:
         pools, facts = plan.config.pools, plan.facts
-        share, weights = plan.kv_bytes["decode"], human_bytes(facts.weight_bytes(plan.dtype))
+        share, weights = plan.kv_bytes[Role.DECODE], human_bytes(facts.weight_bytes(plan.dtype))
         self._reporter.line(
             f"  model       {facts.name} ({facts.architecture}, {weights} in {plan.dtype}) from {facts.directory}"
         )

@@ -1,4 +1,4 @@
-"""Asking a cluster to stop, until somebody says that it has."""
+"""Asks a cluster to stop, until a supervisor confirms that it has."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ async def stop_cluster(address: str, grace_s: float, find: Callable[[], Awaitabl
         find: tells the address of the supervisor that is there now, and waits for it if need be.
 
     Raises:
-        TandemError: nobody says that everything has stopped.
+        TandemError: nobody confirms that everything has stopped.
     """
     try:
         async with asyncio.timeout(grace_s + STOP_S):
             while not (address and await _ask(address, grace_s)):
                 address = await find()
     except TimeoutError as error:
-        raise WorkerLostError(f"the supervisor did not say so within {grace_s + STOP_S:.0f} s") from error
+        raise WorkerLostError(f"the supervisor did not answer within {grace_s + STOP_S:.0f} s") from error
 
 
 async def _ask(address: str, grace_s: float) -> bool:

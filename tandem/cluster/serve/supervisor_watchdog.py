@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tandem.cluster.spec import SupervisorFace
+from tandem.cluster.statefile import listens
 from tandem.cluster.supervisor.clock_jump import ClockJump
 from tandem.core.pidfd import kill_exactly
 from tandem.rpc.v1 import supervisor_pb2
@@ -28,7 +29,7 @@ RAY_PROBE_S = 2.0
 """Between two looks at Ray's control store."""
 
 MISSED_PROBES = 3
-"""In a row: then it is lost, and not just slow."""
+"""So many in a row mean that it is lost, and not just slow."""
 
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -36,7 +37,7 @@ _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 async def end_silent_supervisor(stub: SupervisorControlAsyncStub, face: SupervisorFace, lease_s: float) -> None:
     """Return once the supervisor has been silent for `lease_s` and has been killed, so that Ray starts the next one.
 
-    To be called when it has answered before: it may take longer to adopt what runs.
+    To be called once it has answered: before that it may be adopting what runs, which takes longer.
     """
     loop = asyncio.get_running_loop()
     heard_at, beat_s = loop.time(), lease_s / BEATS_PER_LEASE
@@ -69,7 +70,7 @@ async def watch_ray(address: str, say: Callable[[bool], None]) -> None:
     num_missed = 0
     while True:
         await asyncio.sleep(RAY_PROBE_S)
-        if not await _listens(address):
+        if not await asyncio.to_thread(listens, address, RAY_PROBE_S):
             num_missed += 1
             if num_missed == MISSED_PROBES:
                 say(False)
@@ -77,14 +78,3 @@ async def watch_ray(address: str, say: Callable[[bool], None]) -> None:
         if num_missed >= MISSED_PROBES:
             say(True)
         num_missed = 0
-
-
-async def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(RAY_PROBE_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return True

@@ -86,7 +86,7 @@ async def test_a_refusal_or_silence_is_not_an_end(dead_and_alive: Any, monkeypat
     with pytest.raises(WorkerLostError, match="PERMISSION_DENIED"):
         await stop_cluster(address, 0.0, asyncio.Future)
     dead.code = grpc.StatusCode.UNAVAILABLE
-    with pytest.raises(WorkerLostError, match="did not say so"):
+    with pytest.raises(WorkerLostError, match="did not answer within"):
         await stop_cluster(address, 0.0, asyncio.Future)
 
 
@@ -122,7 +122,7 @@ async def test_what_may_live_on_in_a_joined_ray_is_said(
     await serving._shut_down(0.0)
     assert serving.left_running
     said = " ".join(capsys.readouterr().out.split())
-    assert "Nobody says that everything has stopped" in said
+    assert "Nobody has confirmed that everything stopped" in said
     assert "tandem stop --now --address 10.0.0.1:6379" in said
 
 

@@ -32,25 +32,20 @@ from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import configure
 
 WAIT_SLICE_S = 4.0
-"""Seconds that one call waits in the one thread that an actor's calls have. What a supervisor that died has asked goes
-on so long, and its successor waits for it before it is told the actor's state."""
+"""Seconds that one call waits at most: all calls of an actor share one thread. The call of a supervisor that died goes
+on so long, and those of its successor wait behind it."""
 
 
 @dataclass(frozen=True)
 class ActorState:
-    """What a worker's or the router's actor says of itself.
-
-    Attributes:
-        node_id: Ray's.
-        started: of the process, in clock ticks since boot.
-        info: a serialised `WorkerInfo`; empty while it loads.
-    """
+    """What a worker's or the router's actor says of itself."""
 
     node: str
-    node_id: str
+    node_id: str  # Ray's
     pid: int
-    started: int
-    info: bytes = b""
+    started: int  # in clock ticks since boot
+    address: str = ""  # of its control service; empty until it listens
+    url: str = ""  # where clients of a router go; empty until it listens
     draining: bool = False
 
 
@@ -80,7 +75,7 @@ def worker_host(spec: ClusterSpec) -> str:
 
 
 def begin(spec: ClusterSpec, name: str, role: PeerRole | None) -> None:
-    """What every actor does first: its fate, its name, its log, and how its gRPC is secured."""
+    """What every actor does first: it ties its life to its raylet's, and sets up its name, its log and its gRPC."""
     _die_with_parent()
     fault_points.name_process(name)
     _set_up_log(spec, name)
@@ -100,9 +95,8 @@ def _die_with_parent() -> None:
 
     Else it would serve on for many seconds on a node that Ray has given up, beside its own replacement.
     """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _set_up_log(spec: ClusterSpec, process: str) -> None:

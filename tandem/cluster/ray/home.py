@@ -55,7 +55,6 @@ class RayHome:
     address: str
     node_id: str
     log_directory: str
-    local: bool
 
 
 def start_local_ray() -> RayHome:
@@ -81,7 +80,7 @@ def start_local_ray() -> RayHome:
         )
     except (RuntimeError, OSError, ValueError) as error:
         raise InternalError(f"Ray did not start: {error}; its logs are under /tmp/ray/session_latest/logs") from error
-    return _home(local=True)
+    return _home()
 
 
 def local_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -101,25 +100,20 @@ def join_ray(address: str, *, remedy: str) -> RayHome:
     _set_environment()
     if "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").is_file():
         # A Ray that `tandem serve` or `ray start` has made wants this token; one that wants none ignores it. Ray
-        # itself thinks of it for `auto` only.
+        # itself looks for it with `auto` only.
         os.environ["RAY_AUTH_MODE"] = "token"
     if address != "auto":
         _check_answers(address, remedy)
     import ray
 
     try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if "auth" in f"{error} {error.__cause__}".lower():
             raise _wants_token(address) from error
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"cannot join Ray at {address} ({reason}); {remedy}", key="--address") from error
-    return _home(local=False)
+    return _home()
 
 
 def _check_answers(address: str, remedy: str) -> None:
@@ -155,7 +149,7 @@ def leave_ray() -> None:
     ray.shutdown()
 
 
-def _home(*, local: bool) -> RayHome:
+def _home() -> RayHome:
     import ray
     from ray._private.worker import global_worker
 
@@ -167,7 +161,6 @@ def _home(*, local: bool) -> RayHome:
         address=str(context.gcs_address),
         node_id=context.get_node_id(),
         log_directory=str(global_worker.node.get_logs_dir_path()),
-        local=local,
     )
 
 

@@ -21,11 +21,11 @@ from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.ray.worker_actor import WorkerActor
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
 from tandem.cluster.supervisor.events import Drain, Intent, Placement
-from tandem.cluster.supervisor.handles import Found, FoundRouter, FoundWorker, Memory, WorkerState
+from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
+from tandem.cluster.supervisor.slots import place_of
 from tandem.core.errors import WorkerLostError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.pidfd import ProcessId
-from tandem.rpc.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -34,22 +34,33 @@ _T = TypeVar("_T")
 
 def as_kept(node_id: str, processes: Sequence[ProcessId]) -> dict[str, Any]:
     """Processes of a node, as plain data for later supervisors."""
-    return {"node_id": node_id, "processes": [dataclasses.astuple(process) for process in processes]}
+    return {node_id: [dataclasses.astuple(process) for process in processes]}
 
 
 def kept_of(node_id: str, kept: dict[str, Any] | None) -> list[ProcessId]:
-    """Those of this node. Whether one of another node has ended, which may be cut off, cannot be judged here."""
-    if kept is None or kept["node_id"] != node_id:
-        return []
-    return [ProcessId(*process) for process in kept["processes"]]
+    """Those of this node. The end of a process of another node, which may be cut off, cannot be judged here."""
+    return [ProcessId(*process) for process in (kept or {}).get(node_id, [])]
 
 
-class _RayHandle:
-    """An actor and, once it is placed, its process. `name`: place and incarnation."""
+class RayHandle:
+    """An actor, named by slot and incarnation, and, once it is placed, its process."""
 
-    def __init__(self, actor: Any, name: str, watchers: NodeWatchers) -> None:
-        self._actor, self._name, self._watchers = actor, name, watchers
+    def __init__(self, actor: Any, actor_name: str, watchers: NodeWatchers) -> None:
+        self._actor, self._actor_name, self._watchers = actor, actor_name, watchers
+        self.name, _, self.incarnation = actor_name.partition(".")
+        self.role = place_of(self.name)[0]
         self._place: tuple[str, ProcessId] | None = None  # Ray's id of its node, and the process there
+
+    async def state(self) -> ProcessState:
+        state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
+        self._place = state.node_id, ProcessId(self._actor_name, state.pid, state.started)
+        await self._watchers.meet(*self._place)
+        return ProcessState(state.address, state.url, Placement(state.node, state.pid), state.draining)
+
+    async def start(self) -> ProcessState:
+        while not await self._call(self._actor.start.remote(WAIT_SLICE_S)):
+            pass  # it loads: ask again
+        return await self.state()
 
     async def wait_closed(self) -> None:
         while not await self._call(self._actor.wait_closed.remote(WAIT_SLICE_S)):
@@ -57,7 +68,7 @@ class _RayHandle:
 
     async def wait_ended(self) -> None:
         if self._place is None:
-            raise WorkerLostError(f"nobody knows where {self._name} runs")
+            raise WorkerLostError(f"nobody knows where {self._actor_name} runs")
         await self._watchers.wait_ended(*self._place)
 
     async def kill(self) -> None:
@@ -67,38 +78,14 @@ class _RayHandle:
         if self._place is not None:
             await self._watchers.kill(*self._place)
 
-    async def _ask_state(self) -> ActorState:
-        state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
-        self._place = state.node_id, ProcessId(self._name, state.pid, state.started)
-        await self._watchers.meet(*self._place)
-        return state
-
     async def _call(self, ref: Awaitable[_T]) -> _T:
         """Await an actor call; Ray's errors become ours here and nowhere else."""
         try:
             return await ref
         except RayActorError as error:
-            raise WorkerLostError(f"{self._name.partition('.')[0]}: {_reason(error)}") from error
+            raise WorkerLostError(f"{self.name}: {_reason(error)}") from error
         except RayError as error:
             raise translate(error) from error
-
-
-class RayWorker(_RayHandle):
-    async def state(self) -> WorkerState:
-        return _worker_state(await self._ask_state())
-
-    async def start(self) -> WorkerState:
-        while not await self._call(self._actor.start.remote(WAIT_SLICE_S)):
-            pass  # it loads: ask again
-        return await self.state()
-
-
-class RayRouter(_RayHandle):
-    async def place(self) -> None:
-        await self._ask_state()
-
-    async def start(self) -> tuple[str, str]:
-        return cast(tuple[str, str], await self._call(self._actor.start.remote()))
 
 
 class RayLauncher:
@@ -110,28 +97,26 @@ class RayLauncher:
         self._memory = threading.Lock()
         self._over = False  # guarded by `_memory`: nothing is remembered any more
 
-    def start_worker(self, role: Role, worker_id: str, incarnation: str) -> RayWorker:
-        pool = getattr(self._spec.config.pools, role)
+    def start(self, role: Role, name: str, incarnation: str) -> RayHandle:
+        actor_name = f"{name}.{incarnation}"
+        if role is Role.ROUTER:
+            on_its_node = NodeAffinitySchedulingStrategy(self._spec.node_id, soft=False)
+            asked = make_actor(RouterActor, name=actor_name, scheduling_strategy=on_its_node)
+            return RayHandle(asked.remote(self._spec, self._key_digests), actor_name, self._watchers)
         num_threads = self._spec.num_threads[role] or threads_for(role)
-        name = f"{worker_id}.{incarnation}"
-        actor = make_actor(
+        asked = make_actor(
             WorkerActor,
-            name=name,
+            name=actor_name,
             resources={role.value: 1},
-            num_gpus=pool.gpus,
+            num_gpus=getattr(self._spec.config.pools, role).gpus,
             # Waiting threads sleep: where workers share cores, spinning made a prefill of 400 tokens 25 times slower.
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}},
-        ).remote(self._spec, role.value, worker_id, incarnation, num_threads)
-        return RayWorker(actor, name, self._watchers)
-
-    def start_router(self, name: str, incarnation: str) -> RayRouter:
-        on_its_node = NodeAffinitySchedulingStrategy(self._spec.node_id, soft=False)
-        name = f"{name}.{incarnation}"
-        actor = make_actor(RouterActor, name=name, scheduling_strategy=on_its_node)
-        return RayRouter(actor.remote(self._spec, self._key_digests), name, self._watchers)
+        )
+        actor = asked.remote(self._spec, role.value, name, incarnation, num_threads)
+        return RayHandle(actor, actor_name, self._watchers)
 
     def find(self) -> Found:
-        workers, routers, watchers = list[FoundWorker](), list[FoundRouter](), []
+        processes, watchers = list[RayHandle](), list[tuple[str, Any]]()
         for name in ray.util.list_named_actors():
             place, _, incarnation = name.partition(".")
             if not incarnation:
@@ -142,14 +127,11 @@ class RayLauncher:
                 continue  # died since it was listed
             if place == WATCHER:
                 watchers.append((incarnation, actor))
-            elif (role := _role_of(place)) is Role.ROUTER:
-                routers.append(FoundRouter(place, incarnation, RayRouter(actor, name, self._watchers)))
             else:
-                workers.append(FoundWorker(role, place, incarnation, RayWorker(actor, name, self._watchers)))
+                processes.append(RayHandle(actor, name, self._watchers))
         kept = kept_of(self._spec.node_id, kv_store.recall().get("processes"))
         ended = [name.partition(".") for name in self._watchers.adopt(watchers, kept)]
-        ended_workers = [incarnation for place, _, incarnation in ended if _role_of(place) is not Role.ROUTER]
-        return Found(workers, routers, ended_workers)
+        return Found(processes, [life for place, _, life in ended if place_of(place)[0] in WORKER_ROLES])
 
     def begin_term(self) -> Memory:
         kept = kv_store.recall()
@@ -189,16 +171,6 @@ class RayLauncher:
             self._over = True
             kv_store.forget()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-def _role_of(place: str) -> Role:
-    """Of the slot with this name."""
-    return Role(place.rpartition("-")[0])
-
-
-def _worker_state(state: ActorState) -> WorkerState:
-    address = common_pb2.WorkerInfo.FromString(state.info).address if state.info else ""
-    return WorkerState(address, Placement(state.node, state.pid), state.draining)
 
 
 def _reason(error: RayActorError) -> str:

@@ -20,7 +20,7 @@ def threads_for(role: Role) -> int:
     """CPU threads: an equal share of the cores for each worker that the smallest node of this role can hold."""
     shares = [
         resources.get("CPU", 1.0) // num_places(resources)
-        for resources in _alive_nodes()
+        for resources in (node["Resources"] for node in ray.nodes() if node["Alive"])
         if resources.get(role, 0) >= 1
     ]
     return max(1, int(min(shares, default=1)))
@@ -74,7 +74,3 @@ def gpu_memory_bytes() -> tuple[int, int]:
             f"nvidia-smi does not tell the memory of GPU {device} ({error}); set cache.memory_bytes",
             key="cache.memory_bytes",
         ) from error
-
-
-def _alive_nodes() -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""One for each node with processes of ours: it proves that processes of its node have ended, and kills them there.
+"""Each node with processes of ours has a watcher, which proves that processes of its node have ended, and kills them.
 
 A broken connection, a missed heartbeat or Ray's word that an actor is dead prove nothing about a process. What proves
 its end is a pidfd that becomes readable, or that its number belongs to nobody, or to a process that started at another
@@ -8,7 +8,10 @@ time. All of that only the node itself can see.
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 
+from tandem.cluster.ray.actor import begin
+from tandem.cluster.spec import ClusterSpec
 from tandem.core.pidfd import ExitWatch, ProcessId, started_at
 
 MAX_REMEMBERED = 4096
@@ -16,11 +19,14 @@ MAX_REMEMBERED = 4096
 
 
 class NodeWatcher:
-    """Lives in the running event loop. Whatever is asked about a process makes it watched until its end."""
+    """Called in one event loop. Whatever is asked about a process makes it watched until its end."""
 
     def __init__(self) -> None:
-        self._exits = ExitWatch(asyncio.get_running_loop())
         self._watched: dict[str, asyncio.Event] = {}  # set: ended. Oldest first.
+
+    @cached_property
+    def _exits(self) -> ExitWatch:
+        return ExitWatch(asyncio.get_running_loop())
 
     async def wait_ended(self, process: ProcessId, timeout_s: float | None) -> bool:
         """Whether it has provably ended, after at most `timeout_s`; `None`: once it has."""
@@ -57,3 +63,11 @@ class NodeWatcher:
         done = [name for name, ended in self._watched.items() if ended.is_set()]
         for name in done[: max(0, len(done) - MAX_REMEMBERED)]:
             del self._watched[name]
+
+
+class WatcherActor(NodeWatcher):
+    """The watcher of a node other than the supervisor's. Its calls share one event loop, so any number may wait."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        begin(spec, "watcher", None)
+        super().__init__()

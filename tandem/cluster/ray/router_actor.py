@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_process
@@ -28,20 +29,20 @@ class RouterActor:
             http_port=self._http.port,
             key_digests=key_digests,
         )
-        self._addresses: tuple[str, str] | None = None
+        self._address = self._url = ""
 
     def state(self) -> ActorState:
-        return this_process()
+        return dataclasses.replace(this_process(), address=self._address, url=self._url)
 
-    def start(self) -> tuple[str, str]:
-        """Listen; URL for clients and address of RouterControl. Idempotent."""
+    def start(self, _timeout_s: float) -> bool:
+        """Listen, from the first call on. Raises what prevented it."""
         from router.http.auth import check_not_lost
 
-        if self._addresses is None:
+        if not self._address:
             check_not_lost(self._http, self._key_digests, os.environ)
             info = self._server.start()
-            self._addresses = info.http_url, info.control_address
-        return self._addresses
+            self._address, self._url = info.control_address, info.http_url
+        return True
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Whether it has stopped, after at most `timeout_s`."""

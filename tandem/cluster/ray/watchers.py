@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import ray
@@ -25,8 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.ray.actor import make_actor
-from tandem.cluster.ray.node_watcher import NodeWatcher
-from tandem.cluster.ray.watcher_actor import WatcherActor
+from tandem.cluster.ray.node_watcher import NodeWatcher, WatcherActor
 from tandem.cluster.spec import ClusterSpec
 from tandem.core.errors import WorkerLostError
 from tandem.core.pidfd import ProcessId, has_ended
@@ -65,18 +63,14 @@ class NodeWatchers:
 
     def __init__(self, spec: ClusterSpec, keep: Callable[[Sequence[ProcessId]], None]) -> None:
         self._spec, self._keep = spec, keep
+        self._here = NodeWatcher()
         self._nodes: dict[str, _Node] = {}  # by Ray's node id
         self._kept: dict[str, ProcessId] = {}  # by name, oldest first
         self._is_kept = True  # `keep` has had all of them
         self._keeping = asyncio.Lock()  # an older state must not be written over a newer one
 
-    @cached_property
-    def _here(self) -> NodeWatcher:
-        """Of this node; made in the event loop."""
-        return NodeWatcher()
-
     async def meet(self, node_id: str, process: ProcessId) -> None:
-        """From now on its end is known also when it comes while there is no supervisor.
+        """From now on its end will be known, even if it comes while there is no supervisor.
 
         Watchers of other nodes live on meanwhile, and know what they were asked about. What cannot be kept now is kept
         with the next call.
@@ -99,7 +93,7 @@ class NodeWatchers:
                 self._is_kept = known == list(self._kept.values())
 
     def _forget_ended(self) -> None:
-        """The oldest, as far as there are too many."""
+        """The oldest, while there are too many."""
         num_over = len(self._kept) - _MAX_KEPT
         ended = [name for name, kept in self._kept.items() if has_ended(kept)] if num_over > 0 else []
         for name in ended[: max(0, num_over)]:

@@ -41,11 +41,13 @@ class WorkerActor:
         if self._started is None or not self._started.done() or self._started.exception() is not None:
             return state
         worker = self._started.result()
-        return dataclasses.replace(state, info=worker.info.SerializeToString(), draining=worker.life.draining)
+        return dataclasses.replace(state, address=worker.info.address, draining=worker.life.draining)
 
     def start(self, timeout_s: float) -> bool:
-        """Load the model and listen, from the first call on; whether it does, after at most `timeout_s`. Raises what
-        prevented it."""
+        """Load the model and listen, from the first call on; whether it listens, after at most `timeout_s`.
+
+        Raises what prevented it.
+        """
         if self._started is None:
             self._started = Future()
             threading.Thread(target=self._start, args=(self._started,), name="start", daemon=True).start()

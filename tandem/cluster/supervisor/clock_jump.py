@@ -1,4 +1,4 @@
-"""Finds out whether this process itself has stood still: then it did not listen, and others were not silent.
+"""Detects that this process itself has stood still: it could hear nobody then, so others do not count as silent.
 
 A paused host, a sleeping laptop and a stopped process look alike from inside: the clock has jumped.
 """
@@ -20,6 +20,6 @@ class ClockJump:
         self._limit_s = turn_s + tolerance_s
 
     def look(self, now: float) -> float:
-        """Seconds of which the silence of others proves nothing; 0 unless this look comes too late."""
+        """Seconds for which silence of others proves nothing; 0 unless this look comes too late."""
         passed_s, self._looked_at = now - self._looked_at, now
         return passed_s if passed_s > self._limit_s else 0.0

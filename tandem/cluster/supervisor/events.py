@@ -21,36 +21,22 @@ class Ending:
 
 @dataclass(frozen=True)
 class Drain:
-    """One worker shall leave.
+    """One worker shall leave."""
 
-    Attributes:
-        incarnation: of the worker that leaves.
-        timeout_s: seconds from the start of its drain until it is killed.
-        refill: its place is filled when it has gone.
-        successor: worker id of the slot that it waits for before it drains; empty: it waits for none.
-    """
-
-    incarnation: str
-    timeout_s: float
-    refill: bool
-    successor: str
+    incarnation: str  # of the worker that leaves
+    timeout_s: float  # from the start of its drain until it is killed
+    refill: bool  # its place is filled when it has gone
+    successor: str  # name of the slot that it waits for before it drains; empty: it waits for none
 
 
 @dataclass(frozen=True)
 class Intent:
-    """What a later supervisor must know and the workers cannot tell it.
+    """What a later supervisor must know and the processes cannot tell it."""
 
-    Attributes:
-        wanted: sizes of the pools.
-        drains: of the workers that leave, by worker id.
-        failures: of slots that failed of late, by name: a crash loop stays backed off.
-        closing_s: a shutdown was asked for, which gives requests so many seconds; `None`: none was.
-    """
-
-    wanted: dict[Role, int]
-    drains: dict[str, Drain] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=dict)
-    closing_s: float | None = None
+    wanted: dict[Role, int]  # sizes of the pools
+    drains: dict[str, Drain] = field(default_factory=dict)  # of the workers that leave, by name
+    failures: dict[str, int] = field(default_factory=dict)  # of late, by slot: a crash loop stays backed off
+    closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
 
 
 @dataclass(frozen=True)
@@ -74,27 +60,24 @@ class Member:
     pid: int
 
 
+@dataclass(frozen=True)
+class OfProcess:
+    """About one life of a slot."""
+
+    name: str
+    incarnation: str
+
+
 # --- events -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class WorkerAdopted:
-    """A restarted supervisor found this worker alive. `address` is empty while it still loads."""
+class Adopted(OfProcess):
+    """A restarted supervisor found this process alive. Without an `address` it still starts, and `Started` follows."""
 
-    role: Role
-    worker_id: str
-    incarnation: str
-    address: str
-    placement: Placement | None
-    draining: bool
-
-
-@dataclass(frozen=True)
-class RouterAdopted:
-    """A restarted supervisor found this router alive; `RouterStarted` follows."""
-
-    name: str
-    incarnation: str
+    address: str = ""
+    placement: Placement | None = None
+    draining: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,82 +95,56 @@ class WantedChanged:
 
 @dataclass(frozen=True)
 class DrainOrdered:
-    """Replace this worker; it must be ready and not be leaving already, or nothing happens.
-
-    Attributes:
-        replace_first: start its successor before it drains.
-        timeout_s: seconds that it may take to drain.
-    """
-
-    worker_id: str
-    replace_first: bool
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class WorkerPlaced:
-    """Its process runs; it loads the model now."""
-
-    worker_id: str
-    incarnation: str
-    placement: Placement
-
-
-@dataclass(frozen=True)
-class LoadingHeard:
-    """Its process answered while it loads the model."""
-
-    worker_id: str
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class WorkerStarted:
-    worker_id: str
-    incarnation: str
-    address: str
-    placement: Placement
-
-
-@dataclass(frozen=True)
-class WorkerFailedToStart:
-    worker_id: str
-    incarnation: str
-    error: Ending
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A process has ended, or it has given up by itself. `error` is `None` when it was asked to stop."""
+    """Replace this worker; it must be ready and not be leaving already, or nothing happens."""
 
     name: str
-    incarnation: str
+    replace_first: bool  # start its successor before it drains
+    timeout_s: float  # that it may take to drain
+
+
+@dataclass(frozen=True)
+class Placed(OfProcess):
+    """Its process runs, and starts to listen; a worker loads the model before."""
+
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class LoadingHeard(OfProcess):
+    """Its process answered while it starts."""
+
+
+@dataclass(frozen=True)
+class Started(OfProcess):
+    """It listens. A router knows no membership yet."""
+
+    address: str  # of its control service
+    placement: Placement
+    url: str = ""  # where clients of a router go
+
+
+@dataclass(frozen=True)
+class Exited(OfProcess):
+    """Its process has ended, could not start, or has given up. `error` is `None` when it was asked to stop."""
+
     error: Ending | None
 
 
 @dataclass(frozen=True)
-class Drained:
+class Drained(OfProcess):
     """It holds nothing any more."""
-
-    worker_id: str
-    incarnation: str
 
 
 @dataclass(frozen=True)
-class LoadReported:
+class LoadReported(OfProcess):
     """It answered a heartbeat. `num_requests`: that it holds, running and queued."""
 
-    name: str
-    incarnation: str
     num_requests: int
 
 
 @dataclass(frozen=True)
-class WriterSuspected:
+class WriterSuspected(OfProcess):
     """A decode worker keeps pages in quarantine until this writer's end is certain; told again as long as it lives."""
-
-    worker_id: str
-    incarnation: str
 
 
 @dataclass(frozen=True)
@@ -198,22 +155,10 @@ class ProcessEnded:
 
 
 @dataclass(frozen=True)
-class EndingsTaken:
+class EndingsTaken(OfProcess):
     """A worker has taken the news of `NoteEnded`."""
 
-    worker_id: str
-    incarnation: str
     ended: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RouterStarted:
-    """It listens. It knows no membership yet."""
-
-    name: str
-    incarnation: str
-    url: str
-    control_address: str
 
 
 @dataclass(frozen=True)
@@ -241,22 +186,19 @@ class Tick:
 
 
 Event = (
-    WorkerAdopted
-    | RouterAdopted
+    Adopted
     | ClusterOpened
     | WantedChanged
     | DrainOrdered
-    | WorkerPlaced
+    | Placed
     | LoadingHeard
-    | WorkerStarted
-    | WorkerFailedToStart
+    | Started
     | Exited
     | Drained
     | LoadReported
     | WriterSuspected
     | ProcessEnded
     | EndingsTaken
-    | RouterStarted
     | ClosingBegun
     | ShutdownRequested
     | ClockJumped
@@ -268,67 +210,41 @@ Event = (
 
 
 @dataclass(frozen=True)
-class StartProcess:
+class StartProcess(OfProcess):
     role: Role
-    name: str
-    incarnation: str
 
 
 @dataclass(frozen=True)
-class DrainWorker:
+class DrainWorker(OfProcess):
     """Let it finish what it holds; report `Drained`."""
 
-    worker_id: str
-    incarnation: str
-
 
 @dataclass(frozen=True)
-class StopProcess:
+class StopProcess(OfProcess):
     """Ask it to stop; `Exited` follows."""
 
-    name: str
-    incarnation: str
-
 
 @dataclass(frozen=True)
-class KillProcess:
+class KillProcess(OfProcess):
     """End it whatever it does; `Exited` follows."""
 
-    name: str
-    incarnation: str
     reason: str
 
 
 @dataclass(frozen=True)
-class NoteEnded:
+class NoteEnded(OfProcess):
     """Tell a worker that these incarnations have provably ended; `EndingsTaken` follows when it has taken it."""
 
-    worker_id: str
-    incarnation: str
     ended: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class PublishMembership:
-    """Push to a router.
+class PublishMembership(OfProcess):
+    """Push to a router."""
 
-    Attributes:
-        version: grows with every change of the rest.
-        num_routers: that serve, this one included: what is bounded for the cluster is shared among them.
-    """
-
-    name: str
-    incarnation: str
-    version: int
+    version: int  # grows with every change of the rest
     members: tuple[Member, ...]
-    num_routers: int
+    num_routers: int  # that serve, this one included: what is bounded for the cluster is shared among them
 
 
-Instruction = (
-    StartProcess
-    | StopProcess
-    | KillProcess
-    | DrainWorker
-    | NoteEnded
-    | PublishMembership
-)
+Instruction = StartProcess | StopProcess | KillProcess | DrainWorker | NoteEnded | PublishMembership

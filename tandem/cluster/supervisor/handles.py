@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,16 +11,27 @@ from tandem.core.identity import Role
 
 
 @dataclass(frozen=True)
-class WorkerState:
-    """`address` is empty while it loads."""
+class ProcessState:
+    """What a process says of itself."""
 
-    address: str
+    address: str  # of its control service; empty until it listens
+    url: str  # where clients of a router go; empty until it listens
     placement: Placement
     draining: bool
 
 
 class ProcessHandle(Protocol):
     """One incarnation of a worker or a router. Every call but `kill` raises `WorkerLostError` once it has ended."""
+
+    role: Role
+    name: str  # of its slot
+    incarnation: str
+
+    async def state(self) -> ProcessState:
+        """Answers as soon as the process runs, also while the model loads."""
+
+    async def start(self) -> ProcessState:
+        """Load and listen; the same answer again when it has. Raises the `TandemError` that prevented it."""
 
     async def wait_closed(self) -> None:
         """Until it has stopped. Raises the `TandemError` on which it gave up."""
@@ -35,44 +47,12 @@ class ProcessHandle(Protocol):
         """End its process, also one that is stopped or does not react; without effect on one that has ended."""
 
 
-class WorkerHandle(ProcessHandle, Protocol):
-    async def state(self) -> WorkerState:
-        """Answers as soon as the process runs, also while the model loads."""
-
-    async def start(self) -> WorkerState:
-        """Load and listen; the same answer again when it has. Raises the `TandemError` that prevented it."""
-
-
-class RouterHandle(ProcessHandle, Protocol):
-    async def place(self) -> None:
-        """Until its process runs."""
-
-    async def start(self) -> tuple[str, str]:
-        """Listen; the URL for clients and the address of RouterControl."""
-
-
-@dataclass(frozen=True)
-class FoundWorker:
-    role: Role
-    worker_id: str
-    incarnation: str
-    handle: WorkerHandle
-
-
-@dataclass(frozen=True)
-class FoundRouter:
-    name: str
-    incarnation: str
-    handle: RouterHandle
-
-
 @dataclass(frozen=True)
 class Found:
     """What an earlier supervisor left running. `ended`: incarnations of workers that have provably ended."""
 
-    workers: list[FoundWorker]
-    routers: list[FoundRouter]
-    ended: list[str]
+    processes: Sequence[ProcessHandle]
+    ended: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -86,9 +66,7 @@ class Memory:
 class Launcher(Protocol):
     """Starts processes and finds those of an earlier supervisor. Every call blocks."""
 
-    def start_worker(self, role: Role, worker_id: str, incarnation: str) -> WorkerHandle: ...
-
-    def start_router(self, name: str, incarnation: str) -> RouterHandle: ...
+    def start(self, role: Role, name: str, incarnation: str) -> ProcessHandle: ...
 
     def find(self) -> Found: ...
 

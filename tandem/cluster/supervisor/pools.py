@@ -3,9 +3,9 @@
 A *slot* is a place in a pool (`prefill-0`, `router-0`); it outlives the processes that fill it. Each process is one
 *incarnation* of its slot. A life goes
 
-    StartProcess ─> STARTING ─WorkerStarted─> READY ──leaves──> DRAINING ─Drained─> STOPPING ─Exited─> gone
-                       │                        │
-                       └── failed to start ─────┴── exited ──> STARTING again, at once or after WAITING
+    StartProcess ─> STARTING ─Started─> READY ──leaves──> DRAINING ─Drained─> STOPPING ─Exited─> gone
+                       │                  │
+                       └──────Exited──────┴──> STARTING again, at once or after WAITING
 
 A router goes the same way without DRAINING. A worker leaves because its pool was made smaller, or by an order
 (`tandem drain`): then another slot takes its place, as a rule one that is READY before the old one drains.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
-from tandem.cluster.supervisor.slots import Phase, Policy, RouterSlot, Slot, WorkerSlot
+from tandem.cluster.supervisor.slots import Phase, Policy, Slot, place_of
 from tandem.core.identity import WORKER_ROLES, Role
 
 _DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
@@ -27,23 +27,15 @@ _DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phas
 
 @dataclass
 class PoolState:
-    """The pools as they are and as they shall be.
-
-    Attributes:
-        new_incarnation: a name never used before in this Ray cluster.
-        version: of the membership; starts above every version of an earlier supervisor.
-        closing_s: a shutdown was asked for, and requests under way have so many seconds to end; `None`: none was.
-        stopping: everything is being stopped, and nothing that ends is started again.
-    """
+    """The pools as they are and as they shall be."""
 
     policy: Policy
-    new_incarnation: Callable[[], str]
-    version: int = 0
+    new_incarnation: Callable[[], str]  # a name never used before in this Ray cluster
+    version: int = 0  # of the membership; starts above every version of an earlier supervisor
     wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
-    workers: dict[str, WorkerSlot] = field(default_factory=dict)
-    routers: dict[str, RouterSlot] = field(default_factory=dict)
-    closing_s: float | None = None
-    stopping: bool = False
+    slots: dict[str, Slot] = field(default_factory=dict)  # of all pools, by name
+    closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
+    stopping: bool = False  # everything is being stopped, and nothing that ends is started again
     _published: tuple[tuple[ev.Member, ...], int] = ((), 1)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
@@ -53,7 +45,7 @@ class PoolState:
         now_published = tuple(slot.member for slot in self.workers.values()), max(1, len(ready))
         if now_published != self._published:
             self._published, self.version = now_published, self.version + 1
-        elif isinstance(event, ev.RouterStarted):
+        elif isinstance(event, ev.Started):
             ready = [router for router in ready if router.incarnation == event.incarnation]
         else:
             return out
@@ -61,12 +53,15 @@ class PoolState:
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
-        return min((t for slot in self.slots for t in slot.times(self.policy) if t is not None), default=None)
+        return min((t for slot in self.slots.values() for t in slot.times(self.policy) if t is not None), default=None)
 
     @property
-    def slots(self) -> list[Slot]:
-        """Of all pools."""
-        return [*self.workers.values(), *self.routers.values()]
+    def workers(self) -> dict[str, Slot]:
+        return {name: slot for name, slot in self.slots.items() if slot.role in WORKER_ROLES}
+
+    @property
+    def routers(self) -> dict[str, Slot]:
+        return {name: slot for name, slot in self.slots.items() if slot.role is Role.ROUTER}
 
     @property
     def intent(self) -> ev.Intent:
@@ -76,7 +71,7 @@ class PoolState:
             for slot in self.workers.values()
             if slot.leaving and slot.phase is not Phase.STOPPING
         }
-        failures = {slot.name: slot.failures for slot in self.slots if slot.failures}
+        failures = {slot.name: slot.failures for slot in self.slots.values() if slot.failures}
         return ev.Intent(dict(self.wanted), drains, failures, self.closing_s)
 
     @property
@@ -89,7 +84,7 @@ class PoolState:
         """Every pool has exactly its wanted processes, all ready."""
         return (
             not self.closing
-            and all(slot.phase is Phase.READY for slot in self.slots)
+            and all(slot.phase is Phase.READY for slot in self.slots.values())
             and all(len(self._of(role)) == wanted for role, wanted in self.wanted.items())
         )
 
@@ -100,12 +95,8 @@ class PoolState:
 
     def _dispatch(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         match event:
-            case ev.WorkerAdopted():
+            case ev.Adopted():
                 return self._adopt(event, now)
-            case ev.RouterAdopted():
-                router = RouterSlot(Role.ROUTER, _index(event.name), event.incarnation, Phase.STARTING)
-                self.routers[router.name] = router
-                return []
             case ev.ClusterOpened():
                 return self._open(event.intent, now)
             case ev.WantedChanged():
@@ -121,17 +112,14 @@ class PoolState:
             case ev.ShutdownRequested():
                 return self._shut_down(now)
             case ev.ClockJumped():  # nobody counts as silent or late for that time
-                for each in self.slots:
+                for each in self.slots.values():
                     each.excuse(event.seconds, now)
                 return []
             case ev.Tick():
                 return self._tick(now)
-            case ev.Exited() | ev.LoadReported() | ev.RouterStarted():
-                slot = self.workers.get(event.name) or self.routers.get(event.name)
-                return self._on_any(slot, event, now) if slot and slot.incarnation == event.incarnation else []
-            case _:
-                worker = self.workers.get(event.worker_id)
-                return self._on_worker(worker, event, now) if worker and worker.incarnation == event.incarnation else []
+            case ev.OfProcess():
+                slot = self.slots.get(event.name)
+                return self._on_life(slot, event, now) if slot and slot.incarnation == event.incarnation else []
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
@@ -142,7 +130,7 @@ class PoolState:
             worker = self.workers.get(worker_id)
             if worker is not None and worker.incarnation == order.incarnation:
                 out += self._resume_drain(worker, order, now)
-        for slot in self.slots:
+        for slot in self.slots.values():
             slot.failures = intent.failures.get(slot.name, 0)
         if self.closing:  # what is missing has been stopped already, or will not be missed
             return out
@@ -176,37 +164,28 @@ class PoolState:
             return []
         slot.leaving = True
         if slot.phase is Phase.WAITING:
-            self._forget(slot)
+            del self.slots[slot.name]
             return []
         if slot.phase is Phase.STARTING:  # holds nothing yet
             return self._stop(slot, now, kill="the pool was made smaller while it started")
-        if not isinstance(slot, WorkerSlot):
+        if slot.role is Role.ROUTER:
             return self._stop(slot, now)
         slot.drain_s = self.policy.drain_s
         return self._drain(slot, now)
 
     def _new_slot(self, role: Role) -> Slot:
         taken = {slot.index for slot in self._of(role)}
-        index = next(i for i in range(len(taken) + 1) if i not in taken)
-        if role is Role.ROUTER:
-            router = RouterSlot(role, index)
-            self.routers[router.name] = router
-            return router
-        worker = WorkerSlot(role, index)
-        self.workers[worker.name] = worker
-        return worker
-
-    def _forget(self, slot: Slot) -> None:
-        self.workers.pop(slot.name, None)
-        self.routers.pop(slot.name, None)
+        slot = Slot(role, next(i for i in range(len(taken) + 1) if i not in taken))
+        self.slots[slot.name] = slot
+        return slot
 
     def _of(self, role: Role) -> list[Slot]:
-        return [slot for slot in self.slots if slot.role is role]
+        return [slot for slot in self.slots.values() if slot.role is role]
 
     # --- replacing one worker by an order ------------------------------------------------------------------------
 
     def _order_drain(self, order: ev.DrainOrdered, now: float) -> list[ev.Instruction]:
-        slot = self.workers.get(order.worker_id)
+        slot = self.workers.get(order.name)
         if slot is None or slot.leaving or slot.phase is not Phase.READY:
             return []
         slot.leaving, slot.drain_s, slot.note = True, order.timeout_s, ""
@@ -217,7 +196,7 @@ class PoolState:
         slot.successor, slot.place_by = successor.name, now + self.policy.place_s
         return [self._start(successor)]
 
-    def _resume_drain(self, slot: WorkerSlot, order: ev.Drain, now: float) -> list[ev.Instruction]:
+    def _resume_drain(self, slot: Slot, order: ev.Drain, now: float) -> list[ev.Instruction]:
         """An earlier supervisor began it. A worker that it has told to drain is DRAINING already."""
         slot.leaving, slot.drain_s, slot.refill = True, order.timeout_s, order.refill
         if slot.phase is Phase.DRAINING:
@@ -226,15 +205,15 @@ class PoolState:
         slot.successor = order.successor
         return self._go_on_leaving(slot, now) if slot.phase is Phase.READY else []
 
-    def _go_on_leaving(self, slot: WorkerSlot, now: float) -> list[ev.Instruction]:
-        """One that was to leave, and serves again under this supervisor: at once, or once its successor is there."""
+    def _go_on_leaving(self, slot: Slot, now: float) -> list[ev.Instruction]:
+        """Drain a worker that an earlier supervisor let leave: at once, or once its successor is ready."""
         if not slot.successor:
             return self._drain(slot, now)
         slot.place_by = now + self.policy.place_s
         return []
 
     def _relieve(self, now: float) -> list[ev.Instruction]:
-        """Workers whose successor has come, or will not come while they wait."""
+        """Drain workers whose successor is ready, or finds no node; keep those whose successor cannot start."""
         out: list[ev.Instruction] = []
         for slot in [slot for slot in self.workers.values() if slot.successor and slot.phase is Phase.READY]:
             successor = self.workers.get(slot.successor)
@@ -252,7 +231,7 @@ class PoolState:
                     out += self._drain(slot, now)
         return out
 
-    def _drain(self, slot: WorkerSlot, now: float) -> list[ev.Instruction]:
+    def _drain(self, slot: Slot, now: float) -> list[ev.Instruction]:
         slot.phase, slot.deadline = Phase.DRAINING, now + slot.drain_s
         slot.successor, slot.place_by = "", None
         return [ev.DrainWorker(slot.name, slot.incarnation)]
@@ -261,7 +240,7 @@ class PoolState:
 
     def _start(self, slot: Slot) -> ev.Instruction:
         slot.begin(self.new_incarnation())
-        return ev.StartProcess(slot.role, slot.name, slot.incarnation)
+        return ev.StartProcess(slot.name, slot.incarnation, slot.role)
 
     def _stop(self, slot: Slot, now: float, kill: str = "") -> list[ev.Instruction]:
         slot.stop(None if kill else now + self.policy.stop_s, kill)
@@ -269,30 +248,19 @@ class PoolState:
             return [ev.KillProcess(slot.name, slot.incarnation, kill)]
         return [ev.StopProcess(slot.name, slot.incarnation)]
 
-    def _on_any(
-        self, slot: Slot, event: ev.Exited | ev.LoadReported | ev.RouterStarted, now: float
-    ) -> list[ev.Instruction]:
+    def _on_life(self, slot: Slot, event: ev.OfProcess, now: float) -> list[ev.Instruction]:
         match event:
-            case ev.LoadReported():
-                slot.heard_at, slot.num_requests = now, event.num_requests
-                return self._remind(slot) if isinstance(slot, WorkerSlot) else []
-            case ev.RouterStarted() if isinstance(slot, RouterSlot) and slot.phase is Phase.STARTING:
-                slot.url, slot.control_address = event.url, event.control_address
-                slot.ready(now)
-            case ev.Exited() if slot.phase is not Phase.WAITING:
-                return self._ended(slot, event.error, now)
-        return []
-
-    def _on_worker(self, slot: WorkerSlot, event: ev.Event, now: float) -> list[ev.Instruction]:
-        match event:
-            case ev.WorkerPlaced() if slot.phase is Phase.STARTING:
+            case ev.Placed() if slot.phase is Phase.STARTING:
                 slot.placement, slot.heard_at = event.placement, now
             case ev.LoadingHeard() if slot.phase is Phase.STARTING:
                 slot.heard_at = now
-            case ev.WorkerStarted() if slot.phase is Phase.STARTING:
-                slot.address, slot.placement = event.address, event.placement
+            case ev.Started() if slot.phase is Phase.STARTING:
+                slot.address, slot.url, slot.placement = event.address, event.url, event.placement
                 slot.ready(now)
                 return self._remind(slot) + (self._go_on_leaving(slot, now) if slot.leaving else [])
+            case ev.LoadReported():
+                slot.heard_at, slot.num_requests = now, event.num_requests
+                return self._remind(slot)
             case ev.EndingsTaken():
                 for ended in event.ended:
                     slot.untold.pop(ended, None)
@@ -300,15 +268,13 @@ class PoolState:
                 return self._stop(slot, now)
             case ev.WriterSuspected() if slot.listens:
                 return self._stop(slot, now, kill="it is silent beyond its lease, and pages wait for its end")
-            case ev.WorkerFailedToStart() if slot.phase is Phase.STARTING:
-                # Its process is still there, and it may hold memory that the next one needs.
-                corpse = ev.KillProcess(slot.name, slot.incarnation, "it failed to start")
-                return [corpse, *self._ended(slot, event.error, now)]
+            case ev.Exited() if slot.phase is not Phase.WAITING:
+                return self._ended(slot, event.error, now)
         return []
 
     def _ended(self, slot: Slot, error: ev.Ending | None, now: float) -> list[ev.Instruction]:
         if slot.leaving or self.stopping:
-            self._forget(slot)
+            del self.slots[slot.name]
             return self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
         self._hurry(slot.role, now)
@@ -325,21 +291,21 @@ class PoolState:
             first.retry_at = min(retry_at, now + self.policy.max_lone_delay_s)
 
     def _start_due(self, now: float) -> list[ev.Instruction]:
-        return [self._start(slot) for slot in self.slots if slot.is_due(now)]
+        return [self._start(slot) for slot in self.slots.values() if slot.is_due(now)]
 
     def _tell_all(self, ended: str) -> list[ev.Instruction]:
-        """Every other worker may have dealt with the one that has ended."""
+        """Every other worker may have exchanged pages with the one that has ended."""
         others = [s for s in self.workers.values() if s.phase is not Phase.WAITING and s.incarnation != ended]
         for slot in others:
             slot.owe(ended)
         return [ev.NoteEnded(slot.name, slot.incarnation, (ended,)) for slot in others if slot.listens]
 
-    def _remind(self, slot: WorkerSlot) -> list[ev.Instruction]:
+    def _remind(self, slot: Slot) -> list[ev.Instruction]:
         return [ev.NoteEnded(slot.name, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
     def _tick(self, now: float) -> list[ev.Instruction]:
         out = self._start_due(now)
-        for slot in self.slots:
+        for slot in self.slots.values():
             silent_at = slot.silent_at(self.policy)
             if silent_at is not None and silent_at <= now:
                 out += self._stop(slot, now, kill=f"it answered no heartbeat for {now - slot.heard_at:.0f} s")
@@ -347,9 +313,8 @@ class PoolState:
                 out += self._stop(slot, now, kill=slot.overdue)
         return out
 
-    def _adopt(self, event: ev.WorkerAdopted, now: float) -> list[ev.Instruction]:
-        slot = WorkerSlot(event.role, _index(event.worker_id), event.incarnation, Phase.STARTING)
-        self.workers[slot.name] = slot
+    def _adopt(self, event: ev.Adopted, now: float) -> list[ev.Instruction]:
+        slot = self.slots[event.name] = Slot(*place_of(event.name), event.incarnation, Phase.STARTING)
         slot.placement, slot.heard_at = event.placement, now
         if event.address:
             slot.address = event.address
@@ -359,14 +324,10 @@ class PoolState:
     def _shut_down(self, now: float) -> list[ev.Instruction]:
         self.closing_s, self.stopping = 0.0, True
         out: list[ev.Instruction] = []
-        for slot in self.slots:
+        for slot in list(self.slots.values()):
             slot.leaving = True
             if slot.phase is Phase.WAITING:
-                self._forget(slot)
+                del self.slots[slot.name]
             elif slot.phase is not Phase.STOPPING:
                 out += self._stop(slot, now, kill="the cluster stops" if slot.phase is Phase.STARTING else "")
         return out
-
-
-def _index(name: str) -> int:
-    return int(name.rpartition("-")[2])

@@ -31,30 +31,27 @@ KILLED = ev.Ending(WorkerLostError.code, "its process was killed or crashed")
 # What may be otherwise when it is asked again: the connection broke, or the other side stands still.
 _PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
-_Handle = TypeVar("_Handle", bound=ProcessHandle)
 _Stub = TypeVar("_Stub")
 
 
 @dataclass(frozen=True)
 class Following:
-    """What all that are followed share.
+    """What all that are followed share."""
 
-    Attributes:
-        feed: takes what happens.
-    """
-
-    feed: Callable[[ev.Event], None]
+    feed: Callable[[ev.Event], None]  # takes what happens
+    note_change: Callable[[], None]  # what watchers of the cluster see has changed
     tasks: asyncio.TaskGroup
     heartbeat_s: float
 
 
-class FollowedProcess(ABC, Generic[_Handle, _Stub]):
+class FollowedProcess(ABC, Generic[_Stub]):
     """Follows one life of a slot. All calls in the supervisor's event loop."""
 
-    def __init__(self, name: str, incarnation: str, handle: _Handle, following: Following) -> None:
-        self.name, self.incarnation = name, incarnation
+    def __init__(self, handle: ProcessHandle, following: Following) -> None:
+        self.name, self.incarnation = handle.name, handle.incarnation
         self._handle = handle
-        self._feed, self._tasks, self._heartbeat_s = following.feed, following.tasks, following.heartbeat_s
+        self._feed, self._note_change = following.feed, following.note_change
+        self._tasks, self._heartbeat_s = following.tasks, following.heartbeat_s
         self._stub: _Stub | None = None  # while it listens
         self._to_stop = asyncio.Event()
 
@@ -79,14 +76,6 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
     # --- what workers and routers do in their own ways -----------------------------------------------------------
 
     @abstractmethod
-    async def _place(self) -> None:
-        """Until its process runs."""
-
-    @abstractmethod
-    async def _listen(self) -> tuple[str, ev.Event]:
-        """Until it listens: where its control service is, and the event that tells so."""
-
-    @abstractmethod
     def _make_stub(self, channel: aio.Channel) -> _Stub: ...
 
     @abstractmethod
@@ -99,9 +88,6 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
     def _works(self, stub: _Stub) -> list[Coroutine[Any, Any, None]]:
         """What is done for it as long as it listens."""
         return [self._beat(stub), self._stop_when_asked(stub)]
-
-    def _failed_to_start(self, error: TandemError) -> ev.Event:
-        return self._exited(error)
 
     async def _prove_end(self) -> bool:
         """Wait for the proof that its process has ended; `False` when there will be none."""
@@ -117,14 +103,15 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
     # --- its life ------------------------------------------------------------------------------------------------
 
     def _exited(self, error: TandemError | None) -> ev.Event:
-        return ev.Exited(self.name, self.incarnation, ending(error) if error else None)
+        return ev.Exited(self.name, self.incarnation, ev.Ending(error.code, error.message) if error else None)
 
     async def _live(self) -> tuple[ev.Event, asyncio.Task[bool] | None]:
         """How it ended, and the task that proves it, if there is a process."""
         try:
-            await self._place()
+            state = await self._handle.state()
         except TandemError as error:
             return self._exited(error), None
+        self._feed(ev.Placed(self.name, self.incarnation, state.placement))
         proof = self._tasks.create_task(self._prove_end())
         serving = self._tasks.create_task(self._serve())
         if await _ends_by_proof(serving, proof):
@@ -134,17 +121,28 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
 
     async def _serve(self) -> ev.Event:
         """How it ended, as the process itself or Ray tells it."""
+        starting = self._tasks.create_task(self._watch_start())
         try:
-            address, started = await self._listen()
-        except TandemError as error:
-            return self._failed_to_start(error)
-        try:
-            async with self._connected(address):
-                self._feed(started)
+            state = await self._handle.start()
+            starting.cancel()
+            async with self._connected(state.address):
+                self._feed(ev.Started(self.name, self.incarnation, state.address, state.placement, state.url))
                 await self._handle.wait_closed()
         except TandemError as error:
             return self._exited(error)
+        finally:
+            starting.cancel()
         return self._exited(None)
+
+    async def _watch_start(self) -> None:
+        """One that is stopped while it starts does not answer."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            try:
+                await self._handle.state()
+            except TandemError:
+                return  # its end, which `_serve` tells
+            self._feed(ev.LoadingHeard(self.name, self.incarnation))
 
     @asynccontextmanager
     async def _connected(self, address: str) -> AsyncIterator[None]:
@@ -172,15 +170,15 @@ class FollowedProcess(ABC, Generic[_Handle, _Stub]):
         await self._is_answered(lambda: self._ask_to_stop(stub), "stop")
 
     async def _is_answered(self, ask: Callable[[], Awaitable[Any]], what: str) -> bool:
-        """Ask for something idempotent, again after a heartbeat where that may help; else the process is killed.
+        """Ask for something idempotent, and again after a heartbeat where that may help; else kill the process.
 
-        Whether it has ended or is silent is found out elsewhere.
+        Its end and its silence are noticed elsewhere.
         """
         while True:
             try:
                 await ask()
             except grpc.aio.AioRpcError as error:
-                _log.warning("%s %s: %s", what, self.name, error.code())
+                _log.warning("%s did not take the order to %s: %s", self.name, what, error.code())
                 if error.code() not in _PASSING:
                     await self._handle.kill()
                     return False
@@ -199,7 +197,3 @@ async def _ends_by_proof(life: asyncio.Task[ev.Event], proof: asyncio.Task[bool]
         return False
     await asyncio.wait({life}, timeout=REASON_S)
     return not life.done()
-
-
-def ending(error: TandemError) -> ev.Ending:
-    return ev.Ending(error.code, error.message)

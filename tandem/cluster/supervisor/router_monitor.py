@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeAlias
 
 import grpc
 from grpc import aio
 
 from tandem.cluster.supervisor import events as ev
-from tandem.cluster.supervisor.handles import RouterHandle
+from tandem.cluster.supervisor.handles import ProcessHandle
 from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
 from tandem.cluster.supervisor.wire import membership
 from tandem.core import fault_points
@@ -31,27 +31,17 @@ DRAIN_S = 2.0
 _Stub: TypeAlias = "control_pb2_grpc.RouterControlAsyncStub"  # a name of the type stubs
 
 ERRORS_INTERVAL_S = 1.0
-"""What requests got wrong is told on so often at most, however fast the heart beats."""
+"""Least time between two reports of what went wrong with requests, however often heartbeats come."""
 
 
-class FollowedRouter(FollowedProcess[RouterHandle, _Stub]):
-    """Follows one router. Its process has ended or has been killed when `follow` returns, so that its port is free.
+class FollowedRouter(FollowedProcess[_Stub]):
+    """Follows one router. Its process has ended or has been killed when `follow` returns, so that its port is free."""
 
-    Attributes:
-        num_under_way: requests, as of its last heartbeat.
-        errors: with which it has answered requests, as it told last; `None` before the first heartbeat.
-        errors_at: when `errors` changed, by the event loop's clock.
-    """
-
-    def __init__(
-        self, name: str, incarnation: str, handle: RouterHandle, following: Following, on_errors: Callable[[], None]
-    ) -> None:
-        """`on_errors` is called when `errors` has changed."""
-        super().__init__(name, incarnation, handle, following)
-        self.num_under_way = 0
-        self.errors: common_pb2.RequestErrors | None = None
-        self.errors_at = -math.inf
-        self._on_errors = on_errors
+    def __init__(self, handle: ProcessHandle, following: Following) -> None:
+        super().__init__(handle, following)
+        self.num_under_way = 0  # requests, as of its last heartbeat
+        self.errors: common_pb2.RequestErrors | None = None  # with which it has answered requests, as last reported
+        self.errors_at = -math.inf  # when `errors` changed, by the event loop's clock
         self._newest: ev.PublishMembership | None = None  # not taken yet
         self._to_publish = asyncio.Event()
 
@@ -68,13 +58,6 @@ class FollowedRouter(FollowedProcess[RouterHandle, _Stub]):
         except grpc.aio.AioRpcError as error:
             _log.warning("requests were still under way when %s was stopped: %s", self.name, error.code())
 
-    async def _place(self) -> None:
-        await self._handle.place()
-
-    async def _listen(self) -> tuple[str, ev.Event]:
-        url, control_address = await self._handle.start()
-        return control_address, ev.RouterStarted(self.name, self.incarnation, url, control_address)
-
     def _make_stub(self, channel: aio.Channel) -> _Stub:
         return control_pb2_grpc.RouterControlStub(channel)
 
@@ -90,11 +73,11 @@ class FollowedRouter(FollowedProcess[RouterHandle, _Stub]):
         self._take_errors(status.errors)
 
     def _take_errors(self, errors: common_pb2.RequestErrors) -> None:
-        """Those that come sooner than may be told are in the next heartbeat too."""
+        """What comes sooner than it may be reported is still in the next heartbeat."""
         now = asyncio.get_running_loop().time()
         if errors != self.errors and now - self.errors_at >= ERRORS_INTERVAL_S:
             self.errors, self.errors_at = errors, now
-            self._on_errors()
+            self._note_change()
 
     async def _ask_to_stop(self, stub: _Stub) -> None:
         await stub.StopRouter(control_pb2.StopRouterRequest(drain_s=DRAIN_S), timeout=self._heartbeat_s)
@@ -104,8 +87,8 @@ class FollowedRouter(FollowedProcess[RouterHandle, _Stub]):
         while True:
             await self._to_publish.wait()
             self._to_publish.clear()
-            if (newest := self._newest) is None:
-                continue
+            newest = self._newest
+            assert newest is not None  # the event comes with it
             fault_points.reach("supervisor.publish")
             try:
                 await stub.SetMembership(membership(newest), timeout=PUSH_TIMEOUT_S)

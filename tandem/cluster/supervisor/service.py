@@ -57,7 +57,7 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
         return supervisor_pb2.DrainReply(cluster=self._cluster())
 
     async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, context: Any) -> supervisor_pb2.ShutdownReply:
-        """Answered when all has stopped; a caller that does not wait for that changes nothing."""
+        """Answers when everything has stopped. The shutdown goes on when its caller has gone."""
         await self._supervisor.opened.wait()
         try:
             check_wait(request.grace_s, "--grace")

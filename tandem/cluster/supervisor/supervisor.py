@@ -11,13 +11,14 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.clock_jump import ClockJump
-from tandem.cluster.supervisor.handles import FoundWorker, Launcher, Memory, ProcessHandle, RouterHandle, WorkerHandle
+from tandem.cluster.supervisor.handles import Launcher, Memory, ProcessHandle
 from tandem.cluster.supervisor.pools import PoolState
-from tandem.cluster.supervisor.process_monitor import Following
+from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
 from tandem.cluster.supervisor.router_monitor import FollowedRouter
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.cluster.supervisor.wire import joined_errors
@@ -25,25 +26,20 @@ from tandem.cluster.supervisor.worker_monitor import FollowedWorker
 from tandem.core import fault_points
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, TandemError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
 
 FIND_TIMEOUT_S = 9.0
-"""How long an adopted worker may take to say how it is, 4 s of them for a call of the earlier supervisor. After that it
-counts as one that still starts, also where it is about to stop."""
+"""How long a worker may take to tell its state before it is adopted; a call of the earlier supervisor may take 4 s of
+it. After that it counts as one that still starts, even if it is about to stop."""
 
 _UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.WriterSuspected, ev.Tick)
 
 
 class Supervisor:
-    """Owns the pools of one cluster.
-
-    Attributes:
-        cluster: the state; read by the gRPC service.
-        opened: set once what an earlier supervisor left has been adopted; before that the state means nothing.
-    """
+    """Owns the pools of one cluster."""
 
     def __init__(
         self,
@@ -56,20 +52,18 @@ class Supervisor:
     ) -> None:
         """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit."""
         self.cluster = PoolState(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
-        self.opened = asyncio.Event()
+        self.opened = asyncio.Event()  # what an earlier supervisor left is adopted; before, `cluster` means nothing
         self._launcher = launcher
         self._first_wanted = wanted
         self._check_room = check_room
         self._heartbeat_s = heartbeat_s
         # By name and incarnation: all and only those whose process has been asked for.
-        self._workers: dict[tuple[str, str], FollowedWorker] = {}
-        self._routers: dict[tuple[str, str], FollowedRouter] = {}
+        self._processes: dict[tuple[str, str], FollowedWorker | FollowedRouter] = {}
         self._tasks: asyncio.TaskGroup
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
         self._clock_jump: ClockJump
-        self._changed = asyncio.Condition()
-        self._num_changes = 0
+        self._changed = asyncio.Event()  # another one for each change
         self._remembered: ev.Intent | None = None
         self._remembering = asyncio.Lock()
         self._closed = asyncio.Event()
@@ -93,11 +87,6 @@ class Supervisor:
             closed.cancel()
             supervising.cancel()
             await asyncio.gather(closed, supervising, return_exceptions=True)
-            await self._tell_watchers()
-
-    @property
-    def _following(self) -> Following:
-        return Following(self._feed, self._tasks, self._heartbeat_s)
 
     @property
     def now(self) -> float:
@@ -106,17 +95,21 @@ class Supervisor:
     @property
     def loads(self) -> dict[str, common_pb2.WorkerStatus]:
         """The last report of each worker that lives, by worker id."""
-        return {worker_id: worker.load for (worker_id, _), worker in self._workers.items() if worker.load}
+        return {p.name: p.load for p in self._processes.values() if isinstance(p, FollowedWorker) and p.load}
+
+    @property
+    def _routers(self) -> list[FollowedRouter]:
+        return [process for process in self._processes.values() if isinstance(process, FollowedRouter)]
 
     @property
     def num_under_way(self) -> int:
         """Requests that the routers have, as of their last heartbeats."""
-        return sum(router.num_under_way for router in self._routers.values())
+        return sum(router.num_under_way for router in self._routers)
 
     @property
     def request_errors(self) -> common_pb2.RequestErrors | None:
         """What the routers that live have told of their requests; the newest is of the one that told last."""
-        told = sorted(self._routers.values(), key=lambda router: router.errors_at)
+        told = sorted(self._routers, key=lambda router: router.errors_at)
         return joined_errors([router.errors for router in told if router.errors is not None])
 
     async def scale(self, wanted: dict[Role, int]) -> None:
@@ -132,8 +125,8 @@ class Supervisor:
             if workers > MAX_POOL:
                 raise ConfigError(f"--{role} is {workers}, must be at most {MAX_POOL}", key=str(role))
         added = {role: workers - self.cluster.wanted[role] for role, workers in wanted.items()}
-        if any(count > 0 for count in added.values()):
-            await asyncio.to_thread(self._check_room, {role: count for role, count in added.items() if count > 0})
+        if more := {role: count for role, count in added.items() if count > 0}:
+            await asyncio.to_thread(self._check_room, more)
         for role, workers in wanted.items():
             self._feed(ev.WantedChanged(role, workers))
         await self._remember()
@@ -154,7 +147,7 @@ class Supervisor:
             known = ", ".join(sorted(self.cluster.workers))
             raise ConfigError(f"there is no worker {worker_id}; there are {known}", key="worker_id")
         if slot.leaving:
-            raise ConfigError(f"{worker_id} is leaving already; `tandem status` shows how far it is", key="worker_id")
+            raise ConfigError(f"{worker_id} is leaving already; `tandem status` shows its progress", key="worker_id")
         if slot.phase is not Phase.READY:
             raise ConfigError(
                 f"{worker_id} is {slot.phase.value}: it holds nothing that could be finished", key="worker_id"
@@ -190,9 +183,8 @@ class Supervisor:
                 await self._closed.wait()
         except TimeoutError:
             _log.warning("some processes did not stop in time; killing them")
-            for followed in (self._workers, self._routers):
-                for process in followed.values():
-                    self._spawn(process.kill())
+            for process in self._processes.values():
+                self._spawn(process.kill())
             self._forget_what_never_ran()
             await self._closed.wait()
 
@@ -203,25 +195,24 @@ class Supervisor:
                 async for _ in self.changes():
                     if all(router.phase is not Phase.STARTING for router in self.cluster.routers.values()):
                         break
-                await asyncio.gather(*(router.drain(grace_s) for router in self._routers.values()))
+                await asyncio.gather(*(router.drain(grace_s) for router in self._routers))
         except TimeoutError:
             _log.warning("requests were still under way after %.0f s", grace_s)
 
     def _forget_what_never_ran(self) -> None:
         """Ray was asked for these processes and has not even taken the order: its control store is lost."""
-        taken = self._workers.keys() | self._routers.keys()
-        for slot in self.cluster.slots:
-            if (slot.name, slot.incarnation) not in taken:
+        for slot in list(self.cluster.slots.values()):
+            if (slot.name, slot.incarnation) not in self._processes:
                 self._feed(ev.Exited(slot.name, slot.incarnation, None))
 
     async def changes(self) -> AsyncIterator[None]:
         """Yields at once, then after each change; ends when everything has stopped."""
-        seen = -1
-        while not self._closed.is_set():
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._num_changes != seen or self._closed.is_set())  # noqa: B023
-                seen = self._num_changes
+        while True:
+            changed, is_last = self._changed, self._closed.is_set()
             yield
+            if is_last:
+                return
+            await changed.wait()
 
     # --- from events to deeds ------------------------------------------------------------------------------------
 
@@ -252,46 +243,29 @@ class Supervisor:
             self._spawn(self._remember())
 
     def _note_change(self) -> None:
-        self._num_changes += 1
-        self._spawn(self._tell_watchers())
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _outline(self) -> object:
         """All that a watcher can see, without the loads and the errors of requests."""
         cluster = self.cluster
-        routers = tuple((slot.phase, slot.incarnation) for slot in cluster.routers.values())
-        workers = tuple((slot.member, slot.failures, slot.leaving, slot.note) for slot in cluster.workers.values())
-        return workers, routers, tuple(cluster.wanted.items()), cluster.closing, cluster.stopping
+        slots = [(slot.member, slot.phase, slot.failures, slot.leaving, slot.note) for slot in cluster.slots.values()]
+        return slots, tuple(cluster.wanted.items()), cluster.closing, cluster.stopping
 
     def _do(self, instruction: ev.Instruction) -> None:
-        if isinstance(instruction, ev.StartProcess):
-            start = self._start_router if instruction.role is Role.ROUTER else self._start_worker
-            self._spawn(start(instruction))
-            return
         # Absent: it has ended meanwhile, or its process has not even been asked for; its own task tells.
-        match instruction:
-            case ev.DrainWorker() | ev.NoteEnded():
-                if worker := self._workers.get((instruction.worker_id, instruction.incarnation)):
-                    self._do_to_worker(worker, instruction)
-            case ev.PublishMembership():
-                if router := self._routers.get((instruction.name, instruction.incarnation)):
-                    router.publish(instruction)
-            case ev.StopProcess() | ev.KillProcess():
-                key = instruction.name, instruction.incarnation
-                if process := self._workers.get(key) or self._routers.get(key):
-                    self._end(process, instruction)
-
-    def _do_to_worker(self, worker: FollowedWorker, instruction: ev.DrainWorker | ev.NoteEnded) -> None:
-        match instruction:
-            case ev.DrainWorker():
+        match instruction, self._processes.get((instruction.name, instruction.incarnation)):
+            case ev.StartProcess() as start, _:
+                self._spawn(self._start(start))
+            case ev.DrainWorker(), FollowedWorker() as worker:
                 worker.drain()
-            case ev.NoteEnded():
-                self._spawn(worker.note_ended(instruction.ended))
-
-    def _end(self, process: FollowedWorker | FollowedRouter, instruction: ev.StopProcess | ev.KillProcess) -> None:
-        match instruction:
-            case ev.StopProcess():
+            case ev.NoteEnded() as note, FollowedWorker() as worker:
+                self._spawn(worker.note_ended(note.ended))
+            case ev.PublishMembership() as news, FollowedRouter() as router:
+                router.publish(news)
+            case ev.StopProcess(), FollowedProcess() as process:
                 process.stop()
-            case ev.KillProcess():
+            case ev.KillProcess(), FollowedProcess() as process:
                 self._spawn(process.kill())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -318,10 +292,6 @@ class Supervisor:
             _log.warning("the supervisor stood still for %.1f s; no process counts as silent for that time", jump_s)
             self._feed(ev.ClockJumped(jump_s))
 
-    async def _tell_watchers(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     async def _remember(self) -> None:
         """Keep what is intended for the next supervisor; the newest is kept when several calls meet."""
         async with self._remembering:
@@ -337,72 +307,56 @@ class Supervisor:
 
     async def _adopt(self, memory: Memory) -> None:
         found = await asyncio.to_thread(self._launcher.find)
-        await asyncio.gather(*(self._adopt_worker(worker) for worker in found.workers))
+        workers = [handle for handle in found.processes if handle.role in WORKER_ROLES]
+        await asyncio.gather(*(self._adopt_worker(handle) for handle in workers))
         for ended in found.ended:
             self._feed(ev.ProcessEnded(ended))
-        for router in found.routers:
-            self._feed(ev.RouterAdopted(router.name, router.incarnation))
-            self._spawn(self._follow_router(self._take_router(router.name, router.incarnation, router.handle)))
+        for handle in found.processes:
+            if handle.role is Role.ROUTER:
+                self._take(handle)
+                self._feed(ev.Adopted(handle.name, handle.incarnation))
         self._feed(ev.ClusterOpened(memory.intent or ev.Intent(self._first_wanted)))
         await self._remember()
         self.opened.set()
 
-    async def _adopt_worker(self, worker: FoundWorker) -> None:
+    async def _adopt_worker(self, handle: ProcessHandle) -> None:
         """Take over a worker that an earlier supervisor started, unless it has died meanwhile."""
-        address, placement, draining = "", None, False
+        adopted = ev.Adopted(handle.name, handle.incarnation)
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S):
-                state = await worker.handle.state()
-            address, placement, draining = state.address, state.placement, state.draining
+                state = await handle.state()
+            adopted = replace(adopted, address=state.address, placement=state.placement, draining=state.draining)
         except TandemError as error:  # it has died, or Ray cannot tell: it must not live on beside its replacement
-            _log.warning("%s cannot be adopted: %s", worker.worker_id, error)
-            await worker.handle.kill()
+            _log.warning("%s cannot be adopted: %s", handle.name, error)
+            await handle.kill()
             return
         except TimeoutError:
-            _log.warning("%s does not say how it is; taking it for one that starts", worker.worker_id)
-        followed = self._take_worker(worker.worker_id, worker.incarnation, worker.handle)
-        self._feed(ev.WorkerAdopted(worker.role, worker.worker_id, worker.incarnation, address, placement, draining))
-        self._spawn(self._follow_worker(followed))
+            _log.warning("%s does not answer; it counts as one that still starts", handle.name)
+        self._take(handle)
+        self._feed(adopted)
 
-    async def _start_worker(self, start: ev.StartProcess) -> None:
-        fault_points.reach("supervisor.start_worker")
-        handle = await asyncio.to_thread(self._launcher.start_worker, start.role, start.name, start.incarnation)
-        if await self._is_still_wanted(start, handle):
-            await self._follow_worker(self._take_worker(start.name, start.incarnation, handle))
-
-    async def _start_router(self, start: ev.StartProcess) -> None:
-        handle = await asyncio.to_thread(self._launcher.start_router, start.name, start.incarnation)
-        if await self._is_still_wanted(start, handle):
-            await self._follow_router(self._take_router(start.name, start.incarnation, handle))
-
-    async def _is_still_wanted(self, start: ev.StartProcess, handle: ProcessHandle) -> bool:
-        """One that was dismissed while its process was asked for is killed here."""
-        slot = self.cluster.workers.get(start.name) or self.cluster.routers.get(start.name)
+    async def _start(self, start: ev.StartProcess) -> None:
+        if start.role in WORKER_ROLES:
+            fault_points.reach("supervisor.start_worker")
+        handle = await asyncio.to_thread(self._launcher.start, start.role, start.name, start.incarnation)
+        slot = self.cluster.slots.get(start.name)
         if slot is not None and slot.incarnation == start.incarnation and slot.phase is Phase.STARTING:
-            return True
-        await handle.kill()
-        self._feed(ev.Exited(start.name, start.incarnation, None))
-        return False
+            self._take(handle)
+        else:  # dismissed while its process was asked for
+            await handle.kill()
+            self._feed(ev.Exited(start.name, start.incarnation, None))
 
-    def _take_worker(self, name: str, incarnation: str, handle: WorkerHandle) -> FollowedWorker:
-        """From here on instructions reach it."""
-        worker = self._workers[name, incarnation] = FollowedWorker(name, incarnation, handle, self._following)
-        return worker
+    def _take(self, handle: ProcessHandle) -> None:
+        """From here on instructions reach it, and its end is told."""
+        following = Following(self._feed, self._note_change, self._tasks, self._heartbeat_s)
+        kind: type[FollowedRouter | FollowedWorker] = FollowedRouter if handle.role is Role.ROUTER else FollowedWorker
+        process = kind(handle, following)
+        self._processes[process.name, process.incarnation] = process
+        self._spawn(self._follow(process))
 
-    def _take_router(self, name: str, incarnation: str, handle: RouterHandle) -> FollowedRouter:
-        router = self._routers[name, incarnation] = FollowedRouter(
-            name, incarnation, handle, self._following, self._note_change
-        )
-        return router
-
-    async def _follow_worker(self, worker: FollowedWorker) -> None:
-        end = await worker.follow()
-        del self._workers[worker.name, worker.incarnation]
-        self._feed(end)
-
-    async def _follow_router(self, router: FollowedRouter) -> None:
-        end = await router.follow()
-        del self._routers[router.name, router.incarnation]
+    async def _follow(self, process: FollowedWorker | FollowedRouter) -> None:
+        end = await process.follow()
+        del self._processes[process.name, process.incarnation]
         self._feed(end)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tandem.cluster.supervisor.events import Ending, PublishMembership
 from tandem.cluster.supervisor.events import Member as MemberState
 from tandem.cluster.supervisor.pools import PoolState
-from tandem.cluster.supervisor.slots import Phase, RouterSlot, WorkerSlot
+from tandem.cluster.supervisor.slots import Phase, Slot
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
@@ -24,7 +24,7 @@ def membership(instruction: PublishMembership) -> control_pb2.Membership:
 
 def fill_cluster(
     message: supervisor_pb2.Cluster, cluster: PoolState, loads: Mapping[str, common_pb2.WorkerStatus], now: float
-) -> supervisor_pb2.Cluster:
+) -> None:
     """Lay the state over `message`, which holds what does not change (version, model, log directory …)."""
     message.membership_version = cluster.version
     message.settled, message.stopping = cluster.settled, cluster.closing
@@ -36,14 +36,13 @@ def fill_cluster(
     if cluster.routers:  # the message has room for one, as there is one HTTP port: see `supervisor_process`
         first = min(cluster.routers.values(), key=lambda router: router.index)
         message.router.CopyFrom(_router(first, closing=cluster.closing))
-    return message
 
 
-def _router(slot: RouterSlot, *, closing: bool) -> supervisor_pb2.ClusterRouter:
+def _router(slot: Slot, *, closing: bool) -> supervisor_pb2.ClusterRouter:
     return supervisor_pb2.ClusterRouter(
         state="draining" if closing and slot.phase is Phase.READY else slot.phase.value,
         url=slot.url,
-        control_address=slot.control_address,
+        control_address=slot.address,
         incarnation=slot.incarnation,
         detail=slot.last_error.message if slot.last_error else "",
         last_error=_error(slot.last_error),
@@ -51,7 +50,7 @@ def _router(slot: RouterSlot, *, closing: bool) -> supervisor_pb2.ClusterRouter:
     )
 
 
-def _worker(slot: WorkerSlot, load: common_pb2.WorkerStatus | None, now: float) -> supervisor_pb2.ClusterWorker:
+def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> supervisor_pb2.ClusterWorker:
     return supervisor_pb2.ClusterWorker(
         member=_member(slot.member),
         detail=_detail(slot),
@@ -63,7 +62,7 @@ def _worker(slot: WorkerSlot, load: common_pb2.WorkerStatus | None, now: float) 
     )
 
 
-def _detail(slot: WorkerSlot) -> str:
+def _detail(slot: Slot) -> str:
     """What it waits for, or why it last ended."""
     if slot.note and slot.listens:
         return slot.note

@@ -11,9 +11,8 @@ import grpc
 from grpc import aio
 
 from tandem.cluster.supervisor import events as ev
-from tandem.cluster.supervisor.handles import WorkerHandle
-from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following, ending
-from tandem.core.errors import TandemError, WorkerLostError
+from tandem.cluster.supervisor.handles import ProcessHandle
+from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -21,16 +20,10 @@ _log = logging.getLogger(__name__)
 _Stub: TypeAlias = "control_pb2_grpc.WorkerControlAsyncStub"  # a name of the type stubs
 
 
-class FollowedWorker(FollowedProcess[WorkerHandle, _Stub]):
-    """Follows one worker.
-
-    Attributes:
-        load: its last report; `None` before the first.
-    """
-
-    def __init__(self, name: str, incarnation: str, handle: WorkerHandle, following: Following) -> None:
-        super().__init__(name, incarnation, handle, following)
-        self.load: common_pb2.WorkerStatus | None = None
+class FollowedWorker(FollowedProcess[_Stub]):
+    def __init__(self, handle: ProcessHandle, following: Following) -> None:
+        super().__init__(handle, following)
+        self.load: common_pb2.WorkerStatus | None = None  # its last report
         self._to_drain = asyncio.Event()
 
     def drain(self) -> None:
@@ -48,37 +41,10 @@ class FollowedWorker(FollowedProcess[WorkerHandle, _Stub]):
         else:
             self._feed(ev.EndingsTaken(self.name, self.incarnation, ended))
 
-    async def _place(self) -> None:
-        placement = (await self._handle.state()).placement
-        self._feed(ev.WorkerPlaced(self.name, self.incarnation, placement))
-
-    async def _listen(self) -> tuple[str, ev.Event]:
-        loading = self._tasks.create_task(self._watch_loading())
-        try:
-            state = await self._handle.start()
-        finally:
-            loading.cancel()
-        return state.address, ev.WorkerStarted(self.name, self.incarnation, state.address, state.placement)
-
-    def _failed_to_start(self, error: TandemError) -> ev.Event:
-        if isinstance(error, WorkerLostError):
-            return self._exited(error)
-        return ev.WorkerFailedToStart(self.name, self.incarnation, ending(error))
-
     async def _prove_end(self) -> bool:
         if proven := await super()._prove_end():
             self._feed(ev.ProcessEnded(self.incarnation))
         return proven
-
-    async def _watch_loading(self) -> None:
-        """One that is stopped while it loads does not answer."""
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            try:
-                await self._handle.state()
-            except TandemError:
-                return  # its end, which `_serve` tells
-            self._feed(ev.LoadingHeard(self.name, self.incarnation))
 
     def _make_stub(self, channel: aio.Channel) -> _Stub:
         return control_pb2_grpc.WorkerControlStub(channel)

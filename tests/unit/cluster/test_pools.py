@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.cluster.supervisor.events import (
+    Adopted,
     ClockJumped,
     ClosingBegun,
     ClusterOpened,
@@ -25,24 +26,20 @@ from tandem.cluster.supervisor.events import (
     LoadingHeard,
     LoadReported,
     NoteEnded,
+    Placed,
     Placement,
     ProcessEnded,
     PublishMembership,
-    RouterAdopted,
-    RouterStarted,
     ShutdownRequested,
+    Started,
     StartProcess,
     StopProcess,
     Tick,
     WantedChanged,
-    WorkerAdopted,
-    WorkerFailedToStart,
-    WorkerPlaced,
-    WorkerStarted,
     WriterSuspected,
 )
 from tandem.cluster.supervisor.pools import PoolState
-from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy, RouterSlot
+from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy, Slot
 from tandem.core.identity import Role
 
 HERE = Placement("node-a", 100)
@@ -76,13 +73,13 @@ class Story:
         return self.cluster.workers[worker_id].incarnation
 
     def start(self, worker_id: str) -> list[Instruction]:
-        return self.feed(WorkerStarted(worker_id, self.life(worker_id), "127.0.0.1:1", HERE))
+        return self.feed(Started(worker_id, self.life(worker_id), "127.0.0.1:1", HERE))
 
-    def router(self, name: str = "router-0") -> RouterSlot:
+    def router(self, name: str = "router-0") -> Slot:
         return self.cluster.routers[name]
 
     def start_router(self, name: str = "router-0") -> list[Instruction]:
-        return self.feed(RouterStarted(name, self.router(name).incarnation, "http://127.0.0.1:8000", "127.0.0.1:2"))
+        return self.feed(Started(name, self.router(name).incarnation, "127.0.0.1:2", HERE, "http://127.0.0.1:8000"))
 
     def exit_router(self, name: str = "router-0", error: Ending | None = KILLED) -> list[Instruction]:
         return self.feed(Exited(name, self.router(name).incarnation, error))
@@ -139,7 +136,7 @@ def test_settled_when_all_are_ready() -> None:
 
 def test_membership_is_published_with_growing_versions_and_only_to_a_router_that_listens() -> None:
     story = Story(ready=False)
-    assert not of(PublishMembership, story.feed(WorkerPlaced("prefill-0", story.life("prefill-0"), HERE)))
+    assert not of(PublishMembership, story.feed(Placed("prefill-0", story.life("prefill-0"), HERE)))
     (first,) = story.start_router()
     (second,) = story.start("decode-0")
     assert isinstance(first, PublishMembership)
@@ -262,16 +259,24 @@ def test_a_stable_run_clears_the_failures() -> None:
     assert story.cluster.workers["decode-0"].failures == 1
 
 
-def test_a_failed_start_is_cleared_away_before_the_next_one() -> None:
+def test_the_reason_of_a_failed_start_is_kept_until_the_next_one() -> None:
     story = Story(ready=False)
     story.start_router()
     life = story.life("decode-0")
-    kill, start, _ = story.feed(WorkerFailedToStart("decode-0", life, Ending("model_load", "no such file")))
-    assert isinstance(kill, KillProcess)
-    assert kill.incarnation == life
+    start, _ = story.feed(Exited("decode-0", life, Ending("model_load", "no such file")))
     assert isinstance(start, StartProcess)
     assert start.incarnation != life
     assert story.cluster.workers["decode-0"].last_error == Ending("model_load", "no such file")
+
+
+def test_one_that_fails_to_start_while_it_is_killed_leaves() -> None:
+    story = Story(1, 2)
+    story.exit("decode-1")
+    (kill,) = of(KillProcess, story.feed(WantedChanged(Role.DECODE, 1)))
+    assert kill.name == "decode-1"
+    story.exit("decode-1", Ending("model_load", "no such file"))
+    assert set(story.phases()) == {"prefill-0", "decode-0"}
+    assert story.cluster.settled
 
 
 def test_stale_events_change_nothing() -> None:
@@ -281,9 +286,8 @@ def test_stale_events_change_nothing() -> None:
     before = (story.phases(), story.cluster.version)
     for event in (
         Exited("prefill-0", old, KILLED),
-        WorkerStarted("prefill-0", old, "127.0.0.1:9", HERE),
+        Started("prefill-0", old, "127.0.0.1:9", HERE),
         Drained("prefill-0", old),
-        WorkerFailedToStart("prefill-0", old, KILLED),
         WriterSuspected("prefill-0", old),
         Exited("router-0", "never-was", KILLED),
     ):
@@ -318,9 +322,9 @@ def test_scale_down_drains_the_least_loaded_and_of_equals_the_latest() -> None:
     story.load("decode-2", 2)
     story.load("decode-3", 1)
     drains = of(DrainWorker, story.feed(WantedChanged(Role.DECODE, 3)))
-    assert [step.worker_id for step in drains if isinstance(step, DrainWorker)] == ["decode-3"]
+    assert [step.name for step in drains if isinstance(step, DrainWorker)] == ["decode-3"]
     drains = of(DrainWorker, story.feed(WantedChanged(Role.DECODE, 1)))
-    assert [step.worker_id for step in drains if isinstance(step, DrainWorker)] == ["decode-1", "decode-2"]
+    assert [step.name for step in drains if isinstance(step, DrainWorker)] == ["decode-1", "decode-2"]
     assert story.phases()["decode-0"] is Phase.READY
 
 
@@ -397,7 +401,7 @@ def test_a_silent_worker_is_killed_once_and_replaced() -> None:
 
 def test_a_worker_that_is_stopped_while_it_loads_is_killed_and_replaced() -> None:
     story = Story(ready=False)
-    story.feed(WorkerPlaced("decode-0", story.life("decode-0"), HERE), after_s=1000)  # a node came late
+    story.feed(Placed("decode-0", story.life("decode-0"), HERE), after_s=1000)  # a node came late
     silence_s = story.cluster.policy.loading_silence_s
     assert story.cluster.wake_at() == story.now + silence_s
     story.feed(LoadingHeard("decode-0", story.life("decode-0")), after_s=silence_s - 1)
@@ -421,7 +425,7 @@ def test_a_suspected_writer_is_killed_and_replaced() -> None:
 def test_the_router_backs_off_too() -> None:
     story = Story()
     for _ in range(2):
-            story.exit_router()
+        story.exit_router()
     assert story.router().phase is Phase.WAITING
     assert not of_routers(StartProcess, story.feed(Tick(), after_s=0.4))
     assert of_routers(StartProcess, story.feed(Tick(), after_s=0.1))
@@ -461,15 +465,15 @@ def test_shutdown_kills_what_still_starts_and_forgets_what_waits() -> None:
 def test_a_restarted_supervisor_adopts_and_starts_only_what_is_missing() -> None:
     cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new", version=2 << 32)
     for event in (
-        WorkerAdopted(Role.PREFILL, "prefill-1", "old-1", "127.0.0.1:1", HERE, draining=False),
-        WorkerAdopted(Role.DECODE, "decode-0", "old-2", "", HERE, draining=False),
-        RouterAdopted("router-0", "old-3"),
+        Adopted("prefill-1", "old-1", "127.0.0.1:1", HERE, draining=False),
+        Adopted("decode-0", "old-2", "", HERE, draining=False),
+        Adopted("router-0", "old-3"),
     ):
         assert cluster.handle(event, 0.0) == []
     out = cluster.handle(ClusterOpened(wanting(2, 1)), 0.0)
-    assert out == [StartProcess(Role.PREFILL, "prefill-0", "new")]
-    cluster.handle(WorkerStarted("decode-0", "old-2", "127.0.0.1:3", HERE), 1.0)
-    (told,) = cluster.handle(RouterStarted("router-0", "old-3", "http://127.0.0.1:8000", "127.0.0.1:2"), 1.0)
+    assert out == [StartProcess("prefill-0", "new", Role.PREFILL)]
+    cluster.handle(Started("decode-0", "old-2", "127.0.0.1:3", HERE), 1.0)
+    (told,) = cluster.handle(Started("router-0", "old-3", "127.0.0.1:2", HERE, "http://127.0.0.1:8000"), 1.0)
     assert isinstance(told, PublishMembership)
     assert told.version > 2 << 32
     assert {m.worker_id: m.state for m in told.members} == {
@@ -481,7 +485,7 @@ def test_a_restarted_supervisor_adopts_and_starts_only_what_is_missing() -> None
 
 def test_an_adopted_worker_that_drains_goes_on_draining() -> None:
     cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")
-    adopted = WorkerAdopted(Role.DECODE, "decode-1", "old", "127.0.0.1:1", HERE, draining=True)
+    adopted = Adopted("decode-1", "old", "127.0.0.1:1", HERE, draining=True)
     assert cluster.handle(adopted, 0.0) == [DrainWorker("decode-1", "old")]
     out = cluster.handle(ClusterOpened(wanting()), 0.0)
     assert [step.name for step in of_workers(StartProcess, out)] == ["prefill-0", "decode-0"]
@@ -541,7 +545,7 @@ def test_a_successor_that_finds_no_node_in_time_comes_after() -> None:
 def test_a_successor_that_loads_for_long_is_awaited() -> None:
     story = Story()
     order(story, "decode-0")
-    story.feed(WorkerPlaced("decode-1", story.life("decode-1"), HERE))
+    story.feed(Placed("decode-1", story.life("decode-1"), HERE))
     assert not of(DrainWorker, story.pass_time(10 * story.cluster.policy.place_s))
     assert story.phases()["decode-0"] is Phase.READY
 
@@ -551,7 +555,7 @@ def test_a_successor_that_cannot_start_leaves_all_as_it_was() -> None:
     order(story, "decode-0")
     for _ in range(story.cluster.policy.max_successor_failures):
         story.feed(Tick(), after_s=1)
-        story.feed(WorkerFailedToStart("decode-1", story.life("decode-1"), Ending("model_load", "no such file")))
+        story.feed(Exited("decode-1", story.life("decode-1"), Ending("model_load", "no such file")))
     assert story.phases() == {"prefill-0": Phase.READY, "decode-0": Phase.READY}
     assert "decode-1 cannot start (no such file)" in story.cluster.workers["decode-0"].note
     assert not of(DrainWorker, story.pass_time(1000))
@@ -602,7 +606,7 @@ def test_a_pool_made_smaller_during_a_drain_takes_the_successor_back() -> None:
     order(story, "decode-1")
     out = story.feed(WantedChanged(Role.DECODE, 1))
     assert [step.name for step in of_workers(KillProcess, out)] == ["decode-2"]
-    assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-1"]
+    assert [step.name for step in out if isinstance(step, DrainWorker)] == ["decode-1"]
     story.exit("decode-2")
     drain_to_the_end(story, "decode-1")
     assert story.cluster.settled
@@ -634,7 +638,7 @@ def test_two_drains_at_once_have_a_successor_each() -> None:
     order(story, "decode-0")
     order(story, "decode-1")
     assert set(story.phases()) == {"prefill-0", "decode-0", "decode-1", "decode-2", "decode-3"}
-    assert [s.worker_id for s in of(DrainWorker, story.start("decode-3")) if isinstance(s, DrainWorker)] == ["decode-1"]
+    assert [s.name for s in of(DrainWorker, story.start("decode-3")) if isinstance(s, DrainWorker)] == ["decode-1"]
     story.start("decode-2")
     drain_to_the_end(story, "decode-0")
     drain_to_the_end(story, "decode-1")
@@ -668,22 +672,21 @@ def adopt(story: Story, *, draining: tuple[str, ...] = ()) -> tuple[PoolState, l
     out: list[Instruction] = []
     for slot in story.cluster.workers.values():
         if slot.placement:
-            event = WorkerAdopted(
-                slot.role, slot.name, slot.incarnation, slot.address, slot.placement, slot.name in draining
-            )
-            out += later.handle(event, story.now)
+            is_draining = slot.name in draining
+            adopted = Adopted(slot.name, slot.incarnation, slot.address, slot.placement, is_draining)
+            out += later.handle(adopted, story.now)
     return later, out + later.handle(ClusterOpened(intent), story.now)
 
 
 def test_a_drain_that_waits_for_its_successor_survives_the_supervisor() -> None:
     story = Story(1, 2)
     order(story, "decode-0", timeout_s=77.0)
-    story.feed(WorkerPlaced("decode-2", story.life("decode-2"), HERE))
+    story.feed(Placed("decode-2", story.life("decode-2"), HERE))
     later, out = adopt(story)
     assert not of_workers(KillProcess, out)
     assert not of_workers(StartProcess, out)
-    out = later.handle(WorkerStarted("decode-2", story.life("decode-2"), "127.0.0.1:3", HERE), story.now)
-    assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
+    out = later.handle(Started("decode-2", story.life("decode-2"), "127.0.0.1:3", HERE), story.now)
+    assert [step.name for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
     assert later.workers["decode-0"].drain_s == 77.0
 
 
@@ -695,7 +698,7 @@ def test_a_drain_under_way_survives_the_supervisor(told: bool, replace_first: bo
     if replace_first:
         story.start("decode-2")
     later, out = adopt(story, draining=("decode-0",) if told else ())
-    assert [step.worker_id for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
+    assert [step.name for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
     assert later.workers["decode-0"].deadline == story.now + 77.0
     life = story.life("decode-0")
     later.handle(Drained("decode-0", life), story.now)
@@ -736,7 +739,7 @@ def test_an_intent_is_of_what_still_holds() -> None:
 
 
 def told(instructions: list[Instruction]) -> dict[str, tuple[str, ...]]:
-    return {step.worker_id: step.ended for step in instructions if isinstance(step, NoteEnded)}
+    return {step.name: step.ended for step in instructions if isinstance(step, NoteEnded)}
 
 
 def take(story: Story, worker_id: str, *ended: str) -> None:
@@ -801,6 +804,15 @@ def test_what_is_kept_for_a_worker_that_takes_nothing_is_bounded() -> None:
 
 
 # --- a router that does not react -----------------------------------------------------------------------------------
+
+
+def test_a_router_that_falls_silent_while_it_starts_is_killed() -> None:
+    story = Story(ready=False)
+    story.feed(Placed("router-0", story.router().incarnation, HERE))
+    silence_s = story.cluster.policy.loading_silence_s
+    assert not of_routers(KillProcess, story.feed(Tick(), after_s=silence_s - 1))
+    assert of_routers(KillProcess, story.feed(Tick(), after_s=1))
+    assert of_routers(StartProcess, story.exit_router())
 
 
 def test_a_silent_router_is_killed_once_and_started_again() -> None:
@@ -886,11 +898,11 @@ def test_a_clock_jump_is_not_part_of_a_drain_or_of_the_wait_for_a_node() -> None
 @pytest.mark.parametrize("refill", [True, False])
 def test_one_that_was_to_leave_and_is_adopted_late_leaves_when_it_answers(refill: bool) -> None:
     later = PoolState(policy=Policy(), new_incarnation=lambda: "new")
-    later.handle(WorkerAdopted(Role.DECODE, "decode-0", "old", "", None, draining=False), 0.0)
+    later.handle(Adopted("decode-0", "old", "", None, draining=False), 0.0)
     drain = Drain("old", 77.0, refill=refill, successor="")
     later.handle(ClusterOpened(replace(wanting(1, 1), drains={"decode-0": drain})), 0.0)
     assert later.intent.drains == {"decode-0": drain}
-    out = later.handle(WorkerStarted("decode-0", "old", "127.0.0.1:1", HERE), 1.0)
+    out = later.handle(Started("decode-0", "old", "127.0.0.1:1", HERE), 1.0)
     assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
     assert later.workers["decode-0"].deadline == 78.0
 
@@ -898,12 +910,12 @@ def test_one_that_was_to_leave_and_is_adopted_late_leaves_when_it_answers(refill
 def test_one_that_waits_for_its_successor_and_is_adopted_late_waits_on() -> None:
     later = PoolState(policy=Policy(), new_incarnation=lambda: "new")
     for worker_id in ("decode-0", "decode-1"):
-        later.handle(WorkerAdopted(Role.DECODE, worker_id, "old", "", HERE, draining=False), 0.0)
+        later.handle(Adopted(worker_id, "old", "", HERE, draining=False), 0.0)
     drain = Drain("old", 77.0, refill=False, successor="decode-1")
     later.handle(ClusterOpened(replace(wanting(0, 1), drains={"decode-0": drain})), 0.0)
-    assert not of(DrainWorker, later.handle(WorkerStarted("decode-0", "old", "127.0.0.1:1", HERE), 1.0))
+    assert not of(DrainWorker, later.handle(Started("decode-0", "old", "127.0.0.1:1", HERE), 1.0))
     assert later.workers["decode-0"].place_by == 1.0 + later.policy.place_s
-    out = later.handle(WorkerStarted("decode-1", "old", "127.0.0.1:2", HERE), 2.0)
+    out = later.handle(Started("decode-1", "old", "127.0.0.1:2", HERE), 2.0)
     assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
 
 
@@ -914,7 +926,7 @@ def test_a_shutdown_survives_the_supervisor_and_brings_nothing_back() -> None:
     story.feed(ClosingBegun(5.0))
     story.feed(ClosingBegun(60.0))
     assert story.cluster.intent.closing_s == 5.0
-    del story.cluster.workers["prefill-1"]  # it ended with the supervisor, and so did the router
+    del story.cluster.slots["prefill-1"]  # it ended with the supervisor, and so did the router
     later, out = adopt(story)
     assert out == []
     assert later.closing
@@ -1074,8 +1086,8 @@ def test_a_pool_of_routers_grows_and_shrinks() -> None:
 
 def test_a_restarted_supervisor_adopts_every_router_that_it_finds() -> None:
     cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")
-    cluster.handle(RouterAdopted("router-1", "old"), 0.0)
+    cluster.handle(Adopted("router-1", "old"), 0.0)
     out = cluster.handle(ClusterOpened(wanting(0, 0, routers=2)), 0.0)
-    assert out == [StartProcess(Role.ROUTER, "router-0", "new")]
-    (told,) = of(PublishMembership, cluster.handle(RouterStarted("router-1", "old", "http://b", "b:1"), 1.0))
+    assert out == [StartProcess("router-0", "new", Role.ROUTER)]
+    (told,) = of(PublishMembership, cluster.handle(Started("router-1", "old", "b:1", HERE, "http://b"), 1.0))
     assert told.name == "router-1"

@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from tandem.cluster.supervisor.events import Intent, Placement
-from tandem.cluster.supervisor.handles import Found, FoundRouter, FoundWorker, Memory, WorkerState
+from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
-from tandem.cluster.supervisor.slots import Phase, Policy
+from tandem.cluster.supervisor.slots import Phase, Policy, place_of
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.cluster.supervisor.wire import joined_errors
 from tandem.core.config import MAX_POOL
@@ -41,6 +41,15 @@ class FakeProcess:
     was_killed: bool = False
     ignores_stop: bool = False
     address: str = ""
+    name: str = ""
+    incarnation: str = ""
+    url: str = ""
+    started: bool = False
+    draining: bool = False
+
+    @property
+    def role(self) -> Role:
+        return place_of(self.name)[0]
 
     def die(self, error: TandemError | None = None) -> None:
         """Ray tells that it is dead."""
@@ -55,6 +64,10 @@ class FakeProcess:
         """Asked by its gRPC service."""
         if not self.ignores_stop and not self.ended.done():
             self.ended.set_result(None)
+
+    async def state(self) -> ProcessState:
+        address, url = (self.address, self.url) if self.started else ("", "")
+        return ProcessState(address, url, Placement("here", 1), self.draining)
 
     async def wait_closed(self) -> None:
         await asyncio.shield(self.ended)
@@ -71,12 +84,8 @@ class FakeProcess:
 class FakeWorker(FakeProcess):
     """It loads until `loaded`."""
 
-    worker_id: str = ""
-    incarnation: str = ""
     loaded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     drained: asyncio.Event = field(default_factory=asyncio.Event)
-    started: bool = False
-    draining: bool = False
     num_drains: int = 0
     num_stops: int = 0
     breaks_off: bool = False  # the first call of each kind
@@ -86,10 +95,7 @@ class FakeWorker(FakeProcess):
         _fail(self.loaded, error or WorkerLostError("its process was killed or crashed"))
         super().die(error)
 
-    async def state(self) -> WorkerState:
-        return WorkerState(self.address if self.started else "", Placement("here", 1), self.draining)
-
-    async def start(self) -> WorkerState:
+    async def start(self) -> ProcessState:
         await asyncio.shield(self.loaded)
         self.started = True
         return await self.state()
@@ -97,15 +103,13 @@ class FakeWorker(FakeProcess):
 
 @dataclass
 class FakeRouter(FakeProcess):
-    name: str = "router-0"
     memberships: list[control_pb2.Membership] = field(default_factory=list)
     asked_to_drain: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = "http://127.0.0.1:8000"
 
-    async def place(self) -> None:
-        pass
-
-    async def start(self) -> tuple[str, str]:
-        return "http://127.0.0.1:8000", self.address
+    async def start(self) -> ProcessState:
+        self.started = True
+        return await self.state()
 
 
 def _fail(future: asyncio.Future[None], error: TandemError) -> None:
@@ -120,7 +124,7 @@ class World:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.routers: list[FakeRouter] = []
-        self.found = Found([], [], [])
+        self.found = Found([], [])
         self.memory = Memory(1, None)
         self.remembered = Intent({})
         self.closing_remembered = threading.Event()
@@ -146,24 +150,22 @@ class World:
 
     # as a Launcher; called in threads
 
-    def start_worker(self, role: Role, worker_id: str, incarnation: str) -> FakeWorker:
-        self.takes_orders.wait()
-
-        async def make() -> FakeWorker:
-            worker = await self.serve(FakeWorker(worker_id=worker_id, incarnation=incarnation))
+    def start(self, role: Role, name: str, incarnation: str) -> FakeWorker | FakeRouter:
+        async def make_worker() -> FakeWorker:
+            worker = await self.serve(FakeWorker(name=name, incarnation=incarnation))
             if self.autoload:
                 worker.loaded.set_result(None)
             self.workers.append(worker)
             return worker
 
-        return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
-
-    def start_router(self, name: str, incarnation: str) -> FakeRouter:
-        async def make() -> FakeRouter:
-            self.routers.append(await self.serve(FakeRouter(name=name)))
+        async def make_router() -> FakeRouter:
+            self.routers.append(await self.serve(FakeRouter(name=name, incarnation=incarnation)))
             return self.routers[-1]
 
-        return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
+        if role is not Role.ROUTER:
+            self.takes_orders.wait()
+        make = make_router() if role is Role.ROUTER else make_worker()
+        return asyncio.run_coroutine_threadsafe(make, self.loop).result()
 
     def find(self) -> Found:
         return self.found
@@ -194,8 +196,8 @@ class World:
         async with asyncio.timeout(5), self.noted:
             await self.noted.wait_for(condition)
 
-    def named(self, worker_id: str) -> FakeWorker:
-        return [worker for worker in self.workers if worker.worker_id == worker_id][-1]
+    def named(self, name: str) -> FakeWorker:
+        return [worker for worker in self.workers if worker.name == name][-1]
 
 
 class _Router(control_pb2_grpc.RouterControlServicer):
@@ -319,7 +321,7 @@ async def until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
 async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
-        assert sorted(worker.worker_id for worker in world.workers) == ["decode-0", "decode-1", "prefill-0"]
+        assert sorted(worker.name for worker in world.workers) == ["decode-0", "decode-1", "prefill-0"]
         assert world.remembered == Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1})
         await asyncio.wait_for(world.told.wait(), 5)
     assert len(world.memberships[-1].members) == 3
@@ -431,7 +433,7 @@ async def test_a_worker_that_ignores_stop_is_killed(world: World) -> None:
     async with supervising(world, 2, 1) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
         for worker in world.workers:
-            worker.ignores_stop = worker.worker_id == "prefill-1"
+            worker.ignores_stop = worker.name == "prefill-1"
             worker.drained.set()
         await supervisor.scale({Role.PREFILL: 1})
         await until(supervisor, lambda: supervisor.cluster.settled)
@@ -505,12 +507,11 @@ async def test_a_writer_that_the_router_suspects_is_killed_once(world: World) ->
 
 async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(world: World) -> None:
     """The supervisor was started again, and the router has told its predecessor."""
-    writer = await world.serve(FakeWorker(worker_id="prefill-0", incarnation="old"))
-    router = await world.serve(FakeRouter())
+    writer = await world.serve(FakeWorker(name="prefill-0", incarnation="old"))
+    router = await world.serve(FakeRouter(name="router-0", incarnation="r"))
     world.workers.append(writer)
     world.suspected = [SuspectedWriter(worker_id="prefill-0", incarnation="old")]
-    found = [FoundWorker(Role.PREFILL, "prefill-0", "old", writer)]
-    world.found = Found(found, [FoundRouter("router-0", "r", router)], [])
+    world.found = Found([writer, router], [])
     async with supervising(world) as supervisor:
         await asyncio.wait_for(world.heartbeats.wait(), 5)
         assert not writer.was_killed  # it does not listen yet, and is not blamed for that
@@ -521,19 +522,19 @@ async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(wo
 
 async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world: World) -> None:
     alive, dead = [
-        await world.serve(FakeWorker(worker_id=f"prefill-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
+        await world.serve(FakeWorker(name=f"prefill-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
     ]
     alive.loaded.set_result(None)
 
-    async def gone() -> WorkerState:
+    async def gone() -> ProcessState:
         raise WorkerLostError("gone")
 
     dead.state = gone  # type: ignore[method-assign]
-    world.found = Found([FoundWorker(Role.PREFILL, w.worker_id, w.incarnation, w) for w in (alive, dead)], [], [])
+    world.found = Found([alive, dead], [])
     world.memory = Memory(7, Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1}))
     async with supervising(world, 5, 5) as supervisor:
         await until(supervisor, lambda: supervisor.cluster.settled)
-        assert sorted(worker.worker_id for worker in world.workers) == ["decode-0", "decode-1"]
+        assert sorted(worker.name for worker in world.workers) == ["decode-0", "decode-1"]
         assert supervisor.cluster.workers["prefill-0"].incarnation == "old-0"
         assert supervisor.cluster.version > 7 << 32
         assert dead.was_killed  # Ray may be wrong: it must not live on beside its replacement
@@ -665,13 +666,12 @@ async def test_a_drain_of_nobody_or_of_one_that_leaves_is_refused(world: World) 
 
 async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with_a_drain(world: World) -> None:
     old, receiver = [
-        await world.serve(FakeWorker(worker_id=f"decode-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
+        await world.serve(FakeWorker(name=f"decode-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
     ]
     old.draining = True
     for worker in (old, receiver):
         worker.loaded.set_result(None)
-    found = [FoundWorker(Role.DECODE, worker.worker_id, worker.incarnation, worker) for worker in (old, receiver)]
-    world.found = Found(found, [], ["prefill-that-ended"])
+    world.found = Found([old, receiver], ["prefill-that-ended"])
     world.memory = Memory(2, Intent({Role.PREFILL: 1, Role.DECODE: 1, Role.ROUTER: 1}))
     async with supervising(world) as supervisor:
         await world.until_noted(lambda: ("prefill-that-ended",) in world.notes)
@@ -718,8 +718,7 @@ async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: Wo
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     old = list(world.workers)
-    found = [FoundWorker(Role(w.worker_id.partition("-")[0]), w.worker_id, w.incarnation, w) for w in old]
-    world.found = Found(found, [FoundRouter("router-0", "old-router", world.routers[0])], [])
+    world.found = Found([*old, world.routers[0]], [])
     world.memory = Memory(2, world.remembered)
     world.asked_to_drain.clear()
     second = Supervisor(world, wanted={}, heartbeat_s=0.1, policy=POLICY)

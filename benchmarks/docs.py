@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels import command as kernels_command
+from benchmarks.other_load import QUIET_CORES
 from benchmarks.parts import figures as parts
 from benchmarks.peers import figures as figures
 from benchmarks.peers.figures import Goal, Run, Spread
 from benchmarks.peers.servers import CONTESTANTS
 from benchmarks.peers.turns import read
-from tandem.bench.machine import QUIET_CORES
 from tandem.bench.report.json_file import read_format
 from tandem.core.errors import ConfigError
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.code import PACKAGES, Code
+from benchmarks.other_load import OtherLoad
 from benchmarks.peers.servers import Command, Contestant, Place, running
 from benchmarks.peers.turns import ANSWERS, GoodputLoad, Load, Measured, Plan, Turn, seed_of, turns
 from tandem.bench.goodput import GoodputSearch, search_goodput
@@ -21,7 +22,7 @@ from tandem.bench.load.http_client import LoadClient, get
 from tandem.bench.load.records import Slo
 from tandem.bench.load.traces import TraceEntry
 from tandem.bench.load.workload import body_of, fixed_lengths, make_jobs
-from tandem.bench.machine import OtherLoad, now
+from tandem.bench.machine import now
 from tandem.bench.rate_search import RateSearch
 from tandem.bench.report.progress import shown
 from tandem.bench.report.results import Run

@@ -50,7 +50,7 @@ def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
         "find the highest Poisson rate at which nearly all requests keep an SLO",
         "tandem bench goodput --slo-ttft 3s --slo-tpot 50ms --num-requests 300\n"
         "tandem bench goodput --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125",
-        _goodput,
+        _run,
     )
     _add_load_options(command)
     _add_slo(command, ttft="3s", tpot="50ms")
@@ -62,7 +62,7 @@ def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
     )
     command.add_argument(
         "--precision", type=_ratio, default=1.05, metavar="F",
-        help="stop when the bounds have this ratio (default: 1.05)",
+        help="stop when the ratio of the bounds is no larger than this (default: 1.05)",
     )
     command.add_argument("--max-probes", type=_count, default=12, metavar="N", help="most rates to try (default: 12)")
 
@@ -74,7 +74,7 @@ def _add_compare(subcommands: Any, add_command: AddCommand) -> None:
         "print the ratios of one measurement to another",
         "tandem bench compare tandem.json peer.json\n"
         "tandem bench compare tandem-1.json,tandem-2.json,tandem-3.json peer-1.json,peer-2.json,peer-3.json",
-        _compare,
+        _run,
     )
     command.add_argument(
         "first", type=_paths, metavar="A.json", help="results to divide; of several (A1,A2,A3) the medians"
@@ -88,7 +88,7 @@ def _add_plot(subcommands: Any, add_command: AddCommand) -> None:
         "plot",
         "plot latency against rate and ITL over time, as PNG and HTML",
         "tandem bench plot tandem.json peer.json --output plots/bench",
-        _plot,
+        _run,
     )
     command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results that --json wrote")
     command.add_argument(
@@ -103,7 +103,7 @@ def _add_overload(subcommands: Any, add_command: AddCommand) -> None:
         "overload",
         "find a router's capacity without refusals, then load it far beyond; about 3 minutes",
         "tandem bench overload --json overload.json",
-        _overload,
+        _run,
     )
     _add_server(command)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report there (default: standard output)")
@@ -141,8 +141,8 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--warmup", type=_natural, default=2, metavar="N", help="requests to send first, not counted (default: 2)"
     )
-    load.add_argument("--seed", type=int, default=1, help="seed of prompts and arrivals; a server may have the "
-                      "prompts of an earlier run with it in its prefix cache (default: 1)")  # fmt: skip
+    load.add_argument("--seed", type=int, default=1, help="seed of prompts and arrivals; take another for "
+                      "each run where the server caches prefixes (default: 1)")  # fmt: skip
     load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
                       help="ask the server not to end before the length is reached (default: yes)")  # fmt: skip
     load.add_argument("--tokenizer", type=Path, metavar="DIR", help="checkpoint whose tokenizer prompts are drawn "
@@ -221,34 +221,7 @@ def _id_range(text: str) -> range:
     return range(int(found[1]), int(found[2]))
 
 
-# --- what they run: imports stand inside ------------------------------------------------------------------------------
-
-
 def _run(options: argparse.Namespace) -> int:
-    from tandem.bench import commands
+    from tandem.bench.commands import COMMANDS  # it needs much that `--help` does not
 
-    return commands.run(options)
-
-
-def _goodput(options: argparse.Namespace) -> int:
-    from tandem.bench import commands
-
-    return commands.goodput(options)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from tandem.bench import commands
-
-    return commands.compare(options)
-
-
-def _plot(options: argparse.Namespace) -> int:
-    from tandem.bench import commands
-
-    return commands.plot(options)
-
-
-def _overload(options: argparse.Namespace) -> int:
-    from tandem.bench import commands
-
-    return commands.overload(options)
+    return COMMANDS[options.subcommand](options)

@@ -41,11 +41,7 @@ def run(options: argparse.Namespace) -> int:
     session.check(shape)
     measured = _in_loop(_run_once(session, shape, options, console))
     _say_run(measured, session)
-    if options.json is not None:
-        json_file.write(
-            options.json,
-            results.document("run", session, _plain(options), [measured], with_records=options.records),
-        )
+    _write(options, "run", session, [measured])
     return _INTERRUPTED if session.was_interrupted else int(bool(measured.summary.num_failed))
 
 
@@ -73,11 +69,7 @@ def goodput(options: argparse.Namespace) -> int:
 
     _in_loop(search_all())
     _say_search(search, session)
-    if options.json is not None:
-        content = results.document(
-            "goodput", session, _plain(options), search.probes, with_records=options.records, search=search.as_json()
-        )
-        json_file.write(options.json, content)
+    _write(options, "goodput", session, search.probes, search=search.as_json())
     return _INTERRUPTED if session.was_interrupted else int(not search.rates.best)
 
 
@@ -120,6 +112,9 @@ def overload(options: argparse.Namespace) -> int:
     return 0
 
 
+COMMANDS = {command.__name__: command for command in (run, goodput, compare, plot, overload)}
+
+
 # --- from options -----------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +150,13 @@ def _vocabulary(given: range | None, tokenizer: Tokenizer | None) -> Sequence[in
 def _slo(options: argparse.Namespace) -> Slo | None:
     slo = Slo(options.slo_ttft, options.slo_tpot)
     return None if slo == Slo() else slo
+
+
+def _write(options: argparse.Namespace, kind: str, session: Session, runs: Sequence[Run], **more: Any) -> None:
+    """To the file of `--json`, where there is one."""
+    if options.json is not None:
+        content = results.document(kind, session, _plain(options), runs, with_records=options.records, **more)
+        json_file.write(options.json, content)
 
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:

@@ -131,9 +131,7 @@ class Generator:
 
         async def client() -> None:
             while time.monotonic() < phase.began_s + duration_s:
-                answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-                self._client.send(self.message(), answer.set_result)
-                phase.outcomes.append(await answer)
+                phase.outcomes.append(await self._client.request(self.message()))
                 if phase.outcomes[-1].status != _OK:
                     await asyncio.sleep(0.05)
 

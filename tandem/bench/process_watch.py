@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -20,7 +20,7 @@ class Usage:
     rss_max_bytes: int = 0
     rss_after_bytes: int = 0
     cpu_s: float = 0.0
-    wall_s: float = field(default=0.0)
+    wall_s: float = 0.0
 
     @property
     def cpu_share(self) -> float:

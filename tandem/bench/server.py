@@ -23,7 +23,7 @@ _ASK_S = 20.0
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the server said of what it serves."""
+    """What the server says of its model."""
 
     name: str
     max_model_len: int | None  # tokens of prompt and output; `None`: it does not say
@@ -71,7 +71,7 @@ async def _try_one(
 
 
 async def _in_time(client: LoadClient, message: bytes) -> Outcome:
-    """One answer; what is not there in time is broken off."""
+    """One answer; a request that takes too long is broken off."""
     asking = asyncio.create_task(client.request(message))
     await asyncio.wait([asking], timeout=_ASK_S)
     await client.wait_none_under_way(0)

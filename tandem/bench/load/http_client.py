@@ -22,7 +22,7 @@ from tandem.core.errors import ConfigError
 _CONNECT_S = 10.0
 _OK = 200
 
-#: Statuses of our own for what HTTP has none.
+#: Statuses of our own, for what HTTP has no number for.
 NO_SOCKET, BROKEN, UNFINISHED, TIMED_OUT, UNREACHABLE = -1, -2, -3, -4, -5
 
 

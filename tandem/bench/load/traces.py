@@ -43,7 +43,7 @@ class TraceEntry:
 def load_trace(
     path: Path, format: TraceFormat | None = None, *, limit: int | None = None, tokenizer: Tokenizer | None = None
 ) -> list[TraceEntry]:
-    """The first `limit` requests of a trace, in order of arrival; `format` is found out where it is not given.
+    """The first `limit` requests of a trace, in order of arrival; `format` is detected where it is not given.
 
     `tokenizer` counts the tokens of formats that hold text.
 

@@ -54,7 +54,7 @@ def make_jobs(entries: Sequence[TraceEntry], *, vocabulary: Sequence[int], seed:
 
 def _prompt(entry: TraceEntry, number: int, vocabulary: Sequence[int], seed: str) -> tuple[int, ...]:
     if entry.token_ids:
-        # The recorded text, cut or said again to the scaled length.
+        # The recorded text, cut or repeated to the scaled length.
         repeats = -(-entry.num_input // len(entry.token_ids))
         return (entry.token_ids * repeats)[: entry.num_input]
     ids: list[int] = []

@@ -19,10 +19,10 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_format(path: Path, file_format: str, whose: str, *, key: str | None = None) -> dict[str, Any]:
-    """The content of a JSON file that says of itself to be of `file_format`.
+    """The content of a JSON file whose `format` is `file_format`.
 
     Raises:
-        ConfigError: it is none; names `key`.
+        ConfigError: it is no such file; names `key`.
     """
     try:
         content = json.loads(path.read_text())

@@ -75,14 +75,7 @@ def _latency(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     for axes, (title, attribute) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for number, (name, content) in enumerate(titled):
             points = [(_rate(run), run["figures"][attribute]) for run in _runs(content) if run["figures"][attribute]]
-            for statistic, style in (("p50", "o-"), ("p99", "^--")):
-                axes.plot(
-                    [rate for rate, _ in points],
-                    [found[statistic] * 1e3 for _, found in points],
-                    style,
-                    color=f"C{number}",
-                    label=f"{name} {statistic}",
-                )
+            _draw(axes, points, ("o-", "^--"), f"C{number}", name)
         _finish(axes, title, "requests/s")
     return figure
 
@@ -92,17 +85,19 @@ def _itl_over_time(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     axes = figure.subplots()
     for number, (name, content) in enumerate(titled):
         run = _run_to_show(content)
-        windows = run["figures"]["itl_windows"] if run else []
-        for statistic, style in (("p50", "-"), ("p99", "--")):
-            axes.plot(
-                [window["at_s"] for window in windows],
-                [window[statistic] * 1e3 for window in windows],
-                style,
-                color=f"C{number}",
-                label=f"{name} {statistic}",
-            )
+        points = [(window["at_s"], window) for window in (run["figures"]["itl_windows"] if run else [])]
+        _draw(axes, points, ("-", "--"), f"C{number}", name)
     _finish(axes, "ITL over time", "seconds since the run began")
     return figure
+
+
+def _draw(
+    axes: Axes, points: Sequence[tuple[float, dict[str, Any]]], styles: tuple[str, str], color: str, name: str
+) -> None:
+    """The p50 and the p99 of each point's latencies, in milliseconds."""
+    for statistic, style in zip(("p50", "p99"), styles, strict=True):
+        values = [found[statistic] * 1e3 for _, found in points]
+        axes.plot([x for x, _ in points], values, style, color=color, label=f"{name} {statistic}")
 
 
 def _run_to_show(content: dict[str, Any]) -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ class Key:
     default: Any
     help: str
     minimum: float | None
+    maximum: float | None
     choices: tuple[str, ...]
 
     @property
@@ -55,7 +56,9 @@ class Key:
         """What values are possible, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        return self.kind if self.minimum is None else f"{self.kind}, at least {self.minimum:g}"
+        least = [] if self.minimum is None else [f"at least {self.minimum:.12g}"]
+        most = [] if self.maximum is None else [f"at most {self.maximum:g}"]
+        return ", ".join([self.kind, *least, *most])
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def sections(config: object, path: str = "", help: str = "") -> Iterator[Section
             continue
         kind = _TYPE_WORDS.get(hints[field.name], "list of texts")
         meta = field.metadata
-        keys.append(Key(field.name, kind, value, meta["help"], meta["minimum"], meta["choices"]))
+        keys.append(Key(field.name, kind, value, **meta))
     yield Section(path, help, tuple(keys))
     yield from below
 

@@ -29,8 +29,10 @@ MAX_POOL = 1024
 """Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
 
 
-def _key(default: Any, help: str, *, minimum: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    metadata = {"help": help, "minimum": minimum, "choices": choices}
+def _key(
+    default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None, choices: Iterable[str] = ()
+) -> Any:
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
     if isinstance(default, (list, dict)):
         raise TypeError("use tuples: the tree is frozen")
     return field(default=default, metadata=metadata)
@@ -76,7 +78,8 @@ class CacheConfig:
     )
     memory_share: float = _key(
         0.7, "Share of the memory that is free at start, less the weights, that all workers of a node together use "
-        "for KV pages. Lower it where other programs need memory too.", minimum=0.001
+        "for KV pages. Lower it where other programs need memory too.",
+        minimum=0.001, maximum=0.95,
     )
     max_memory_bytes: int = _key(
         4 << 30, "The most bytes that `memory_share` gives one worker on a CPU; 0: no limit. Raise it for long "
@@ -125,7 +128,8 @@ class SchedulingConfig:
     worker_queue_bound: int = _key(512, "The most requests that wait at one worker.", minimum=1)
     unacknowledged_share: float = _key(
         0.75, "Share of a prefill worker's pages in use above which it starts no prompt without pages at decode, "
-        "unless it has nothing else. Raise it to compute more prompts ahead of decode.", minimum=0.01
+        "unless it has nothing else. Raise it to compute more prompts ahead of decode.",
+        minimum=0.01, maximum=1,
     )
     mixed_pool: bool = _key(
         True, "Let a decode worker compute a new prompt of up to `local_prefill_tokens` where that is sooner than "
@@ -172,7 +176,7 @@ class TransportConfig:
     grace_s: float = _key(2.0, "Seconds beyond the lease after which a silent writer is killed.", minimum=0)
     quarantine_cap: float = _key(
         0.25, "Share of a worker's pages that may stay in quarantine for longer than `grace_s`. Above it the worker "
-        "drains and is replaced.", minimum=0.01
+        "drains and is replaced.", minimum=0.01, maximum=1
     )
 
 
@@ -184,7 +188,8 @@ class LimitsConfig:
     max_logprobs: int = _key(20, "The most alternatives with log-probabilities for each token.", minimum=0)
     most_urgent_priority: int = _key(
         0, "The lowest `priority` that a request may ask for; lower is more urgent, and the default is 0. Set it "
-        "below 0 only where every client may go before all others.", minimum=-(1 << 31) + 1
+        "below 0 only where every client may go before all others.",
+        minimum=-(1 << 31) + 1, maximum=0,
     )
     max_body_bytes: int = _key(8 << 20, "The largest HTTP body in bytes.", minimum=1024)
     stream_buffer_tokens: int = _key(
@@ -196,7 +201,8 @@ class LimitsConfig:
     )
     retry_budget: float = _key(
         0.1, "Share of all requests in the cluster that may be tried again, beyond three a minute and a burst of "
-        "`max_num_seqs` (at least 10). Lower it where retries overload the rest; 0: one burst and no more.", minimum=0
+        "`max_num_seqs` (at least 10). Lower it where retries overload the rest; 0: one burst and no more.",
+        minimum=0, maximum=1,
     )
     wait_for_worker_s: float = _key(
         10.0, "Seconds that a request waits where its pool has no worker and one is coming; then it gets 503.",
@@ -210,7 +216,7 @@ class LimitsConfig:
 @dataclass(frozen=True)
 class HttpConfig:
     host: str = _key("127.0.0.1", "Address to listen on. Beyond loopback it needs API keys, or `allow_anonymous`.")
-    port: int = _key(8000, "TCP port to listen on.", minimum=1)
+    port: int = _key(8000, "TCP port to listen on.", minimum=1, maximum=65535)
     api_keys_file: str = _key(
         "", "File with one API key a line; the variable TANDEM_API_KEYS (comma-separated) adds to it. With keys, "
         "every request but /health needs one."
@@ -381,9 +387,11 @@ def _paths(section: type[Any], prefix: str = "") -> Iterator[str]:
 
 def _checked(value: Any, hint: Any, metadata: types.MappingProxyType[Any, Any], path: str) -> Any:
     value = _typed(value, hint, path)
-    minimum, choices = metadata["minimum"], metadata["choices"]
+    minimum, maximum, choices = metadata["minimum"], metadata["maximum"], metadata["choices"]
     if minimum is not None and value < minimum:
         raise ConfigError(f"{path} is {value}, must be at least {minimum}. {metadata['help']}", key=path)
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{path} is {value}, must be at most {maximum}. {metadata['help']}", key=path)
     if choices and value not in choices:
         raise ConfigError(f"{path} is {value!r}, must be one of {', '.join(choices)}", key=path)
     return value
@@ -408,7 +416,7 @@ _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", 
 
 def _check_relations(config: Config) -> None:
     """What one key alone cannot say."""
-    page, scheduling, cache = config.cache.page_size, config.scheduling, config.cache
+    page, scheduling = config.cache.page_size, config.scheduling
     if scheduling.chunk_size % page:
         raise ConfigError(
             f"scheduling.chunk_size is {scheduling.chunk_size}, must be a multiple of cache.page_size ({page})",
@@ -420,25 +428,6 @@ def _check_relations(config: Config) -> None:
             f"scheduling.chunk_size ({scheduling.chunk_size}), or no chunk fits a step",
             key="scheduling.max_num_batched_tokens",
         )
-    if cache.memory_share > 0.95:
-        raise ConfigError(
-            f"cache.memory_share is {cache.memory_share}, must be at most 0.95: the model needs room too",
-            key="cache.memory_share",
-        )
-    if config.scheduling.unacknowledged_share > 1:
-        raise ConfigError(
-            "scheduling.unacknowledged_share is a share: at most 1", key="scheduling.unacknowledged_share"
-        )
-    if config.limits.most_urgent_priority > 0:
-        raise ConfigError(
-            f"limits.most_urgent_priority is {config.limits.most_urgent_priority}, must be at most 0: requests that "
-            "ask for no priority have 0",
-            key="limits.most_urgent_priority",
-        )
-    if config.limits.retry_budget > 1:
-        raise ConfigError("limits.retry_budget is a share: at most 1", key="limits.retry_budget")
-    if config.transport.quarantine_cap > 1:
-        raise ConfigError("transport.quarantine_cap is a share: at most 1", key="transport.quarantine_cap")
     for origin in config.http.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
@@ -446,5 +435,3 @@ def _check_relations(config: Config) -> None:
                 "them: https://app.example or http://localhost:3000, or `*` for any",
                 key="http.cors_origins",
             )
-    if config.http.port > 65535:
-        raise ConfigError(f"http.port is {config.http.port}, must be at most 65535", key="http.port")

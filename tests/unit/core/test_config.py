@@ -35,6 +35,7 @@ class Leaf:
     path: str
     hint: Any
     minimum: float | None
+    maximum: float | None
     choices: tuple[str, ...]
 
     def tree(self, value: object) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def leaves(section: Any = Config, path: str = "") -> list[Leaf]:
             found += leaves(hints[field.name], full)
         else:
             meta = field.metadata
-            found.append(Leaf(full, hints[field.name], meta["minimum"], meta["choices"]))
+            found.append(Leaf(full, hints[field.name], meta["minimum"], meta["maximum"], meta["choices"]))
     return found
 
 
@@ -170,6 +171,15 @@ def test_value_below_its_minimum_is_named_with_the_minimum(leaf: Leaf) -> None:
     assert error.key == leaf.path
     assert f"{leaf.path} is" in error.message
     assert f"at least {leaf.minimum}" in error.message
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.maximum is not None], ids=ids)
+def test_value_above_its_maximum_is_named_with_the_maximum(leaf: Leaf) -> None:
+    assert leaf.maximum is not None
+    error = refusal(leaf.tree(leaf.hint(leaf.maximum + 1)))
+    assert error.key == leaf.path
+    assert f"{leaf.path} is" in error.message
+    assert f"at most {leaf.maximum}" in error.message
 
 
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.choices], ids=ids)

@@ -52,9 +52,7 @@ class ChatTemplate:
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return cls(source) if isinstance(source, str) else None
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], *, special_tokens: dict[str, str], add_generation_prompt: bool
-    ) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], *, special_tokens: dict[str, str]) -> str:
         """The prompt's text. A `developer` whom the template does not know speaks as `system`.
 
         Raises:
@@ -64,11 +62,7 @@ class ChatTemplate:
         try:
             # `None` and not undefined, as in `transformers`: templates ask `tools is not none`.
             return self._template.render(
-                messages=spoken,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **special_tokens,
+                messages=spoken, tools=None, documents=None, add_generation_prompt=True, **special_tokens
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequestError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from tandem.core.tokenizer import Tokenizer
 
@@ -18,19 +17,7 @@ from tandem.core.tokenizer import Tokenizer
 _PROMPT_TAIL = 16
 
 
-class Detokenizer(Protocol):
-    """The text of one choice, as it grows."""
-
-    def push(self, token_id: int) -> str:
-        """The text that this token settles; empty while a character is incomplete."""
-        ...
-
-    def flush(self) -> str:
-        """The end is reached: the rest, with U+FFFD for an incomplete character."""
-        ...
-
-
-def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Detokenizer:
+def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> ByteDetokenizer | WindowDetokenizer:
     """A detokenizer for one choice that goes on after `prompt_ids`."""
     if tokenizer.is_byte_exact:
         return ByteDetokenizer(tokenizer, prompt_ids)
@@ -50,11 +37,13 @@ class ByteDetokenizer:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
+        """The text that this token settles; empty while a character is incomplete."""
         if self._is_special(token_id):
             return ""
         return self._begun(self._utf8.decode(self._token_bytes(token_id)))
 
     def flush(self) -> str:
+        """The end is reached: the rest, with U+FFFD for an incomplete character."""
         return self._begun(self._utf8.decode(b"", final=True))
 
     def _begun(self, text: str) -> str:
@@ -79,6 +68,7 @@ class WindowDetokenizer:
         self._shown = len(self._ids)
 
     def push(self, token_id: int) -> str:
+        """As `ByteDetokenizer.push`."""
         self._ids.append(token_id)
         new = self._new_text()
         if not new or new.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -87,6 +77,7 @@ class WindowDetokenizer:
         return new
 
     def flush(self) -> str:
+        """As `ByteDetokenizer.flush`."""
         new = self._new_text()
         self._context = self._shown = len(self._ids)
         return new

@@ -5,7 +5,7 @@
     ├── InvalidRequestError          the client's request is wrong; names the field        400
     │   ├── ContextLengthError       prompt and output together exceed the context         400
     │   ├── UnsupportedEncodingError the body of the request is compressed                 415
-    │   ├── ModelNotFoundError                                                             404
+    │   ├── ModelNotFoundError       it names a model that is not served here              404
     │   ├── RequestTimeoutError      head or body of the request came too slowly           408
     │   └── RequestTooLargeError     the body of the request exceeds its bound             413
     ├── ModelLoadError               the checkpoint cannot be served
@@ -23,11 +23,11 @@
     ├── TransportError               the transport below the pages failed                  502
     ├── IncompatibleError            two sides differ in layout or protocol                503
     ├── IllegalTransitionError       a state machine was driven wrongly: a defect          500
-    └── InternalError                anything unforeseen, with the request id              500
+    └── InternalError                anything unforeseen, the log has its cause            500
 
-Each class knows its wire code (`proto` ErrorCode of the same name), its HTTP status and whether the client
-makes sense to try again. Foreign errors are translated at one border each: gRPC in `tandem.rpc`, NIXL and
-torch.distributed in their transports, HTTP in `router.http.app`.
+Each class knows its wire code, its HTTP status and whether it makes sense for the client to try again. Foreign errors
+are translated at one border each: those of gRPC in `tandem.rpc`, of NIXL and torch.distributed in their transports, of
+HTTP in `router.http.app`.
 """
 
 from __future__ import annotations
@@ -81,49 +81,35 @@ class InvalidRequestError(TandemError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and output together are longer than the context."""
-
     code = "context_length_exceeded"
 
 
 class UnsupportedEncodingError(InvalidRequestError):
-    """The body of an HTTP request has a `Content-Encoding`."""
-
     code = "unsupported_content_encoding"
     http_status = 415
 
 
 class ModelNotFoundError(InvalidRequestError):
-    """The request names a model that is not served here."""
-
     code = "model_not_found"
     http_status = 404
 
 
 class RequestTimeoutError(InvalidRequestError):
-    """The head or the body of an HTTP request did not arrive in time."""
-
     code = "request_timeout"
     http_status = 408
     retryable = True
 
 
 class RequestTooLargeError(InvalidRequestError):
-    """The body of an HTTP request is larger than `limits.max_body_bytes`."""
-
     code = "request_too_large"
     http_status = 413
 
 
 class ModelLoadError(TandemError):
-    """A checkpoint cannot be read or does not fit."""
-
     code = "model_load"
 
 
 class UnsupportedModelError(ModelLoadError):
-    """An architecture does not survive ragged paged batches; the message names it and the reason."""
-
     code = "unsupported_model"
 
 
@@ -141,8 +127,6 @@ class OverloadedError(TandemError):
 
 
 class NoWorkerError(TandemError):
-    """A pool has no ready worker."""
-
     code = "no_worker"
     http_status = 503
     retryable = True
@@ -150,55 +134,41 @@ class NoWorkerError(TandemError):
 
 
 class DrainingError(TandemError):
-    """The worker is leaving and takes no new work."""
-
     code = "draining"
     http_status = 503
     retryable = True
 
 
 class CancelledError(TandemError):
-    """The request was cancelled: client gone, or reader too slow."""
-
     code = "cancelled"
     http_status = 499
 
 
 class DeadlineError(TandemError):
-    """The request's own `timeout` passed before its end."""
-
     code = "deadline"
     http_status = 504
     openai_type = "timeout_error"
 
 
 class AuthenticationError(TandemError):
-    """The request carries no valid API key."""
-
     code = "invalid_api_key"
     http_status = 401
     openai_type = "authentication_error"
 
 
 class ForbiddenError(TandemError):
-    """The caller's certificate names a role that may not make this call."""
-
     code = "forbidden"
     http_status = 403
     openai_type = "permission_error"
 
 
 class WorkerLostError(TandemError):
-    """A worker that held the request died or fell silent."""
-
     code = "worker_lost"
     http_status = 502
     retryable = True
 
 
 class WorkersDiedError(TandemError):
-    """Two workers died while they held this request: it may be the cause, and is not tried a third time."""
-
     code = "workers_died"
 
 
@@ -215,23 +185,17 @@ class HandoffError(TandemError):
 
 
 class TransportError(TandemError):
-    """The transport that carries pages failed."""
-
     code = "transport"
     http_status = 502
     retryable = True
 
 
 class IncompatibleError(TandemError):
-    """Two sides differ in layout, weights or protocol version and must not pair."""
-
     code = "incompatible"
     http_status = 503
 
 
 class IllegalTransitionError(TandemError):
-    """A state machine got an event that its table does not allow; the message holds its history."""
-
     code = "illegal_transition"
 
 

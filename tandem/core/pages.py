@@ -252,14 +252,7 @@ class PagePool:
         return self._state[page]
 
     def counts(self) -> PageCounts:
-        n = self._num
-        return PageCounts(
-            free=n[PageState.FREE],
-            used=n[PageState.USED],
-            reserved=n[PageState.RESERVED],
-            cached=n[PageState.CACHED],
-            quarantined=n[PageState.QUARANTINED],
-        )
+        return PageCounts(*self._num.values())  # both in the order of `PageState`
 
     def check(self) -> None:
         """Verify every invariant; for tests and idle moments.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -74,29 +75,25 @@ def _require(condition: bool, name: str, rule: str, value: object) -> None:
 
 
 class SequenceState:
-    """What the penalties of one choice need: which tokens its prompt and its output hold.
+    """What the penalties of one choice need.
 
-    `output_counts` has all and only the tokens of the output, with how often each occurs.
+    Attributes:
+        seen: the tokens of prompt and output.
+        output_counts: the tokens of the output alone, with how often each occurs.
     """
 
-    __slots__ = ("_prompt", "_seen", "output_counts")
+    __slots__ = ("output_counts", "seen")
 
     def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
-        self._prompt: frozenset[int] = frozenset(prompt_ids)
-        self._seen: set[int] = set(self._prompt)
-        self.output_counts: dict[int, int] = {}
+        self.seen = set(prompt_ids)
+        self.output_counts: Counter[int] = Counter()
         for token_id in output_ids:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Take note of one generated token."""
-        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
-        self._seen.add(token_id)
-
-    @property
-    def seen(self) -> set[int]:
-        """The tokens of prompt and output; not to be changed."""
-        return self._seen
+        """Note one generated token."""
+        self.output_counts[token_id] += 1
+        self.seen.add(token_id)
 
 
 @dataclass(frozen=True, slots=True)

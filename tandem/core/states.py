@@ -24,34 +24,14 @@ class RequestState(Enum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
-    @property
-    def is_live(self) -> bool:
-        return bool(LEGAL[self])
 
+_BROKEN_OFF = frozenset({RequestState.CANCELLED, RequestState.FAILED})
 
 LEGAL: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.QUEUED: frozenset({RequestState.PREFILLING, RequestState.CANCELLED, RequestState.FAILED}),
-    RequestState.PREFILLING: frozenset(
-        {
-            RequestState.HANDOFF,
-            RequestState.FINISHED,
-            RequestState.QUEUED,
-            RequestState.CANCELLED,
-            RequestState.FAILED,
-        }
-    ),
-    RequestState.HANDOFF: frozenset(
-        {RequestState.DECODING, RequestState.QUEUED, RequestState.CANCELLED, RequestState.FAILED}
-    ),
-    RequestState.DECODING: frozenset(
-        {
-            RequestState.FINISHED,
-            RequestState.HANDOFF,
-            RequestState.QUEUED,
-            RequestState.CANCELLED,
-            RequestState.FAILED,
-        }
-    ),
+    RequestState.QUEUED: _BROKEN_OFF | {RequestState.PREFILLING},
+    RequestState.PREFILLING: _BROKEN_OFF | {RequestState.HANDOFF, RequestState.FINISHED, RequestState.QUEUED},
+    RequestState.HANDOFF: _BROKEN_OFF | {RequestState.DECODING, RequestState.QUEUED},
+    RequestState.DECODING: _BROKEN_OFF | {RequestState.FINISHED, RequestState.HANDOFF, RequestState.QUEUED},
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
     RequestState.FAILED: frozenset(),

@@ -47,7 +47,7 @@ class Tokenizer:
         #: incremental decoding exact and cheap. True of byte-level BPE and of sentencepiece with byte fallback.
         self.is_byte_exact = self._pieces is not None
         #: Whether one space at the very beginning of a text is the tokenizer's, not the text's.
-        self.strips_first_space = self.is_byte_exact and _strips_first_space(backend)
+        self.strips_first_space = self.is_byte_exact and _STRIP_ONE in _decoders(backend)
         self.token_bytes = functools.lru_cache(maxsize=None)(self._token_bytes)
 
     @classmethod
@@ -82,10 +82,6 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
-    @property
     def chat_variables(self) -> frozenset[str]:
         """The names that the chat template reads, `enable_thinking` say; none where there is no template."""
         return self._chat_template.variables if self._chat_template is not None else frozenset()
@@ -95,8 +91,10 @@ class Tokenizer:
         """The roles whose messages the chat template does not know and nobody may speak for."""
         return self._chat_template.refused_roles if self._chat_template is not None else frozenset()
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt text of a conversation.
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The prompt text of a conversation, up to where the assistant answers.
+
+        Encode it without adding special tokens: the template writes its own.
 
         Raises:
             InvalidRequestError: the checkpoint has no template, or its template refuses these messages.
@@ -105,16 +103,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a prompt of your own", field="messages"
             )
-        return self._chat_template.render(
-            messages, special_tokens=self._special_tokens, add_generation_prompt=add_generation_prompt
-        )
-
-    def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """The token ids of a conversation; the template alone writes special tokens. Raises as `render_chat`."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        return self._chat_template.render(messages, special_tokens=self._special_tokens)
 
     # -- ids to text
 
@@ -177,10 +166,6 @@ def _piece_reader(backend: tokenizers.Tokenizer) -> Callable[[str], bytes] | Non
     if steps in (with_fallback, [*with_fallback, _STRIP_ONE]):
         return _byte_fallback_piece
     return None
-
-
-def _strips_first_space(backend: tokenizers.Tokenizer) -> bool:
-    return _STRIP_ONE in _decoders(backend)
 
 
 @functools.cache

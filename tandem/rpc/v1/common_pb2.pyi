@@ -249,7 +249,7 @@ class WorkerInfo(_message.Message):
     host_id: _builtins.str
     """equal for two processes that see each other's pids"""
     mixed_step_tokens: _builtins.int
-    """Of a decode worker: tokens of a step up to which it computes prompts beside what it generates; 0: it should not."""
+    """Of a decode worker: a step takes tokens of new prompts until it has so many tokens; 0: it takes none."""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -376,7 +376,7 @@ class WorkerStatus(_message.Message):
     def pages(self) -> Global___PageCounts: ...
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """since start: what this worker refused of others in handoffs, by reason"""
+        """since start: refusals of other workers' calls about handoffs, by reason"""
 
     def __init__(
         self,

@@ -285,7 +285,9 @@ class RouterStatusReply(_message.Message):
     """requests that wait to be computed"""
     @_builtins.property
     def suspected_writers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SuspectedWriter]:
-        """To be killed on their nodes: decode workers wait for their ends. In every reply as long as they are members."""
+        """Writers to be killed on their nodes, because decode workers wait for their ends. Each of them is in every reply for
+        as long as it is a member.
+        """
 
     @_builtins.property
     def errors(self) -> _common_pb2.RequestErrors: ...

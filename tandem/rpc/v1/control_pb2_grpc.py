@@ -75,15 +75,15 @@ class RouterControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopRouter(self, request, context):
-        """From the supervisor: end. Answers at once; whoever started the router sees its end.
+        """The router shall end. Answers at once; whoever started the router sees its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RouterStatus(self, request, context):
-        """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
-        serves clients.
+        """The supervisor's heartbeat. It also tells which writers decode workers suspect. It is answered from the event loop
+        that serves clients.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -233,7 +233,7 @@ class RouterControl:
 
 
 class WorkerControlStub:
-    """Every worker has this too: read by the supervisor, tests and tools.
+    """Every worker serves this too, for the supervisor, tests and tools.
     """
 
     def __init__(self, channel):
@@ -270,7 +270,7 @@ class WorkerControlStub:
 
 
 class WorkerControlServicer:
-    """Every worker has this too: read by the supervisor, tests and tools.
+    """Every worker serves this too, for the supervisor, tests and tools.
     """
 
     def Describe(self, request, context):
@@ -287,7 +287,7 @@ class WorkerControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end.
+        """The worker shall end, whatever it holds. Answers at once; whoever started the worker sees its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -300,7 +300,7 @@ class WorkerControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def NoteEnded(self, request, context):
-        """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+        """The supervisor has proof, from their own hosts, that these processes have ended. A fence for all that they might
         have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -344,7 +344,7 @@ def add_WorkerControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerControl:
-    """Every worker has this too: read by the supervisor, tests and tools.
+    """Every worker serves this too, for the supervisor, tests and tools.
     """
 
     @staticmethod

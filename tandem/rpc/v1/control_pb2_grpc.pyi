@@ -37,10 +37,10 @@ class RouterControlStub:
     DrainRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]
     """Take no new requests, finish those under way, then answer."""
     StopRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]
-    """From the supervisor: end. Answers at once; whoever started the router sees its end."""
+    """The router shall end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]
-    """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
-    serves clients.
+    """The supervisor's heartbeat. It also tells which writers decode workers suspect. It is answered from the event loop
+    that serves clients.
     """
 
 @_typing.type_check_only
@@ -51,10 +51,10 @@ class RouterControlAsyncStub(RouterControlStub):
     DrainRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]  # type: ignore[assignment]
     """Take no new requests, finish those under way, then answer."""
     StopRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]  # type: ignore[assignment]
-    """From the supervisor: end. Answers at once; whoever started the router sees its end."""
+    """The router shall end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]  # type: ignore[assignment]
-    """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
-    serves clients.
+    """The supervisor's heartbeat. It also tells which writers decode workers suspect. It is answered from the event loop
+    that serves clients.
     """
 
 class RouterControlServicer(metaclass=_abc_1.ABCMeta):
@@ -80,7 +80,7 @@ class RouterControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StopRouterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StopRouterReply, _abc.Awaitable[_control_pb2.StopRouterReply]]:
-        """From the supervisor: end. Answers at once; whoever started the router sees its end."""
+        """The router shall end. Answers at once; whoever started the router sees its end."""
 
     @_abc_1.abstractmethod
     def RouterStatus(
@@ -88,14 +88,14 @@ class RouterControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.RouterStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.RouterStatusReply, _abc.Awaitable[_control_pb2.RouterStatusReply]]:
-        """The supervisor's heartbeat, by which it also hears whom decode workers suspect; answered from the event loop that
-        serves clients.
+        """The supervisor's heartbeat. It also tells which writers decode workers suspect. It is answered from the event loop
+        that serves clients.
         """
 
 def add_RouterControlServicer_to_server(servicer: RouterControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerControlStub:
-    """Every worker has this too: read by the supervisor, tests and tools."""
+    """Every worker serves this too, for the supervisor, tests and tools."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -105,31 +105,31 @@ class WorkerControlStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerReply]
     """Take no new work, finish what is held; answers when nothing is held any more."""
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopWorkerRequest, _control_pb2.StopWorkerReply]
-    """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end."""
+    """The worker shall end, whatever it holds. Answers at once; whoever started the worker sees its end."""
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _common_pb2.WorkerStatus]
     NoteEnded: _grpc.UnaryUnaryMultiCallable[_control_pb2.NoteEndedRequest, _control_pb2.NoteEndedReply]
-    """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+    """The supervisor has proof, from their own hosts, that these processes have ended. A fence for all that they might
     have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
     """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
-    """Every worker has this too: read by the supervisor, tests and tools."""
+    """Every worker serves this too, for the supervisor, tests and tools."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _common_pb2.WorkerInfo]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerReply]  # type: ignore[assignment]
     """Take no new work, finish what is held; answers when nothing is held any more."""
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopWorkerRequest, _control_pb2.StopWorkerReply]  # type: ignore[assignment]
-    """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end."""
+    """The worker shall end, whatever it holds. Answers at once; whoever started the worker sees its end."""
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _common_pb2.WorkerStatus]  # type: ignore[assignment]
     NoteEnded: _aio.UnaryUnaryMultiCallable[_control_pb2.NoteEndedRequest, _control_pb2.NoteEndedReply]  # type: ignore[assignment]
-    """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+    """The supervisor has proof, from their own hosts, that these processes have ended. A fence for all that they might
     have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
     """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
-    """Every worker has this too: read by the supervisor, tests and tools."""
+    """Every worker serves this too, for the supervisor, tests and tools."""
 
     @_abc_1.abstractmethod
     def Describe(
@@ -152,7 +152,7 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StopWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StopWorkerReply, _abc.Awaitable[_control_pb2.StopWorkerReply]]:
-        """From the supervisor: end, whatever is held. Answers at once; whoever started the worker sees its end."""
+        """The worker shall end, whatever it holds. Answers at once; whoever started the worker sees its end."""
 
     @_abc_1.abstractmethod
     def Status(
@@ -167,7 +167,7 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.NoteEndedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.NoteEndedReply, _abc.Awaitable[_control_pb2.NoteEndedReply]]:
-        """From the supervisor: these processes have provably ended, seen on their own hosts. A fence for all that they might
+        """The supervisor has proof, from their own hosts, that these processes have ended. A fence for all that they might
         have written here, and the end of all that was sent to them. Idempotent; unknown ones change nothing.
         """
 

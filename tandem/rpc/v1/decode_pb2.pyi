@@ -436,7 +436,7 @@ Global___CommitCall: _TypeAlias = CommitCall  # noqa: Y015
 
 @_typing.final
 class CommitsOpened(_message.Message):
-    """The sender's answers go to this stream from now on."""
+    """Answers to this sender go to this stream from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -457,7 +457,7 @@ Global___CommitsOpened: _TypeAlias = CommitsOpened  # noqa: Y015
 
 @_typing.final
 class CommitAnswer(_message.Message):
-    """Of a commit, or of a part that is refused; empty: of `opened`."""
+    """Answers a commit, or a part that is refused. An empty one answers `opened`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -695,7 +695,7 @@ class ConfirmIdleRequest(_message.Message):
     grant_id: _builtins.str
     sender_incarnation: _builtins.str
     capability: _builtins.bytes
-    """of the grant; from `StopWrites` where the sender never had it"""
+    """of the grant; from `StopWrites` where the sender never got the grant"""
     def __init__(
         self,
         *,

@@ -73,32 +73,32 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pair(self, request, context):
-        """From prefill, before its first write to this worker: agree on layout, exchange transport metadata.
+        """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commits(self, request_iterator, context):
-        """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
-        worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
-        unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
-        answered may be asked again on a new one.
+        """One stream per prefill worker, open for as long as both live. It carries the answers to all parts and commits of
+        that worker, also to those that travelled behind the pages as sealed messages of the transport. Parts and commits
+        that cannot travel that way, or got no answer, are sent on it. The first call is `opened`; an empty answer confirms
+        it. When the stream breaks, calls without an answer may be repeated on a new one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
-        answer with `ok` lets it post, for `lease_s` counted from when it asked.
+        """Prefill says that it will write, before its first write of a grant, and again to renew its lease. Only an answer
+        with `ok` lets it post, for `lease_s` from when it asked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmIdle(self, request, context):
-        """From prefill: nothing of this grant is outstanding and it will never be committed. A fence.
+        """Prefill says that nothing of this grant is outstanding and that it will never be committed. A fence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,19 +36,19 @@ class DecodeServiceStub:
     that the router had started here.
     """
     Pair: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]
-    """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
+    """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata."""
     Commits: _grpc.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]
-    """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
-    worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
-    unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
-    answered may be asked again on a new one.
+    """One stream per prefill worker, open for as long as both live. It carries the answers to all parts and commits of
+    that worker, also to those that travelled behind the pages as sealed messages of the transport. Parts and commits
+    that cannot travel that way, or got no answer, are sent on it. The first call is `opened`; an empty answer confirms
+    it. When the stream breaks, calls without an answer may be repeated on a new one.
     """
     Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]
-    """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
-    answer with `ok` lets it post, for `lease_s` counted from when it asked.
+    """Prefill says that it will write, before its first write of a grant, and again to renew its lease. Only an answer
+    with `ok` lets it post, for `lease_s` from when it asked.
     """
     ConfirmIdle: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]
-    """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
+    """Prefill says that nothing of this grant is outstanding and that it will never be committed. A fence."""
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -58,19 +58,19 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     that the router had started here.
     """
     Pair: _aio.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]  # type: ignore[assignment]
-    """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
+    """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata."""
     Commits: _aio.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]  # type: ignore[assignment]
-    """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
-    worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
-    unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
-    answered may be asked again on a new one.
+    """One stream per prefill worker, open for as long as both live. It carries the answers to all parts and commits of
+    that worker, also to those that travelled behind the pages as sealed messages of the transport. Parts and commits
+    that cannot travel that way, or got no answer, are sent on it. The first call is `opened`; an empty answer confirms
+    it. When the stream breaks, calls without an answer may be repeated on a new one.
     """
     Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachReply]  # type: ignore[assignment]
-    """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
-    answer with `ok` lets it post, for `lease_s` counted from when it asked.
+    """Prefill says that it will write, before its first write of a grant, and again to renew its lease. Only an answer
+    with `ok` lets it post, for `lease_s` from when it asked.
     """
     ConfirmIdle: _aio.UnaryUnaryMultiCallable[_decode_pb2.ConfirmIdleRequest, _decode_pb2.ConfirmIdleReply]  # type: ignore[assignment]
-    """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
+    """Prefill says that nothing of this grant is outstanding and that it will never be committed. A fence."""
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -89,7 +89,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.PairRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.PairReply, _abc.Awaitable[_decode_pb2.PairReply]]:
-        """From prefill, before its first write to this worker: agree on layout, exchange transport metadata."""
+        """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata."""
 
     @_abc_1.abstractmethod
     def Commits(
@@ -97,10 +97,10 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_decode_pb2.CommitCall],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.CommitAnswer], _abc.AsyncIterator[_decode_pb2.CommitAnswer]]:
-        """One stream per prefill worker, open for as long as both live. On it come the answers to all parts and commits of that
-        worker: also to those that travelled with the pages, as sealed messages of the transport. Those that did not, or went
-        unanswered, are asked here. First call: `opened`, answered by an empty answer. When the stream breaks, what was not
-        answered may be asked again on a new one.
+        """One stream per prefill worker, open for as long as both live. It carries the answers to all parts and commits of
+        that worker, also to those that travelled behind the pages as sealed messages of the transport. Parts and commits
+        that cannot travel that way, or got no answer, are sent on it. The first call is `opened`; an empty answer confirms
+        it. When the stream breaks, calls without an answer may be repeated on a new one.
         """
 
     @_abc_1.abstractmethod
@@ -109,8 +109,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AttachReply, _abc.Awaitable[_decode_pb2.AttachReply]]:
-        """From prefill, before its first write of a grant, and again to renew: `this worker will write`. Only an
-        answer with `ok` lets it post, for `lease_s` counted from when it asked.
+        """Prefill says that it will write, before its first write of a grant, and again to renew its lease. Only an answer
+        with `ok` lets it post, for `lease_s` from when it asked.
         """
 
     @_abc_1.abstractmethod
@@ -119,6 +119,6 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.ConfirmIdleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ConfirmIdleReply, _abc.Awaitable[_decode_pb2.ConfirmIdleReply]]:
-        """From prefill: nothing of this grant is outstanding and it will never be committed. A fence."""
+        """Prefill says that nothing of this grant is outstanding and that it will never be committed. A fence."""
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

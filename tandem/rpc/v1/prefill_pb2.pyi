@@ -56,7 +56,7 @@ Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
-    """The request has ended: what prefill keeps of it, in case decode is lost, may go."""
+    """The request has ended. Prefill drops the pages that it keeps in case decode is lost."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -359,7 +359,7 @@ class StopWritesRequest(_message.Message):
     reason: _builtins.str
     """`RefusalReason` in lower case"""
     capability: _builtins.bytes
-    """of the grant: what `ConfirmIdle` must carry, also where prefill never had it"""
+    """of the grant; `ConfirmIdle` carries it, even if prefill never got the grant"""
     def __init__(
         self,
         *,

@@ -58,7 +58,7 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopWrites(self, request, context):
-        """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding.
+        """Decode wants nothing more to be posted for this grant. `ConfirmIdle` follows when nothing is outstanding.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

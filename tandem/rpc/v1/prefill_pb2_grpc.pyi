@@ -36,7 +36,7 @@ class PrefillServiceStub:
     that the router had started here.
     """
     StopWrites: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.StopWritesRequest, _prefill_pb2.StopWritesReply]
-    """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding."""
+    """Decode wants nothing more to be posted for this grant. `ConfirmIdle` follows when nothing is outstanding."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -46,7 +46,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     that the router had started here.
     """
     StopWrites: _aio.UnaryUnaryMultiCallable[_prefill_pb2.StopWritesRequest, _prefill_pb2.StopWritesReply]  # type: ignore[assignment]
-    """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding."""
+    """Decode wants nothing more to be posted for this grant. `ConfirmIdle` follows when nothing is outstanding."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -65,6 +65,6 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.StopWritesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.StopWritesReply, _abc.Awaitable[_prefill_pb2.StopWritesReply]]:
-        """From decode: post nothing more for this grant; `ConfirmIdle` follows when nothing is outstanding."""
+        """Decode wants nothing more to be posted for this grant. `ConfirmIdle` follows when nothing is outstanding."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

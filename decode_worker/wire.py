@@ -1,8 +1,9 @@
-"""The border between a decode worker's events and the wire."""
+"""Between decode's own events and the wire; the rest is in `tandem.worker.wire`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from decode_worker.events import Admitted, ComputesHere, Event, GrantMade, WriterSuspected
 from tandem.rpc.v1 import common_pb2 as pb
@@ -11,36 +12,28 @@ from tandem.worker.request import AttemptFailed, TokenSampled
 from tandem.worker.wire import failed_to_proto, grant_to_proto, token_to_proto
 
 
-def event_to_proto(event: Event | pb.WorkerInfo) -> decode_pb.DecodeEvent:
+def make_events(events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus) -> decode_pb.DecodeEvents:
+    """One message to a router. A `WorkerInfo` is the hello that each session begins with."""
+    return decode_pb.DecodeEvents(events=[_event_to_proto(event) for event in events], status=status)
+
+
+def _event_to_proto(event: Event | pb.WorkerInfo) -> decode_pb.DecodeEvent:
     match event:
         case pb.WorkerInfo():
             return decode_pb.DecodeEvent(hello=event)
         case TokenSampled():
             return decode_pb.DecodeEvent(token=token_to_proto(event))
-        case GrantMade():
-            return decode_pb.DecodeEvent(granted=grant_to_proto(event.grant))
-        case ComputesHere():
+        case GrantMade(grant):
+            return decode_pb.DecodeEvent(granted=grant_to_proto(grant))
+        case ComputesHere(key, num_cached, num_computed):
             local = decode_pb.ComputesHere(
-                request_id=event.key.request_id,
-                attempt=event.key.attempt,
-                num_cached_tokens=event.num_cached_tokens,
-                num_computed_tokens=event.num_computed_tokens,
+                **asdict(key), num_cached_tokens=num_cached, num_computed_tokens=num_computed
             )
             return decode_pb.DecodeEvent(local=local)
-        case Admitted():
-            admitted = decode_pb.Admitted(
-                request_id=event.key.request_id, attempt=event.key.attempt, admission_s=event.admission_s
-            )
-            return decode_pb.DecodeEvent(admitted=admitted)
+        case Admitted(key, admission_s):
+            return decode_pb.DecodeEvent(admitted=decode_pb.Admitted(**asdict(key), admission_s=admission_s))
         case AttemptFailed():
             return decode_pb.DecodeEvent(failed=failed_to_proto(event))
-        case WriterSuspected():
-            suspected = decode_pb.WriterSuspected(
-                writer_worker_id=event.worker_id, writer_incarnation=event.incarnation
-            )
+        case WriterSuspected(worker_id, incarnation):
+            suspected = decode_pb.WriterSuspected(writer_worker_id=worker_id, writer_incarnation=incarnation)
             return decode_pb.DecodeEvent(writer_suspected=suspected)
-
-
-def make_events(events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus) -> decode_pb.DecodeEvents:
-    """One message to a router. A `WorkerInfo` is the hello that each session begins with."""
-    return decode_pb.DecodeEvents(events=[event_to_proto(event) for event in events], status=status)

@@ -1,4 +1,4 @@
-"""How every gRPC channel and server of the cluster is made. Whether by TLS is `tandem.rpc.security`'s to say."""
+"""Makes every gRPC channel and server of the cluster. `tandem.rpc.security` decides which of them use TLS."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Final
 
 import grpc
@@ -43,19 +44,14 @@ def error_to_proto(error: BaseException, request_id: str = "") -> pb.Error:
 
 def error_from_proto(message: pb.Error) -> TandemError:
     """The domain error of a wire error."""
-    cls = error_class(message.code)
-    request_id = message.request_id or None
-    error: TandemError
-    if issubclass(cls, HandoffError):
-        error = cls(message.message, reason=message.reason, request_id=request_id)
-    elif issubclass(cls, InvalidRequestError):
-        error = cls(message.message, field=message.field or None, request_id=request_id)
-    elif issubclass(cls, OverloadedError):
-        error = cls(message.message, retry_after_s=message.retry_after_s or 1.0, request_id=request_id)
-    else:
-        error = cls(message.message)
-        error.request_id = request_id
-    error.retryable = message.retryable
+    error = error_class(message.code)(message.message)
+    error.request_id, error.retryable = message.request_id or None, message.retryable
+    if isinstance(error, HandoffError):
+        error.reason = message.reason
+    elif isinstance(error, InvalidRequestError):
+        error.field = message.field or None
+    elif isinstance(error, OverloadedError):
+        error.retry_after_s = message.retry_after_s or 1.0
     return error
 
 
@@ -69,49 +65,16 @@ def error_from_rpc(error: grpc.RpcError, what: str) -> TandemError:
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.Sampling:
-    return pb.Sampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-        num_logprobs=params.num_logprobs,
-    )
+    return pb.Sampling(**asdict(params) | {"logit_bias": dict(params.logit_bias)})
 
 
 def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
     """Raises `InvalidRequestError` as `SamplingParams` does."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        num_logprobs=message.num_logprobs,
-    )
+    plain = {field.name: getattr(message, field.name) for field in fields(SamplingParams)}
+    plain["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    plain["stop_token_ids"] = tuple(message.stop_token_ids)
+    return SamplingParams(**plain)
 
 
 def page_counts_to_proto(counts: PageCounts) -> pb.PageCounts:
-    return pb.PageCounts(
-        free=counts.free,
-        used=counts.used,
-        reserved=counts.reserved,
-        cached=counts.cached,
-        quarantined=counts.quarantined,
-    )
+    return pb.PageCounts(**asdict(counts))

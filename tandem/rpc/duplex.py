@@ -1,7 +1,7 @@
-"""Streams that both sides write to at any time: what is to be sent waits in a queue, and one task of its own sends it.
+"""Streams to which both sides write at any time: messages wait in a queue until they are sent.
 
-Where gRPC serves a call, it takes what is sent from a generator, and its end is the stream's (`ServedStream`). Where a
-call is made, what comes is iterated, and whoever writes must end with it (`writing`).
+On the serving side gRPC takes the messages from a generator, whose end is the stream's (`ServedStream`). On the calling
+side a task of its own writes them; it ends with the loop that reads (`writing`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")
 
-# A peer that reads nothing for this many messages is taken for hung; what it had asked for ends.
+# A peer that is so many messages behind counts as hung. Its stream ends, and with it what the peer had asked for.
 _MAX_PENDING_MESSAGES = 4096
 
 
 class ServedStream(Generic[Outgoing]):
-    """What goes to one peer that has called: a router, or a prefill worker that commits. Lives in the event loop.
+    """The messages to one peer that has called: a router, or a prefill worker that commits. Lives in the event loop.
 
     Args:
         number: of the stream among those of its kind.
@@ -70,7 +70,8 @@ class ServedStream(Generic[Outgoing]):
 
     @contextmanager
     def reading(self, incoming: AsyncIterator[Incoming], take: Callable[[Incoming], None]) -> Iterator[None]:
-        """While it is open, `take` gets what comes in; the stream drops at its end, and at the first that fails."""
+        """While it is open, `take` gets each message that comes in. After the last one, or one that fails, the stream
+        is dropped."""
 
         async def read() -> None:
             try:

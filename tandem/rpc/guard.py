@@ -1,4 +1,4 @@
-"""What every call passes before its handler: the caller's role is checked, then the request is decoded."""
+"""What happens to every call before its handler: the caller's role is checked, then the request is decoded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RoleGuard(Interceptor):
 
 
 class _Reading:
-    """The requests of one call. Bytes that are no message end them, and after that the call, by INVALID_ARGUMENT."""
+    """The requests of one call. Bytes that cannot be decoded end them; then the call ends with INVALID_ARGUMENT."""
 
     def __init__(self, decode: Callable[[bytes], Any]) -> None:
         self._decode = decode

@@ -1,7 +1,7 @@
 """Who may call what on the control plane: one table, read by the guard of every server. Pure.
 
-A method that is not in the table is nobody's. The role of a caller stands in its certificate, see
-`tandem.rpc.identity`; which grant a prefill worker may speak about is the handoff protocol's business.
+Nobody may call a method that is not in the table. The role of a caller stands in its certificate, see
+`tandem.rpc.identity`. Which grant a prefill worker may speak about is decided by the handoff protocol.
 """
 
 from __future__ import annotations

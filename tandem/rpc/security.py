@@ -1,8 +1,8 @@
 """How this process's gRPC is secured: decided once, at its start, for every channel and server that it makes.
 
 A process is one member of the cluster and shows one certificate, so this is a property of the process, like its log:
-`configure` sets it, and `tandem.rpc.channel` reads it. What must be several members in one process (tests) passes
-`Security` objects instead.
+`configure` sets it, and `tandem.rpc.channel` reads it. Tests in which one process is several members pass `Security`
+objects instead.
 
     security.tls    listens on loopback only    listens beyond
     auto            plain                       mutual TLS, on loopback too
@@ -53,12 +53,8 @@ class Security:
     def __init__(self, config: SecurityConfig, role: PeerRole | None, host: str) -> None:
         self._config = config
         self._role = role
-        self._everywhere = config.tls == "on" or (config.tls == "auto" and not is_loopback(host))
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether even loopback is encrypted."""
-        return self._everywhere
+        #: Whether even loopback is encrypted.
+        self.uses_tls = config.tls == "on" or (config.tls == "auto" and not is_loopback(host))
 
     def server_credentials(self, host: str) -> grpc.ServerCredentials | None:
         """For a server on `host`; `None`: plain. Raises `ConfigError` where it must not be plain and cannot be TLS."""
@@ -69,7 +65,7 @@ class Security:
         return self._channel_credentials if self._needs_tls(host) else None
 
     def _needs_tls(self, host: str) -> bool:
-        return self._config.tls != "off" and (self._everywhere or not is_loopback(host))
+        return self._config.tls != "off" and (self.uses_tls or not is_loopback(host))
 
     @cached_property
     def identity(self) -> Identity:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -53,9 +54,7 @@ def token_to_proto(sampled: TokenSampled) -> pb.Token:
 
 
 def failed_to_proto(failed: AttemptFailed) -> pb.AttemptFailed:
-    key = failed.key
-    error = error_to_proto(failed.error, key.request_id)
-    return pb.AttemptFailed(request_id=key.request_id, attempt=key.attempt, error=error)
+    return pb.AttemptFailed(**asdict(failed.key), error=error_to_proto(failed.error, failed.key.request_id))
 
 
 def grant_to_proto(grant: Grant) -> decode_pb.Grant:
@@ -89,62 +88,54 @@ def grant_from_proto(message: decode_pb.Grant, layout: LayoutId) -> Grant:
 
 def commit_to_proto(commit: Commit, sender_worker_id: str) -> decode_pb.Commit:
     return decode_pb.Commit(
-        request_id=commit.key.request_id,
-        attempt=commit.key.attempt,
-        grant_id=commit.grant_id,
-        epoch=commit.epoch,
-        receiver_incarnation=commit.receiver,
-        sender_worker_id=sender_worker_id,
-        sender_incarnation=commit.sender,
+        **_about_to_proto(commit, sender_worker_id),
         layout=layout_to_proto(commit.layout),
         pages=commit.pages,
-        layers=[decode_pb.LayerDigests(xxh3=digests) for digests in commit.digests],
         first_tokens=[decode_pb.FirstToken(choice=t.choice, token_id=t.token_id) for t in commit.first_tokens],
-        capability=commit.capability,
     )
 
 
 def commit_from_proto(message: decode_pb.Commit) -> Commit:
     return Commit(
-        grant_id=message.grant_id,
-        key=AttemptKey(message.request_id, message.attempt),
-        epoch=message.epoch,
-        receiver=message.receiver_incarnation,
-        sender=message.sender_incarnation,
+        **_about_from_proto(message),
         layout=layout_from_proto(message.layout),
         pages=tuple(message.pages),
-        digests=tuple(tuple(layer.xxh3) for layer in message.layers),
         first_tokens=tuple(FirstToken(t.choice, t.token_id) for t in message.first_tokens),
-        capability=message.capability,
     )
 
 
 def part_to_proto(part: CommitPart, sender_worker_id: str) -> decode_pb.CommitPart:
-    return decode_pb.CommitPart(
-        request_id=part.key.request_id,
-        attempt=part.key.attempt,
-        grant_id=part.grant_id,
-        epoch=part.epoch,
-        receiver_incarnation=part.receiver,
-        sender_worker_id=sender_worker_id,
-        sender_incarnation=part.sender,
-        first_index=part.first_index,
-        layers=[decode_pb.LayerDigests(xxh3=digests) for digests in part.digests],
-        capability=part.capability,
-    )
+    return decode_pb.CommitPart(**_about_to_proto(part, sender_worker_id), first_index=part.first_index)
 
 
 def part_from_proto(message: decode_pb.CommitPart) -> CommitPart:
-    return CommitPart(
-        grant_id=message.grant_id,
-        key=AttemptKey(message.request_id, message.attempt),
-        epoch=message.epoch,
-        receiver=message.receiver_incarnation,
-        sender=message.sender_incarnation,
-        first_index=message.first_index,
-        digests=tuple(tuple(layer.xxh3) for layer in message.layers),
-        capability=message.capability,
-    )
+    return CommitPart(**_about_from_proto(message), first_index=message.first_index)
+
+
+def _about_to_proto(said: Commit | CommitPart, sender_worker_id: str) -> dict[str, Any]:
+    """What a commit and a part of it have in common."""
+    return {
+        **asdict(said.key),
+        "grant_id": said.grant_id,
+        "epoch": said.epoch,
+        "receiver_incarnation": said.receiver,
+        "sender_worker_id": sender_worker_id,
+        "sender_incarnation": said.sender,
+        "layers": [decode_pb.LayerDigests(xxh3=digests) for digests in said.digests],
+        "capability": said.capability,
+    }
+
+
+def _about_from_proto(message: decode_pb.Commit | decode_pb.CommitPart) -> dict[str, Any]:
+    return {
+        "grant_id": message.grant_id,
+        "key": AttemptKey(message.request_id, message.attempt),
+        "epoch": message.epoch,
+        "receiver": message.receiver_incarnation,
+        "sender": message.sender_incarnation,
+        "digests": tuple(tuple(layer.xxh3) for layer in message.layers),
+        "capability": message.capability,
+    }
 
 
 def call_to_proto(said: Commit | CommitPart, sender_worker_id: str) -> decode_pb.CommitCall:
@@ -164,7 +155,7 @@ def call_from_proto(call: decode_pb.CommitCall) -> Commit | CommitPart | None:
 
 
 def call_to_message(said: Commit | CommitPart, sender_worker_id: str) -> bytes:
-    """For a channel that proves nothing about who speaks: sealed with the capability instead of carrying it."""
+    """The call for a channel that does not prove who speaks: it is sealed with the capability and does not carry it."""
     call = call_to_proto(said, sender_worker_id)
     (call.commit if isinstance(said, Commit) else call.part).ClearField("capability")
     return seal(said.capability, call.SerializeToString())
@@ -172,7 +163,7 @@ def call_to_message(said: Commit | CommitPart, sender_worker_id: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SealedCall:
-    """What came as a message, and whoever sent it."""
+    """A call that came as a message, from whomever."""
 
     _said: Commit | CommitPart
     _seal: bytes
@@ -180,11 +171,11 @@ class SealedCall:
 
     @property
     def grant_id(self) -> str:
-        """Which grant it says that it is about."""
+        """The grant that it claims to be about."""
         return self._said.grant_id
 
     def opened(self, capability: bytes | None) -> Commit | CommitPart | None:
-        """What was said, with `capability`, if that is what it is sealed with."""
+        """The call with `capability`, if it is sealed with that; else `None`."""
         if capability is None or not is_seal_of(capability, self._seal, self._body):
             return None
         return replace(self._said, capability=capability)
@@ -212,7 +203,7 @@ def refusal_to_proto(reason: RefusalReason, detail: str, request_id: str) -> pb.
 
 
 def refusal_from_proto(message: pb.Error) -> tuple[RefusalReason, str]:
-    """A reason of a newer version is taken for the nearest one that ends the attempt."""
+    """A reason that this version does not know becomes UNKNOWN_GRANT, which ends the attempt too."""
     try:
         return RefusalReason(message.reason), message.message
     except ValueError:

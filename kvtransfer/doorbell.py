@@ -1,8 +1,8 @@
-"""What a sleeping transfer thread is woken by: its own process, or a peer that has just done something for it.
+"""Wakes a sleeping transfer thread: its own process rings, or a peer that has just done something for it.
 
-A ring says nothing: who hears it polls. A peer's ring is an empty datagram, which may get lost or come from anybody, so
-whoever sleeps wakes up from time to time all the same. It spares looking often for what comes seldom, and waiting for
-the next look when it comes.
+A ring has no content: whoever hears it polls. A peer's ring is an empty datagram, which may get lost or come from
+anybody, so the sleeper wakes up from time to time all the same. Thanks to rings it need not poll often for what comes
+seldom, and need not sleep on when it comes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
-# Rings that are taken together; what is more wakes the thread once more.
+# Rings that are taken at once; further ones wake the thread again.
 _MAX_RINGS = 64
 
 
@@ -68,20 +68,20 @@ class Doorbell:
         self._is_closed = False
 
     def ring(self) -> None:
-        """Wake whoever waits here, now or when it next does."""
+        """Wake the thread that waits here, or that waits next."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self._own, 1)
 
     def ring_at(self, host: str, port: int) -> None:
-        """Ring at a peer's, whose host is given as an address. It does not matter whether that is heard."""
+        """Ring at a peer's doorbell; `host` is an address. A ring that is not heard does no harm."""
         try:
             self._socket.sendto(b"", (host, port))
         except OSError as error:  # full buffers, no way there
             _log.debug("no ring at %s:%d: %s", host, port, error)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Until somebody rings, or the time is over; whether somebody has. `None`: for as long as it takes."""
+        """Wait until somebody rings, for at most `timeout_s` (`None`: no limit). Return whether somebody has rung."""
         limit = None if timeout_s is None else ctypes.byref(_TimeSpec(int(timeout_s), int(timeout_s % 1 * 1e9)))
         if _ppoll(self._waited, len(self._waited), limit, None) <= 0:  # below 0: a signal came
             return False
@@ -101,7 +101,7 @@ class Doorbell:
                 os.close(self._own)
 
     def __del__(self) -> None:
-        """As a socket does: a transport that could not start has nobody to close it."""
+        """Close as a socket does: nobody closes a transport that could not start."""
         if hasattr(self, "_lock"):
             self.close()
 
@@ -111,5 +111,5 @@ class Doorbell:
                 self._socket.recv(1)
             except BlockingIOError:
                 return
-            except OSError as error:  # what an earlier ring of ours came to
+            except OSError as error:  # of an earlier ring of ours
                 _log.debug("a ring was not heard: %s", error)

@@ -2,29 +2,32 @@
 
 One transfer thread owns a transport and alone calls it (see `kvtransfer.transfer_thread`). Nothing here blocks.
 
-A write has exactly one end, `WriteCompleted` or `WriteFailed` (`kvtransfer.transports.events`), reported by `poll`, or
-none yet: to a peer that has stopped it stays outstanding for ever, so time-outs belong to the caller. `abort` asks for
-an early end and is no fence; `WriteFailed.settled` says whether the transport vouches that no byte moves any more.
+A write ends at most once, by `WriteCompleted` or `WriteFailed` (`kvtransfer.transports.events`), which `poll` returns.
+To a peer that has stopped it stays outstanding for ever, so time-outs belong to the caller. `WriteFailed.settled` says
+whether the transport vouches that no byte moves any more. A write cannot be taken back: no library can promise that its
+bytes do not land all the same.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvtransfer.doorbell import Doorbell
 from kvtransfer.extents import Descriptor
+from kvtransfer.transports.envelope import Envelope, PeerBook
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteHandle
 from tandem.core.errors import TransportError
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Ranges (offset, bytes) of the local arena into which `peer` may write; `None`: it is not known who."""
+    """Ranges (offset, bytes) of the local arena into which `peer` may write."""
 
-    peer: PeerId | None
+    peer: PeerId
     ranges: tuple[tuple[int, int], ...]
 
     def covers(self, peer: PeerId, offset: int, num_bytes: int) -> bool:
@@ -36,8 +39,8 @@ class Expectation:
 class Transport(ABC):
     """One worker's end of the KV plane.
 
-    Args of every implementation begin with `agent_name`, which must be new for each incarnation of a worker: peers
-    refuse a restarted one under an old name. `host` is this host's address, as peers reach it.
+    The constructor of every implementation begins with `agent_name`, which must be new for each incarnation of a
+    worker: peers refuse a restarted one under an old name. `host` is this host's address, as peers reach it.
 
     Attributes:
         doorbell: rung when it is worth polling at once.
@@ -52,11 +55,14 @@ class Transport(ABC):
     def __init__(self, agent_name: str, host: str) -> None:
         self.agent_name = agent_name
         self.doorbell = Doorbell(host)
-        # Grants whose writes may arrive, by key; while there is one the target must be polled, or writers do not see
+        self._peers = PeerBook(self.name, agent_name)
+        self._me: Envelope | None = None
+        self._owner: object = None  # of the registered memory
+        self._numbers = itertools.count()
+        # Grants whose writes may arrive, by key. While there is one, this side must be polled, or writers do not see
         # their completions.
         self._expected: dict[str, Expectation] = {}
 
-    @abstractmethod
     def register(self, address: int, num_bytes: int, *, owner: object, device: str = "cpu") -> None:
         """Register the arena: once, before `metadata`. All offsets are relative to `address`.
 
@@ -67,33 +73,50 @@ class Transport(ABC):
         Raises:
             TransportError: registered before, or the memory cannot be used.
         """
+        if self._me is not None:
+            raise TransportError(f"{self.agent_name} has registered its arena already")
+        self._open()
+        door = self.doorbell
+        me = Envelope(self.name, self.agent_name, address, num_bytes, device, door.host, door.port)
+        self._owner = owner
+        self._register(me)
+        self._me = me
 
-    @abstractmethod
     def metadata(self) -> bytes:
         """Describe this agent and its memory to a peer. Send it over the authenticated control channel only.
 
         Raises:
             TransportError: nothing is registered.
         """
+        return self._registered().pack(self._blob())
 
-    @abstractmethod
     def connect(self, metadata: bytes) -> PeerId:
         """Learn a peer. Idempotent. Both sides connect before the first write between them.
 
         Raises:
             TransportError: the blob is unusable, or its agent's name belonged to another incarnation.
         """
+        self._open()
+        peer, blob, is_new = self._peers.enter(metadata)
+        if is_new:
+            try:
+                self._learn(peer, blob)
+            except TransportError:
+                self._peers.withdraw(peer.agent_name)
+                raise
+        return PeerId(peer.agent_name)
 
     @abstractmethod
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
-        """Start one write of all `descriptors`; `poll` tells how it ends, failure at once included.
+        """Start one write of all `descriptors`; `poll` tells how it ends, even if it fails at once.
 
         Raises:
             TransportError: misuse only: unknown peer, no descriptors, a range outside registered memory, closed.
         """
 
     def send(self, peer: PeerId, content: bytes) -> None:
-        """Send a message: behind the writes to this peer that have completed, whole, at most once, and maybe never.
+        """Send a message behind the writes to this peer that have completed. It arrives whole and at most once, or
+        never.
 
         Poll until it is known by other means that it has arrived: a long one, or the first to a peer, takes progress.
 
@@ -108,12 +131,9 @@ class Transport(ABC):
         """Drive progress, outgoing and incoming, and return what has ended since the last call. Never blocks."""
 
     @abstractmethod
-    def abort(self, handle: WriteHandle) -> None:
-        """Give a write up as far as possible; its end is still reported by `poll`. Unknown handles are ignored."""
-
-    @abstractmethod
     def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer; outstanding writes to it fail, and its name is not taken again. Idempotent."""
+        """Forget a peer; outstanding writes to it fail, and its name is not taken again. Idempotent. An error of the
+        library is logged, because the peer is gone either way."""
 
     @abstractmethod
     def close(self) -> None:
@@ -126,11 +146,10 @@ class Transport(ABC):
 
     # ---- the receiving side
 
-    def expect_incoming(self, key: str, peer: PeerId | None, ranges: Sequence[tuple[int, int]]) -> None:
-        """Writes into `ranges` (offset, bytes) may arrive until `end_incoming(key)`.
+    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None:
+        """Writes of `peer` into `ranges` (offset, bytes) may arrive until `end_incoming(key)`.
 
-        One-sided transports only count it, to be polled; a two-sided one accepts nothing else. `peer` may be `None`
-        where it is not known who will write; a two-sided transport then cannot accept anything for `key`.
+        A one-sided transport only learns that it must be polled; a two-sided one accepts nothing else.
         """
         self._expected[key] = Expectation(peer, tuple(ranges))
 
@@ -146,16 +165,46 @@ class Transport(ABC):
         """Whether `poll` is needed now: a write is outstanding, or one may arrive."""
         return self.num_outgoing > 0 or bool(self._expected)
 
+    # ---- what differs from library to library
 
-def check_descriptors(descriptors: Sequence[Descriptor], local_bytes: int, remote_bytes: int) -> str | None:
-    """What is wrong with `descriptors` for arenas of these sizes; `None` when nothing is."""
+    @abstractmethod
+    def _open(self) -> Any:
+        """Return what the library is reached by. Raises `TransportError` when this end is closed."""
+
+    @abstractmethod
+    def _register(self, me: Envelope) -> None:
+        """Tell the library of the arena, which `_owner` owns."""
+
+    def _blob(self) -> bytes:
+        """What the library wants peers to know."""
+        return b""
+
+    def _learn(self, peer: Envelope, blob: bytes) -> None:  # noqa: B027 - not all libraries want to know
+        """Tell the library of a new peer, which described itself by `blob`."""
+
+    # ---- what is the same for all
+
+    def _registered(self) -> Envelope:
+        if self._me is None:
+            raise TransportError(f"{self.agent_name} has registered no memory")
+        return self._me
+
+    def _new_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes) -> WriteHandle:
+        """The handle of a write that can be posted. Raises `TransportError` as `post_write` does."""
+        self._open()
+        there = self._peers.get(peer)
+        _check_descriptors(descriptors, self._registered().num_bytes, there.num_bytes)
+        return WriteHandle(next(self._numbers), peer, tag, sum(d.num_bytes for d in descriptors))
+
+
+def _check_descriptors(descriptors: Sequence[Descriptor], local_bytes: int, remote_bytes: int) -> None:
+    """Raises `TransportError` where arenas of these sizes do not have such ranges."""
     if not descriptors:
-        return "a write needs at least one descriptor"
+        raise TransportError("a write needs at least one descriptor")
     for d in descriptors:
         if d.num_bytes <= 0 or d.local_offset < 0 or d.remote_offset < 0:
-            return f"{d} is not a range"
+            raise TransportError(f"{d} is not a range")
         if d.local_offset + d.num_bytes > local_bytes:
-            return f"{d} ends beyond the local arena of {local_bytes} bytes"
+            raise TransportError(f"{d} ends beyond the local arena of {local_bytes} bytes")
         if d.remote_offset + d.num_bytes > remote_bytes:
-            return f"{d} ends beyond the peer's arena of {remote_bytes} bytes"
-    return None
+            raise TransportError(f"{d} ends beyond the peer's arena of {remote_bytes} bytes")

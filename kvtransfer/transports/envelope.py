@@ -36,7 +36,7 @@ class Envelope:
         if not all(isinstance(text, str) for text in (self.transport, self.agent_name, self.device, self.host)):
             raise ValueError("names must be texts")
         ipaddress.ip_address(self.host)
-        if "%" in self.host:  # a scope may be anything, and means something on its own host only
+        if "%" in self.host:  # a scope has a meaning on its own host only
             raise ValueError(f"{self.host!r} is an address of one link")
         for number in (self.address, self.num_bytes, self.door):
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:

@@ -7,15 +7,14 @@ each other. Copies happen in the writer's `poll`, so that a delayed write is rea
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import Transport, check_descriptors
-from kvtransfer.transports.envelope import Envelope, PeerBook
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
     MessageArrived,
     PeerId,
@@ -34,13 +33,11 @@ class Fault:
 
     Attributes:
         delay_polls: the bytes move this many polls later.
-        lose_completion: the bytes move, the writer never hears of it.
+        lose_completion: the bytes move, and the writer never hears of it.
         duplicate_after_polls: the bytes move once more this many polls after the completion.
         corrupt: one bit of the first byte of each descriptor arrives flipped.
         truncate: only the first half of each descriptor arrives, and the write counts as complete.
         fail_after_bytes: the write fails, unsettled, after about this many bytes have moved.
-        land_after_abort: an aborted write is reported as failed, unsettled, and its bytes move all the same
-            this many polls later.
     """
 
     delay_polls: int = 0
@@ -49,7 +46,6 @@ class Fault:
     corrupt: bool = False
     truncate: bool = False
     fail_after_bytes: int | None = None
-    land_after_abort: int | None = None
 
 
 NO_FAULT = Fault()
@@ -97,7 +93,7 @@ class LoopbackNetwork:
             self._agents.pop(agent_name, None)
 
     def stop(self, agent_name: str) -> None:
-        """As SIGSTOP: writes to it land, and stay in progress."""
+        """As if by SIGSTOP: writes to it land, and stay in progress."""
         with self.lock:
             self._stopped.add(agent_name)
 
@@ -146,48 +142,24 @@ class LoopbackTransport(Transport):
         super().__init__(agent_name, host)
         self.faults = faults or FaultPlan()
         self._network = network or _DEFAULT_NETWORK
-        self._peers = PeerBook(self.name, agent_name)
-        self._me: Envelope | None = None
-        self._owner: object = None
-        self._numbers = itertools.count()
         self._pending: list[_Pending] = []
         self._ready: list[TransportEvent] = []
         self._arrived: list[WriteArrived | MessageArrived] = []  # filled by peers, under the network's lock
         self._is_open = True
         self._network.join(self)
 
-    def register(self, address: int, num_bytes: int, *, owner: object, device: str = "cpu") -> None:
-        self._require_open()
-        if self._me is not None:
-            raise TransportError(f"{self.agent_name} has registered its arena already")
-        if device != "cpu":
-            raise TransportError(f"loopback cannot register memory of device {device!r}")
-        self._owner = owner
-        self._me = Envelope(
-            self.name, self.agent_name, address, num_bytes, device, self.doorbell.host, self.doorbell.port
-        )
-
-    def metadata(self) -> bytes:
-        return self._registered().pack()
-
-    def connect(self, metadata: bytes) -> PeerId:
-        self._require_open()
-        envelope, _, _ = self._peers.enter(metadata)
-        return PeerId(envelope.agent_name)
+    def _register(self, me: Envelope) -> None:
+        if me.device != "cpu":
+            raise TransportError(f"loopback cannot register memory of device {me.device!r}")
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
-        self._require_open()
-        there = self._peers.get(peer)
-        problem = check_descriptors(descriptors, self._registered().num_bytes, there.num_bytes)
-        if problem:
-            raise TransportError(problem)
-        handle = WriteHandle(next(self._numbers), peer, tag, sum(d.num_bytes for d in descriptors))
+        handle = self._new_write(peer, descriptors, tag)
         fault = self.faults.of(handle.number)
         self._pending.append(_Pending(handle, tuple(descriptors), fault, fault.delay_polls))
         return handle
 
     def send(self, peer: PeerId, content: bytes) -> None:
-        self._require_open()
+        self._open()
         self._peers.get(peer)
         with self._network.lock:
             there = self._network.find(peer)
@@ -198,7 +170,7 @@ class LoopbackTransport(Transport):
                 there.doorbell.ring()
 
     def poll(self) -> list[TransportEvent]:
-        self._require_open()
+        self._open()
         with self._network.lock:
             self._pending = [p for p in self._pending if not self._advance(p)]
             events: list[TransportEvent] = [*self._ready, *self._arrived]
@@ -248,19 +220,6 @@ class LoopbackTransport(Transport):
             if pending.fault.corrupt and num:
                 ctypes.c_uint8.from_address(there + remote).value ^= 1
 
-    def abort(self, handle: WriteHandle) -> None:
-        for pending in self._pending:
-            if pending.handle != handle or pending.reported:
-                continue
-            after = pending.fault.land_after_abort
-            settled = after is None
-            self._ready.append(WriteFailed(handle, "aborted", settled=settled))
-            if after is None:
-                self._pending.remove(pending)
-            else:
-                pending.reported, pending.polls_left = True, after
-            return
-
     def disconnect(self, peer: PeerId) -> None:
         if not self._peers.leave(peer):
             return
@@ -283,11 +242,6 @@ class LoopbackTransport(Transport):
     def num_outgoing(self) -> int:
         return len(self._pending) + len(self._ready)
 
-    def _require_open(self) -> None:
+    def _open(self) -> None:
         if not self._is_open:
             raise TransportError(f"{self.agent_name} is closed")
-
-    def _registered(self) -> Envelope:
-        if self._me is None:
-            raise TransportError(f"{self.agent_name} has registered no memory")
-        return self._me

@@ -8,7 +8,6 @@ thread itself never blocks. One communicator for each pair and direction, made b
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public by documentation
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import Transport, check_descriptors
-from kvtransfer.transports.envelope import Envelope, PeerBook
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteCompleted, WriteFailed, WriteHandle
 from kvtransfer.transports.pairs import PairReader, PairWriter, QueuedWrite, Side, translated
 from tandem.core.errors import TransportError
@@ -47,12 +46,8 @@ class NcclTransport(Transport):
             self._store: TCPStore | None = TCPStore(
                 host, 0, None, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
             )
-        self._peers = PeerBook(self.name, agent_name)
         self._stores: dict[str, tuple[str, int]] = {}  # by peer: where its store listens
-        self._me: Envelope | None = None
         self._side: Side | None = None
-        self._owner: object = None
-        self._numbers = itertools.count()
         self._writers: dict[str, PairWriter] = {}
         self._readers: dict[str, PairReader] = {}
         self._leaving: list[PairWriter | PairReader] = []  # asked to close, not joined
@@ -62,36 +57,19 @@ class NcclTransport(Transport):
         # Invariant: all and only writes whose end was not returned by `poll`.
         self._outgoing: set[WriteHandle] = set()
 
-    def register(self, address: int, num_bytes: int, *, owner: object, device: str = "cpu") -> None:
-        self._open()
-        if self._me is not None:
-            raise TransportError(f"{self.agent_name} has registered its arena already")
-        arena = _as_bytes(address, num_bytes, owner, device)
-        self._owner = owner
-        self._me = Envelope(
-            self.name, self.agent_name, address, num_bytes, device, self.doorbell.host, self.doorbell.port
-        )
-        self._side = Side(
-            self.agent_name, arena, self.doorbell.host, self._timeout_s, self._frame_bytes, self._report
-        )
+    def _register(self, me: Envelope) -> None:
+        arena = _as_bytes(me, self._owner)
+        self._side = Side(self.agent_name, arena, self.doorbell.host, self._timeout_s, self._frame_bytes, self._report)
 
-    def metadata(self) -> bytes:
-        return self._registered().pack(json.dumps(self._open().port).encode())
+    def _blob(self) -> bytes:
+        return json.dumps(self._open().port).encode()
 
-    def connect(self, metadata: bytes) -> PeerId:
-        self._open()
-        envelope, blob, is_new = self._peers.enter(metadata)
-        if is_new:
-            self._stores[envelope.agent_name] = (envelope.host, int(json.loads(blob)))
-        return PeerId(envelope.agent_name)
+    def _learn(self, peer: Envelope, blob: bytes) -> None:
+        with translated(f"the description of {peer.agent_name} is damaged"):
+            self._stores[peer.agent_name] = (peer.host, int(json.loads(blob)))
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
-        self._open()
-        there = self._peers.get(peer)
-        problem = check_descriptors(descriptors, self._registered().num_bytes, there.num_bytes)
-        if problem:
-            raise TransportError(problem)
-        handle = WriteHandle(next(self._numbers), peer, tag, sum(d.num_bytes for d in descriptors))
+        handle = self._new_write(peer, descriptors, tag)
         with self._lock:
             self._outgoing.add(handle)
         if peer not in self._writers:
@@ -113,12 +91,6 @@ class NcclTransport(Transport):
         with self._lock:
             self._events.append(event)
         self.doorbell.ring()
-
-    def abort(self, handle: WriteHandle) -> None:
-        """Takes back a write that has not begun; one that has ends by itself within the time-out."""
-        writer = self._writers.get(handle.peer)
-        if writer is not None and writer.withdraw(handle):
-            self._report(WriteFailed(handle, "aborted", settled=True))
 
     def disconnect(self, peer: PeerId) -> None:
         if not self._peers.leave(peer):
@@ -148,13 +120,12 @@ class NcclTransport(Transport):
 
     # ---- the receiving side
 
-    def expect_incoming(self, key: str, peer: PeerId | None, ranges: Sequence[tuple[int, int]]) -> None:
+    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None:
         self._open()
-        if peer is not None:
-            self._peers.get(peer)
+        self._peers.get(peer)
         with self._lock:
             super().expect_incoming(key, peer, ranges)
-        if peer is None or peer in self._readers:
+        if peer in self._readers:
             return
         self._registered()
         assert self._side is not None
@@ -176,21 +147,16 @@ class NcclTransport(Transport):
             raise TransportError(f"{self.agent_name} is closed")
         return self._store
 
-    def _registered(self) -> Envelope:
-        if self._me is None:
-            raise TransportError(f"{self.agent_name} has registered no memory")
-        return self._me
 
-
-def _as_bytes(address: int, num_bytes: int, owner: object, device: str) -> torch.Tensor:
+def _as_bytes(me: Envelope, owner: object) -> torch.Tensor:
     """Registered memory as a flat uint8 tensor that shares it.
 
     Raises:
         TransportError: device memory without the tensor that owns it.
     """
-    if device == "cpu":
-        return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+    if me.device == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * me.num_bytes).from_address(me.address), dtype=torch.uint8)
     if not isinstance(owner, torch.Tensor) or not owner.is_contiguous():
-        raise TransportError(f"memory of {device} needs the contiguous torch tensor that owns it as owner")
-    start = address - owner.data_ptr()
-    return owner.view(-1).view(torch.uint8)[start : start + num_bytes]
+        raise TransportError(f"memory of {me.device} needs the contiguous torch tensor that owns it as owner")
+    start = me.address - owner.data_ptr()
+    return owner.view(-1).view(torch.uint8)[start : start + me.num_bytes]

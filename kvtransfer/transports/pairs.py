@@ -175,15 +175,6 @@ class PairWriter(PairThread):
             self._queue.append(write)
             self._changed.notify()
 
-    def withdraw(self, handle: WriteHandle) -> bool:
-        """Take a write back that has not begun; whether that was possible."""
-        with self._changed:
-            for write in self._queue:
-                if write.handle == handle:
-                    self._queue.remove(write)
-                    return True
-        return False
-
     def _main(self) -> None:
         while True:
             with self._changed:
@@ -269,7 +260,7 @@ class PairReader(PairThread):
         own_store: the agent's own store, to wake the thread with; the thread has a client of its own, since a
             client that waits is locked.
         peer_at: host and port of the writer's store.
-        lock: held by `may_store`'s answer until the bytes are stored, so that a grant that ends is a fence.
+        lock: held from `may_store`'s answer until the bytes are stored, so that the end of a grant is a fence.
         may_store: whether the peer may write (offset, bytes) now; called with `lock` held.
     """
 

@@ -7,8 +7,7 @@ outstanding or expected. Measured on one host over shared memory:
 - Over shared memory the posting call itself copies (with the GIL released), about 10 GB/s for large descriptors.
 - A killed peer shows as an error on its outstanding writes within about 15 ms, and on each later post. A stopped one
   shows as in progress for ever, and writes land in it all the same.
-- Neither releasing a handle nor deregistering memory is a fence. So `abort` keeps the handle and goes on asking for
-  its real end.
+- Neither releasing a handle nor deregistering memory is a fence. So a handle is kept until its write has ended.
 - Nor is an error: over TCP, when the connection to a living peer broke, a whole MiB landed after NIXL had reported the
   write as failed. So an error is reported as not settled. NIXL never connects to that peer again: later writes to it
   are failed here, before anything is posted, so that one broken connection costs only the writes that were under way.
@@ -22,7 +21,6 @@ outstanding or expected. Measured on one host over shared memory:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +30,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.base import Transport, check_descriptors
-from kvtransfer.transports.envelope import Envelope, PeerBook
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
     MessageArrived,
     PeerId,
@@ -85,7 +83,7 @@ def _memory(device: str) -> tuple[str, int]:
 
 
 class UcxTransport(Transport):
-    """NIXL's UCX backend. Rings at a peer that it has written or sent something to, for the peer must poll."""
+    """NIXL's UCX backend. It rings at a peer after each write and message, because the peer must poll."""
 
     name: ClassVar[str] = "ucx"
     carries_messages: ClassVar[bool] = True
@@ -101,59 +99,36 @@ class UcxTransport(Transport):
             self._agent: Any = nixl_agent(agent_name, config)
             if "UCX" not in self._agent.backends:
                 raise TransportError("this build of NIXL has no UCX backend")
-        self._peers = PeerBook(self.name, agent_name)
-        self._me: Envelope | None = None
         self._registration: Any = None
-        self._owner: object = None
-        self._blob = b""
-        self._numbers = itertools.count()
+        self._agent_metadata = b""
         # Invariant: all and only writes whose end was not reported.
         self._handles: dict[WriteHandle, Any] = {}
         self._ready: list[TransportEvent] = []
         self._broken: set[PeerId] = set()  # a write to them has failed
 
-    def register(self, address: int, num_bytes: int, *, owner: object, device: str = "cpu") -> None:
-        if self._me is not None:
-            raise TransportError(f"{self.agent_name} has registered its arena already")
-        kind, number = _memory(device)
-        with _translated(f"cannot register {num_bytes} bytes of {device}"):
-            self._registration = self._open().register_memory([(address, num_bytes, number, "")], kind)
-            self._blob = self._agent.get_agent_metadata()
-        self._owner = owner
-        self._me = Envelope(
-            self.name, self.agent_name, address, num_bytes, device, self.doorbell.host, self.doorbell.port
-        )
+    def _register(self, me: Envelope) -> None:
+        kind, number = _memory(me.device)
+        with _translated(f"cannot register {me.num_bytes} bytes of {me.device}"):
+            self._registration = self._agent.register_memory([(me.address, me.num_bytes, number, "")], kind)
+            self._agent_metadata = self._agent.get_agent_metadata()
 
-    def metadata(self) -> bytes:
-        return self._registered().pack(self._blob)
+    def _blob(self) -> bytes:
+        return self._agent_metadata
 
-    def connect(self, metadata: bytes) -> PeerId:
-        agent = self._open()
-        envelope, blob, is_new = self._peers.enter(metadata)
-        if is_new:
-            try:
-                with _translated(f"cannot connect to {envelope.agent_name}"):
-                    agent.add_remote_agent(blob)
-            except TransportError:
-                self._peers.withdraw(envelope.agent_name)
-                raise
-        return PeerId(envelope.agent_name)
+    def _learn(self, peer: Envelope, blob: bytes) -> None:
+        with _translated(f"cannot connect to {peer.agent_name}"):
+            self._agent.add_remote_agent(blob)
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
-        agent, me, there = self._open(), self._registered(), self._peers.get(peer)
-        problem = check_descriptors(descriptors, me.num_bytes, there.num_bytes)
-        if problem:
-            raise TransportError(problem)
-        table = np.array(descriptors, dtype=np.uint64).reshape(-1, 3)
-        handle = WriteHandle(next(self._numbers), peer, tag, int(table[:, 2].sum()))
+        handle, agent = self._new_write(peer, descriptors, tag), self._agent
         if peer in self._broken:
             self._ready.append(WriteFailed(handle, f"the connection to {peer} is broken", settled=True))
             return handle
-        raw = None
         try:
             with _translated(f"write to {peer}"):
-                local = self._descs(table[:, 0], table[:, 2], me)
-                remote = self._descs(table[:, 1], table[:, 2], there)
+                table = np.array(descriptors, dtype=np.uint64)
+                local = self._descs(table[:, 0], table[:, 2], self._registered())
+                remote = self._descs(table[:, 1], table[:, 2], self._peers.get(peer))
                 raw = agent.initialize_xfer("WRITE", local, remote, str(peer), _TAG + tag if tag else b"")
         except TransportError as error:
             self._ready.append(WriteFailed(handle, str(error), settled=True))  # nothing was posted
@@ -218,9 +193,6 @@ class UcxTransport(Transport):
             # The write's end is reported elsewhere; NIXL frees the handle with the agent.
             _log.warning("%s", error)
 
-    def abort(self, handle: WriteHandle) -> None:
-        """Does nothing on purpose: releasing the handle would end our knowledge of the write, not the write."""
-
     def disconnect(self, peer: PeerId) -> None:
         if not self._peers.leave(peer):
             return
@@ -228,8 +200,11 @@ class UcxTransport(Transport):
         for handle in [h for h in self._handles if h.peer == peer]:
             self._ready.append(WriteFailed(handle, f"disconnected from {peer}", settled=False))
             self._release(handle)
-        with _translated(f"cannot disconnect from {peer}"):
-            self._open().remove_remote_agent(str(peer))
+        try:
+            with _translated(f"cannot disconnect from {peer}"):
+                self._open().remove_remote_agent(str(peer))
+        except TransportError as error:
+            _log.warning("%s", error)
 
     def close(self) -> None:
         if self._agent is None:
@@ -264,11 +239,6 @@ class UcxTransport(Transport):
         if self._agent is None:
             raise TransportError(f"{self.agent_name} is closed")
         return self._agent
-
-    def _registered(self) -> Envelope:
-        if self._me is None:
-            raise TransportError(f"{self.agent_name} has registered no memory")
-        return self._me
 
 
 def _text(name: str | bytes) -> str:

@@ -94,28 +94,6 @@ def test_a_write_that_fails_in_the_middle_is_not_settled(make: Callable[[Fault],
     assert landed(pair) == bytes([1]) * 13 + bytes([EMPTY]) * 7
 
 
-def test_an_aborted_write_may_land_all_the_same(make: Callable[[Fault], Pair]) -> None:
-    pair = make(Fault(land_after_abort=2, delay_polls=100))
-    handle = pair.writer.write(pair.peer, WRITE)
-    pair.writer.transport.abort(handle)
-    (end,) = poll(pair, handle)
-    assert isinstance(end, WriteFailed)
-    assert not end.settled
-    assert landed(pair) == bytes([EMPTY]) * 20
-    assert len(poll(pair, handle, 3)) == 1
-    assert landed(pair) == bytes([1]) * 20
-
-
-def test_an_abort_without_that_fault_is_final(make: Callable[[Fault], Pair]) -> None:
-    pair = make(Fault(delay_polls=2))
-    handle = pair.writer.write(pair.peer, WRITE)
-    pair.writer.transport.abort(handle)
-    (end,) = poll(pair, handle, 5)
-    assert isinstance(end, WriteFailed)
-    assert end.settled
-    assert landed(pair) == bytes([EMPTY]) * 20
-
-
 def test_only_the_planned_write_is_hit(make: Callable[[Fault], Pair]) -> None:
     pair = make(Fault(lose_completion=True))
     pair.writer.write(pair.peer, WRITE)

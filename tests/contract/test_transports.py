@@ -215,6 +215,17 @@ def test_descriptions_that_are_none_are_refused(make_pair: Callable[..., Pair], 
     assert pair.writer.connect(good) == pair.peer
 
 
+def test_a_peer_whose_own_part_of_the_description_is_damaged_may_connect_later(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("nccl")
+    fresh = Agent.make("nccl", "fresh#1", {})
+    try:
+        with pytest.raises(TransportError, match=r"the description of fresh#1 is damaged"):
+            pair.writer.connect(fresh.metadata()[:-1] + b"}")
+        assert pair.writer.connect(fresh.metadata()) == "fresh#1"
+    finally:
+        fresh.close()
+
+
 def test_memory_is_registered_once_and_first(name: str) -> None:
     transport = create_transport(name, "lonely#1")
     arena = np.zeros(4096, np.uint8)
@@ -313,7 +324,6 @@ def test_a_write_to_a_stopped_peer_ends_only_when_it_goes_on(
     pair.writer.arena[:] = 5
     own_process.signal(signal.SIGSTOP)
     handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)])
-    pair.writer.transport.abort(handle)
     assert not pair.wait(lambda: bool(pair.writer.ends(handle)), timeout_s=0.5)
     own_process.signal(signal.SIGCONT)
     assert isinstance(pair.end_of(handle), WriteCompleted)
@@ -383,6 +393,12 @@ def test_a_closed_transport_refuses_and_closes_again(make_pair: Callable[..., Pa
     ):
         with pytest.raises(TransportError):
             call()
+
+
+def test_a_disconnect_that_cannot_be_carried_out_raises_nothing(make_pair: Callable[..., Pair], name: str) -> None:
+    pair = make_pair(name)
+    pair.writer.close()
+    pair.writer.transport.disconnect(pair.peer)
 
 
 def open_things() -> tuple[int, int, set[str]]:

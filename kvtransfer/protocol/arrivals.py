@@ -1,9 +1,9 @@
-"""What a write says of itself, and the digests that its receiver takes as it arrives. Pure.
+"""The tag of a write, and the digests that its receiver takes as it arrives. Pure.
 
 A write's tag names the grant and the extents that it fills. The transport delivers it when the write has arrived; then
-the receiver reads these extents once and remembers their digests, so that parts and commits are compared with numbers.
-A tag is a hint, the commit is the truth: an extent without a number is read when the commit names it, and where one
-number differs nothing counts but what lies in memory then.
+the receiver reads these extents once and remembers their digests, with which it compares parts and commits. A tag is a
+hint; the commit is the truth. An extent without a digest is read when the commit names it. Where one digest differs,
+only what lies in memory by then counts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ArrivedDigests:
         self._read_missing(first_index, last, take)
         if self._agree(first_index, last, digests):
             return ()
-        # Something went wrong, or a number was taken too early: what was remembered proves nothing any more.
+        # Something went wrong, or a digest was taken too early: what was remembered proves nothing any more.
         pages, mismatches = self._pages[first_index:last], list[tuple[int, int]]()
         for layer, (row, wanted) in enumerate(zip(self._rows, digests, strict=True)):
             remembered, row[first_index:last] = row[first_index:last], take(layer, pages)

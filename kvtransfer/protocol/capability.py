@@ -1,9 +1,9 @@
 """Proves that the sender of a message about a grant was given that grant: an HMAC by a secret of the receiver.
 
-It names the one grant of one epoch of one incarnation for one attempt, with its pages, so it is good for nothing else;
-the lease and the record's end make it worthless in time. It tells peers and requests apart, it does not hide anything:
-grants travel inside the control plane only. What a sender says beside its pages, on the KV plane, has no channel that
-proves who it is: there it is sealed with the capability, which itself does not travel.
+A capability is for one grant: its epoch, incarnation, attempt and pages. It is good for nothing else, and worthless
+once the lease or the record has ended. It tells peers and requests apart and hides nothing: grants travel inside the
+control plane only. On the KV plane no channel proves who speaks. What a sender says there is sealed with the
+capability, which itself does not travel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def seal(capability: bytes, body: bytes) -> bytes:
 
 
 def split_seal(sealed: bytes) -> tuple[bytes, bytes]:
-    """Take apart what `seal` gave, or what somebody says it gave: (seal, body).
+    """Take apart what `seal` gave, or what claims to be that: (seal, body).
 
     Raises:
         ValueError: it is too short.
@@ -49,7 +49,7 @@ def split_seal(sealed: bytes) -> tuple[bytes, bytes]:
 
 
 def is_seal_of(capability: bytes, found: bytes, body: bytes) -> bool:
-    """Whether who sealed `body` has `capability`; takes the same time wherever they differ."""
+    """Whether `found` is the seal of `body` by `capability`; takes the same time wherever they differ."""
     return hmac.compare_digest(_mac(capability, body), found)
 
 

@@ -21,7 +21,7 @@ class GrantState(Enum):
     REFUSED = "refused"  # answer: refusal. The pages are free
 
 
-# Nothing follows them, and time alone only forgets them.
+# Nothing follows these states; in time their records are forgotten.
 ENDED = frozenset({GrantState.ADMITTED, GrantState.REFUSED})
 
 

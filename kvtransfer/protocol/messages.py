@@ -58,12 +58,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token that prefill sampled for one choice. `top_logprobs` are (token id, log-probability)."""
+    """The token that prefill sampled for one choice."""
 
     choice: int
     token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

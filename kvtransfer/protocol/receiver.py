@@ -201,7 +201,7 @@ class ReceiverHandoffs(GrantBook):
             self._out.append(ev.VerifyPart(grant.grant_id, part, tuple(grant.pages[index] for index in indices)))
 
     def _part_unattached(self, record: GrantRecord, event: ev.PartReceived, now_s: float, _: RefusalReason) -> None:
-        """Somebody writes that never attached, and is not through: only a fence helps."""
+        """A sender that never attached is writing: only a fence helps."""
         record.sender = event.part.sender
         self._move(record, GrantState.OPEN, now_s)
         self._out.append(ev.ExpectWrites(record.held.grant_id, record.sender, record.held.pages))
@@ -232,7 +232,7 @@ class ReceiverHandoffs(GrantBook):
         record.commit = commit
         self._move(record, GrantState.VERIFYING, now_s)
         self._out.append(ev.EndWrites(grant.grant_id))
-        # Those of parts too: where one extent differs, all are read again, and none of them is kept that has changed.
+        # Pages of parts too: where one extent differs, all are read again, and no page is kept that has changed.
         self._out.append(ev.VerifyDigests(grant.grant_id, grant.pages, commit.digests))
 
     def _commit_refused(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:

@@ -9,15 +9,21 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, 
 # ---- events
 
 
+class ReceiverEvent:
+    """Something has happened to a receiver's grants."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class ReserveReceived:
+class ReserveReceived(ReceiverEvent):
     """The router asks for pages. Idempotent by key."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
-class ReservationGranted:
+class ReservationGranted(ReceiverEvent):
     """The worker's page accounting took `pages` out of the pool for this attempt."""
 
     key: AttemptKey
@@ -26,7 +32,7 @@ class ReservationGranted:
 
 
 @dataclass(frozen=True, slots=True)
-class ReservationDenied:
+class ReservationDenied(ReceiverEvent):
     """The worker will never give pages to this attempt."""
 
     key: AttemptKey
@@ -34,7 +40,7 @@ class ReservationDenied:
 
 
 @dataclass(frozen=True, slots=True)
-class GrantGivenOut:
+class GrantGivenOut(ReceiverEvent):
     """A writer asks to attach to the grant; from here on it may write.
 
     Feed this *before* any answer leaves that lets it post. `sender` is its incarnation.
@@ -46,7 +52,7 @@ class GrantGivenOut:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRenewed:
+class LeaseRenewed(ReceiverEvent):
     """The writer still means to use the grant; the lease starts anew."""
 
     grant_id: str
@@ -55,12 +61,12 @@ class LeaseRenewed:
 
 
 @dataclass(frozen=True, slots=True)
-class PartReceived:
+class PartReceived(ReceiverEvent):
     part: CommitPart
 
 
 @dataclass(frozen=True, slots=True)
-class PartVerified:
+class PartVerified(ReceiverEvent):
     """The check that `VerifyPart` asked for is over. `mismatches` are (layer, page); none means all agree."""
 
     grant_id: str
@@ -69,12 +75,12 @@ class PartVerified:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitReceived:
+class CommitReceived(ReceiverEvent):
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
-class DigestsVerified:
+class DigestsVerified(ReceiverEvent):
     """The check that `VerifyDigests` asked for is over. `mismatches` are (layer, page); none means all agree."""
 
     grant_id: str
@@ -82,14 +88,14 @@ class DigestsVerified:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestCancelled:
+class RequestCancelled(ReceiverEvent):
     """The attempt was cancelled: its client left, or the router released it."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
-class WriterConfirmedIdle:
+class WriterConfirmedIdle(ReceiverEvent):
     """A fence: the writer has nothing outstanding for this grant and will post nothing more."""
 
     grant_id: str
@@ -98,59 +104,49 @@ class WriterConfirmedIdle:
 
 
 @dataclass(frozen=True, slots=True)
-class WriterExited:
+class WriterExited(ReceiverEvent):
     """A fence for all its grants: the writer's process has ended, seen on its own host."""
 
     sender: str
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(ReceiverEvent):
     """Time has passed; see `ReceiverHandoffs.next_deadline_s`."""
 
-
-ReceiverEvent = (
-    ReserveReceived
-    | ReservationGranted
-    | ReservationDenied
-    | GrantGivenOut
-    | LeaseRenewed
-    | PartReceived
-    | PartVerified
-    | CommitReceived
-    | DigestsVerified
-    | RequestCancelled
-    | WriterConfirmedIdle
-    | WriterExited
-    | Tick
-)
 
 # ---- instructions
 
 
+class ReceiverInstruction:
+    """Something is to be done."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class QueueReservation:
+class QueueReservation(ReceiverInstruction):
     """Answer with `ReservationGranted` or `ReservationDenied` when the pool has decided."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
-class DropReservation:
+class DropReservation(ReceiverInstruction):
     """Take the attempt out of the reservation queue."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
-class SendGrant:
+class SendGrant(ReceiverInstruction):
     """Answer the router's Reserve."""
 
     grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
-class ConfirmAttached:
+class ConfirmAttached(ReceiverInstruction):
     """Answer the writer that asked to attach: it may post until its lease ends."""
 
     grant: Grant
@@ -158,7 +154,7 @@ class ConfirmAttached:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfirmRenewed:
+class ConfirmRenewed(ReceiverInstruction):
     """Answer the writer's renewal."""
 
     grant_id: str
@@ -166,7 +162,7 @@ class ConfirmRenewed:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectWrites:
+class ExpectWrites(ReceiverInstruction):
     """Writes into `pages` of every layer may arrive: poll the transport and, where it checks, allow them."""
 
     grant_id: str
@@ -175,14 +171,14 @@ class ExpectWrites:
 
 
 @dataclass(frozen=True, slots=True)
-class EndWrites:
+class EndWrites(ReceiverInstruction):
     """No write of this grant can arrive any more. Follows each `ExpectWrites` exactly once."""
 
     grant_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyPart:
+class VerifyPart(ReceiverInstruction):
     """Compare these pages with the part's digests (see `ArrivedDigests`), answer with `PartVerified`.
 
     The grant may end meanwhile, and its pages go: then the answer changes nothing.
@@ -194,14 +190,14 @@ class VerifyPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfirmPart:
+class ConfirmPart(ReceiverInstruction):
     """Answer the part: these pages are verified."""
 
     grant_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyDigests:
+class VerifyDigests(ReceiverInstruction):
     """Compare the pages with these digests (see `ArrivedDigests`), answer with `DigestsVerified`.
 
     The pages stay until then. `digests` are `[layer][index into pages]`.
@@ -213,7 +209,7 @@ class VerifyDigests:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmitRequest:
+class AdmitRequest(ReceiverInstruction):
     """The pages are right and belong to the request from now on."""
 
     grant: Grant
@@ -221,7 +217,7 @@ class AdmitRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SendAck:
+class SendAck(ReceiverInstruction):
     """Answer the commit: admitted; the sender may release its pages."""
 
     key: AttemptKey
@@ -229,7 +225,7 @@ class SendAck:
 
 
 @dataclass(frozen=True, slots=True)
-class SendRefusal:
+class SendRefusal(ReceiverInstruction):
     """Answer whatever was asked about this attempt: no."""
 
     key: AttemptKey | None
@@ -239,7 +235,7 @@ class SendRefusal:
 
 
 @dataclass(frozen=True, slots=True)
-class QuarantinePages:
+class QuarantinePages(ReceiverInstruction):
     """The grant has ended. Reserved `pages` may still be written: nobody gets them before `LiftQuarantine`.
 
     `verified`, as (index in the grant, page) in order, hold what was sealed and no write can reach them: they may be
@@ -253,7 +249,7 @@ class QuarantinePages:
 
 
 @dataclass(frozen=True, slots=True)
-class LiftQuarantine:
+class LiftQuarantine(ReceiverInstruction):
     """A fence was seen: these quarantined pages are free."""
 
     key: AttemptKey
@@ -262,7 +258,7 @@ class LiftQuarantine:
 
 
 @dataclass(frozen=True, slots=True)
-class FreePages:
+class FreePages(ReceiverInstruction):
     """The grant has ended. Reserved pages go back to the pool: no write can reach them."""
 
     key: AttemptKey
@@ -272,7 +268,7 @@ class FreePages:
 
 
 @dataclass(frozen=True, slots=True)
-class AskWriterToStop:
+class AskWriterToStop(ReceiverInstruction):
     """Ask for a confirmation that nothing is outstanding.
 
     The grant's capability goes along: the writer confirms with it, also when it never heard the grant's answer.
@@ -284,7 +280,7 @@ class AskWriterToStop:
 
 
 @dataclass(frozen=True, slots=True)
-class KillWriter:
+class KillWriter(ReceiverInstruction):
     """The writer stayed silent beyond lease and grace: have it killed on its node.
 
     Answer with `WriterExited` when it is gone, also when it was gone long before: its attach may have been late.
@@ -294,30 +290,7 @@ class KillWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaceSelf:
+class ReplaceSelf(ReceiverInstruction):
     """Quarantine is above its cap: only a new process of this worker frees the pages."""
 
     num_quarantined_pages: int
-
-
-ReceiverInstruction = (
-    QueueReservation
-    | DropReservation
-    | SendGrant
-    | ConfirmAttached
-    | ConfirmRenewed
-    | ExpectWrites
-    | EndWrites
-    | VerifyPart
-    | ConfirmPart
-    | VerifyDigests
-    | AdmitRequest
-    | SendAck
-    | SendRefusal
-    | QuarantinePages
-    | LiftQuarantine
-    | FreePages
-    | AskWriterToStop
-    | KillWriter
-    | ReplaceSelf
-)

@@ -329,9 +329,6 @@ class SenderHandoff:
     def _refused(self, event: ev.RefusalReceived, _: float) -> None:
         self._give_up(FailureReason.REFUSED, event.detail or event.reason.value, event.reason)
 
-    def _lease_lost(self, _: ev.LeaseLost, __: float) -> None:
-        self._give_up(FailureReason.LEASE_LOST, "the receiver did not renew it")
-
     def _acknowledged_out_of_order(self, event: ev.AckReceived, _: float) -> None:
         self._give_up(FailureReason.OUT_OF_ORDER, f"{event.grant_id} was acknowledged before its commit")
 
@@ -344,8 +341,8 @@ class SenderHandoff:
         self._drain()
 
     def _stop_asked(self, event: ev.StopAsked, _: float) -> None:
-        """Its receiver may take back a grant before this worker has heard that it is attached: without one it is
-        believed as it comes. With one it must have the grant's capability."""
+        """The receiver may withdraw a grant before this worker has heard that it is attached. So the stop is believed
+        as it comes while there is no grant here; after that it must carry the grant's capability."""
         is_ours = event.receiver == self.receiver if self.grant is None else event.grant_id == self.grant.grant_id
         if not is_ours:
             self._confirm_idle(event)  # a grant this attempt never used
@@ -414,7 +411,6 @@ def _table() -> dict[tuple[SenderState, type], _Handler]:
         ev.AckReceived: {H._acknowledged: (C,), H._acknowledged_out_of_order: (W, S), H._ignore: (R, D)},
         ev.RefusalReceived: {H._refused: (W, S, C), H._ignore: (R, D)},
         ev.CancelRequested: {H._cancelled: (W, S, C), H._ignore: (R, D)},
-        ev.LeaseLost: {H._lease_lost: (S,), H._ignore: (W, C, R, D)},
         ev.StopAsked: {H._stop_asked: (W, S, C), H._ignore: (R,), H._stop_asked_when_done: (D,)},
         ev.ReceiverExited: {H._receiver_exited: (W, S, C), H._receiver_exited_late: (R,), H._ignore: (D,)},
         ev.Tick: {H._pass_time_sending: (S,), H._pass_time_committed: (C,), H._ignore: (W, R, D)},

@@ -11,8 +11,14 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Failure
 # ---- events
 
 
+class SenderEvent:
+    """Something has happened to a sender's handoff."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class GrantAttached:
+class GrantAttached(SenderEvent):
     """The receiver confirmed that it knows this worker as the grant's writer.
 
     `lease_ends_s`: this worker's clock when it *sent* the attach message, plus the grant's lease.
@@ -23,7 +29,7 @@ class GrantAttached:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseExtended:
+class LeaseExtended(SenderEvent):
     """The receiver confirmed a renewal; counted like `GrantAttached.lease_ends_s`."""
 
     grant_id: str
@@ -31,7 +37,7 @@ class LeaseExtended:
 
 
 @dataclass(frozen=True, slots=True)
-class PagesSealed:
+class PagesSealed(SenderEvent):
     """Nothing will change these extents any more; their digests were taken now, before any post.
 
     Attributes:
@@ -47,21 +53,21 @@ class PagesSealed:
 
 
 @dataclass(frozen=True, slots=True)
-class WritePosted:
+class WritePosted(SenderEvent):
     """The transport took the batch; its time-out starts."""
 
     write_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class WriteCompleted:
+class WriteCompleted(SenderEvent):
     """Every byte of the batch is in the receiver's memory."""
 
     write_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(SenderEvent):
     """The batch will not complete. `settled`: no byte of it moves any more (also: it was never posted)."""
 
     write_id: int
@@ -70,19 +76,19 @@ class WriteFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class AllComputed:
+class AllComputed(SenderEvent):
     """The prefill has ended and every page is sealed; the first token of each choice is sampled."""
 
     first_tokens: tuple[FirstToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AckReceived:
+class AckReceived(SenderEvent):
     grant_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class RefusalReceived:
+class RefusalReceived(SenderEvent):
     """The receiver said no: to the attach, a renewal, a part or the commit."""
 
     reason: RefusalReason
@@ -90,17 +96,12 @@ class RefusalReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(SenderEvent):
     """The attempt was cancelled, or its first token was its last."""
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseLost:
-    """A renewal failed and the worker gives the lease up."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopAsked(SenderEvent):
     """The receiver wants to hear that nothing of this grant is outstanding, with this capability."""
 
     grant_id: str
@@ -109,37 +110,26 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiverExited:
+class ReceiverExited(SenderEvent):
     """The receiver's process has ended: nothing that is outstanding can do harm there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(SenderEvent):
     """Time has passed; see `SenderHandoff.next_deadline_s`."""
 
-
-SenderEvent = (
-    GrantAttached
-    | LeaseExtended
-    | PagesSealed
-    | WritePosted
-    | WriteCompleted
-    | WriteFailed
-    | AllComputed
-    | AckReceived
-    | RefusalReceived
-    | CancelRequested
-    | LeaseLost
-    | StopAsked
-    | ReceiverExited
-    | Tick
-)
 
 # ---- instructions
 
 
+class SenderInstruction:
+    """Something is to be done."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class PostWrites:
+class PostWrites(SenderInstruction):
     """Post these extents as one batch, if `SenderHandoff.may_post` still says so at that moment.
 
     From this instruction on the batch counts as outstanding, until `WriteCompleted` or a settled `WriteFailed`.
@@ -155,21 +145,21 @@ class PostWrites:
 
 
 @dataclass(frozen=True, slots=True)
-class SendCommitPart:
+class SendCommitPart(SenderInstruction):
     """Send once; what becomes of it matters only if it is refused."""
 
     part: CommitPart
 
 
 @dataclass(frozen=True, slots=True)
-class SendCommit:
+class SendCommit(SenderInstruction):
     """Send, or send again."""
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
-class ReleasePages:
+class ReleasePages(SenderInstruction):
     """The handoff's hold on these source pages ends. Each sealed page is released exactly once."""
 
     key: AttemptKey
@@ -177,7 +167,7 @@ class ReleasePages:
 
 
 @dataclass(frozen=True, slots=True)
-class QuarantinePages:
+class QuarantinePages(SenderInstruction):
     """The attempt is over but writes may still read these source pages: keep the hold until `ReleasePages`."""
 
     key: AttemptKey
@@ -185,7 +175,7 @@ class QuarantinePages:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfirmIdle:
+class ConfirmIdle(SenderInstruction):
     """Tell the receiver: nothing of this grant is outstanding and nothing will be posted. Repeat until it is heard."""
 
     key: AttemptKey
@@ -195,14 +185,14 @@ class ConfirmIdle:
 
 
 @dataclass(frozen=True, slots=True)
-class Succeed:
+class Succeed(SenderInstruction):
     """The receiver has admitted the request."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(SenderInstruction):
     """The attempt is over; said exactly once. `retryable`: a new attempt makes sense."""
 
     key: AttemptKey
@@ -213,20 +203,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class IgnoreStop:
+class IgnoreStop(SenderInstruction):
     """Somebody asks for a stop who was not given the grant: note it, and do nothing."""
 
     grant_id: str
-
-
-SenderInstruction = (
-    PostWrites
-    | SendCommitPart
-    | SendCommit
-    | ReleasePages
-    | QuarantinePages
-    | ConfirmIdle
-    | IgnoreStop
-    | Succeed
-    | Fail
-)

@@ -180,7 +180,7 @@ _scores_many_ahead = _score_tile(1, _LANES, ahead=True, unrolled=4)
 _values_1x4, _values_2x4, _values_3x4 = (_value_tile(heads, 4, ahead=False) for heads in (1, 2, 3))
 _values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1, ahead=False) for heads in (1, 2, 3))
 _values_half = _values_1x1 if _half is None else _value_tile(1, 1, ahead=False, vec=_half)
-# Of the first rows, whose tokens have the pages that come next fetched.
+# For the first row of a page, which also fetches the page that comes next.
 _values_1x4_ahead, _values_2x4_ahead, _values_3x4_ahead = (_value_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
 _values_1x1_ahead, _values_2x1_ahead, _values_3x1_ahead = (_value_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
 
@@ -372,8 +372,8 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
         first_seen = max(first_position - window + 1, 0) if window > 0 else 0
         for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
             page = pages + tables[table, index] * 2 * page_size * token_bytes
-            # Memory would rest while a page is computed: so each step of its first row fetches its like of the page
-            # that comes next, in this block or the one behind it.
+            # Memory would rest while a page is computed. So each step of its first row fetches the same part of the
+            # page that comes next, in this block or in the next one.
             if index < (first_position + num_rows - 1) // page_size:
                 ahead = pages + tables[table, index + 1] * 2 * page_size * token_bytes - page
             elif item + 1 < num_blocks * splits:
@@ -397,7 +397,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
             for kv_head in range(own):
                 fetch = ahead
                 keys = page + (first_head + kv_head) * head_bytes
-                # Each of the three parts for all rows, as what one of them waits for is no more than another's.
+                # Each of the three parts for all rows: within a part no row waits for another.
                 for row in range(num_rows):
                     low, slots = _seen(first_position + row - index * page_size, page_size, window)
                     if slots < 1:

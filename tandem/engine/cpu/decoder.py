@@ -46,9 +46,10 @@ class FusedDecoder:
 
     @cached_property
     def _logits(self) -> torch.Tensor:
-        """`[R, padded]` for the most rows of a prepared forward; all of them share it, resident as far as it is used.
+        """`[R, padded]` for the most rows of a prepared forward; all prepared forwards share it.
 
-        The same memory each time: with a tensor made and freed in each step, the thread also waited for others.
+        It is the same memory each time, resident as far as it is used. With a tensor that was made and freed in each
+        step the thread also waited for others.
         """
         memory = map_memory((ROWS_FOR_THREADS - 1) * self._head.padded_features * FLOAT_BYTES)
         return memory.view(torch.float32).view(ROWS_FOR_THREADS - 1, -1)
@@ -67,7 +68,7 @@ class FusedDecoder:
         self._rotary.reserve(num_positions)
 
     def prepare(self, batch: PagedBatch, num_threads: int) -> PreparedForward:
-        """The running forward, to be repeated: it takes what the memory of `batch` holds then.
+        """Prepare the running forward for `repeat`, which takes what the memory of `batch` holds by then.
 
         Args:
             batch: of fewer than `ROWS_FOR_THREADS` tokens, at positions for which there is room.

@@ -41,11 +41,11 @@ class CPUKit:
         self.attention_backend: AttentionBackend = CPUAttention(num_threads)
 
     def takes_rows(self, num_features: int) -> bool:
-        """Whole vectors."""
+        """Whether they fill whole vectors."""
         return num_features % LANES == 0
 
     def takes_heads(self, head_dim: int, rotary_dim: int) -> bool:
-        """Whole vectors, of each half of what is turned too."""
+        """Whether they fill whole vectors, as does each half of what is turned."""
         return head_dim % LANES == 0 and rotary_dim % (2 * LANES) == 0
 
     def norm(self, scale: torch.Tensor, eps: float) -> FusedRMSNorm:
@@ -64,7 +64,7 @@ class CPUKit:
 
 
 def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
-    """Replace all parts that can be replaced; return for people how many of each kind."""
+    """Replace all parts that can be replaced; return in words how many of each kind."""
     if not can_pack(model) or not has_type_of(model, layout):
         return "none"
     return fuse_parts(model, layout, CPUKit(num_threads))

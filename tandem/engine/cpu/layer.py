@@ -36,16 +36,16 @@ class Workspace:
         self.address = 0
 
     def reserve(self, num_bytes: int) -> int:
-        """Its address, a cache line's, with at least `num_bytes`. Where it grows, it moves and forgets."""
+        """Make it at least `num_bytes` long; return its address, at a cache line. Growing moves and empties it."""
         if num_bytes > len(self._memory):
-            # The old is freed before the new is made; should that fail, no plan is of this address any more.
+            # The old memory is freed first. Should there be no new one, no plan fits this address any more.
             self._memory, self.address = torch.empty(0, dtype=torch.uint8), 0
             self._memory = map_memory(num_bytes)
             self.address = self._memory.data_ptr()
         return self.address
 
     def view(self, address: int, *shape: int) -> torch.Tensor:
-        """The float32 at an address of it, as a tensor."""
+        """The float32 numbers from one of its addresses on, as a tensor."""
         begin = address - self.address
         num_bytes = math.prod(shape) * FLOAT_BYTES
         return self._memory[begin : begin + num_bytes].view(torch.float32).view(shape)
@@ -91,7 +91,7 @@ class FusedDecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm, self.self_attn, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
-        # The same once more: `nn.Module` takes long to find its children.
+        # The same again, because `nn.Module` takes long to find its children.
         self._parts = attention_norm, attention, mlp_norm, mlp
         self.workspace = workspace
         self.num_threads = num_threads
@@ -122,14 +122,14 @@ class FusedDecoderLayer(nn.Module):
         return output
 
     def begin(self, context: ForwardContext, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
-        """Its number. Raises `UnsupportedModelError` for what the attention does not do."""
+        """The layer's number. Raises `UnsupportedModelError` for what the attention does not do."""
         return begin_layer(context, self._parts[1], attention_mask, 0.0, None, kwargs)
 
     def is_planned(self, num_rows: int) -> bool:
         return self._plan.num_rows == num_rows and self._plan.sums == self.workspace.address
 
     def num_bytes(self, num_rows: int) -> int:
-        """What so many rows need of the workspace."""
+        """Bytes of the workspace that so many rows need."""
         return max(places[-1] for places in self._lay_out(0, num_rows))
 
     def plan(self, num_rows: int) -> None:
@@ -154,14 +154,14 @@ class FusedDecoderLayer(nn.Module):
         )  # fmt: skip
 
     def attend_apart(self, context: ForwardContext, layer: int) -> None:
-        """As `attend`, at once and by a backend that takes tensors."""
+        """As `attend`, but computed at once, by a backend that takes tensors."""
         attention, plan = self._parts[1], self._plan
         shape = plan.num_rows, attention.num_heads, context.arena.layout.head_dim
         query, attended = (self.workspace.view(place, *shape) for place in (plan.query, plan.attended))
         attended.copy_(context.backend.attend(context.batch, context.arena, layer, query, attention.params))
 
     def from_attended(self, x: int | None, output: int | None) -> Iterable[bytes]:
-        """Calls from there to the output, or else to the sums."""
+        """Calls from what was attended to the output, or else to the sums."""
         plan = self._plan
         yield from plan.project_attended
         yield plan.add_to_sums if x is None else self._add(plan, x, plan.sums)
@@ -181,7 +181,7 @@ class FusedDecoderLayer(nn.Module):
         arranged = arranged_features(num_rows, max(self._width, query_features, mlp.inner_features))
         kept = _lay_out(begin, num_rows, self._width, self._width, attention.o_proj.padded_features, arranged)
         of_attention = _lay_out(kept[-1], num_rows, attention.qkv.padded_features, query_features, query_features)
-        # The attention's are done with by then.
+        # In the place of the attention's, which are not needed any more by then.
         of_mlp = _lay_out(kept[-1], num_rows, mlp.both_features, mlp.inner_features)
         return kept, of_attention, of_mlp
 
@@ -240,7 +240,7 @@ def compute_layers(
         rotary: addresses of cosines and sines, `[T, rotary_dim]`.
         num_threads: for how many the attention is cut.
         x, output: addresses of `[T, hidden_size]`; by default the sums.
-        attention_mask, kwargs: what the model asks of the attention beside that; nothing of it may matter.
+        attention_mask, kwargs: what else the model asks of the attention; none of it may have an effect.
     """
     context = current_forward.get()
     last = len(layers) - 1
@@ -257,7 +257,7 @@ def compute_layers(
             program.run()
             layer.attend_apart(context, number)
         program.add(layer.from_attended(begin, end))
-        if context.batch.num_tokens >= ROWS_FOR_THREADS:  # long enough that the lender shall hear of it meanwhile
+        if context.batch.num_tokens >= ROWS_FOR_THREADS:  # a layer takes so long that lent threads may come or go
             program.run()
 
 

@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: PreTrainedModel, num_threads: int) -> str:
-    """Replace the linear layers of a float32 model on the CPU; what products it uses from now on: "packed" or "torch".
+    """Replace the linear layers of a float32 model on the CPU. Return which products it uses now: "packed" or "torch".
 
     The originals are dropped, but for weights that are tied to an embedding.
     """

@@ -54,8 +54,8 @@ _SPINS = 5_000
 # Pauses of a leader before it lets others run: one of them may be the follower that it waits for.
 _SPINS_BEFORE_YIELD = 2_000
 
-# Few, as each piece begins without what the one before it would have fetched; and enough that a thread which came late
-# leaves the rest to the others.
+# Few, because each piece begins without what the piece before it would have prefetched. Enough that a thread which came
+# late leaves the rest to the others.
 _PIECES_OF_A_THREAD = 2
 
 _sem_wait = types.ExternalFunction("sem_wait", types.intc(types.intp))
@@ -74,7 +74,7 @@ def _take_pieces(board, function, arguments, count, grain):  # type: ignore[no-u
 
 @numba.njit(nogil=True)
 def _claim_sleeper(board):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Take one off the count of sleepers; whether there was one."""
+    """Take one off the count of sleepers. Return whether there was one."""
     while True:
         sleepers = read(board + _SLEEPERS)
         if sleepers <= 0:
@@ -179,7 +179,7 @@ class Team:
             raise OSError(ctypes.get_errno(), "sem_init")
         self._followers: list[threading.Thread] = []
         self._most_followers = sys.maxsize
-        # Now, and not when a request first needs them.
+        # Compiled now, and not when a request first needs it.
         _follow.compile((types.intp,))
         # Held by the leader: a second one, of another engine in this process, computes alone.
         self._leading = threading.Lock()
@@ -195,8 +195,8 @@ class Team:
                 GIL; how many words the call has, these among them; the count of items `[0, count)`; from which count on
                 several threads share them, at least 2; then the arguments, of which the function is given the address.
             num_threads: how many threads may compute, the caller among them.
-            num_own: how many of them are left to the calls after the word at the address `wanted_back_at` is no longer
-                0; where they are as many as all, it is not looked at.
+            num_own: how many of them compute the calls that begin once the word at the address `wanted_back_at` is no
+                longer 0. If that is all of them, the word is not read.
             offered_at: address of a word; once it is no longer 0 the run ends with the call under way. 0: none.
 
         Returns how many words of the program are done.
@@ -217,7 +217,7 @@ class Team:
                 thread.start()
             except RuntimeError as error:  # the process may have no more threads
                 self._most_followers = len(self._followers)
-                _log.warning("kernels go on %d threads only: %s", self._most_followers + 1, error)
+                _log.warning("kernels have %d threads only: %s", self._most_followers + 1, error)
             else:
                 self._followers.append(thread)
 

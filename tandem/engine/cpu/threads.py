@@ -1,4 +1,4 @@
-"""Kernels that several threads may share, and how many threads that are at this moment."""
+"""Kernels that several threads compute together, and how many threads that is at this moment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lender(Protocol):
     def borrow(self) -> int:
         """How many threads may be used beyond one's own, until they are wanted back.
 
-        Tells that one computes: one's own are no longer lent to others.
+        The call also says that this worker computes: its own threads are no longer lent to others.
         """
 
 
@@ -57,8 +57,8 @@ def threads_now(own: int) -> int:
 class Kernel:
     """Machine code for some items of a piece of work, compiled on first use.
 
-    Whoever computes an item does it by the same code, so a result depends neither on the threads nor on how the work
-    was cut.
+    Every thread computes an item by the same code, so a result depends neither on the threads nor on how the work was
+    cut.
 
     Args:
         function: `function(first, end, arguments)` computes the items `[first, end)`; `atomics.words(n)` takes the
@@ -83,7 +83,7 @@ class Kernel:
         self._pack = struct.Struct(f"={CALL_WORDS}q" + "".join(_WORDS[kind] for kind in words)).pack
 
     def call(self, num_items: int, *arguments: float) -> bytes:
-        """The computation of the items `[0, num_items)`, for `run`; memory that it names must outlive that."""
+        """The computation of the items `[0, num_items)`, for `run`; memory that it names must stay until then."""
         return self._pack(self._address, self._num_words, num_items, self._items_to_share, *arguments)
 
     def __call__(self, own_threads: int, num_items: int, *arguments: float) -> None:
@@ -99,8 +99,8 @@ def run(own_threads: int, *calls: bytes) -> None:
     """Compute calls of kernels, each when the one before it is done, without Python or its lock in between.
 
     Args:
-        own_threads: how many threads compute, this one among them; with them go those that are lent, which come and
-            are given back between two kernels.
+        own_threads: how many threads compute, this one among them. Lent threads join them, and come and go between
+            two kernels.
     """
     lender = _lender
     program = np.frombuffer(b"".join(calls), dtype=np.int64)

@@ -1,6 +1,6 @@
 """Pieces of LLVM code on vectors of float32, from which the CPU kernels are put together by way of Numba.
 
-They need no compiler at the user's. Addresses are integers; `builder` is LLVM's, values are its own.
+Users need no compiler for them. Addresses are integers; `builder` is LLVM's, and so are the values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention on CUDA: which paged kernel serves is found out by asking each for what is needed of it.
+"""Attention on CUDA: the first paged kernel that computes a small batch right is chosen.
 
-In this order: `flash_attn` (FlashAttention-2, which takes pages of multiples of 256 slots), torch's own `varlen_attn`
-with block tables, and the Triton kernel of `attention_triton`. torch's signature has block tables from 2.12 on, but the
-FlashAttention-2 inside of torch refuses them: only FlashAttention-3 behind it, a package of its own for Hopper, serves.
-So a small batch is computed and compared before a kernel is chosen.
+They are tried in this order: `flash_attn` (FlashAttention-2, which takes pages of multiples of 256 slots), torch's own
+`varlen_attn` with block tables, and the Triton kernel of `attention_triton`. A signature proves little: torch's has
+block tables from 2.12 on, but the FlashAttention-2 inside of torch refuses them. Only FlashAttention-3 behind it, a
+package of its own for Hopper, serves.
 """
 
 from __future__ import annotations

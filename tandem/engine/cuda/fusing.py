@@ -79,13 +79,13 @@ class CudaKit:
 
 
 def fuse(model: PreTrainedModel, layout: KVLayout) -> str:
-    """Replace what can be replaced; say how many parts of which kind that were, for people."""
+    """Replace all parts that can be replaced; return in words how many of each kind."""
     if not has_type_of(model, layout):
         return "none"
     with current(model.device):
         fused = fuse_parts(model, layout, CudaKit(model.dtype, model.device))
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # of originals and trials: others shall have it
+            torch.cuda.empty_cache()  # of originals and trials, so that others can have it
     return fused
 
 

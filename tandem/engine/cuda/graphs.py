@@ -219,7 +219,7 @@ class CudaCapture:
             for _ in range(self._NUM_WARM_UPS):
                 compute()
         torch.cuda.current_stream().wait_stream(stream)
-        # Other threads may use the device meanwhile: what they do is none of this graph's.
+        # Other threads may use the device meanwhile; the graph does not capture what they do.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = compute()
 

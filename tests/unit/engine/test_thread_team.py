@@ -240,7 +240,7 @@ def test_kernels_go_on_without_threads_that_cannot_be_had(
         for _ in range(2):
             assert fresh.run(program, num_threads=3, num_own=3) == program.size
     assert counts.tolist() == [2] * 9
-    assert [record.message for record in caplog.records] == ["kernels go on 1 threads only: can't start new thread"]
+    assert [record.message for record in caplog.records] == ["kernels have 1 threads only: can't start new thread"]
     fresh._end()
 
 

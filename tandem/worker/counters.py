@@ -15,5 +15,5 @@ class WorkerCounters:
     num_decode_tokens: int = 0
     num_transfer_bytes: int = 0
     num_preemptions: int = 0
-    #: What others wanted of a handoff and did not get, by reason; replaced as a whole.
+    #: Refused calls of other workers about handoffs, by reason; replaced as a whole.
     num_refused: Mapping[str, int] = field(default_factory=dict)

@@ -20,11 +20,11 @@ _LAST_WORK_LEASES = 3
 
 
 class WorkerLife:
-    """Knows of a worker's end. Its parts report to it, and the caller that started the worker waits for it.
+    """Knows of a worker's end. The worker's parts report to it, and the caller that started the worker waits for it.
 
     Args:
         lease_s: `transport.lease_s`.
-        begin_drain: called in the event loop: others hear of it, and the runner calls `check_drained` soon.
+        begin_drain: called in the event loop; tells routers of the drain, and lets the runner call `check_drained`.
         num_held: how many requests the worker holds; asked on the runner thread.
     """
 
@@ -56,7 +56,7 @@ class WorkerLife:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let `wait_closed` return, or raise `error`; what came first holds."""
+        """Let `wait_closed` return, or raise `error`. Only the first call counts."""
         with self._closing:
             if not self._closed.done():
                 if error is not None:
@@ -65,8 +65,8 @@ class WorkerLife:
                     self._closed.set_result(None)
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
-        """Block until the worker is stopped or asked to stop, or for `timeout_s`; whether it is. Raises what made it
-        fail."""
+        """Block until the worker is stopped or asked to stop, for at most `timeout_s`. Return whether it is, and raise
+        what made it fail."""
         futures.wait([self._closed], timeout_s)
         if not self._closed.done():
             return False
@@ -82,14 +82,14 @@ class WorkerLife:
             self.fail(error)
 
     def replace_self(self, num_quarantined: int) -> None:
-        """Too many pages stay in quarantine: only a new process frees them."""
+        """Drain and fail, because too many pages stay in quarantine: only a new process frees them."""
         if not self.draining:  # else it leaves anyway
             self._loop.call_soon_threadsafe(lambda: self.spawn(self._retire(num_quarantined)))
 
     # -- on the runner thread
 
     def check_drained(self) -> None:
-        """Tell `drain` when nothing is held; between any two steps."""
+        """Let `drain` return when nothing is held any more; between any two steps."""
         if self.draining and self._num_held() == 0:
             self._loop.call_soon_threadsafe(self._drained.set)
 
@@ -113,7 +113,7 @@ class WorkerLife:
         await self._drained.wait()
 
     def end_drain(self) -> None:
-        """The worker stops: nobody waits for what it holds."""
+        """Let `drain` return, because the worker stops."""
         self._drained.set()
 
     async def _retire(self, num_quarantined: int) -> None:

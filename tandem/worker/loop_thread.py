@@ -19,14 +19,13 @@ class LoopThread:
     """Runs an event loop from `start` to `stop`."""
 
     def __init__(self, name: str) -> None:
-        # Daemon: a process that dies without `stop` must not hang on it.
+        # A daemon, so that a process that ends without `stop` does not hang on it.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._ready: Future[asyncio.AbstractEventLoop] = Future()
-        self.loop: asyncio.AbstractEventLoop
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def start(self) -> asyncio.AbstractEventLoop:
+        self.loop = self._runner.get_loop()
         self._thread.start()
-        self.loop = self._ready.result()
         return self.loop
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
@@ -45,15 +44,5 @@ class LoopThread:
             raise InternalError(f"the event loop did not end within {timeout_s} s")
 
     def _main(self) -> None:
-        loop = uvloop.new_event_loop()
-        asyncio.set_event_loop(loop)
-        loop.call_soon(self._ready.set_result, loop)
-        try:
-            loop.run_forever()
-        finally:
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
+        with self._runner:
+            self.loop.run_forever()

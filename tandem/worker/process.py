@@ -29,7 +29,7 @@ from tandem.worker.loop_thread import LoopThread
 from tandem.worker.parts import WorkerParts, WorkerPlace, build_parts
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
-from tandem.worker.watchdog import Watchdog
+from tandem.worker.watchdog import watch_threads
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Worker(Protocol):
 
     @property
     def hooks(self) -> StepHooks:
-        """What the runner asks around each step."""
+        """What the runner calls around each step."""
 
     def add_services(self, server: aio.Server) -> None:
         """Add the role's gRPC service."""
@@ -56,7 +56,7 @@ class Worker(Protocol):
     def process_ended(self, incarnation: str) -> None:
         """The process of this incarnation, on whatever host, has provably ended; in the event loop.
 
-        A fence for all that it might have written here, and the end of all that was sent to it. Often unknown here.
+        A fence for all that it might have written here, and the end of all that was sent to it. It may be unknown here.
         """
 
     def num_held(self) -> int:
@@ -170,7 +170,7 @@ class WorkerProcess(Generic[W]):
         self._server = server
         self.life.spawn(self.worker.hub.beat())
         threads = {"runner": lambda: parts.runner.busy_since_s, "transfer": lambda: parts.transfer.busy_since_s}
-        self.life.spawn(Watchdog(threads, self._config.scheduling.max_step_s).watch())
+        self.life.spawn(watch_threads(threads, self._config.scheduling.max_step_s))
         return f"{place.host}:{port}"
 
     # -- the end

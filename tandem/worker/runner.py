@@ -125,14 +125,14 @@ class Runner:
             on_layer = hooks.before_forward(batch)
             logits = self.engine.forward(_inputs(batch), on_layer)
             sampled: Sequence[Sequence[int]] = hooks.sample(batch, logits)
-            if not sampled:  # else its tokens were waited for: who frees these pages now may let others write to them
+            if not sampled:  # else sampling has waited for the device, which must be done with pages that are freed now
                 self.engine.finish()
         except Exception as error:
             self._num_failed_steps += 1
             _log.exception("a step of %d sequences failed", len(batch.items))
             if self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
-            self.engine.finish()  # as above, of what was begun
+            self.engine.finish()  # as above
             self.scheduler.abandon()
             hooks.step_failed(batch, error)
             return

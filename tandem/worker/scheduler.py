@@ -34,10 +34,13 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, pages_for
 from tandem.worker.sequence import Sequence
+
+_order = attrgetter("order")
 
 # In a step that is full already, the first paced prompt still gets `paced_tokens` divided by this.
 _LEAST_PACED_PART = 4
@@ -191,16 +194,12 @@ class BatchScheduler:
 
     def schedule(self) -> Batch:
         """Decide the next step and take the pages that it needs. `apply` or `abandon` comes before the next call."""
+        batch, budget = Batch(), self.limits.max_num_batched_tokens
         with self.lock:
-            return self._schedule()
-
-    def _schedule(self) -> Batch:
-        batch = Batch()
-        budget = self.limits.max_num_batched_tokens
-        self._admit_promoted(batch)
-        budget = self._schedule_decodes(batch, budget)
-        budget = self._schedule_chunks(batch, budget)
-        self._admit_waiting(batch, budget)
+            self._admit_promoted(batch)
+            budget = self._schedule_decodes(batch, budget)
+            budget = self._schedule_chunks(batch, budget)
+            self._admit_waiting(batch, budget)
         return batch
 
     def _admit_promoted(self, batch: Batch) -> None:
@@ -258,18 +257,15 @@ class BatchScheduler:
 
     def apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
         """Book a computed step. `sampled` has the tokens, one or more, of each item that samples, in order."""
-        with self.lock:
-            self._apply(batch, sampled)
-
-    def _apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
-        self._release_copied()
         tokens = iter(sampled)
-        for item in batch.items:
-            sequence = item.sequence
-            sequence.num_computed = item.start + item.num_tokens
-            self._publish(sequence)
-            if item.samples:
-                sequence.token_ids.extend(next(tokens))
+        with self.lock:
+            self._release_copied()
+            for item in batch.items:
+                sequence = item.sequence
+                sequence.num_computed = item.start + item.num_tokens
+                self._publish(sequence)
+                if item.samples:
+                    sequence.token_ids.extend(next(tokens))
 
     def abandon(self) -> None:
         """The step has failed, and computes nothing any more."""
@@ -437,7 +433,3 @@ class BatchScheduler:
         for index in range(sequence.num_published, num_full):
             self.pool.publish(sequence.pages[index], sequence.keys[index])
         sequence.num_published = num_full
-
-
-def _order(sequence: Sequence) -> tuple[bool, float, int, int]:
-    return sequence.order

@@ -24,7 +24,7 @@ class StepHooks(Protocol):
         """Pages and places may have come free since the last step."""
 
     def before_forward(self, batch: Batch) -> Callable[[int], None] | None:
-        """A step is about to be computed; returns what to call as each layer's KV lies in the arena."""
+        """A step is about to be computed; returns what to call when a layer's KV is in the arena."""
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         """The tokens of each item that samples, one or more. `logits`: float32 `[items that sample, vocab]`."""

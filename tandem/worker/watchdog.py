@@ -22,40 +22,6 @@ EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 BusySince = Callable[[], float | None]
 
 
-class Watchdog:
-    """Looks at threads from the event loop, a few times in the longest time that they may be busy.
-
-    Args:
-        threads: what to look at, by name.
-        max_busy_s: longest time that one turn may take, in seconds.
-        on_stuck: called with the thread's name and the seconds that it has been busy; ends the process by default.
-    """
-
-    def __init__(
-        self,
-        threads: Mapping[str, BusySince],
-        max_busy_s: float,
-        on_stuck: Callable[[str, float], None] | None = None,
-    ) -> None:
-        self._threads = threads
-        self._max_busy_s = max_busy_s
-        self._on_stuck = on_stuck or end_process
-
-    async def watch(self) -> None:
-        """Runs as long as the worker."""
-        while True:
-            await asyncio.sleep(self._max_busy_s / 4)
-            self.look()
-
-    def look(self) -> None:
-        """Compare each thread with the clock, once."""
-        now_s = time.monotonic()
-        for name, busy_since in self._threads.items():
-            since_s = busy_since()
-            if since_s is not None and now_s - since_s > self._max_busy_s:
-                self._on_stuck(name, now_s - since_s)
-
-
 def end_process(thread: str, busy_s: float) -> None:
     """End at once: neither threads that are stuck nor what waits for them can be ended in order."""
     _log.critical("the %s thread has been busy for %.0f s: it is stuck, this process ends itself", thread, busy_s)
@@ -63,3 +29,25 @@ def end_process(thread: str, busy_s: float) -> None:
         handler.flush()
     sys.stderr.flush()
     os._exit(EXIT_CODE)
+
+
+async def watch_threads(
+    threads: Mapping[str, BusySince], max_busy_s: float, on_stuck: Callable[[str, float], None] = end_process
+) -> None:
+    """Look at `threads`, given by name, a few times in `max_busy_s`; runs as long as the worker.
+
+    Args:
+        max_busy_s: the longest time that one turn of a thread may take, in seconds.
+        on_stuck: called with the thread's name and the seconds that it has been busy.
+    """
+    while True:
+        await asyncio.sleep(max_busy_s / 4)
+        for name, busy_s in find_stuck(threads, max_busy_s):
+            on_stuck(name, busy_s)
+
+
+def find_stuck(threads: Mapping[str, BusySince], max_busy_s: float) -> list[tuple[str, float]]:
+    """The threads that have been busy for longer than `max_busy_s`, each with its seconds."""
+    now_s = time.monotonic()
+    since = [(name, busy_since()) for name, busy_since in threads.items()]
+    return [(name, now_s - since_s) for name, since_s in since if since_s is not None and now_s - since_s > max_busy_s]

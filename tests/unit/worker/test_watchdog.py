@@ -12,16 +12,15 @@ import pytest
 
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.loopback import LoopbackTransport
-from tandem.worker.watchdog import EXIT_CODE, Watchdog
+from tandem.worker.watchdog import EXIT_CODE, find_stuck, watch_threads
 
 WAIT_S = 10.0
 
 
 def test_only_a_thread_beyond_its_time_is_reported() -> None:
     now_s = time.monotonic()
-    stuck: list[tuple[str, float]] = []
     threads = {"idle": lambda: None, "busy": lambda: now_s - 5.0, "stuck": lambda: now_s - 11.0}
-    Watchdog(threads, 10.0, lambda name, busy_s: stuck.append((name, busy_s))).look()
+    stuck = find_stuck(threads, 10.0)
     assert [name for name, _ in stuck] == ["stuck"]
     assert stuck[0][1] >= 11.0
 
@@ -35,7 +34,7 @@ def test_it_looks_again_and_again() -> None:
             if not found.done():
                 found.set_result(name)
 
-        task = asyncio.create_task(Watchdog({"runner": lambda: began_s}, 0.1, on_stuck).watch())
+        task = asyncio.create_task(watch_threads({"runner": lambda: began_s}, 0.1, on_stuck))
         try:
             return await asyncio.wait_for(found, WAIT_S)
         finally:

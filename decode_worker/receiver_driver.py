@@ -26,7 +26,6 @@ from kvtransfer.protocol.receiver import ReceiverHandoffs
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteArrived
 from tandem.core import fault_points
 from tandem.core.clock import Clock
-from tandem.core.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ _log = logging.getLogger(__name__)
 # grace time must pass.
 IN_FLIGHT_S = 0.5
 
-# For so many handoffs the time from arrival to admission is remembered.
+# The time from arrival to admission is remembered of so many handoffs.
 _NUM_CLOSINGS = 5
 
 
@@ -50,18 +49,6 @@ class Incoming(Protocol):
     def poll(self) -> list[TransportEvent]: ...
 
     def disconnect(self, peer: PeerId) -> None: ...
-
-
-class ReceiverPort(Protocol):
-    """The driver as the role sees it. The role calls it on the driver's thread."""
-
-    def reserve(self, key: AttemptKey) -> None: ...
-
-    def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None: ...
-
-    def denied(self, key: AttemptKey, reason: RefusalReason) -> None: ...
-
-    def cancel(self, key: AttemptKey) -> None: ...
 
 
 class AttemptsPort(Protocol):
@@ -170,13 +157,13 @@ class ReceiverDriver:
         self._deliver: Callable[[TransportEvent], None] = self.on_transport
         # By grant. Invariant: all and only grants with a writer that are neither admitted nor over.
         self._arriving: dict[str, _Arriving] = {}
-        # Writes that said that they had arrived, and are of no grant here that still counts; messages that say nothing.
+        # Arrivals of writes that belong to no open grant of their writer, and messages without meaning.
         self.num_arrivals_ignored = 0
         # From the arrival of a handoff's last layer to its admission, lately.
         self._closings_s: deque[float] = deque(maxlen=_NUM_CLOSINGS)
         # When the exit of a writer becomes a fence, by incarnation.
         self._exited: dict[str, float] = {}
-        # What senders were refused, by why; but for repetitions of what has ended well.
+        # Refused calls of senders, by reason, without repetitions of calls about what has ended well.
         self.refusals: Counter[RefusalReason] = Counter()
 
     @property
@@ -225,7 +212,7 @@ class ReceiverDriver:
     def on_transport(self, event: object) -> None:
         """When a write has arrived, read the extents that its tag names at once, while other writes are on their way.
 
-        What a writer says here is a hint. It is believed of the grant that this writer has, and of nothing else.
+        A tag is a hint. It counts only if it names extents of a grant that its writer has.
         """
         if not isinstance(event, WriteArrived):
             return
@@ -251,14 +238,14 @@ class ReceiverDriver:
         self._callbacks.foresee([(when_s + closing_s, sender) for when_s, sender in completes if when_s is not None])
 
     def ignore(self, peer: str, why: str) -> None:
-        """Count and drop a message from `peer` on the KV plane that means nothing."""
+        """Count and drop a message from `peer` on the KV plane that has no meaning here."""
         self.num_arrivals_ignored += 1
-        _log.warning("what came from %.100r is ignored: %s", peer, why)
+        _log.warning("a message from %.100r is ignored: %s", peer, why)
 
     def refuse_unproven(self, peer: str) -> None:
-        """Something was said on the KV plane about a grant, and not by who was given it."""
+        """A call about a grant came on the KV plane, from somebody who was not given it."""
         self.refusals[RefusalReason.BAD_CAPABILITY] += 1
-        _log.warning("what %.100r says of a grant is refused: it is not sealed with the grant's capability", peer)
+        _log.warning("a call of %.100r is refused: it is not sealed with its grant's capability", peer)
 
     def _take_digests(self, layer: int, pages: Sequence[int]) -> tuple[int, ...]:
         return digest_pages(self._read_extent, layer, pages)
@@ -270,8 +257,8 @@ class ReceiverDriver:
         self.happened(ev.ReserveReceived(key))
 
     def granted(self, key: AttemptKey, pages: tuple[int, ...], first_page: int) -> None:
-        """The pool gave `pages` to the attempt; its prompt has `first_page` pages already. Also within `queue` and
-        `carried_out`, and so `denied`."""
+        """The pool gave `pages` to the attempt, whose prompt has `first_page` pages already. `queue` and `carried_out`
+        may call this, and `denied`."""
         self._run(ev.ReservationGranted(key, pages, first_page))
         self._set_deadline()
 
@@ -291,9 +278,9 @@ class ReceiverDriver:
     # -- time
 
     def writer_exited(self, sender: str, *, is_here: bool) -> None:
-        """A writer's process has ended: a fence, as soon as nothing of it can be on its way any more.
+        """A writer's process has ended. That is a fence as soon as none of its bytes can be on their way any more.
 
-        The transport keeps its connections until then: what is on its way must come in, or nobody knows when.
+        Until then the transport keeps its connections, so that these bytes come in now and not at some later time.
 
         Args:
             is_here: it ran on this host.
@@ -314,14 +301,8 @@ class ReceiverDriver:
         for sender in due:
             del self._exited[sender]
             self.happened(ev.WriterExited(sender))
-            self._disconnect(sender)
-        self.happened(ev.Tick())
-
-    def _disconnect(self, sender: str) -> None:
-        try:
             self._transport.disconnect(PeerId(sender))
-        except TransportError as error:  # the peer is gone either way
-            _log.warning("%s", error)
+        self.happened(ev.Tick())
 
     # -- carrying out
 
@@ -340,20 +321,13 @@ class ReceiverDriver:
 
     def _run(self, event: ev.ReceiverEvent) -> None:
         for instruction in self._handoffs.handle(event, self._clock.now()):
-            self._carry_out(instruction)
-
-    def _carry_out(self, instruction: ev.ReceiverInstruction) -> None:
-        handler: Callable[[ReceiverDriver, ev.ReceiverInstruction], None] = _HANDLERS[type(instruction)]
-        handler(self, instruction)
+            _HANDLERS[type(instruction)](self, instruction)
 
     def _refuse(self, i: ev.SendRefusal) -> None:
         self._answer = Answer(i.reason, i.detail)
         # A refused reservation goes to the router; a sender that asked about a grant gets the answer.
         if i.key is not None and (i.grant_id is None or self._is_reserving):
             self._attempts.refused(i.key, i.reason, i.detail)
-
-    def _agree(self, _: ev.ReceiverInstruction) -> None:
-        self._answer = Answer()
 
     def _expect(self, i: ev.ExpectWrites) -> None:
         ranges = page_ranges(i.pages, self._shape)
@@ -377,7 +351,7 @@ class ReceiverDriver:
     def _find_mismatches(
         self, grant_id: str, first_index: int, digests: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, int], ...]:
-        """As `ArrivedDigests.find_mismatches`; tells of what has changed since it arrived, but once."""
+        """As `ArrivedDigests.find_mismatches`. The log says, once, how many extents have changed since they arrived."""
         arrived = self._arriving[grant_id].digests
         num_known = arrived.num_changed
         mismatches = arrived.find_mismatches(first_index, digests, self._take_digests)
@@ -402,17 +376,16 @@ class ReceiverDriver:
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {
+    # A call that is not refused is answered with yes; whoever dropped a reservation refuses it as well.
+    **dict.fromkeys(
+        (ev.ConfirmAttached, ev.ConfirmRenewed, ev.ConfirmPart, ev.SendAck, ev.DropReservation), lambda *_: None
+    ),
     ev.QueueReservation: lambda driver, i: driver._attempts.queue(i.key),
-    ev.DropReservation: lambda *_: None,  # the refusal behind it says so
     ev.SendGrant: lambda driver, i: driver._attempts.grant(i.grant),
-    ev.ConfirmAttached: ReceiverDriver._agree,
-    ev.ConfirmRenewed: ReceiverDriver._agree,
-    ev.SendAck: ReceiverDriver._agree,
     ev.SendRefusal: ReceiverDriver._refuse,
     ev.ExpectWrites: ReceiverDriver._expect,
     ev.EndWrites: ReceiverDriver._end_writes,
     ev.VerifyPart: ReceiverDriver._verify_part,
-    ev.ConfirmPart: ReceiverDriver._agree,
     ev.VerifyDigests: ReceiverDriver._verify,
     ev.AdmitRequest: ReceiverDriver._admit,
     ev.FreePages: ReceiverDriver._over,

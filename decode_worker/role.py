@@ -12,7 +12,7 @@ from typing import Any
 from decode_worker.events import Admitted, ComputesHere, Emit, GrantMade
 from decode_worker.job import DecodeJob
 from decode_worker.ledger import AttemptState, Ledger
-from decode_worker.receiver_driver import ReceiverPort
+from decode_worker.receiver_driver import ReceiverDriver
 from decode_worker.tokens import TokenBook
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from tandem.core import fault_points
@@ -46,7 +46,7 @@ class DecodeRole:
         *,
         worker_id: str,
         scheduler: BatchScheduler,
-        driver: ReceiverPort,
+        driver: ReceiverDriver,
         emit: Emit,
         limits: RequestLimits,
         queue_bound: int,
@@ -78,7 +78,7 @@ class DecodeRole:
             scheduler=scheduler,
             ledger=self.ledger,
             limits=limits,
-            sample=sample,
+            sample_tokens=sample,
             counters=counters,
             emit=emit,
             drop=self._drop,
@@ -104,8 +104,7 @@ class DecodeRole:
             except TandemError as error:
                 self._fail(session, key, error)
                 return
-            for older in [k for k in self._keys() if k.request_id == key.request_id and k.attempt < key.attempt]:
-                self.cancel(older)
+            self._cancel_all(lambda job: job.key.request_id == key.request_id and job.key.attempt < key.attempt)
         elif job.local is not None:
             self._emit({job.session: [job.local]})
             return
@@ -161,14 +160,13 @@ class DecodeRole:
 
     def session_ended(self, session: int) -> None:
         """A router is gone: drop all attempts that it had started."""
+        self._cancel_all(lambda job: job.session == session)
+
+    def _cancel_all(self, is_meant: Callable[[DecodeJob], bool]) -> None:
         with self._lock:
-            keys = [job.key for job in self.ledger.attempts.values() if job.session == session]
+            keys = [job.key for job in self.ledger.attempts.values() if is_meant(job)]
         for key in keys:
             self.cancel(key)
-
-    def _keys(self) -> list[AttemptKey]:
-        with self._lock:
-            return list(self.ledger.attempts)
 
     # -- what the driver says; on its thread
 

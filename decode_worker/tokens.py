@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from decode_worker.events import Emit, Event
@@ -20,41 +21,25 @@ from tandem.worker.step import SampleTokens
 Events = defaultdict[int, list[Event]]  # by session
 
 
+@dataclass(slots=True, kw_only=True)
 class TokenBook:
-    """Samples each step, books its tokens and gives them out.
+    """Samples each step, books its tokens and gives them out."""
 
-    Args:
-        ledger: attempts that end are taken out.
-        drop: ends an attempt whose tokens cannot be used.
-    """
-
-    def __init__(
-        self,
-        *,
-        scheduler: BatchScheduler,
-        ledger: Ledger[DecodeJob],
-        limits: RequestLimits,
-        sample: SampleTokens,
-        counters: WorkerCounters,
-        emit: Emit,
-        drop: Callable[[DecodeJob], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._pool = scheduler.pool
-        self._ledger = ledger
-        self._limits = limits
-        self._sample = sample
-        self._counters = counters
-        self._emit = emit
-        self._drop = drop
-        # Of the step under way: what was sampled for each item that samples, or why it could not be.
-        self._sampled: list[list[SampledToken] | InternalError] = []
+    scheduler: BatchScheduler
+    ledger: Ledger[DecodeJob]  # attempts that end are taken out
+    limits: RequestLimits
+    sample_tokens: SampleTokens
+    counters: WorkerCounters
+    emit: Emit
+    drop: Callable[[DecodeJob], None]  # ends an attempt whose tokens cannot be used
+    # Of the step under way: what was sampled for each item that samples, or why it could not be.
+    _sampled: list[list[SampledToken] | InternalError] = field(default_factory=list, init=False)
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         """As `StepHooks.sample`."""
         owners = [(item.sequence.owner, item.sequence) for item in batch.items if item.samples]
         rows = [owner.rows(sequence) for owner, sequence in owners]
-        self._sampled = [_all_or_error(tokens) for tokens in self._sample(logits, rows)]
+        self._sampled = [_all_or_error(tokens) for tokens in self.sample_tokens(logits, rows)]
         return [_to_append(owner, tokens) for (owner, _), tokens in zip(owners, self._sampled, strict=True)]
 
     def book(self, batch: Batch) -> int:
@@ -70,7 +55,7 @@ class TokenBook:
             num_new += job.is_new
             job.is_new = False
             tokens = next(sampled) if item.samples else []
-            if not self._ledger.has(job):  # cancelled, or another choice could not be sampled
+            if not self.ledger.has(job):  # cancelled, or another choice could not be sampled
                 continue
             if isinstance(tokens, InternalError):
                 self._fail(sequence, tokens, events)
@@ -81,7 +66,7 @@ class TokenBook:
                 case Prompt() if sequence.num_computed == sequence.num_prompt:
                     self._fork(sequence, tokens, events)
         if events:
-            self._emit(events)
+            self.emit(events)
         return num_new
 
     def enter(self, job: DecodeJob, outputs: dict[int, list[int]], pages: list[int], num_published: int) -> None:
@@ -89,24 +74,24 @@ class TokenBook:
         job.state = AttemptState.RUNNING
         for num_entered, (choice, output) in enumerate(outputs.items()):
             if num_entered:
-                self._pool.share(pages)
-            self._scheduler.enter(job.begin_choice(choice, output, pages, num_published))
+                self.scheduler.pool.share(pages)
+            self.scheduler.enter(job.begin_choice(choice, output, pages, num_published))
 
     def _count(self, item: ScheduledSequence) -> None:
         end = min(item.start + item.num_tokens, item.sequence.num_prompt)
-        self._counters.num_prompt_tokens_computed += max(0, end - item.start)
+        self.counters.num_prompt_tokens_computed += max(0, end - item.start)
 
     def _fail(self, sequence: Sequence, error: InternalError, events: Events) -> None:
         """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
         job: DecodeJob = sequence.owner.job
-        self._pool.discard(sequence.keys)
+        self.scheduler.pool.discard(sequence.keys)
         events[job.session].append(AttemptFailed(job.key, error))
-        self._drop(job)
+        self.drop(job)
 
     def _fork(self, prompt: Sequence, tokens: list[SampledToken], events: Events) -> None:
         """The prompt is computed: its choices go on from here, those with a journal by replaying it."""
         job: DecodeJob = prompt.owner.job
-        pages = self._scheduler.remove(prompt)
+        pages = self.scheduler.remove(prompt)
         job.sequences.remove(prompt)
         outputs = dict(job.journal)
         for choice, token in zip(job.to_sample, tokens, strict=True):
@@ -115,8 +100,8 @@ class TokenBook:
         if outputs:
             self.enter(job, outputs, pages, prompt.num_published)
         else:
-            self._pool.release(pages)
-            self._ledger.remove(job)
+            self.scheduler.pool.release(pages)
+            self.ledger.remove(job)
 
     def _book(self, sequence: Sequence, tokens: list[SampledToken], events: Events) -> None:
         """Tokens of one choice, in order; what follows its end is nobody's."""
@@ -131,16 +116,16 @@ class TokenBook:
 
     def _end(self, job: DecodeJob, sequence: Sequence) -> None:
         job.sequences.remove(sequence)
-        self._pool.release(self._scheduler.remove(sequence))
+        self.scheduler.pool.release(self.scheduler.remove(sequence))
         if not job.sequences:
-            self._ledger.remove(job)
+            self.ledger.remove(job)
 
     def _give_out(
         self, job: DecodeJob, choice: int, index: int, token: SampledToken, events: Events
     ) -> FinishReason | None:
         """Send the `index`th token of a choice; returns why it was the last, or `None`."""
-        self._counters.num_decode_tokens += 1
-        num_tokens, limits = len(job.prompt_ids) + index + 1, self._limits
+        self.counters.num_decode_tokens += 1
+        num_tokens, limits = len(job.prompt_ids) + index + 1, self.limits
         ended = finish_reason(job.params, token.token_id, index + 1, num_tokens, limits.eos, limits.max_context)
         events[job.session].append(TokenSampled(job.key, choice, index, token, ended))
         return ended
@@ -155,9 +140,5 @@ def _to_append(owner: Choice | Prompt, tokens: list[SampledToken] | InternalErro
 
 
 def _all_or_error(sampled: list[SampledToken | InternalError]) -> list[SampledToken] | InternalError:
-    tokens = []
-    for token in sampled:
-        if isinstance(token, InternalError):
-            return token
-        tokens.append(token)
-    return tokens
+    errors = [token for token in sampled if isinstance(token, InternalError)]
+    return errors[0] if errors else [token for token in sampled if isinstance(token, SampledToken)]

@@ -23,7 +23,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
-from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent
+from kvtransfer.transports.events import MessageArrived, ThreadEvent
 from kvtransfer.wire import kv_format
 from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
@@ -36,7 +36,7 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.limits import quarantine_cap_pages, request_limits
+from tandem.worker.limits import quarantine_cap_pages
 from tandem.worker.parts import WorkerParts
 from tandem.worker.request import AttemptFailed
 from tandem.worker.sessions import SessionHub
@@ -62,13 +62,14 @@ class DecodeWorker:
         self.parts = parts
         transport = parts.config.transport
         self.hub: Hub = SessionHub(
+            self,
+            parts.loop,
             make_events,
             lambda: parts.info,
             parts.read_status,
             heartbeat_s=transport.lease_s / 4,
             interval_s=parts.config.metrics.worker_interval_s,
         )
-        self.hub.attach(self, parts.loop)
         self.commits = CommitStreams(self, parts.loop)
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
@@ -98,7 +99,7 @@ class DecodeWorker:
             scheduler=parts.scheduler,
             driver=self.driver,
             emit=self.hub.emit,
-            limits=request_limits(parts.engine, parts.config),
+            limits=parts.request_limits,
             queue_bound=parts.config.scheduling.worker_queue_bound,
             sample=Sampler(parts.engine.eos_token_ids),
             counters=parts.counters,
@@ -186,7 +187,7 @@ class DecodeWorker:
         try:
             self._check_alive(prefill)
         except WorkerLostError:
-            self.parts.on_transfer(lambda transport: _disconnect(transport, peer))
+            self.parts.on_transfer(lambda transport: transport.disconnect(peer))
             raise
         # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
         self._writers[incarnation] = prefill
@@ -331,10 +332,3 @@ def _attach(driver: ReceiverDriver, request: decode_pb.AttachRequest) -> Answer:
     if answer.refusal is None and not request.renew:
         fault_points.reach("decode.attached")
     return answer
-
-
-def _disconnect(transport: Transport, peer: PeerId) -> None:
-    try:
-        transport.disconnect(peer)
-    except TransportError as error:  # it is gone either way
-        _log.warning("%s", error)

@@ -38,7 +38,7 @@ _NUM_REMEMBERED = 256
 
 @dataclass(frozen=True)
 class Peer:
-    """One incarnation of a decode worker, agreed with."""
+    """One incarnation of a decode worker with which this worker has paired."""
 
     info: pb.WorkerInfo
     name: PeerId
@@ -154,12 +154,12 @@ class DecodePeers:
             self._timeout_s,
         )
         await commits.open()
-        # Last: what the transport knows is forgotten with a peer only.
+        # Last, because the transport forgets only what has become a peer.
         name = await self._connect(info.transport_metadata)
         return Peer(info, name, layout, shape, channel, stub, commits)
 
     def ended(self, incarnation: str) -> None:
-        """The process of this incarnation has ended, and with it every hold on it here; again changes nothing."""
+        """The process of this incarnation has ended: drop all that was kept for it. Idempotent."""
         self._ended[incarnation] = None
         if len(self._ended) > _NUM_REMEMBERED:
             self._ended.popitem(last=False)
@@ -187,7 +187,7 @@ class DecodePeers:
         return peer is not None and peer.info.host_id == self._info.host_id
 
     async def _call(self, peer: Peer, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Call a peer; that its channel is closed, before or meanwhile, says what a call that nobody answers says.
+        """Call a peer. A channel that was closed, before or during the call, counts as a worker that is gone.
 
         Raises:
             WorkerLostError: it is gone, or did not answer in time.
@@ -212,8 +212,8 @@ class DecodePeers:
     async def confirm_idle(self, idle: ConfirmIdle) -> None:
         """Tell decode that nothing of the grant is outstanding, until it has heard, is gone, or does not answer.
 
-        Ends within `confirm_for_s` and the time of one call, so it holds nothing up for ever: decode's quarantine asks
-        by itself, and the end of this process says the same.
+        Ends within `confirm_for_s` and the time of one call, so that it delays a drain for a bounded time only. After
+        that decode's quarantine asks by itself, and the end of this process says the same.
         """
         request = decode_pb.ConfirmIdleRequest(
             request_id=idle.key.request_id,

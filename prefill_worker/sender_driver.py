@@ -224,7 +224,7 @@ class SenderDriver:
     def on_transport(self, event: ThreadEvent) -> None:
         """A write was posted, ended or failed."""
         if isinstance(event, WriteArrived | MessageArrived):
-            _log.warning("%s says something to a worker that takes no pages: ignored", event.peer)
+            _log.warning("%s wrote or spoke to a prefill worker, which takes no pages: ignored", event.peer)
             return
         tag = WriteTag.unpack(event.handle.tag)
         entry = self._by_number.get(tag.handoff)

@@ -26,7 +26,7 @@ from prefill_worker.sender_driver import SenderDriver
 from prefill_worker.wire import make_events
 from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
-from tandem.core.errors import HandoffError, TandemError, TransportError
+from tandem.core.errors import HandoffError, TandemError
 from tandem.core.identity import Role
 from tandem.core.pages import pages_for
 from tandem.engine.sampler import Sampler
@@ -34,7 +34,7 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.rpc.v1 import prefill_pb2_grpc
-from tandem.worker.limits import quarantine_cap_pages, request_limits
+from tandem.worker.limits import quarantine_cap_pages
 from tandem.worker.parts import WorkerParts
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
@@ -55,13 +55,14 @@ class PrefillWorker:
         self.parts = parts
         transport = parts.config.transport
         self.hub: Hub = SessionHub(
+            self,
+            parts.loop,
             make_events,
             lambda: parts.info,
             parts.read_status,
             heartbeat_s=transport.lease_s / 4,
             interval_s=parts.config.metrics.worker_interval_s,
         )
-        self.hub.attach(self, parts.loop)
         self.peers = DecodePeers(
             parts.info,
             self._connect,
@@ -106,7 +107,7 @@ class PrefillWorker:
             scheduler=parts.scheduler,
             driver=QueuedDriver(self.driver, parts.on_transfer),
             emit=self.hub.emit,
-            limits=request_limits(parts.engine, parts.config),
+            limits=parts.request_limits,
             num_layers=parts.layout.num_layers,
             sample=Sampler(parts.engine.eos_token_ids),
             counters=parts.counters,
@@ -135,9 +136,10 @@ class PrefillWorker:
         self.parts.counters.num_transfer_bytes = self.driver.num_bytes_written
 
     def num_held(self) -> int:
-        """What a drain waits for: prompts that somebody wants, and decode workers that are told of an idle writer.
+        """What a drain waits for: prompts that a router wants, and decode workers that are told of idle grants.
 
-        Not for a write that nobody waits for, which may never end: the end of this process ends it, and is a fence.
+        It waits for no write of an attempt that has ended. Such a write may never end, but this process's end is a
+        fence for it.
         """
         return self.core.num_wanted + len(self._confirming)
 
@@ -178,10 +180,6 @@ class PrefillWorker:
         """A router is gone."""
         self.parts.runner.submit(lambda: self.core.session_ended(session))
 
-    def forget_target(self, key: AttemptKey) -> None:
-        """The attempt is over here; in the event loop."""
-        self._targets.pop(key, None)
-
     async def _attach(self, command: prefill_pb.AttachGrant) -> None:
         """Become the grant's writer, and stay it for as long as the handoff lasts."""
         key = AttemptKey(command.request_id, command.attempt)
@@ -199,7 +197,8 @@ class PrefillWorker:
             asked_s = time.monotonic()
             reply = await self.peers.attach(peer, grant, renew=False)
         except TandemError as error:
-            self._attach_failed(key, error)
+            # Decode could not be reached, or must not be paired with.
+            self.parts.runner.submit(partial(self.core.fail, key, error))
             return
         if not reply.ok:
             reason, detail = refusal_from_proto(reply.error)
@@ -233,10 +232,6 @@ class PrefillWorker:
             ends_s = asked_s + reply.lease_s
             self.parts.on_transfer(lambda _, e=ends_s: self.driver.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
 
-    def _attach_failed(self, key: AttemptKey, error: TandemError) -> None:
-        """Decode could not be reached, or must not be paired with: the attempt ends with that very error."""
-        self.parts.runner.submit(lambda: self.core.fail(key, error))
-
     async def _connect(self, metadata: bytes) -> PeerId:
         return await asyncio.wrap_future(self.parts.transfer.submit(lambda transport: transport.connect(metadata)))
 
@@ -257,10 +252,7 @@ class PrefillWorker:
     def _peer_lost(self, peer: Peer) -> None:
         def forget(transport: Transport) -> None:
             self.driver.receiver_lost(peer.info.incarnation)
-            try:
-                transport.disconnect(peer.name)
-            except TransportError as error:  # it is gone either way
-                _log.warning("%s", error)
+            transport.disconnect(peer.name)
 
         self.parts.on_transfer(forget)
         self.parts.life.spawn(peer.close())
@@ -291,7 +283,7 @@ class PrefillWorker:
         self, key: AttemptKey, receiver: str, grant_id: str, event: ev.SenderEvent, verified_at_s: float
     ) -> None:
         if not self.driver.has_asked(key, receiver, grant_id):
-            _log.info("%s answers for %.100r of %s, which is over or was never asked", receiver, grant_id, key)
+            _log.info("an answer of %s is ignored: %.100r of %s is over, or nobody asked", receiver, grant_id, key)
             return
         fault_points.reach("prefill.committed")
         if verified_at_s:
@@ -337,7 +329,7 @@ class PrefillWorker:
 
     def closed(self, key: AttemptKey) -> None:
         self.commits.closed(key)
-        self.parts.loop.call_soon_threadsafe(self.forget_target, key)
+        self.parts.loop.call_soon_threadsafe(self._targets.pop, key, None)
         self.parts.runner.submit(lambda: self.core.closed(key))
 
     def replace_self(self, num_quarantined: int) -> None:

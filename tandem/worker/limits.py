@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tandem.core.config import Config, TransportConfig
 from tandem.core.identity import Role
-from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import SchedulerLimits
 
 # A step of this many tokens takes hardly longer than reading the weights does (docs/log/experiments.md, 22).
@@ -23,14 +21,6 @@ _NUM_TO_PAIR = 4
 # GPUs, what DistServe measured (section 3.1).
 _CPU_SATURATING_TOKENS = 32
 _GPU_SATURATING_TOKENS = 512
-
-
-class ModelFacts(Protocol):
-    """What an engine knows of its model."""
-
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +70,6 @@ def scheduler_limits(config: Config, site: Site) -> SchedulerLimits:
         most_paced_tokens=int(_MOST_PACED_ON_CPU * mixed) if site.on_cpu else 0,
         saturating_tokens=scheduling.saturating_tokens or default,
         num_to_pair=num_to_pair(config, site),
-    )
-
-
-def request_limits(engine: ModelFacts, config: Config) -> RequestLimits:
-    """What a model and the configuration make of a request."""
-    return RequestLimits(
-        vocab_size=engine.vocab_size,
-        max_context=engine.max_context,
-        eos=frozenset(engine.eos_token_ids),
-        max_choices=config.limits.max_choices,
-        priority_ageing_s=config.scheduling.priority_ageing_s,
     )
 
 

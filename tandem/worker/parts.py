@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +39,7 @@ from tandem.worker.life import WorkerLife
 from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
+from tandem.worker.request import RequestLimits
 from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
 
@@ -56,7 +57,7 @@ class WorkerPlace:
         num_threads: CPU threads of the engine.
         host: address to listen on, and to tell to others.
         port: TCP port of the gRPC service; 0 takes a free one.
-        core_shares: a file in which the workers of this node share their CPU threads; none: each has its own only.
+        core_shares: a file through which the workers of this node share their CPU threads; `None`: they do not.
     """
 
     worker_id: str
@@ -72,11 +73,11 @@ class WorkerPlace:
 
 @dataclass(slots=True)
 class WorkerParts:
-    """What both roles stand on.
+    """What both roles are built on.
 
     Attributes:
         info: how others know this worker; its address is there once it listens.
-        exits: ends of processes of this host; in the event loop, as `life`'s tasks.
+        exits: tells when a process of this host ends; lives in the event loop.
     """
 
     config: Config
@@ -106,14 +107,26 @@ class WorkerParts:
     def pool(self) -> PagePool:
         return self.scheduler.pool
 
+    @property
+    def request_limits(self) -> RequestLimits:
+        """What a model and the configuration make of a request."""
+        return RequestLimits(
+            vocab_size=self.engine.vocab_size,
+            max_context=self.engine.max_context,
+            eos=frozenset(self.engine.eos_token_ids),
+            max_choices=self.config.limits.max_choices,
+            priority_ageing_s=self.config.scheduling.priority_ageing_s,
+        )
+
     def ask_transfer(self, command: Callable[[Transport], _T]) -> Future[_T]:
-        """Run on the transfer thread, in order; a failure is the worker's as well as the future's. From any thread."""
+        """Run on the transfer thread, in order; from any thread. The future gets a failure, which also ends the
+        worker."""
         future = self.transfer.submit(command)
         self.life.watch(future)
         return future
 
     def on_transfer(self, command: Callable[[Transport], None]) -> Future[None] | None:
-        """As `ask_transfer`, for commands that nobody waits for. `None`: nothing happens, the worker is stopping."""
+        """As `ask_transfer`, for commands that nobody waits for. `None`: nothing happens, since the worker stops."""
         return None if self.life.stopping else self.ask_transfer(command)
 
     def read_status(self) -> pb.WorkerStatus:
@@ -146,7 +159,7 @@ def build_parts(
     on_load: Callable[[], None],
     undo: ExitStack,
 ) -> WorkerParts:
-    """Load the model and make everything that both roles stand on; the transfer thread runs, the runner does not yet.
+    """Load the model and make everything that both roles are built on. The transfer thread runs then, the runner not.
 
     Args:
         on_transfer_event: hears of the transport; on the transfer thread.
@@ -176,7 +189,7 @@ def build_parts(
     transfer = TransferThread(transport, on_transfer_event, life.fail, name=f"kv-{name}", cores=cores)
     undo.callback(transfer.stop)
     transfer.start()
-    layout = _layout_of(engine)
+    layout = LayoutId(weights_sha256=engine.weights_sha256, **asdict(arena.layout))
     metadata = transfer.submit(lambda transport: _register(transport, arena, place.device)).result()
     return WorkerParts(
         config=config,
@@ -226,21 +239,10 @@ def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena)
     return DecodePacing(shares, pages_ahead, config.scheduling.handoff_wait)
 
 
-def _layout_of(engine: Engine) -> LayoutId:
-    layout = engine.arena.layout
-    return LayoutId(
-        weights_sha256=engine.weights_sha256,
-        dtype=layout.dtype,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        page_size=layout.page_size,
-    )
-
 
 def _register(transport: Transport, arena: KVArena, device: str) -> bytes:
     """On the transfer thread; returns how peers reach the arena."""
-    use_own_stream(arena.device)  # whoever sends pages has been told that they are written
+    use_own_stream(arena.device)  # pages are computed before they are sent: no copy need wait for the model
     transport.register(arena.base_address, arena.num_bytes, owner=arena.tensor, device=device)
     return transport.metadata()
 

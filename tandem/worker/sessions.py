@@ -18,20 +18,23 @@ Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event")
 Events = TypeVar("Events")
 
+
 class SessionHandler(Protocol[Command]):
-    """What the worker does with what its routers say. Called in the event loop; must not block."""
+    """What the worker does with its routers' commands. Called in the event loop; must not block."""
 
     def command(self, session: int, command: Command) -> None:
         """A router sent `command`."""
 
     def session_ended(self, session: int) -> None:
-        """A router's stream is over: end everything it had started."""
+        """A router's stream is over: end everything that it had started."""
 
 
 class SessionHub(Generic[Command, Event, Events]):
     """All sessions of one worker.
 
     Args:
+        handler: gets the commands. Its sessions begin once it is complete.
+        loop: the worker's event loop.
         make_events: builds a message of events and a status.
         hello: the first event of every session.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
@@ -41,6 +44,8 @@ class SessionHub(Generic[Command, Event, Events]):
 
     def __init__(
         self,
+        handler: SessionHandler[Command],
+        loop: asyncio.AbstractEventLoop,
         make_events: Callable[[Sequence[Event], pb.WorkerStatus], Events],
         hello: Callable[[], Event],
         read_status: Callable[[], pb.WorkerStatus],
@@ -48,36 +53,29 @@ class SessionHub(Generic[Command, Event, Events]):
         heartbeat_s: float,
         interval_s: float,
     ) -> None:
+        self._handler = handler
+        self._loop = loop
         self._make_events = make_events
         self._hello = hello
         self._read_status = read_status
         self._heartbeat_s = heartbeat_s
         self._interval_s = interval_s
-        self._handler: SessionHandler[Command] | None = None
         self._sessions: dict[int, ServedStream[Events]] = {}
         self._next = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
-
-    def attach(self, handler: SessionHandler[Command], loop: asyncio.AbstractEventLoop) -> None:
-        self._handler = handler
-        self._loop = loop
 
     # -- from other threads
 
     def emit(self, events_by_session: Mapping[int, Sequence[Event]]) -> None:
         """Send events, in order; thread-safe."""
-        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._deliver, events_by_session)
 
     def broadcast(self, events: Sequence[Event]) -> None:
         """Send events to every router; thread-safe."""
-        assert self._loop is not None
         self._loop.call_soon_threadsafe(lambda: self._deliver(dict.fromkeys(self._sessions, events)))
 
     def status_changed(self) -> None:
         """Let routers have the load soon; thread-safe."""
-        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._changed.set)
 
     # -- in the event loop
@@ -104,7 +102,7 @@ class SessionHub(Generic[Command, Event, Events]):
         self._sessions[session.number] = session
         session.put(self._make_events([self._hello()], self._read_status()))
         try:
-            with session.reading(commands, lambda command: self._take(session, command)):
+            with session.reading(commands, lambda command: self._handler.command(session.number, command)):
                 async for message in session.messages():
                     yield message
         finally:
@@ -114,12 +112,7 @@ class SessionHub(Generic[Command, Event, Events]):
         """Tell the handler, once."""
         session.drop()
         if self._sessions.pop(session.number, None) is not None:
-            assert self._handler is not None
             self._handler.session_ended(session.number)
-
-    def _take(self, session: ServedStream[Events], command: Command) -> None:
-        assert self._handler is not None
-        self._handler.command(session.number, command)
 
     async def beat(self) -> None:
         """Send the status when it changed, and as a heartbeat; runs as long as the worker."""

@@ -81,15 +81,15 @@ def make_hub(handler: Handler, *, heartbeat_s: float = 60.0, interval_s: float =
         return Message(list(events), status)
 
     counter = iter(range(1000))
-    hub: SessionHub[str, str, Message] = SessionHub(
+    return SessionHub(
+        handler,
+        asyncio.get_running_loop(),
         make,
         lambda: "hello",
         lambda: pb.WorkerStatus(num_running=next(counter)),
         heartbeat_s=heartbeat_s,
         interval_s=interval_s,
     )
-    hub.attach(handler, asyncio.get_running_loop())
-    return hub
 
 
 async def test_hello_comes_first_and_events_stay_in_order() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import uvloop
@@ -27,12 +28,11 @@ from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
 from tandem.core.errors import InternalError
-from tandem.core.logging import get_logger
 from tandem.core.metrics import RouterMetrics
 from tandem.core.tokenizer import Tokenizer
 from tandem.rpc.guard import RoleGuard
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
@@ -114,9 +114,9 @@ class RouterServer:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._main())
-        except BaseException as error:  # handed to the caller of `start`, or logged
+        except BaseException as error:  # noqa: BLE001 - handed to the caller of `start`, or logged
             if self._started.is_set():
-                log.exception("the router failed")
+                _log.exception("the router failed")
             self._failure = error
         finally:
             self._closed.set()
@@ -145,7 +145,7 @@ class RouterServer:
                 http_url=f"http://{_for_url(self._host)}:{listener.getsockname()[1]}",
                 control_address=f"{self._control_host}:{control_port}",
             )
-            log.info("router listens", http=self._info.http_url, control=self._info.control_address)
+            _log.info("the router listens on %s, its control service on %s", *astuple(self._info))
             self._started.set()
             await self._stop_asked.wait()
             fault_points.reach("router.stop")
@@ -155,7 +155,7 @@ class RouterServer:
             await http_task
             await control.stop(grace=0)
             await context.workers.close()
-        log.info("router closed")
+        _log.info("the router is closed")
 
     def _build(self) -> tuple[RouterContext, ModelCard]:
         config = self._config
@@ -198,12 +198,12 @@ class RouterServer:
 
     async def _shut_down(self, context: RouterContext) -> None:
         under_way = context.open_exchanges
-        log.info("router drains", num_exchanges=under_way.num, at_most_s=self._drain_s)
+        _log.info("the router drains: %d exchanges get at most %g s", under_way.num, self._drain_s)
         try:
             async with asyncio.timeout(self._drain_s):
                 await _drain(context)
         except TimeoutError:
-            log.warning("router closes with requests under way", num_exchanges=under_way.num)
+            _log.warning("the router closes with %d exchanges under way", under_way.num)
             under_way.break_off("the router is shutting down")
             # Long enough for the errors to be written; a client that does not read gets none.
             await asyncio.wait([asyncio.ensure_future(under_way.wait_none())], timeout=_FAREWELL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
@@ -36,9 +37,9 @@ from tandem.core.errors import (
     InvalidRequestError,
     TandemError,
 )
-from tandem.core.logging import bound, get_logger
+from tandem.core.logging import bound
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
 _QUIET_PATHS = ("/health", "/metrics")
@@ -237,14 +238,9 @@ class RequestIds:
                 await self._app(scope, receive, send_with_id)
             finally:
                 # Refusals under overload are counted, not told one by one: that would cost more than they do.
-                level = log.debug if scope["path"] in _QUIET_PATHS or status == 429 else log.info
-                level(
-                    "http",
-                    method=scope["method"],
-                    path=scope["path"],
-                    status=status,
-                    duration_s=round(time.monotonic() - began_s, 6),
-                )
+                level = logging.DEBUG if scope["path"] in _QUIET_PATHS or status == 429 else logging.INFO
+                took_s = time.monotonic() - began_s
+                _log.log(level, "%s %r answered with %d in %.6f s", scope["method"], scope["path"], status, took_s)
 
 
 def _given_id(scope: Scope) -> str | None:

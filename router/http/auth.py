@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 import stat
@@ -24,10 +25,9 @@ from pathlib import Path
 from tandem.core.clock import Clock
 from tandem.core.config import HttpConfig
 from tandem.core.errors import AuthenticationError, ConfigError
-from tandem.core.logging import get_logger
 from tandem.rpc.security import is_loopback
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 KEYS_VARIABLE = "TANDEM_API_KEYS"
 #: Reached without a key: load balancers and container runtimes ask it, and it tells nothing but up or not.
@@ -139,10 +139,10 @@ class ApiKeys:
                 return
             self._from_file = _read(self._file)
         except ConfigError as error:
-            log.error("the file of API keys is unusable; the keys read before hold", error=error.message)
+            _log.error("the API keys read before still hold: %s", error.message)
             return
         self._seen = seen
-        log.info("API keys read anew", num_keys=len(self._from_file))
+        _log.info("%d API keys read anew from %s", len(self._from_file), self._file)
 
 
 def _look(file: Path) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ def _read(file: Path) -> frozenset[bytes]:
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise _unusable(file, f"is open to everybody on its host (mode {stat.S_IMODE(mode):o}); chmod 600 {file}")
     if mode & (stat.S_IRGRP | stat.S_IWGRP):
-        log.warning("the file of API keys is open to its group", file=str(file), mode=f"{stat.S_IMODE(mode):o}")
+        _log.warning("the file of API keys %s is open to its group (mode %o)", file, stat.S_IMODE(mode))
     lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
     digests = _digests((line for line in lines if line), str(file))
     if not digests:

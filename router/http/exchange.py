@@ -6,6 +6,7 @@ Written against raw ASGI: a token passes through here for each frame, so nothing
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,9 +31,8 @@ from router.policy.route import check_placeable
 from router.request.request import Request
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError, TandemError, UnsupportedEncodingError
-from tandem.core.logging import get_logger
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 Parser = Callable[[dict[str, Any], LimitsConfig, PromptBounds], ParsedRequest]
 
@@ -123,8 +123,8 @@ class Exchange:
     def _count_refused(self, error: TandemError) -> None:
         outcome = "invalid" if isinstance(error, InvalidRequestError) else _OUTCOMES.get(error.code, "failed")
         self._context.metrics.requests.labels(outcome).inc()
-        level = log.debug if outcome == "overloaded" else log.info
-        level("request refused", outcome=outcome, code=error.code, error=error.message)
+        level = logging.DEBUG if outcome == "overloaded" else logging.INFO
+        _log.log(level, "request refused as %s: %s (%s)", outcome, error.message, error.code)
 
     # -- answers
 
@@ -174,7 +174,7 @@ class Exchange:
         except asyncio.CancelledError:
             if not has_overflowed:
                 raise
-            log.warning("connection dropped: the client reads too slowly")
+            _log.warning("connection dropped: its client reads too slowly")
             abort()
         finally:
             deltas.on_overflow = lambda: None

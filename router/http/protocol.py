@@ -25,9 +25,8 @@ from uvicorn.server import ServerState
 from router.openai.responses import error_body, error_headers
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, TandemError
-from tandem.core.logging import get_logger
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 #: What a client sends can make uvicorn log warnings without bound; what is ours to know is logged here.
 _UVICORN = logging.getLogger("uvicorn.error.protocol")
@@ -134,7 +133,7 @@ class BoundedProtocol(H11Protocol):
         """What h11 cannot read. Called where its error is being handled."""
         cause = sys.exception()
         hint = getattr(cause, "error_status_hint", 400)
-        log.info("HTTP refused", status=hint, error=str(cause or msg))
+        _log.info("HTTP refused with %d: %s", hint, cause or msg)
         if hint == 431:
             self._refuse_head()
         else:
@@ -187,7 +186,7 @@ class BoundedProtocol(H11Protocol):
         has_begun = what == "body" or bool(self.conn.trailing_data[0])
         timeout_s = self._bounds.body_timeout_s if what == "body" else self._bounds.header_timeout_s
         key = "limits.body_timeout_s" if what == "body" else "limits.header_timeout_s"
-        log.info("HTTP request came too slowly", part=what, timeout_s=timeout_s)
+        _log.info("the %s of a request took longer than %g s (%s): connection closed", what, timeout_s, key)
         if not has_begun:
             self.transport.close()
             return
@@ -195,7 +194,7 @@ class BoundedProtocol(H11Protocol):
 
     def _stalled(self) -> None:
         self._stall = None
-        log.info("connection dropped: the client reads nothing", stalled_s=self._bounds.stalled_s)
+        _log.info("connection dropped: its client read nothing for %g s", self._bounds.stalled_s)
         self._abort()
 
     def _abort(self) -> None:

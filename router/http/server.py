@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import resource
 import socket
 from typing import Any
@@ -13,9 +14,8 @@ from starlette.types import ASGIApp
 
 from router.http.protocol import BoundedProtocol, HttpBounds
 from tandem.core.errors import ConfigError
-from tandem.core.logging import get_logger
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 #: Descriptors that a router needs beside its connections: workers, logs, the model's files.
@@ -51,7 +51,7 @@ def _allow_descriptors(wanted: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
-        log.warning("fewer open files are allowed than limits.max_connections needs", allowed=allowed, wanted=wanted)
+        _log.warning("%d open files are allowed, and limits.max_connections needs %d", allowed, wanted)
 
 
 class HttpServer(uvicorn.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 
 from router.lifecycle.in_flight import InFlightRequest
@@ -29,10 +30,9 @@ from router.workers.session import WorkerSession
 from tandem.core import fault_points
 from tandem.core.errors import DrainingError, IncompatibleError, InternalError, NoWorkerError, TandemError
 from tandem.core.identity import Role, WorkerKey
-from tandem.core.logging import get_logger
 from tandem.core.states import RequestState
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 # How long decode may take to say whether prefill's commit came before prefill's end: some steps of a busy worker.
 _VERDICT_S = 0.5
@@ -100,12 +100,12 @@ class Attempt:
         if self._prefill is not None:
             self._start_prefill(self._prefill)
         fault_points.reach("router.sent")
-        log.debug(
-            "attempt begun",
-            attempt=self._number,
-            prefill=str(self._prefill_key),
-            decode=str(self._decode.key),
-            why=self._route.why.value,
+        _log.debug(
+            "attempt %d begins at prefill %s and decode %s, chosen by %s",
+            self._number,
+            self._prefill_key,
+            self._decode.key,
+            self._route.why,
         )
 
     def _start_prefill(self, prefill: WorkerSession) -> None:
@@ -234,7 +234,7 @@ class Attempt:
 
     def _failed(self, failed: AttemptFailed) -> None:
         if failed.worker == self._prefill_key and self._is_admitted and not self._needs_prefill():
-            log.warning("prefill failed after decode's admission", worker=str(failed.worker), error=str(failed.error))
+            _log.warning("prefill %s failed after decode had admitted the request: %s", failed.worker, failed.error)
             self._let_prefill_go()
             return
         if self._lost is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,10 +28,9 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.core.identity import Role, WorkerKey
-from tandem.core.logging import get_logger
 from tandem.core.states import RequestLife, RequestState
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _WAY = [RequestState.QUEUED, RequestState.PREFILLING, RequestState.HANDOFF, RequestState.DECODING]
 
@@ -181,15 +181,15 @@ class InFlightRequest:
     def begin_anew(self, end: AttemptEnd) -> None:
         """The attempt is over: plan the next one, or raise the error with which the request ends."""
         now_s = self.context.clock.now()
-        log.warning(
-            "attempt over",
-            attempt=self.journal.attempt,
-            fault=end.fault.value,
-            code=end.error.code,
-            error=end.error.message,
-            worker=str(end.worker),
-            state=self.life.state.value,
-            num_tokens=self.journal.num_tokens,
+        _log.warning(
+            "attempt %d ended in state %s after %d tokens: worker %s: %s (%s, %s)",
+            self.journal.attempt,
+            self.life.state.value,
+            self.journal.num_tokens,
+            end.worker,
+            end.error.message,
+            end.fault.value,
+            end.error.code,
         )
         try:
             self.plan = self.recovery.after(end, now_s)
@@ -277,14 +277,15 @@ class InFlightRequest:
                 metrics.disagreements.inc(count)
             else:
                 metrics.dropped_tokens.labels(reason).inc(count)
-        log.info(
-            "request ended",
-            outcome=outcome,
-            attempts=self.journal.attempt,
-            num_prompt_tokens=len(self.request.prompt_ids),
-            num_output_tokens=self.journal.num_tokens,
-            **{f"{phase.value}_s": round(seconds, 6) for phase, seconds in phases.items()},
-            **({"dropped_tokens": dict(dropped)} if dropped else {}),
+        told = [f"{phase.value} {seconds:.6f} s" for phase, seconds in phases.items()]
+        told += [f"{count} tokens dropped ({reason})" for reason, count in dropped.items()]
+        _log.info(
+            "request ended as %s in attempt %d with %d prompt and %d output tokens: %s",
+            outcome,
+            self.journal.attempt,
+            len(self.request.prompt_ids),
+            self.journal.num_tokens,
+            ", ".join(told),
         )
 
     def _leave_queue(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from router.lifecycle.context import RouterContext
@@ -13,9 +14,9 @@ from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, Usage
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.identity import Role
-from tandem.core.logging import bound, get_logger
+from tandem.core.logging import bound
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class PromptGroup:
@@ -71,8 +72,8 @@ class PromptGroup:
                 return await serve_request(request, self._context, self._inboxes[number], emit, on_prompt)
             except TandemError as error:
                 errors.append(error)
-            except Exception:  # the last border: logged here, typed for the client
-                log.exception("unforeseen error")
+            except Exception:  # noqa: BLE001 - the last border: logged here, and typed for the client
+                _log.exception("unforeseen error in a request")
                 errors.append(InternalError("an unforeseen error; the log has it under this request id"))
             finally:
                 admission.end(self._age_s(), request.num_choices)

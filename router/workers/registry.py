@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,14 +15,13 @@ from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
-from tandem.core.logging import get_logger
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1.common_pb2 import WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import WriterSuspected
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
 
@@ -51,12 +51,12 @@ class WorkerRegistry:
     def apply(self, membership: Membership) -> bool:
         """Take over a membership; `False` where it is older than the one that holds."""
         if membership.version < self._version:
-            log.warning("old membership ignored", version=membership.version, current=self._version)
+            _log.warning("membership %d ignored: %d holds already", membership.version, self._version)
             return False
         self._version, self.num_routers = membership.version, max(1, membership.num_routers)
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
         if unknown := len(membership.members) - len(members):
-            log.error("members of unknown roles ignored", num_members=unknown)
+            _log.error("%d members of unknown roles ignored", unknown)
         self._members = {WorkerKey(m.worker_id, m.incarnation): m for m in members}
         for key, member in self._members.items():
             self._apply_member(key, member)
@@ -68,7 +68,7 @@ class WorkerRegistry:
             else:
                 self._sessions[key].retire()
         self._forget_closed()
-        log.info("membership", version=membership.version, members=[_shown(m) for m in members])
+        _log.info("membership %d: %s", membership.version, ", ".join(map(_shown, members)) or "no worker")
         self._tell_watchers()
         return True
 
@@ -159,14 +159,13 @@ class WorkerRegistry:
         """Say which of the connected workers this one cannot serve a request with, and why."""
         others = [s for s in self._sessions.values() if s.state is SessionState.OPEN and s.role != session.role]
         prefill, decode = ([session], others) if session.is_prefill else (others, [session])
-        differing = _mismatches(prefill, decode)
-        if differing:
-            pairs_with_nobody = len(differing) == len(others)
-            log.error(
-                "workers do not pair",
-                worker=str(session.key),
-                pairs_with_nobody=pairs_with_nobody,
-                differences=[d for pair in differing for d in pair["differences"]],
+        if differing := _mismatches(prefill, decode):
+            _log.error(
+                "worker %s pairs with %d of the %d workers of the other pool: %s",
+                session.key,
+                len(others) - len(differing),
+                len(others),
+                "; ".join(difference for pair in differing for difference in pair["differences"]),
             )
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None:
@@ -214,7 +213,7 @@ class WorkerRegistry:
 
     def _writer_suspected(self, message: WriterSuspected) -> None:
         key = WorkerKey(message.writer_worker_id, message.writer_incarnation)
-        log.error("a decode worker suspects a silent writer: it must be killed on its node", writer=str(key))
+        _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)
         self._metrics.writers_suspected.inc()
         member = self._members.get(key)  # none: it has ended, which the decode worker has yet to hear
         if member is not None and ROLE_FROM_PROTO[member.role] is Role.PREFILL:

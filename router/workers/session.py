@@ -10,6 +10,7 @@ that it held is told at once. Reconnecting goes on while the membership lists th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +25,6 @@ from router.request.mailbox import Mailbox
 from router.workers import wire
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.core.identity import Role, WorkerKey
-from tandem.core.logging import get_logger
 from tandem.core.pages import pages_for
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import ROLE_FROM_PROTO
@@ -35,7 +35,7 @@ from tandem.rpc.v1.control_pb2 import Member
 from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
 from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceStub
 
-log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
@@ -239,20 +239,20 @@ class WorkerSession:
                 # connection open as long as a call lives.
                 error = tandem_error.with_traceback(None)
                 error.__context__ = None
-            except Exception as unforeseen:  # a message that we cannot read: this stream is of no more use
-                log.exception("unforeseen error in a worker's stream", worker=str(self.key))
+            except Exception as unforeseen:  # noqa: BLE001 - logged; a message that we cannot read ends the stream
+                _log.exception("unforeseen error in the stream of worker %s", self.key)
                 error = WorkerLostError(f"the stream of worker {self.key} failed: {unforeseen}")
             if self._is_closed():
                 return
             was_open = self.state is SessionState.OPEN
             if was_open:
                 backoff_s = _FIRST_BACKOFF_S
-                log.warning("worker lost", worker=str(self.key), error=str(error), num_held=len(self._held))
+                _log.warning("worker %s lost with %d requests that it held: %s", self.key, len(self._held), error)
                 self._note_death()
                 self._set_state(SessionState.LOST)
             elif error.message != self._why_unreached:
                 self._why_unreached = error.message
-                log.warning("worker not reached; trying on", worker=str(self.key), error=error.message)
+                _log.warning("worker %s not reached, trying again: %s", self.key, error.message)
             self._tell_lost(error)
             if self._is_retired:
                 self.close("the worker left the cluster")
@@ -317,7 +317,7 @@ class WorkerSession:
         self._why_unreached = ""
         self.info = info
         self.kv_format = kv_format(info)
-        log.info("worker connected", worker=str(self.key), address=self.member.address, pid=info.pid)
+        _log.info("worker %s connected at %s as process %d", self.key, self.member.address, info.pid)
         self._set_state(SessionState.OPEN)
 
     def _tell_lost(self, error: TandemError) -> None:
@@ -329,7 +329,7 @@ class WorkerSession:
         """Where the worker begins to drain: who generates there shall go on elsewhere."""
         if was_leaving or not self.is_leaving:
             return
-        log.info("worker leaves", worker=str(self.key), num_held=len(self._held))
+        _log.info("worker %s leaves; it holds %d requests", self.key, len(self._held))
         if not self.is_prefill:
             for holder in list(self._held.values()):
                 holder.mailbox.put(DecodeLeaves(self.key))

@@ -100,9 +100,10 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         keys_of(tmp_path / "none")
 
 
-def test_a_file_open_to_its_group_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys_of(key_file(tmp_path, FIRST, mode=0o640))
-    assert "open to its group" in capsys.readouterr().out
+def test_a_file_open_to_its_group_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = key_file(tmp_path, FIRST, mode=0o640)
+    keys_of(file)
+    assert f"the file of API keys {file} is open to its group (mode 640)" in caplog.text
 
 
 def test_keys_are_exchanged_while_it_runs(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_keys_are_exchanged_while_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "open"])
 def test_a_file_that_breaks_leaves_the_keys_as_they_are(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, clock = key_file(tmp_path, FIRST), VirtualClock()
     keys = keys_of(file, clock=clock)
@@ -132,7 +133,7 @@ def test_a_file_that_breaks_leaves_the_keys_as_they_are(
     for headers in ([], bearer(SECOND)):
         with pytest.raises(AuthenticationError):
             keys.check(headers)
-    assert "the keys read before hold" in capsys.readouterr().out
+    assert f"the API keys read before still hold: http.api_keys_file: {file} " in caplog.text
     key_file(tmp_path, THIRD)
     clock.advance(1.1)
     keys.check(bearer(THIRD))
@@ -240,11 +241,10 @@ def test_a_key_shows_nowhere(
         shown = [client.get(path).text for path in ("/v1/cluster", "/metrics", "/openapi.json", "/v1/models")]
         shown.append(client.post("/v1/completions", content=b"{").text)
         shown.append(client.get("/health", headers={"Authorization": f"Bearer {FIRST}x"}).text)
-    captured = capsys.readouterr()
-    shown += [captured.out, captured.err, caplog.text]
+    shown += [*capsys.readouterr(), caplog.text]
     shown.append(json.dumps(dataclasses.asdict(locked.server._config)))  # what travels to an actor
     shown.append(repr(vars(keys_of(Path(locked.server._config.http.api_keys_file)))))
-    assert "http" in captured.out, "nothing was logged: the test proves nothing"
+    assert "answered with" in caplog.text, "nothing was logged: the test proves nothing"
     assert not [text for text in shown if FIRST in text]
 
 

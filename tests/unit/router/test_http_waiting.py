@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from router_fakes import FakeDecode
@@ -112,10 +111,11 @@ def test_a_router_that_leaves_ends_the_wait(patient: Site) -> None:
     assert under_way.result().json()["error"]["code"] == "draining"
 
 
-def test_workers_on_another_transport_do_not_pair(make_site: MakeSite, caplog: Any) -> None:
+def test_workers_on_another_transport_do_not_pair(make_site: MakeSite, caplog: pytest.LogCaptureFixture) -> None:
     site = make_site(with_workers=False)
     site.decode.info.transport = "nccl"
     site.add(site.prefill, site.decode)
     site.wait_ready(503)
     expected = "transport: prefill-0/1 has 'loopback', decode-0/1 has 'nccl'"
     assert [entry["differences"] for entry in cluster(site)["incompatible"]] == [[expected]]
+    assert f"pairs with 0 of the 1 workers of the other pool: {expected}" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -65,8 +66,12 @@ def test_ready_serve_and_drain_on_sigterm(started: tuple[subprocess.Popen[str], 
     assert process.wait(10) == 0
     logged = [json.loads(line) for line in process.communicate()[1].splitlines() if line.startswith("{")]
     of_request = [line for line in logged if line.get("request_id") == "r-7"]
-    assert {line["event"] for line in of_request} >= {"request ended", "http"}
+    told = "\n".join(line["event"] for line in of_request)
+    ended = r"request ended as finished in attempt 1 with \d+ prompt and 6 output tokens: queued [\d.]+ s, prefilling"
+    assert re.search(ended, told)
+    assert re.search(r"POST ./v1/completions. answered with 200 in [0-9.]+ s", told)
     assert all(line["process"] == "router" for line in logged)
+    assert all({"level", "logger", "timestamp"} <= line.keys() for line in logged)
     pool.close()
 
 

@@ -104,7 +104,7 @@ def test_what_a_handoff_took_is_measured() -> None:
 
 
 async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.workers.session._MAX_BACKOFF_S", 0.05)
     with socket.socket() as closed:
@@ -113,12 +113,13 @@ async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
         registry.apply(membership(1, f"127.0.0.1:{closed.getsockname()[1]}"))
         (session,) = registry.sessions()
         await tries(session, 5)
-        assert capsys.readouterr().out.count("worker not reached") == 1
+        assert caplog.text.count("worker prefill-0/1 not reached") == 1
+        caplog.clear()
         other = await asyncio.to_thread(FakePrefill, "prefill-9")
         try:
             session.member = membership(2, other.info.address).members[0]
             await tries(session, 5)
-            told = [line for line in capsys.readouterr().out.splitlines() if "worker not reached" in line]
+            told = [line for line in caplog.messages if "worker prefill-0/1 not reached" in line]
             assert len(told) == 1
             assert "answers as prefill-9/1" in told[0]
         finally:

@@ -1,8 +1,8 @@
-"""The router's control service: the supervisor pushes the membership, asks it to drain and whether it lives."""
+"""The router's control service: the supervisor pushes the membership, asks for the status, lets it drain or stop."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,17 +11,7 @@ from router.lifecycle.context import RouterContext
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.guard import RoleGuard
-from tandem.rpc.v1.control_pb2 import (
-    DrainRouterReply,
-    DrainRouterRequest,
-    Membership,
-    MembershipReply,
-    RouterStatusReply,
-    RouterStatusRequest,
-    StopRouterReply,
-    StopRouterRequest,
-    SuspectedWriter,
-)
+from tandem.rpc.v1 import control_pb2 as pb
 from tandem.rpc.v1.control_pb2_grpc import RouterControlServicer, add_RouterControlServicer_to_server
 
 
@@ -29,35 +19,32 @@ class RouterControl(RouterControlServicer):
     """`tandem.v1.RouterControl` on the router's loop.
 
     Args:
-        stop: begins the end of the router; called with the seconds that requests under way get.
+        stop: begins to stop the router; called with the seconds that requests under way get.
     """
 
-    def __init__(
-        self, context: RouterContext, drain: Callable[[], Awaitable[None]], stop: Callable[[float], None]
-    ) -> None:
+    def __init__(self, context: RouterContext, stop: Callable[[float], None]) -> None:
         self._context = context
-        self._drain = drain
         self._stop = stop
 
-    async def SetMembership(self, request: Membership, _: Any) -> MembershipReply:
+    async def SetMembership(self, request: pb.Membership, _: Any) -> pb.MembershipReply:
         self._context.workers.apply(request)
-        return MembershipReply()
+        return pb.MembershipReply()
 
-    async def DrainRouter(self, _request: DrainRouterRequest, _: Any) -> DrainRouterReply:
-        await self._drain()
-        return DrainRouterReply()
+    async def DrainRouter(self, _request: pb.DrainRouterRequest, _: Any) -> pb.DrainRouterReply:
+        await self._context.drain()
+        return pb.DrainRouterReply()
 
-    async def StopRouter(self, request: StopRouterRequest, _: Any) -> StopRouterReply:
+    async def StopRouter(self, request: pb.StopRouterRequest, _: Any) -> pb.StopRouterReply:
         self._stop(request.drain_s)
-        return StopRouterReply()
+        return pb.StopRouterReply()
 
-    async def RouterStatus(self, _request: RouterStatusRequest, _: Any) -> RouterStatusReply:
-        """Answered on the loop that serves clients: where it stands still, so does this."""
+    async def RouterStatus(self, _request: pb.RouterStatusRequest, _: Any) -> pb.RouterStatusReply:
+        """Answered on the loop that serves clients: if that stands still, so does this."""
         context = self._context
-        return RouterStatusReply(
+        return pb.RouterStatusReply(
             num_under_way=context.open_exchanges.num,
             num_waiting=context.admission.num_waiting,
-            suspected_writers=[SuspectedWriter(**key._asdict()) for key in sorted(context.workers.suspected)],
+            suspected_writers=[pb.SuspectedWriter(**key._asdict()) for key in sorted(context.workers.suspected)],
             errors=context.errors.to_wire(),
         )
 

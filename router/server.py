@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -13,21 +14,16 @@ import uvloop
 from router.control import RouterControl, serve_control
 from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
-from router.http.protocol import HttpBounds
 from router.http.server import HttpServer, listen
 from router.lifecycle.context import RouterContext
-from router.lifecycle.migration_slots import MigrationSlots
-from router.lifecycle.open_exchanges import OpenExchanges
-from router.lifecycle.request_errors import RequestErrors
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
-from router.workers.gauges import BudgetGauges, DeniedCalls, WorkerGauges
+from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
 from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
-from tandem.core.errors import InternalError
 from tandem.core.metrics import RouterMetrics
 from tandem.core.tokenizer import Tokenizer
 from tandem.rpc.guard import RoleGuard
@@ -48,7 +44,11 @@ class RouterInfo:
 
 
 class RouterServer:
-    """One router. `start` and `stop` may be called from any thread; signals are left to the caller."""
+    """One router. `start` and `stop` may be called from any thread; signals are left to the caller.
+
+    Attributes:
+        has_failed: whether an error ended it.
+    """
 
     def __init__(
         self,
@@ -61,20 +61,18 @@ class RouterServer:
         control_host: str = "127.0.0.1",
         key_digests: frozenset[bytes] = frozenset(),
     ) -> None:
-        """Ports of 0 are chosen by the system. `key_digests`: of API keys that hold beside those of the file."""
+        """The system chooses ports that are 0. `key_digests`: of API keys that hold beside those of the file."""
+        self.has_failed = False
         self._config = config
         self._model_dir = model_dir
         self._host, self._http_port = host, http_port
         self._control_host, self._control_port = control_host, control_port
         self._key_digests = key_digests
-        self._started = threading.Event()
+        self._listens: Future[RouterInfo] = Future()
         self._closed = threading.Event()
-        self._info: RouterInfo | None = None
-        self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop_asked: asyncio.Event | None = None
+        self._stop_asked = asyncio.Event()
         self._drain_s = _DRAIN_S
-        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
 
     # -- from any thread
 
@@ -85,13 +83,8 @@ class RouterServer:
             ConfigError: a port is taken, the API keys are unusable, or there are none beyond loopback.
             ModelLoadError: the tokenizer or the model's configuration cannot be read.
         """
-        self._thread.start()
-        self._started.wait()
-        if self._failure is not None:
-            raise self._failure
-        if self._info is None:
-            raise InternalError("the router ended before it listened")
-        return self._info
+        threading.Thread(target=self._run, name="router", daemon=True).start()
+        return self._listens.result()
 
     def stop(self, drain_s: float = _DRAIN_S) -> None:
         """Refuse new requests, let those under way end for at most `drain_s` seconds, then close. Blocks."""
@@ -103,50 +96,43 @@ class RouterServer:
         """Wait until everything has ended; `False` when `timeout_s` passed first."""
         return self._closed.wait(timeout_s)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error ended it."""
-        return self._failure is not None
-
     # -- on the router's thread
 
     def _run(self) -> None:
+        failure: BaseException | None = None
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._main())
         except BaseException as error:  # noqa: BLE001 - handed to the caller of `start`, or logged
-            if self._started.is_set():
+            failure = error
+            if self._listens.done():
                 _log.exception("the router failed")
-            self._failure = error
-        finally:
-            self._closed.set()
-            self._started.set()
+        self.has_failed = failure is not None
+        self._closed.set()
+        if failure is not None and not self._listens.done():
+            self._listens.set_exception(failure)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stop_asked = asyncio.Event()
-        check_exposure(self._config.http, self._host, self._key_digests)
-        keys = ApiKeys(self._config.http, self._key_digests, MonotonicClock())
-        context, card = self._build()
+        config = self._config
+        check_exposure(config.http, self._host, self._key_digests)
+        keys = ApiKeys(config.http, self._key_digests, MonotonicClock())
         guard = RoleGuard()
-        context.metrics.registry.register(DeniedCalls(guard))
+        context = self._context(guard)
+        card = ModelCard.from_dir(self._model_dir, config, context.tokenizer)
         listener = listen(self._host, self._http_port)
         control, control_port = await serve_control(
-            RouterControl(context, lambda: _drain(context), self._begin_stop),
-            guard,
-            self._control_host,
-            self._control_port,
+            RouterControl(context, self._begin_stop), guard, self._control_host, self._control_port
         )
-        http = HttpServer(create_app(context, card, keys), HttpBounds.of(self._config.limits))
+        http = HttpServer(create_app(context, card, keys), config.limits)
         http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
         try:
-            await http.is_up.wait()
-            self._info = RouterInfo(
+            info = RouterInfo(
                 http_url=f"http://{_for_url(self._host)}:{listener.getsockname()[1]}",
                 control_address=f"{self._control_host}:{control_port}",
             )
-            _log.info("the router listens on %s, its control service on %s", *astuple(self._info))
-            self._started.set()
+            _log.info("the router listens on %s, its control service on %s", *astuple(info))
+            self._listens.set_result(info)
             await self._stop_asked.wait()
             fault_points.reach("router.stop")
             await self._shut_down(context)
@@ -157,11 +143,8 @@ class RouterServer:
             await context.workers.close()
         _log.info("the router is closed")
 
-    def _build(self) -> tuple[RouterContext, ModelCard]:
-        config = self._config
-        tokenizer = Tokenizer.from_dir(self._model_dir)
-        card = ModelCard.from_dir(self._model_dir, config, tokenizer)
-        clock, metrics = MonotonicClock(), RouterMetrics()
+    def _context(self, guard: RoleGuard) -> RouterContext:
+        config, clock, metrics = self._config, MonotonicClock(), RouterMetrics()
         scheduling = config.scheduling
         workers = WorkerRegistry(lease_s=config.transport.lease_s, metrics=metrics)
 
@@ -172,27 +155,14 @@ class RouterServer:
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places)
         workers.on_change = admission.look_at_places
-        metrics.registry.register(WorkerGauges(workers.sessions, lambda: admission.num_waiting))
-        # One full worker's death must not spend it.
-        burst = max(_MIN_RETRY_BURST, config.scheduling.max_num_seqs)
+        # The death of one full worker must not spend it.
+        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, lambda: workers.num_routers)
-        metrics.registry.register(BudgetGauges(budget))
-        context = RouterContext(
-            config=config,
-            clock=clock,
-            workers=workers,
-            admission=admission,
-            metrics=metrics,
-            tokenizer=tokenizer,
-            open_exchanges=OpenExchanges(),
-            budget=budget,
-            migrations=MigrationSlots(),
-            errors=RequestErrors(),
-        )
-        return context, card
+        metrics.registry.register(RouterGauges(workers, admission, budget, guard))
+        tokenizer = Tokenizer.from_dir(self._model_dir)
+        return RouterContext(config, clock, workers, admission, metrics, tokenizer, budget)
 
     def _begin_stop(self, drain_s: float) -> None:
-        assert self._stop_asked is not None
         self._drain_s = drain_s
         self._stop_asked.set()
 
@@ -201,18 +171,12 @@ class RouterServer:
         _log.info("the router drains: %d exchanges get at most %g s", under_way.num, self._drain_s)
         try:
             async with asyncio.timeout(self._drain_s):
-                await _drain(context)
+                await context.drain()
         except TimeoutError:
             _log.warning("the router closes with %d exchanges under way", under_way.num)
             under_way.break_off("the router is shutting down")
             # Long enough for the errors to be written; a client that does not read gets none.
             await asyncio.wait([asyncio.ensure_future(under_way.wait_none())], timeout=_FAREWELL_S)
-
-
-async def _drain(context: RouterContext) -> None:
-    """Take no new requests; return when those under way have ended."""
-    context.admission.is_draining = True
-    await context.open_exchanges.wait_none()
 
 
 def _for_url(host: str) -> str:

@@ -6,8 +6,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.auth import OPEN_PATHS, ApiKeys
 from router.http.bodies import Bodies
-from router.http.exchange import Exchange, Parser, send_error
+from router.http.exchange import Exchange, send_error
 from router.http.welcome import endpoints, facts, page
 from router.lifecycle.context import RouterContext
 from router.lifecycle.request_errors import RequestErrors
@@ -30,18 +30,14 @@ from router.openai.responses import error_body, error_headers
 from router.openai.schema import parse_chat, parse_completion
 from router.policy.route import check_ready
 from tandem.core import metrics
-from tandem.core.errors import (
-    AuthenticationError,
-    DrainingError,
-    InternalError,
-    InvalidRequestError,
-    TandemError,
-)
+from tandem.core.errors import AuthenticationError, DrainingError, InternalError, InvalidRequestError, TandemError
 from tandem.core.logging import bound
 
 _log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
+#: HEAD is GET whose body the server leaves out.
+_READ = ["GET", "HEAD"]
 _QUIET_PATHS = ("/health", "/metrics")
 #: What a page may read of an answer beside what browsers show it anyway.
 _EXPOSED_HEADERS = (
@@ -52,66 +48,53 @@ _EXPOSED_HEADERS = (
     "tandem-prompt-computed-by",
 )
 
-_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Coroutine[Any, Any, Response]])
-
 
 def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys) -> ASGIApp:
     """The ASGI application of one router; `keys` guard every route but `/health`."""
     app = FastAPI(title="Tandem", openapi_url=None)
-    _add_welcome(app, context, card, keys)
-    _add_model_routes(app, card)
-    _add_cluster_routes(app, context, card)
+    _add_get_routes(app, context, card, keys)
     bodies = Bodies(context.config.limits.max_body_bytes)
-    _add_post(app, "/v1/completions", Exchange(context, card, parse_completion, bodies))
-    _add_post(app, "/v1/chat/completions", Exchange(context, card, parse_chat, bodies))
+    for path, parser in (("/v1/completions", parse_completion), ("/v1/chat/completions", parse_chat)):
+        # A raw ASGI route: the exchange reads and writes by itself.
+        app.router.routes.append(Route(path, Exchange(context, card, parser, bodies), methods=["POST"]))
     app.state.errors = context.errors
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
-    return RequestIds(_with_cors(ApiKeyGate(app, keys, context.errors), context.config.http.cors_origins))
+    guarded = _with_keys(app, keys, context.errors)
+    return _with_request_ids(_with_cors(guarded, context.config.http.cors_origins))
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Lets pages of these origins call it. Outside the gate: a browser's preflight carries no key."""
+    """Lets pages of these origins call it. Outside the check of keys: a browser's preflight carries none."""
     if not origins:
         return app
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "HEAD", "POST"],
+        allow_methods=[*_READ, "POST"],
         allow_headers=["*"],
         expose_headers=_EXPOSED_HEADERS,
     )
 
 
-def _add_get(app: FastAPI, path: str) -> Callable[[_Endpoint], _Endpoint]:
-    """HEAD is GET whose body the server leaves out."""
-    return app.api_route(path, methods=["GET", "HEAD"])
+def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys: ApiKeys) -> None:
+    has_metrics = context.config.metrics.enabled
+    served, described = endpoints(has_metrics=has_metrics), document(context.config, card)
 
-
-def _add_welcome(app: FastAPI, context: RouterContext, card: ModelCard, keys: ApiKeys) -> None:
-    served = endpoints(has_metrics=context.config.metrics.enabled)
-
-    @_add_get(app, "/")
+    @app.api_route("/", methods=_READ)
     async def welcome(request: Request) -> Response:
         if "application/json" in request.headers.get("accept", ""):
             return _json(facts(card, served))
         url = str(request.base_url).rstrip("/")
         return PlainTextResponse(page(card, served, url, needs_key=keys.are_required))
 
-
-def _add_post(app: FastAPI, path: str, exchange: Exchange) -> None:
-    """A raw ASGI route: the exchange reads and writes by itself."""
-    app.router.routes.append(Route(path, exchange, methods=["POST"]))
-
-
-def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
-    @_add_get(app, "/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
         return _json({"object": "list", "data": card.listing()})
 
-    @_add_get(app, "/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(request: Request) -> Response:
         # Not as the route found it: its pattern leaves out a newline at the end.
         name = request.scope["path"].removeprefix("/v1/models/").rstrip("/")
@@ -120,28 +103,24 @@ def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
         card.check_name(name)
         return _json(card.entry(name))
 
-
-def _add_cluster_routes(app: FastAPI, context: RouterContext, card: ModelCard) -> None:
-    @_add_get(app, "/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         if context.admission.is_draining:
             raise DrainingError("the router is shutting down")
         check_ready(context.workers.snapshot())
         return _json({"status": "ok"})
 
-    @_add_get(app, "/v1/cluster")
+    @app.api_route("/v1/cluster", methods=_READ)
     async def cluster() -> Response:
         return _json(context.workers.describe(card.own_name))
 
-    described = document(context.config, card)
-
-    @_add_get(app, "/openapi.json")
+    @app.api_route("/openapi.json", methods=_READ)
     async def openapi() -> Response:
         return _json(described)
 
-    if context.config.metrics.enabled:
+    if has_metrics:
 
-        @_add_get(app, "/metrics")
+        @app.api_route("/metrics", methods=_READ)
         async def exposition() -> Response:
             return Response(context.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
 
@@ -152,10 +131,6 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 async def _tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
-    return _error_response(request, error)
-
-
-def _error_response(request: Request, error: TandemError) -> Response:
     request_id = request.scope["state"]["request_id"]
     if request.url.path not in _QUIET_PATHS:
         request.app.state.errors.add(error, request_id)
@@ -166,9 +141,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked = f"{request.method} {shown(request.url.path)}"
     if error.status_code == 404:
-        return _error_response(request, NotServedError(f"{asked} is not served here; GET / says what is"))
+        return await _tandem_error(request, NotServedError(f"{asked} is not served here; GET / says what is"))
     allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-    answer = _error_response(request, MethodNotAllowedError(f"{asked} is not possible; allowed here: {allowed}"))
+    answer = await _tandem_error(request, MethodNotAllowedError(f"{asked} is not possible; allowed here: {allowed}"))
     answer.headers["allow"] = allowed
     return answer
 
@@ -190,40 +165,30 @@ class MethodNotAllowedError(InvalidRequestError):
 async def _unforeseen(request: Request, _: Exception) -> Response:
     """The server logs the error itself; the client gets its id to ask about."""
     request_id = request.scope["state"]["request_id"]
-    return _error_response(request, InternalError(f"an unforeseen error; the log has it under {request_id}"))
+    return await _tandem_error(request, InternalError(f"an unforeseen error; the log has it under {request_id}"))
 
 
-class ApiKeyGate:
+def _with_keys(app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> ASGIApp:
     """Lets pass what carries a key that holds, and what needs none."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> None:
-        self._app = app
-        self._keys = keys
-        self._errors = errors
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+    async def gate(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in OPEN_PATHS:
             try:
-                self._keys.check(scope["headers"])
+                keys.check(scope["headers"])
             except AuthenticationError as error:
-                self._errors.add(error, scope["state"]["request_id"])
-                await send_error(send, error, scope["state"]["request_id"])
+                await send_error(send, error, scope["state"]["request_id"], errors)
                 return
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return gate
 
 
-class RequestIds:
+def _with_request_ids(app: ASGIApp) -> ASGIApp:
     """Takes or makes `X-Request-Id`, puts it on every log line and into the answer, and logs each exchange."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _given_id(scope) or secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope["state"]["request_id"] = request_id
         began_s, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -235,20 +200,19 @@ class RequestIds:
 
         with bound(request_id=request_id):
             try:
-                await self._app(scope, receive, send_with_id)
+                await app(scope, receive, send_with_id)
             finally:
-                # Refusals under overload are counted, not told one by one: that would cost more than they do.
+                # Under overload a line for each refusal would cost more than the refusal: they are only counted.
                 level = logging.DEBUG if scope["path"] in _QUIET_PATHS or status == 429 else logging.INFO
                 took_s = time.monotonic() - began_s
                 _log.log(level, "%s %r answered with %d in %.6f s", scope["method"], scope["path"], status, took_s)
 
+    return identified
+
 
 def _given_id(scope: Scope) -> str | None:
-    """The client's id; one that could not be a header or a log field is replaced."""
+    """The client's id, unless it could not be a header or stand in a log."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return str(value.decode())
     return None
-
-
-__all__ = ["Parser", "RequestIds", "create_app"]

@@ -1,14 +1,13 @@
 """Who may use the HTTP face: API keys, as OpenAI's clients send them.
 
-Keys come from a file (`http.api_keys_file`, one a line, `#` at the beginning or after a space
-starts a comment) and from `TANDEM_API_KEYS` (with commas
-between). Only their SHA-256 digests are kept, so a key stands in no log, no `/v1/cluster` and no traceback; digests
-have one length and are compared in constant time, all of them at every request.
+Keys come from a file (`http.api_keys_file`: one a line; a `#` at the beginning or after a space starts a comment) and
+from `TANDEM_API_KEYS` (with commas between). Only their SHA-256 digests are kept, so a key stands in no log, no
+`/v1/cluster` and no traceback. Digests have one length; each request is compared with all of them in constant time.
 
-The file's path travels to the router, never its content: the file is read in the router's process. One that changes is
-read again within a second, so keys are exchanged without a restart; one that has become unusable leaves the keys that
-hold as they are, and the log says so. The variable is read by whoever starts the router, which gets the digests: in a
-joined Ray the router's own environment is that of Ray, not of `tandem serve`.
+The file's path travels to the router, never its content: the router's process reads the file. It reads a changed file
+again within a second, so keys are exchanged without a restart. Where the file has become unusable, the keys that were
+read before still hold, and the log says so. The variable is read by whoever starts the router, which gets the digests:
+in a joined Ray the router's own environment is that of Ray, not of `tandem serve`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def digests_of_variable(environment: Mapping[str, str]) -> frozenset[bytes]:
 
 
 def check_exposure(http: HttpConfig, host: str, digests: Set[bytes]) -> None:
-    """Whether a router that gets `digests` may listen on `host`: beyond loopback only with keys, or when told so.
+    """Beyond loopback a router listens only with keys (`digests`, or a file), or where `http.allow_anonymous` is set.
 
     Raises:
         ConfigError: it would serve anybody; names the remedies.
@@ -72,13 +71,13 @@ def check_exposure(http: HttpConfig, host: str, digests: Set[bytes]) -> None:
 
 
 def check_not_lost(http: HttpConfig, digests: Set[bytes], environment: Mapping[str, str]) -> None:
-    """Whoever set the variable for Ray alone wants keys, and a router that was given none would serve without.
+    """Whoever set the variable, if only for Ray, wants keys: a router that was given none must not serve.
 
     Args:
         environment: the router's own, which is Ray's.
 
     Raises:
-        ConfigError: that is so.
+        ConfigError: the variable is set for Ray alone.
     """
     if not digests and not http.api_keys_file and digests_of_variable(environment):
         raise ConfigError(
@@ -109,7 +108,7 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether there are keys, and so every request needs one."""
+        """Whether there are keys; if so, every request needs one."""
         return bool(self._given or self._file is not None)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:

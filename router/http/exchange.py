@@ -1,4 +1,4 @@
-"""One exchange with a client: the body in, the answer out, and an eye on whether the client is still there.
+"""One exchange with a client: the body in, the answer out, and whether the client is still there.
 
 Written against raw ASGI: a token passes through here for each frame, so nothing is validated or copied twice.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from router.http.protocol import ABORT
 from router.lifecycle.context import RouterContext
 from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.prompt_group import PromptGroup
+from router.lifecycle.request_errors import RequestErrors
+from router.lifecycle.serve import outcome_of
 from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
 from router.openai.refusal import shown
@@ -30,7 +33,7 @@ from router.openai.tokenize import requests_from
 from router.policy.route import check_placeable
 from router.request.request import Request
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import InvalidRequestError, TandemError, UnsupportedEncodingError
+from tandem.core.errors import TandemError, UnsupportedEncodingError
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +41,10 @@ Parser = Callable[[dict[str, Any], LimitsConfig, PromptBounds], ParsedRequest]
 
 _MAX_HEADER_CHARS = 1000
 _MAX_NAMED_ROLES = 8
-_OUTCOMES = {"overloaded": "overloaded", "no_worker": "no_worker", "draining": "no_worker"}
 
 
 class Exchange:
-    """Serves one POST of either endpoint."""
+    """Serves the POSTs of one endpoint."""
 
     def __init__(self, context: RouterContext, card: ModelCard, parser: Parser, bodies: Bodies) -> None:
         self._context = context
@@ -54,7 +56,7 @@ class Exchange:
         arrived_s = self._context.clock.now()
         request_id: str = scope["state"]["request_id"]
         try:
-            # First what costs least: under overload most requests end here, their bodies unread.
+            # The cheapest check first: under overload most requests end here, their bodies unread.
             self._context.admission.check()
             http = HttpRequest(scope, receive)
             _check_encoding(http)
@@ -65,14 +67,14 @@ class Exchange:
             return
         except TandemError as error:
             self._count_refused(error)
-            await self._send_error(send, error, request_id)
+            await send_error(send, error, request_id, self._context.errors)
             return
         answer = Answer(
             parsed,
             group.requests,
             self._context.tokenizer,
             request_id=request_id,
-            created=self._card.created_now(),
+            created=int(time.time()),
         )
         headers = _ignored_header(parsed)
         with self._context.open_exchanges.entered(group.break_off):
@@ -121,16 +123,12 @@ class Exchange:
         return PromptGroup(requests, context, DeltaBuffer(max_tokens))
 
     def _count_refused(self, error: TandemError) -> None:
-        outcome = "invalid" if isinstance(error, InvalidRequestError) else _OUTCOMES.get(error.code, "failed")
+        outcome = outcome_of(error)
         self._context.metrics.requests.labels(outcome).inc()
         level = logging.DEBUG if outcome == "overloaded" else logging.INFO
         _log.log(level, "request refused as %s: %s (%s)", outcome, error.message, error.code)
 
     # -- answers
-
-    async def _send_error(self, send: Send, error: TandemError, request_id: str) -> None:
-        self._context.errors.add(error, request_id)
-        await send_error(send, error, request_id)
 
     async def _whole(self, send: Send, group: PromptGroup, answer: Answer, headers: Mapping[str, str]) -> None:
         deltas = group.deltas
@@ -138,28 +136,21 @@ class Exchange:
             for prompt, delta in items:
                 answer.gather(prompt, delta)
         if deltas.error is not None:
-            await self._send_error(send, deltas.error, answer.request_id)
+            await send_error(send, deltas.error, answer.request_id, self._context.errors)
             return
         await send_body(send, 200, answer.body(group.usages), {**headers, **_prompt_header(group)})
 
     async def _stream(
         self, send: Send, group: PromptGroup, answer: Answer, headers: Mapping[str, str], abort: Callable[[], object]
     ) -> None:
-        """Frame by frame. Who reads too slowly is cut off by `abort`: a close would wait until the rest is read."""
+        """Frame by frame. `abort` cuts off a client that reads too slowly; a close would wait until it has read on."""
         deltas, writer = group.deltas, asyncio.current_task()
+        assert writer is not None
         items = await deltas.take()
-        if not items and deltas.error is not None:  # nothing was promised yet: a plain error is possible
-            await self._send_error(send, deltas.error, answer.request_id)
+        if not items and deltas.error is not None:  # nothing was sent yet: a plain error is possible
+            await send_error(send, deltas.error, answer.request_id, self._context.errors)
             return
-        has_overflowed = False
-
-        def overflow() -> None:
-            nonlocal has_overflowed
-            has_overflowed = True
-            if writer is not None:
-                writer.cancel()
-
-        deltas.on_overflow = overflow
+        deltas.on_overflow = writer.cancel
         try:
             headers = {**headers, **_prompt_header(group), **_STREAM_HEADERS}
             await send(_start(200, "text/event-stream; charset=utf-8", headers))
@@ -172,7 +163,7 @@ class Exchange:
             else:
                 await send(_body(answer.usage_frame(group.usages) + DONE_FRAME, more=False))
         except asyncio.CancelledError:
-            if not has_overflowed:
+            if not deltas.has_overflowed:
                 raise
             _log.warning("connection dropped: its client reads too slowly")
             abort()
@@ -184,7 +175,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def _check_encoding(http: HttpRequest) -> None:
-    """A compressed body would be bounded by what it was, not by what it becomes: none is taken."""
+    """Refuse a compressed body: its bound would hold for what was sent, not for what it becomes."""
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise UnsupportedEncodingError(
@@ -193,14 +184,14 @@ def _check_encoding(http: HttpRequest) -> None:
 
 
 async def _watch_client(receive: Receive, group: PromptGroup) -> None:
-    """Ends with the client's connection, or when the exchange cancels it."""
+    """Tell the group when the client goes away. The exchange cancels this at its end."""
     while (await receive())["type"] != "http.disconnect":
         pass
     group.client_gone("the client went away")
 
 
 def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
-    """Names come from the client: only printable ASCII goes into a header."""
+    """The client chose the names: only printable ASCII goes into a header."""
     if not parsed.ignored_fields:
         return {}
     names = ", ".join(parsed.ignored_fields)[:_MAX_HEADER_CHARS]
@@ -208,15 +199,16 @@ def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
 
 
 def _prompt_header(group: PromptGroup) -> dict[str, str]:
-    """The role that computes each prompt, as far as is known when the answer begins; of many prompts how often each."""
+    """The role that computes each prompt, if known when the answer begins; for many prompts, how many each role has."""
     roles = [role or "unknown" for role in group.prompts_at]
     if len(roles) > _MAX_NAMED_ROLES:
         roles = [f"{role} {count}" for role, count in sorted(Counter(roles).items())]
     return {"tandem-prompt-computed-by": ", ".join(roles)}
 
 
-async def send_error(send: Send, error: TandemError, request_id: str) -> None:
-    """Answer with `error`."""
+async def send_error(send: Send, error: TandemError, request_id: str, errors: RequestErrors) -> None:
+    """Answer with `error`, and count it."""
+    errors.add(error, request_id)
     await send_body(send, error.http_status, orjson.dumps(error_body(error, request_id)), error_headers(error))
 
 

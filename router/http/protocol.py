@@ -3,7 +3,7 @@
     accepted ──first byte──> head ──complete──> body ──complete──> answer ──> idle ──first byte──> head …
        └── header_timeout_s ──┘      └ body_timeout_s ┘    └ reads nothing: stalled_s ┘ └ keep-alive ┘
 
-Each arrow has one timer, so a client that sends a byte now and then gains nothing. Where HTTP still allows an answer
+Each arrow has one timer, so a client that sends a byte now and then gains no time. Where HTTP still allows an answer
 the client gets a typed one (408, 431, 400), then the connection is closed; else it is only closed.
 """
 
@@ -13,7 +13,6 @@ import asyncio
 import logging
 import secrets
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -28,41 +27,23 @@ from tandem.core.errors import InvalidRequestError, OverloadedError, RequestTime
 
 _log = logging.getLogger(__name__)
 
-#: What a client sends can make uvicorn log warnings without bound; what is ours to know is logged here.
+#: A client could make uvicorn log any number of warnings. What we need to know is logged here.
 _UVICORN = logging.getLogger("uvicorn.error.protocol")
 _UVICORN.setLevel(logging.ERROR)
 
 _LAST_LOOK_S = 0.01
+MAX_HEAD_BYTES = 16 << 10
 
 #: In `scope["state"]`: a function that cuts the connection off at once, with what waits to be written.
 ABORT = "abort_connection"
 
 
-@dataclass(frozen=True)
-class HttpBounds:
-    """What one connection may take; seconds and bytes."""
-
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    keep_alive_s: float = 75.0
-    stalled_s: float = 60.0  # an answer of which the client reads nothing
-    max_head_bytes: int = 16 << 10
-    max_body_bytes: int = 8 << 20
-    max_connections: int = 4096
-
-    @classmethod
-    def of(cls, limits: LimitsConfig) -> HttpBounds:
-        """The configured ones."""
-        return cls(
-            header_timeout_s=limits.header_timeout_s,
-            body_timeout_s=limits.body_timeout_s,
-            max_body_bytes=limits.max_body_bytes,
-            max_connections=limits.max_connections,
-        )
-
-
 class BoundedProtocol(H11Protocol):
-    """One connection. The timers follow h11's word on what the client still owes."""
+    """One connection. h11 says what the client still owes, and the timers follow that.
+
+    Args:
+        stalled_s: how long a client may read nothing of its answer.
+    """
 
     def __init__(
         self,
@@ -71,12 +52,14 @@ class BoundedProtocol(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        bounds: HttpBounds,
+        limits: LimitsConfig,
+        stalled_s: float,
     ) -> None:
         super().__init__(config, server_state, {**app_state, ABORT: self._abort}, _loop)
         self.logger = _UVICORN
-        self._bounds = bounds
-        # Runs exactly while the client owes the rest of a head or of a body.
+        self._limits = limits
+        self._stalled_s = stalled_s
+        # Runs exactly while the client owes the rest of a head or body.
         self._arrival: asyncio.TimerHandle | None = None
         self._awaits = ""  # what `_arrival` waits for: "head" or "body"
         self._stall: asyncio.TimerHandle | None = None
@@ -86,8 +69,8 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._bounds.max_connections:
-            error = OverloadedError(f"{self._bounds.max_connections} connections are open; try again later")
+        if len(self.connections) > self._limits.max_connections:
+            error = OverloadedError(f"{self._limits.max_connections} connections are open; try again later")
             self._refuse(error, 503)
         else:
             self._follow()
@@ -104,20 +87,19 @@ class BoundedProtocol(H11Protocol):
             self._refuse_head()
             return
         super().data_received(data)
-        if self._num_body_bytes > self._bounds.max_body_bytes + len(data) and self._has_answered:
-            # Nobody reads it any more; an application that still does refuses it by itself.
+        has_answered = self.cycle is not None and self.cycle.response_complete
+        if has_answered and self._num_body_bytes > self._limits.max_body_bytes + len(data):
+            # Nobody reads the body any more. An application that still reads it refuses it by itself.
             self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall is None:
-            self._stall = self.loop.call_later(self._bounds.stalled_s, self._stalled)
+            self._stall = self.loop.call_later(self._stalled_s, self._stalled)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        self._end_stall()
 
     # -- uvicorn's steps
 
@@ -130,7 +112,7 @@ class BoundedProtocol(H11Protocol):
         self._follow()
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 cannot read. Called where its error is being handled."""
+        """Refuse what h11 cannot read. Called while its error is handled."""
         cause = sys.exception()
         hint = getattr(cause, "error_status_hint", 400)
         _log.info("HTTP refused with %d: %s", hint, cause or msg)
@@ -141,20 +123,15 @@ class BoundedProtocol(H11Protocol):
 
     # -- ours
 
-    @property
-    def _has_answered(self) -> bool:
-        return self.cycle is not None and self.cycle.response_complete
-
     def _is_head_too_large(self, data: bytes) -> bool:
-        """h11 bounds only what is not complete yet; what comes in one piece must not be larger either."""
-        limit, (before, _) = self._bounds.max_head_bytes, self.conn.trailing_data
-        if len(before) + len(data) <= limit:
+        """h11 bounds only an incomplete head. One that comes in one piece must not be larger either."""
+        before, _ = self.conn.trailing_data
+        if len(before) + len(data) <= MAX_HEAD_BYTES:
             return False
-        return b"\r\n\r\n" not in (before + data)[: limit + 4]
+        return b"\r\n\r\n" not in (before + data)[: MAX_HEAD_BYTES + 4]
 
     def _refuse_head(self) -> None:
-        limit = self._bounds.max_head_bytes
-        self._refuse(InvalidRequestError(f"the head of the request is larger than {limit} bytes"), 431)
+        self._refuse(InvalidRequestError(f"the head of the request is larger than {MAX_HEAD_BYTES} bytes"), 431)
 
     def _follow(self) -> None:
         """Set the timer that fits what the client owes now."""
@@ -162,46 +139,44 @@ class BoundedProtocol(H11Protocol):
         if self.transport.is_closing():
             self._stop_timers()
         elif state is h11.SEND_BODY:
-            self._await("body", self._bounds.body_timeout_s)
+            self._await("body", self._limits.body_timeout_s)
         elif state is h11.IDLE and self.timeout_keep_alive_task is None:
             self._num_body_bytes = 0
-            self._await("head", self._bounds.header_timeout_s)
+            self._await("head", self._limits.header_timeout_s)
         else:
             self._await("", 0)
 
     def _await(self, what: str, timeout_s: float) -> None:
         if what == self._awaits:
-            return  # the time runs from when this part began, whatever trickles in
+            return  # the time counts from when this part began, whatever trickles in
         if self._arrival is not None:
             self._arrival.cancel()
         self._awaits = what
         self._arrival = self.loop.call_later(timeout_s, self._late) if what else None
 
     def _late(self) -> None:
-        """The time is over; what lies in the socket already, unread because the loop was busy, still counts."""
+        """The time is over. What lies unread in the socket, because the loop was busy, still counts."""
         self._arrival = self.loop.call_later(_LAST_LOOK_S, self._give_up)
 
     def _give_up(self) -> None:
-        what, self._awaits, self._arrival = self._awaits, "", None
-        has_begun = what == "body" or bool(self.conn.trailing_data[0])
-        timeout_s = self._bounds.body_timeout_s if what == "body" else self._bounds.header_timeout_s
-        key = "limits.body_timeout_s" if what == "body" else "limits.header_timeout_s"
-        _log.info("the %s of a request took longer than %g s (%s): connection closed", what, timeout_s, key)
-        if not has_begun:
+        part, self._awaits, self._arrival = self._awaits, "", None
+        key = "body_timeout_s" if part == "body" else "header_timeout_s"
+        why = f"the {part} of the request took longer than {getattr(self._limits, key):g} s (limits.{key})"
+        _log.info("connection closed: %s", why)
+        if part == "body" or self.conn.trailing_data[0]:
+            self._refuse(RequestTimeoutError(why), 408)
+        else:  # nothing has come
             self.transport.close()
-            return
-        self._refuse(RequestTimeoutError(f"the {what} of the request took longer than {timeout_s:g} s ({key})"), 408)
 
     def _stalled(self) -> None:
-        self._stall = None
-        _log.info("connection dropped: its client read nothing for %g s", self._bounds.stalled_s)
+        _log.info("connection dropped: its client read nothing for %g s", self._stalled_s)
         self._abort()
 
     def _abort(self) -> None:
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        """uvicorn's, for a client that left its last answer unread too."""
+        """As uvicorn's, also for a client that has not read its last answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -232,6 +207,9 @@ class BoundedProtocol(H11Protocol):
 
     def _stop_timers(self) -> None:
         self._await("", 0)
+        self._end_stall()
+
+    def _end_stall(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None

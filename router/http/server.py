@@ -7,12 +7,12 @@ import functools
 import logging
 import resource
 import socket
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.http.protocol import BoundedProtocol, HttpBounds
+from router.http.protocol import MAX_HEAD_BYTES, BoundedProtocol
+from tandem.core.config import LimitsConfig
 from tandem.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -37,15 +37,14 @@ def listen(host: str, port: int) -> socket.socket:
     # Accepted connections inherit these.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Bounded, or the kernel would keep megabytes for a client that does not read, and we would not notice it.
+    # Bounded: else the kernel keeps megabytes for a client that does not read, and we do not notice it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_CLIENT_MS)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_CLIENT_MS)
     return listener
 
 
 def _allow_descriptors(wanted: int) -> None:
-    """Raise this process's soft limit of open files so far as the hard one lets."""
+    """Raise this process's soft limit of open files as far as the hard one permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -55,15 +54,19 @@ def _allow_descriptors(wanted: int) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until `stop`. Sleeps while nothing happens: the ten ticks a second only renew a date header."""
+    """Serves until `stop`. Sleeps while nothing happens: uvicorn's ten ticks a second only renew a date header."""
 
-    def __init__(self, app: ASGIApp, bounds: HttpBounds) -> None:
-        _allow_descriptors(bounds.max_connections + _OTHER_DESCRIPTORS)
+    def __init__(
+        self, app: ASGIApp, limits: LimitsConfig, *, keep_alive_s: float = 75.0, stalled_s: float = 60.0
+    ) -> None:
+        """`keep_alive_s`: of an idle connection. `stalled_s`: of one whose client reads nothing of its answer."""
+        _allow_descriptors(limits.max_connections + _OTHER_DESCRIPTORS)
+        protocol = functools.partial(BoundedProtocol, limits=limits, stalled_s=stalled_s)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=functools.partial(BoundedProtocol, bounds=bounds),  # type: ignore[arg-type]  # called, as a class is
-                h11_max_incomplete_event_size=bounds.max_head_bytes,
+                http=protocol,  # type: ignore[arg-type]  # called, as a class is
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 loop="none",
                 lifespan="off",
@@ -72,11 +75,10 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 date_header=False,
                 server_header=False,
-                timeout_keep_alive=bounds.keep_alive_s,  # type: ignore[arg-type]  # a timer's delay
+                timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a timer's delay
                 timeout_graceful_shutdown=2,
             )
         )
-        self.is_up = asyncio.Event()
         self._stop_asked = asyncio.Event()
 
     def stop(self) -> None:
@@ -84,21 +86,5 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
         self._stop_asked.set()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.is_up.set()
-
     async def main_loop(self) -> None:
         await self._stop_asked.wait()
-
-    def capture_signals(self) -> Any:
-        """Signals are the caller's: this may run beside others in one process."""
-        return _Nothing()
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None

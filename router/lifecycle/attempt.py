@@ -9,21 +9,7 @@ from dataclasses import replace
 from router.lifecycle.in_flight import InFlightRequest
 from router.policy.recovery import AttemptEnd, Fault, failure
 from router.policy.route import Route, choose, choose_prefill
-from router.request.events import (
-    Admitted,
-    AttemptFailed,
-    DecodeLeaves,
-    Event,
-    Granted,
-    HandoffDone,
-    LocalPrefillStarted,
-    MayMove,
-    PrefillEnded,
-    PrefillStarted,
-    WaitOver,
-    WorkerLost,
-    WorkersChanged,
-)
+from router.request import events
 from router.request.request import TokenGiven
 from router.workers import wire
 from router.workers.session import WorkerSession
@@ -47,28 +33,30 @@ class AttemptOver(Exception):
 
 
 class Attempt:
-    """Everything between choosing the workers and the end of the attempt."""
+    """Everything from the chosen workers to the end of the attempt."""
 
     def __init__(self, in_flight: InFlightRequest, route: Route) -> None:
         """`route` is of the present workers."""
         self._in_flight = in_flight
+        self._request_id = in_flight.request.request_id
+        self._journal = in_flight.journal
         self._route = route
         self._workers = workers = in_flight.context.workers
         # `None` while decode has not said that it needs one, and for good where it computes by itself.
         self._prefill = workers.session(route.prefill) if route.prefill is not None else None
         self._decode = workers.session(route.decode)
-        self._number = in_flight.journal.attempt
+        self._number = self._journal.attempt
         self._is_granted = False
         self._is_admitted = False
-        # Prefill's loss, while decode has not said whether it got the pages before; and when that takes too long.
-        self._lost: WorkerLost | None = None
+        # The loss of prefill, while decode has not said whether it had the pages before; the timer ends that wait.
+        self._lost: events.WorkerLost | None = None
         self._verdict_timer: asyncio.TimerHandle | None = None
         # Whether prefill has nothing left to give: the pages are decode's, or there was nothing to hand off.
         self._is_prefill_done = False
         self._is_decode_leaving = False
         # Whether each choice was ended by a worker, which then holds nothing of it any more.
         # An earlier attempt's end is in the journal that this attempt's workers get.
-        self._ended_at_worker = [choice.is_finished for choice in in_flight.journal.choices]
+        self._ended_at_worker = [choice.is_finished for choice in self._journal.choices]
 
     async def run(self) -> None:
         """Begin, and follow the events until every choice has ended.
@@ -80,7 +68,7 @@ class Attempt:
         why = "the router gave up"
         try:
             self._begin()
-            while not self._in_flight.journal.is_finished:
+            while not self._journal.is_finished:
                 self._handle(await self._in_flight.next_event())
             why = "every choice has ended"
         except (AttemptOver, TandemError) as error:
@@ -91,12 +79,11 @@ class Attempt:
 
     def _begin(self) -> None:
         """Both workers start at once: prefill computes while decode makes room. Or decode alone is asked."""
-        in_flight, request = self._in_flight, self._in_flight.request
-        max_local_tokens = self._route.max_local_tokens
+        in_flight, request, max_local_tokens = self._in_flight, self._in_flight.request, self._route.max_local_tokens
         num_tokens = len(request.prompt_ids)
-        self._decode.hold(request.request_id, in_flight.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
-        journal, age_s = in_flight.journal, in_flight.age_s
-        self._decode.send(wire.reserve(request, journal, age_s=age_s, max_local_tokens=max_local_tokens))
+        self._decode.hold(self._request_id, in_flight.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
+        age_s = in_flight.age_s
+        self._decode.send(wire.reserve(request, self._journal, age_s=age_s, max_local_tokens=max_local_tokens))
         if self._prefill is not None:
             self._start_prefill(self._prefill)
         fault_points.reach("router.sent")
@@ -110,16 +97,13 @@ class Attempt:
 
     def _start_prefill(self, prefill: WorkerSession) -> None:
         in_flight, request = self._in_flight, self._in_flight.request
-        decode_info = self._decode.info
-        if decode_info is None:  # never: a route takes greeted workers only
-            raise InternalError(f"{self._decode.key} was chosen before its hello", request_id=request.request_id)
-        prefill.hold(request.request_id, in_flight.inbox, len(request.prompt_ids), computes=True)
-        prefill.send(wire.start_prefill(request, in_flight.journal, decode_info, age_s=in_flight.age_s))
+        prefill.hold(self._request_id, in_flight.inbox, len(request.prompt_ids), computes=True)
+        prefill.send(wire.start_prefill(request, self._journal, self._decode.info, age_s=in_flight.age_s))
         in_flight.pages_kept_at[prefill.key] = prefill
 
     # -- events
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         if getattr(event, "attempt", self._number) != self._number:
             if isinstance(event, TokenGiven):
                 self._in_flight.take_token(event)  # the journal counts it as stale
@@ -127,33 +111,33 @@ class Attempt:
         match event:
             case TokenGiven():
                 self._token(event)
-            case Granted():
+            case events.Granted():
                 self._granted(event)
-            case PrefillStarted():
+            case events.PrefillStarted():
                 if self._prefill is not None:
-                    self._prefill.note_begun(self._in_flight.request.request_id)
+                    self._prefill.note_taken_up(self._request_id, steps=True)
                 self._in_flight.note_prompt(Role.PREFILL, event.num_cached_tokens)
                 self._in_flight.reach(RequestState.PREFILLING)
-            case LocalPrefillStarted():
+            case events.LocalPrefillStarted():
                 self._computes_locally(event)
-            case Admitted():
+            case events.Admitted():
                 self._is_admitted = True
                 self._forget_loss()
-                self._decode.note_admitted(self._in_flight.request.request_id)
+                self._decode.note_taken_up(self._request_id, steps=True)
                 self._generates()
-            case HandoffDone() | PrefillEnded():
+            case events.HandoffDone() | events.PrefillEnded():
                 self._prefill_done(event)
-            case AttemptFailed():
+            case events.AttemptFailed():
                 self._failed(event)
-            case WorkerLost():
+            case events.WorkerLost():
                 self._worker_lost(event)
-            case DecodeLeaves():
+            case events.DecodeLeaves():
                 self._decode_leaves(event)
-            case MayMove():
+            case events.MayMove():
                 self._move()
-            case WorkersChanged():
+            case events.WorkersChanged():
                 self._ask_to_move()
-            case WaitOver() if self._lost is not None and self._needs_prefill():
+            case events.WaitOver() if self._lost is not None and self._needs_prefill():
                 raise self._died(self._lost)
             case _:  # WaitOver: of a wait that is over
                 pass
@@ -163,8 +147,8 @@ class Attempt:
         if token.finish_reason is not None and token.choice < len(self._ended_at_worker):
             self._ended_at_worker[token.choice] = True
         in_flight.take_token(token)
-        if in_flight.life.state in (RequestState.QUEUED, RequestState.PREFILLING) and not in_flight.journal.is_finished:
-            if not in_flight.journal.has_first_tokens:
+        if in_flight.life.state in (RequestState.QUEUED, RequestState.PREFILLING) and not self._journal.is_finished:
+            if not self._journal.has_first_tokens:
                 in_flight.reach(RequestState.PREFILLING)
             elif self._prefill is None:  # decode goes on by itself: there is no handoff
                 self._generates()
@@ -173,28 +157,26 @@ class Attempt:
         if token.index == 0:
             self._ask_to_move()
 
-    def _granted(self, granted: Granted) -> None:
-        request_id = self._in_flight.request.request_id
-        self._decode.note_granted(request_id)
+    def _granted(self, granted: events.Granted) -> None:
+        self._decode.note_taken_up(self._request_id, steps=False)
         self._is_granted = True
         if self._prefill is None:
             self._prefill = self._find_prefill()
             self._start_prefill(self._prefill)
         fault_points.reach("router.granted")
-        self._prefill.send(wire.attach_grant(request_id, granted))
+        self._prefill.send(wire.attach_grant(self._request_id, granted))
 
     def _find_prefill(self) -> WorkerSession:
-        """Decode needs a prefill worker; where none is ready it gets its pages back while the request waits."""
+        """A prefill worker for decode's grant. Without one, decode gets its pages back while the request waits."""
         try:
             wishes, decode = self._in_flight.plan.wishes, self._decode
-            return self._workers.session(
-                choose_prefill(self._workers.snapshot(), decode.key, decode.kv_format, wishes)
-            )
+            key = choose_prefill(self._workers.snapshot(), decode.key, decode.kv_format, wishes)
+            return self._workers.session(key)
         except (NoWorkerError, IncompatibleError) as error:
             raise self._over(Fault.UNSERVED, self._decode.key, error) from error
 
-    def _computes_locally(self, event: LocalPrefillStarted) -> None:
-        self._decode.note_admitted(self._in_flight.request.request_id)
+    def _computes_locally(self, event: events.LocalPrefillStarted) -> None:
+        self._decode.note_taken_up(self._request_id, steps=True)
         self._is_admitted = True
         self._in_flight.note_prompt(Role.DECODE, event.num_cached_tokens)
         self._in_flight.reach(RequestState.PREFILLING)
@@ -205,8 +187,8 @@ class Attempt:
         self._in_flight.context.migrations.leave(self._in_flight.inbox)  # if it came here by a move, that is done
         self._ask_to_move()
 
-    def _prefill_done(self, event: HandoffDone | PrefillEnded) -> None:
-        if isinstance(event, PrefillEnded) or not self._in_flight.journal.has_first_tokens:
+    def _prefill_done(self, event: events.HandoffDone | events.PrefillEnded) -> None:
+        if isinstance(event, events.PrefillEnded) or not self._journal.has_first_tokens:
             # Its tokens come before this on the same stream, and they would have ended the request.
             prefill = self._prefill_key or self._decode.key
             error = InternalError(f"{prefill} ended without the first token of each choice")
@@ -216,7 +198,7 @@ class Attempt:
     def _let_prefill_go(self) -> None:
         self._is_prefill_done = True
         if self._prefill is not None:
-            self._prefill.let_go(self._in_flight.request.request_id)
+            self._prefill.let_go(self._request_id)
 
     # -- failures
 
@@ -230,9 +212,9 @@ class Attempt:
     def _needs_prefill(self) -> bool:
         """Commit is the truth: once decode has the pages and the client the first tokens, prefill may even die."""
         is_handed_over = self._is_admitted or self._is_prefill_done
-        return not (is_handed_over and self._in_flight.journal.has_first_tokens)
+        return not (is_handed_over and self._journal.has_first_tokens)
 
-    def _failed(self, failed: AttemptFailed) -> None:
+    def _failed(self, failed: events.AttemptFailed) -> None:
         if failed.worker == self._prefill_key and self._is_admitted and not self._needs_prefill():
             _log.warning("prefill %s failed after decode had admitted the request: %s", failed.worker, failed.error)
             self._let_prefill_go()
@@ -242,30 +224,30 @@ class Attempt:
         leaving = [worker.key for worker in (self._prefill, self._decode) if worker is not None and worker.is_leaving]
         raise AttemptOver(failure(failed.error, failed.worker, self._prefill_key, self._decode.key, leaving=leaving))
 
-    def _worker_lost(self, lost: WorkerLost) -> None:
+    def _worker_lost(self, lost: events.WorkerLost) -> None:
         if lost.worker == self._decode.key:
             raise self._died(lost)
         if lost.worker == self._prefill_key and self._needs_prefill():
-            if not (self._is_granted and self._in_flight.journal.has_first_tokens):
+            if not (self._is_granted and self._journal.has_first_tokens):
                 raise self._died(lost)
             # It may have committed: its end and decode's word come on two streams.
             self._lost = lost
             loop = asyncio.get_running_loop()
-            self._verdict_timer = loop.call_later(_VERDICT_S, self._in_flight.inbox.put, WaitOver())
+            self._verdict_timer = loop.call_later(_VERDICT_S, self._in_flight.inbox.put, events.WaitOver())
 
     def _forget_loss(self) -> None:
-        """No verdict on prefill's loss is awaited: what fails from now on is decode's own."""
+        """Prefill's loss no longer matters: what fails from now on is decode's own."""
         self._lost = None
         if self._verdict_timer is not None:
             self._verdict_timer.cancel()
             self._verdict_timer = None
 
-    def _died(self, lost: WorkerLost) -> AttemptOver:
+    def _died(self, lost: events.WorkerLost) -> AttemptOver:
         return self._over(Fault.LEFT if lost.is_planned else Fault.DIED, lost.worker, lost.error)
 
     # -- moving away from a decode worker that leaves
 
-    def _decode_leaves(self, event: DecodeLeaves) -> None:
+    def _decode_leaves(self, event: events.DecodeLeaves) -> None:
         if event.worker != self._decode.key:
             return
         self._is_decode_leaving = True
@@ -274,8 +256,8 @@ class Attempt:
         self._ask_to_move()
 
     def _ask_to_move(self) -> None:
-        """What still is on its way to the leaving worker moves once it has arrived: its pages are then at prefill."""
-        has_arrived = self._is_admitted and self._in_flight.journal.has_first_tokens
+        """Ask to leave the leaving worker, once the request has arrived there: prefill then has all its pages."""
+        has_arrived = self._is_admitted and self._journal.has_first_tokens
         if self._is_decode_leaving and has_arrived:
             self._in_flight.context.migrations.ask(self._in_flight.inbox)
 
@@ -296,15 +278,14 @@ class Attempt:
     # -- the end
 
     def _close(self, why: str) -> None:
-        """Leave nothing behind: whatever a worker may still hold of this attempt, it is told to drop."""
-        request_id = self._in_flight.request.request_id
+        """Leave nothing behind: each worker that may still hold something of this attempt is told to drop it."""
         self._workers.unwatch(self._in_flight.inbox)
         self._forget_loss()
-        ended_by_itself = self._in_flight.journal.is_finished and all(self._ended_at_worker)
+        ended_by_itself = self._journal.is_finished and all(self._ended_at_worker)
         if self._prefill is not None:
             if not ended_by_itself and not self._is_prefill_done:
-                self._prefill.cancel(request_id, self._number, why)
-            self._prefill.let_go(request_id)
+                self._prefill.cancel(self._request_id, self._number, why)
+            self._prefill.let_go(self._request_id)
         if not ended_by_itself or not self._is_admitted:
-            self._decode.cancel(request_id, self._number, why)
-        self._decode.let_go(request_id)
+            self._decode.cancel(self._request_id, self._number, why)
+        self._decode.let_go(self._request_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.open_exchanges import OpenExchanges
@@ -26,7 +26,12 @@ class RouterContext:
     admission: Admission
     metrics: RouterMetrics
     tokenizer: Tokenizer
-    open_exchanges: OpenExchanges
     budget: RetryBudget
-    migrations: MigrationSlots
-    errors: RequestErrors
+    open_exchanges: OpenExchanges = field(default_factory=OpenExchanges)
+    migrations: MigrationSlots = field(default_factory=MigrationSlots)
+    errors: RequestErrors = field(default_factory=RequestErrors)
+
+    async def drain(self) -> None:
+        """Take no new requests; return when those under way have ended."""
+        self.admission.is_draining = True
+        await self.open_exchanges.wait_none()

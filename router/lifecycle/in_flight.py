@@ -13,20 +13,14 @@ from router.lifecycle.context import RouterContext
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
 from router.policy.route import RequestFacts, Route, choose
 from router.request.choice_text import ChoiceText
-from router.request.events import ClientGone, DeadlinePassed, Event, RouterLeaves, WaitOver, WorkerLost
+from router.request.events import BrokenOff, Event, WaitOver, WorkerLost
 from router.request.journal import Journal
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, TokenGiven, Usage
+from router.workers import wire
 from router.workers.session import WorkerSession
 from tandem.core import fault_points
-from tandem.core.errors import (
-    CancelledError,
-    DeadlineError,
-    DrainingError,
-    IncompatibleError,
-    NoWorkerError,
-    TandemError,
-)
+from tandem.core.errors import DeadlineError, IncompatibleError, NoWorkerError, TandemError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.states import RequestLife, RequestState
 
@@ -36,7 +30,7 @@ _WAY = [RequestState.QUEUED, RequestState.PREFILLING, RequestState.HANDOFF, Requ
 
 
 class InFlightRequest:
-    """The facts of one request over all its attempts."""
+    """Args: as of `router.lifecycle.serve.serve_request`."""
 
     def __init__(
         self,
@@ -61,16 +55,16 @@ class InFlightRequest:
             context.budget,
         )
         self.plan = FIRST
-        #: Every prefill worker that may keep pages of this request until it is told that it has ended.
+        #: Every prefill worker that may keep pages of this request until it hears that the request has ended.
         self.pages_kept_at: dict[WorkerKey, WorkerSession] = {}
         self._num_cached_tokens: int | None = None
         self._emit = emit
         self._on_prompt = on_prompt
         self._texts = [ChoiceText(context.tokenizer, request, n) for n in range(request.num_choices)]
-        # Events that were taken from the inbox and not looked at yet.
+        # Events that were taken from the inbox and not handled yet.
         self._pending: deque[Event] = deque()
         self._last_failure: TandemError | None = None
-        # When the fault was noticed after which no token has been given out yet.
+        # When the first fault since the last token was noticed; `None` where there was none.
         self._fault_s: float | None = None
         # Invariant: true exactly while we hold a place in the admission queue.
         self._is_waiting = True
@@ -79,7 +73,7 @@ class InFlightRequest:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the request came, over all attempts: a retry does not begin to wait anew."""
+        """Seconds since the request came, whatever came of earlier attempts: a retry keeps its place in queues."""
         return self.context.clock.now() - self.request.arrived_s
 
     # -- inputs
@@ -95,14 +89,8 @@ class InFlightRequest:
         if not self._pending:
             self._pending.extend(await self.inbox.take())
         event = self._pending.popleft()
-        if isinstance(event, RouterLeaves):
-            raise DrainingError(event.why, request_id=self.request.request_id)
-        if isinstance(event, ClientGone):
-            raise CancelledError(f"cancelled: {event.why}", request_id=self.request.request_id)
-        if isinstance(event, DeadlinePassed):
-            raise DeadlineError(
-                f"the deadline of {self.request.timeout_s:g} s passed", request_id=self.request.request_id
-            )
+        if isinstance(event, BrokenOff):
+            raise event.error
         if isinstance(event, WorkerLost) and not event.is_planned:
             self.recovery.note_death(event.worker)
         return event
@@ -113,8 +101,10 @@ class InFlightRequest:
         if self.request.timeout_s is None:
             yield
             return
-        left_s = self.request.timeout_s - self.age_s
-        timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.inbox.put, DeadlinePassed())
+        timeout_s = self.request.timeout_s
+        error = DeadlineError(f"the deadline of {timeout_s:g} s passed", request_id=self.request.request_id)
+        left_s = max(0.0, timeout_s - self.age_s)
+        timer = asyncio.get_running_loop().call_later(left_s, self.inbox.put, BrokenOff(error))
         try:
             yield
         finally:
@@ -151,7 +141,7 @@ class InFlightRequest:
             except (NoWorkerError, IncompatibleError) as error:
                 is_hopeless = self._last_failure is None and not context.workers.snapshot().may_get_better
                 if is_hopeless or clock.now() >= give_up_s:
-                    self._tell_whole(error, wait_s)
+                    self._complete(error, wait_s)
                     raise
                 wake_s = give_up_s
             else:
@@ -163,23 +153,25 @@ class InFlightRequest:
 
     async def _change_of_workers(self, until_s: float) -> None:
         """Wait until a worker comes or goes, for at most until then."""
-        timer = asyncio.get_running_loop().call_later(until_s - self.context.clock.now(), self.inbox.put, WaitOver())
+        left_s = until_s - self.context.clock.now()
+        timer = asyncio.get_running_loop().call_later(left_s, self.inbox.put, WaitOver())
+        self.context.workers.watch(self.inbox)
         try:
-            with self.context.workers.watched_by(self.inbox):
-                await self.next_event()
+            await self.next_event()
         finally:
+            self.context.workers.unwatch(self.inbox)
             timer.cancel()
-        if self._last_failure is not None:  # who was held by two workers hears of both
+        if self._last_failure is not None:  # both workers that held the request may have died
             self.recovery.check_deaths(self._last_failure)
 
-    def _tell_whole(self, error: TandemError, waited_s: float) -> None:
-        """Nothing could be placed; where that follows a failure, the client hears of both."""
+    def _complete(self, error: TandemError, waited_s: float) -> None:
+        """Complete the error of a request that could not be placed: it names the failure before, if there was one."""
         error.request_id = self.request.request_id
         if self._last_failure is not None:
             error.message = f"{self._last_failure.message}; then for {waited_s:g} s: {error.message}"
 
     def begin_anew(self, end: AttemptEnd) -> None:
-        """The attempt is over: plan the next one, or raise the error with which the request ends."""
+        """The attempt is over: plan the next one, or raise the error that ends the request."""
         now_s = self.context.clock.now()
         _log.warning(
             "attempt %d ended in state %s after %d tokens: worker %s: %s (%s, %s)",
@@ -194,7 +186,7 @@ class InFlightRequest:
         try:
             self.plan = self.recovery.after(end, now_s)
         except TandemError as error:
-            ours = copy.copy(error)  # a lost worker's error is that of all requests that it held
+            ours = copy.copy(error)  # the error of a lost worker is shared by all requests that it held
             ours.request_id = self.request.request_id
             raise ours from error
         self._last_failure = end.error
@@ -215,7 +207,7 @@ class InFlightRequest:
     # -- tokens
 
     def take_token(self, token: TokenGiven) -> None:
-        """Enter a token in the journal; give the client what may be given now."""
+        """Enter a token in the journal, and give the client what can be given out now."""
         is_first = self.journal.num_tokens == 0
         ready = self.journal.accept(token)
         if not ready:
@@ -239,28 +231,28 @@ class InFlightRequest:
             metrics.itl_s.observe(now_s - last_s)
         elif all(stamp is None for stamp in self._last_token_s):
             metrics.ttft_s.observe(now_s - self.request.arrived_s)
-        for _ in range(num_tokens - 1):  # they came early and were held back: the client gets them at once
+        for _ in range(num_tokens - 1):  # they came early, so the client gets them in the same moment
             metrics.itl_s.observe(0.0)
         self._last_token_s[choice] = now_s
 
     # -- states
 
     def reach(self, state: RequestState) -> None:
-        """Move on to `state`, through what lies between; nothing where it is already behind us.
+        """Move on to `state`, through the states between; nothing happens where it was reached already.
 
         Prefill's and decode's streams are not ordered against each other, so a state may become known late.
         """
-        behind, wanted = _WAY.index(self.life.state), _WAY.index(state)
+        reached, wanted = _WAY.index(self.life.state), _WAY.index(state)
         now_s = self.context.clock.now()
-        for step in _WAY[behind + 1 : wanted + 1]:
+        for step in _WAY[reached + 1 : wanted + 1]:
             self.life.to(step, now_s)
         self._leave_queue()
 
     def end(self, state: RequestState, outcome: str) -> None:
-        """The request has ended in `state`: free what is kept of it, measure and log it."""
+        """The request has ended in `state`: free what workers keep of it, measure and log it."""
         self.context.migrations.leave(self.inbox)
         for session in self.pages_kept_at.values():
-            session.release_pages(self.request.request_id)
+            session.send(wire.release(self.request.request_id))
         if state is RequestState.FINISHED:
             self.reach(RequestState.DECODING if self.life.state is RequestState.HANDOFF else RequestState.PREFILLING)
         self._leave_queue()
@@ -294,9 +286,9 @@ class InFlightRequest:
             self.context.admission.leave()
 
     def note_prompt(self, computed_by: Role, num_cached_tokens: int) -> None:
-        """A worker of this role computes the prompt, and has found so many of its tokens there.
+        """A worker of this role computes the prompt; it had so many of its tokens in its cache.
 
-        What a retry finds is our own, computed by an earlier attempt.
+        Only the first word counts: a retry also finds what an earlier attempt computed.
         """
         self._on_prompt(computed_by)
         if self._num_cached_tokens is None:

@@ -1,7 +1,7 @@
 """Which requests may leave a draining decode worker now: a few at a time.
 
-Each move is a handoff and a replay. All at once they would queue up at the other workers and every client would see
-its stream halt; a few at a time most see nothing, and what is nearly done ends where it is.
+Each move is a handoff and a replay. All at once they would queue at the other workers, and every client would see its
+stream halt. A few at a time, most clients see nothing, and requests that are nearly done end where they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MigrationSlots:
             self._give_out()
 
     def leave(self, inbox: Mailbox[Event]) -> None:
-        """The move is done, or no longer wanted; nothing where there was none."""
+        """The move is done or no longer wanted, if there was one."""
         if inbox in self._waiting:
             self._waiting.remove(inbox)
         self._moving.discard(inbox)

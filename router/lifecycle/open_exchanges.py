@@ -11,9 +11,8 @@ class OpenExchanges:
     """A set of exchanges, each with a way to break it off."""
 
     def __init__(self) -> None:
-        # Invariant: has one entry for each exchange under way; a way to break it off, by its number.
-        self._breakers: dict[int, Callable[[str], None]] = {}
-        self._next = 0
+        # Invariant: has one entry for each exchange under way.
+        self._breakers: set[Callable[[str], None]] = set()
         self._none = asyncio.Event()
         self._none.set()
 
@@ -23,14 +22,13 @@ class OpenExchanges:
 
     @contextmanager
     def entered(self, break_off: Callable[[str], None]) -> Iterator[None]:
-        """Inside, the exchange is under way; `break_off(why)` makes it end soon with a typed error."""
-        number, self._next = self._next, self._next + 1
-        self._breakers[number] = break_off
+        """Inside, the exchange is under way; `break_off(why)`, its own, makes it end soon with a typed error."""
+        self._breakers.add(break_off)
         self._none.clear()
         try:
             yield
         finally:
-            del self._breakers[number]
+            self._breakers.discard(break_off)
             if not self._breakers:
                 self._none.set()
 
@@ -40,5 +38,5 @@ class OpenExchanges:
 
     def break_off(self, why: str) -> None:
         """End all of them; their clients get an error that says why."""
-        for breaker in list(self._breakers.values()):
+        for breaker in self._breakers:
             breaker(why)

@@ -1,4 +1,4 @@
-"""The requests of one HTTP request, one for each of its prompts, served at the same time."""
+"""The requests of one HTTP request, one for each of its prompts, served side by side."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from router.lifecycle.context import RouterContext
 from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.serve import serve_request
-from router.request.events import ClientGone, Event, RouterLeaves
+from router.request.events import BrokenOff, Event
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, Usage
-from tandem.core.errors import InternalError, TandemError
+from tandem.core.errors import CancelledError, DrainingError, InternalError, TandemError
 from tandem.core.identity import Role
 from tandem.core.logging import bound
 
@@ -23,7 +23,7 @@ class PromptGroup:
     """Starts the requests, passes on what happens to the client, and closes the buffer when all have ended."""
 
     def __init__(self, requests: Sequence[Request], context: RouterContext, deltas: DeltaBuffer) -> None:
-        """Admission let each request in. The request says when it waits no more, and the group when it has ended."""
+        """Admission let each request in: a request tells it when it no longer waits, the group when it has ended."""
         self.requests = requests
         self.deltas = deltas
         self.usages: list[Usage] = []
@@ -39,19 +39,22 @@ class PromptGroup:
 
     def client_gone(self, why: str) -> None:
         """Every request that still goes on is cancelled."""
-        for inbox in self._inboxes:
-            inbox.put(ClientGone(why))
+        self._end_all(CancelledError, f"cancelled: {why}")
 
     def break_off(self, why: str) -> None:
         """Every request that still goes on ends with an error that makes the client try again."""
-        for inbox in self._inboxes:
-            inbox.put(RouterLeaves(why))
+        self._end_all(DrainingError, why)
+
+    def _end_all(self, kind: type[TandemError], message: str) -> None:
+        for request, inbox in zip(self.requests, self._inboxes, strict=True):
+            inbox.put(BrokenOff(kind(message, request_id=request.request_id)))
 
     async def _serve_all(self) -> None:
         errors: list[TandemError] = []
         results = await asyncio.gather(*(self._serve_one(n, errors) for n in range(len(self.requests))))
         self.usages = [usage for usage in results if usage is not None]
-        self.deltas.close(errors[0] if errors else None)
+        self.deltas.error = errors[0] if errors else None
+        self.deltas.close()
 
     async def _serve_one(self, number: int, errors: list[TandemError]) -> Usage | None:
         request, deltas, admission = self.requests[number], self.deltas, self._context.admission
@@ -62,7 +65,7 @@ class PromptGroup:
             if not has_token:
                 has_token = True
                 admission.first_token(self._age_s())
-            deltas.put(number, delta)
+            deltas.put((number, delta))
 
         def on_prompt(role: Role) -> None:
             self.prompts_at[number] = role
@@ -77,7 +80,7 @@ class PromptGroup:
                 errors.append(InternalError("an unforeseen error; the log has it under this request id"))
             finally:
                 admission.end(self._age_s(), request.num_choices)
-        # The answer is one: it fails as a whole.
+        # There is one answer: it fails as a whole.
         self.client_gone("another prompt of the same request failed")
         return None
 

@@ -1,4 +1,4 @@
-"""Counts the requests that were answered with an error: the supervisor hears of them, and `tandem serve` tells them."""
+"""Counts the requests that were answered with an error; the supervisor asks for them, and `tandem serve` shows them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MAX_MESSAGE_CHARS = 300
 
 
 class RequestErrors:
-    """Since the router's start. Probes of its health are no requests. Not thread-safe."""
+    """Counts since the router's start; probes of its health do not count. Not thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()  # by code and HTTP status
         self._newest: tuple[TandemError, str] | None = None
 
     def add(self, error: TandemError, request_id: str) -> None:
-        """A request got `error`; one whose client has gone got nothing."""
+        """A request was answered with `error`; a cancelled one was not answered."""
         if isinstance(error, CancelledError):
             return
         self._counts[error.code, error.http_status] += 1
@@ -33,6 +33,6 @@ class RequestErrors:
 
 
 def _newest(error: TandemError, request_id: str) -> common_pb2.Error:
-    """A message may quote the client: what is no text would not travel, and could command a terminal."""
+    """A message may quote the client: what is not printable would not travel, and could command a terminal."""
     message = "".join(char if char.isprintable() else "?" for char in error.message[:_MAX_MESSAGE_CHARS])
     return common_pb2.Error(code=error.code, message=message, request_id=request_id)

@@ -8,9 +8,9 @@
 
 A prompt of the mixed pool is computed at decode: there is no handoff then, and PREFILLING goes over into DECODING.
 
-An attempt that a worker's loss or a refusal ends begins anew, with the journal: what the client has seen stands, and
-the new attempt goes on behind it. `router/policy/recovery.py` says how; `docs/life-of-a-request.md` tells the same hop
-by hop.
+Where the loss of a worker or a refusal ends an attempt, the next one gets the journal: what the client has seen
+stands, and the new attempt goes on behind it. `router/policy/recovery.py` says how; `docs/life-of-a-request.md` tells
+the same hop by hop.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from router.lifecycle.in_flight import InFlightRequest
 from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, Usage
-from tandem.core.errors import CancelledError, DeadlineError, TandemError
+from tandem.core.errors import CancelledError, DeadlineError, InvalidRequestError, TandemError
 from tandem.core.identity import Role
 from tandem.core.states import RequestState
 
-# Error codes that `tandem_requests_total` tells apart from "failed".
-_OUTCOMES = {
-    "cancelled": "cancelled",
-    "deadline": "deadline",
-    "overloaded": "overloaded",
-    "no_worker": "no_worker",
-    "draining": "no_worker",
-}
+_OUTCOMES = {code: code for code in ("cancelled", "deadline", "overloaded", "no_worker")} | {"draining": "no_worker"}
+
+
+def outcome_of(error: TandemError) -> str:
+    """What `tandem_requests_total` calls the end of a request with `error`."""
+    return "invalid" if isinstance(error, InvalidRequestError) else _OUTCOMES.get(error.code, "failed")
 
 
 async def serve_request(
@@ -45,13 +43,15 @@ async def serve_request(
     emit: Callable[[Delta], None],
     on_prompt: Callable[[Role], None],
 ) -> Usage:
-    """Serve `request`; `emit` gets each delta as soon as it is settled, `on_prompt` the role that computes the prompt.
+    """Serve `request`. It holds one place in the queue of `context.admission`, which is given back here.
 
-    The request holds one place in `context.admission`, which is given back here. `inbox` may already hold what
-    happened to the client.
+    Args:
+        inbox: gets all that happens to the request; it may already hold the end of its client.
+        emit: called with each delta as soon as it is settled.
+        on_prompt: called with the role that computes the prompt.
 
     Raises:
-        TandemError: what the request ended with; nothing of it is left at any worker then.
+        TandemError: the error that ended the request; no worker holds anything of it then.
     """
     in_flight = InFlightRequest(request, context, inbox, emit, on_prompt)
     state, outcome = RequestState.FAILED, "failed"
@@ -67,7 +67,7 @@ async def serve_request(
         state, outcome = RequestState.FINISHED, "finished"
         return in_flight.usage()
     except TandemError as error:
-        outcome = _OUTCOMES.get(error.code, "failed")
+        outcome = outcome_of(error)
         if isinstance(error, CancelledError | DeadlineError):
             state = RequestState.CANCELLED
         raise

@@ -26,7 +26,7 @@ def too_long(max_context: int, why: str, field: str | None) -> ContextLengthErro
 
 
 def prompt_too_long(max_context: int, num_tokens: int, field: str) -> ContextLengthError:
-    """Of a prompt that leaves no room for a token of output."""
+    """The error for a prompt that leaves no room for a token of output."""
     return too_long(max_context, f"{field} has {num_tokens} tokens, and one of output must fit; shorten it", field)
 
 
@@ -86,7 +86,7 @@ def _check_bounds(prompts: list[Any], path: str, bounds: PromptBounds) -> None:
 
 
 class LogitBias:
-    """A bias for each token id. Ids as they are written: no two keys are the same id."""
+    """A bias for each token id. Keys have no leading zero, so no two are the same id."""
 
     _TOKEN_ID = re.compile("^(0|[1-9][0-9]{0,8})$")
     _BIAS = Number(-100, 100)
@@ -112,7 +112,7 @@ class LogitBias:
 
 @dataclass(frozen=True)
 class Stops:
-    """A text or several. None is empty: it would stop everything."""
+    """A text or several, none of them empty: an empty one would stop everything."""
 
     most: int
 
@@ -134,7 +134,7 @@ class Stops:
 
 
 class _Role:
-    """Which of these the model's chat template refuses, the tokenizer says."""
+    """The tokenizer knows which of these roles the model's chat template refuses."""
 
     def read(self, value: Any, path: str, _: Scope) -> str:
         if value not in MESSAGE_ROLES:
@@ -177,7 +177,7 @@ class _Content:
         return {"anyOf": [_TEXT, {"type": "array", "items": part}]}
 
 
-#: What else a message holds is the chat template's.
+#: The chat template gets all other fields of a message as they are.
 MESSAGE = Object(
     [
         Field("role", _Role(), is_required=True),

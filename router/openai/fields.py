@@ -23,14 +23,14 @@ _MAX_EXACT = 1 << 53  # up to here a float is the integer that was written
 
 @dataclass(frozen=True)
 class PromptBounds:
-    """What is refused before it is looked at token by token: a body may hold millions."""
+    """Bounds that are checked before a prompt is read token by token: a body may hold millions."""
 
     max_prompts: int
     max_context: int | None  # tokens of prompt and output together; `None`: not known
 
 
 class Scope(NamedTuple):
-    """What goes along while one body is read."""
+    """What all reads of one body share."""
 
     limits: LimitsConfig
     bounds: PromptBounds
@@ -118,7 +118,7 @@ class Boolean:
 
 @dataclass(frozen=True)
 class Text:
-    empty: str = ""  # what is said of one that is empty or missing; without it, an empty one is taken
+    empty: str = ""  # the refusal of an empty or missing text; without it an empty one is taken
 
     def read(self, value: Any, path: str, _: Scope) -> str:
         if value is None or (value == "" and self.empty):
@@ -205,7 +205,7 @@ class Number(_Range):
 
 # -- fields that are known and not obeyed
 
-#: Ask for nothing in any field.
+#: Values that ask for nothing, in any field.
 EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 

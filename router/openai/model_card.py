@@ -24,7 +24,7 @@ class ModelCard:
     names: tuple[str, ...]  # as configured; may hold `*`
     own_name: str  # what `/v1/cluster` shows
     root: str  # the checkpoint behind all names: a hub id, or a directory's name
-    max_context: int | None  # tokens of prompt and output; `None`: the workers alone know
+    max_context: int | None  # tokens of prompt and output; `None`: only the workers know
     vocab_size: int
     refused_roles: frozenset[str]  # of messages that its chat template does not know
     created: int  # seconds since the epoch
@@ -52,11 +52,6 @@ class ModelCard:
             refused_roles=tokenizer.refused_roles,
             created=int(time.time()),
         )
-
-    @staticmethod
-    def created_now() -> int:
-        """Seconds since the epoch, for `created` in answers."""
-        return int(time.time())
 
     def check_name(self, name: str) -> None:
         """Raises `ModelNotFoundError` unless requests may use `name`."""

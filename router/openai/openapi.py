@@ -54,7 +54,8 @@ def document(config: Config, card: ModelCard) -> Schema:
         "/openapi.json": {"get": _reading("openapi", "This document.", {"type": "object"})},
     }
     if config.metrics.enabled:
-        paths["/metrics"] = {"get": _metrics()}
+        text = {"type": "string"}
+        paths["/metrics"] = {"get": _reading("metrics", "Prometheus' text format.", text, media="text/plain")}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": version(), "description": "OpenAI's API, served by Tandem's router."},
@@ -98,9 +99,10 @@ def _generating(operation: str, request: str, whole: str, chunk: str) -> Schema:
     }
 
 
-def _reading(operation: str, what: str, schema: Schema, statuses: Iterable[int] = ()) -> Schema:
-    content = {"application/json": {"schema": schema}}
-    ok = {"description": what, "headers": _REQUEST_ID, "content": content}
+def _reading(
+    operation: str, what: str, schema: Schema, statuses: Iterable[int] = (), media: str = "application/json"
+) -> Schema:
+    ok = {"description": what, "headers": _REQUEST_ID, "content": {media: {"schema": schema}}}
     return {"operationId": operation, "responses": {"200": ok, **_errors((*_EVERYWHERE, *statuses))}}
 
 
@@ -108,15 +110,6 @@ def _welcome() -> Schema:
     said = _reading("welcome", "What this is, and what is served; JSON where `Accept` names it.", _ref("Welcome"))
     said["responses"]["200"]["content"]["text/plain"] = {"schema": {"type": "string"}}
     return said
-
-
-def _metrics() -> Schema:
-    ok = {
-        "description": "Prometheus' text format.",
-        "headers": _REQUEST_ID,
-        "content": {"text/plain": {"schema": {"type": "string"}}},
-    }
-    return {"operationId": "metrics", "responses": {"200": ok, **_errors(_EVERYWHERE)}}
 
 
 def _errors(statuses: Iterable[int]) -> Schema:

@@ -16,6 +16,7 @@ from tandem.core.errors import AuthenticationError, InvalidRequestError, Overloa
 from tandem.core.tokenizer import Tokenizer
 
 DONE_FRAME = b"data: [DONE]\n\n"
+_OPENING = {"role": "assistant", "content": ""}
 
 
 def error_body(error: TandemError, request_id: str) -> dict[str, Any]:
@@ -87,7 +88,6 @@ class Answer:
         self._tokenizer = tokenizer
         self._is_chat = parsed.kind == "chat"
         self._choices = [_Choice() for _ in range(len(requests) * parsed.num_choices)]
-        self._is_plain = parsed.sampling.num_logprobs < 0 and not parsed.return_token_ids
         name = "chat.completion" if self._is_chat else "text_completion"
         chunk_name = "chat.completion.chunk" if self._is_chat else name
         answer_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}"
@@ -114,17 +114,10 @@ class Answer:
 
     def _whole_choice(self, number: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.text)
-        shape: dict[str, Any] = {"index": number}
-        if self._is_chat:
-            shape["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            shape["text"] = text
-        shape["logprobs"] = self._logprobs(choice.tokens, offset=0)
-        shape["finish_reason"] = choice.finish_reason
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
+        shape = self._shape(number, said, choice.tokens, choice.finish_reason, offset=0)
         if self._parsed.return_token_ids:
-            request = self._requests[number // self._parsed.num_choices]
-            shape["token_ids"] = [token.token_id for token in choice.tokens]
-            shape["prompt_token_ids"] = list(request.prompt_ids)
+            shape["prompt_token_ids"] = list(self._requests[number // self._parsed.num_choices].prompt_ids)
         return shape
 
     # -- streamed
@@ -134,25 +127,13 @@ class Answer:
         number = prompt * self._parsed.num_choices + delta.choice
         choice = self._choices[number]
         opening = b""
-        if self._is_chat and not choice.is_begun:
-            choice.is_begun = True
-            opening = self._frame(
-                {
-                    "index": number,
-                    "delta": {"role": "assistant", "content": ""},
-                    "logprobs": None,
-                    "finish_reason": None,
-                }
-            )
-        shape: dict[str, Any] = {"index": number}
+        said: dict[str, Any] = {"text": delta.text}
         if self._is_chat:
-            shape["delta"] = {"content": delta.text} if delta.text else {}
-        else:
-            shape["text"] = delta.text
-        shape["logprobs"] = None if self._is_plain else self._logprobs(delta.tokens, offset=choice.num_chars)
-        shape["finish_reason"] = delta.finish_reason
-        if self._parsed.return_token_ids:
-            shape["token_ids"] = [token.token_id for token in delta.tokens]
+            said = {"delta": {"content": delta.text} if delta.text else {}}
+            if not choice.is_begun:
+                choice.is_begun = True
+                opening = self._frame({"index": number, "delta": _OPENING, "logprobs": None, "finish_reason": None})
+        shape = self._shape(number, said, delta.tokens, delta.finish_reason, offset=choice.num_chars)
         choice.num_chars += len(delta.text)
         return opening + self._frame(shape)
 
@@ -164,6 +145,16 @@ class Answer:
 
     def _frame(self, choice: dict[str, Any]) -> bytes:
         return b"".join((self._frame_head, orjson.dumps(choice), self._frame_tail))
+
+    def _shape(
+        self, number: int, said: dict[str, Any], tokens: Sequence[TokenGiven], finish_reason: str | None, *, offset: int
+    ) -> dict[str, Any]:
+        """One choice with what it says; `offset`: characters of its output that came before."""
+        logprobs = self._logprobs(tokens, offset=offset)
+        shape = {"index": number, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._parsed.return_token_ids:
+            shape["token_ids"] = [token.token_id for token in tokens]
+        return shape
 
     def _logprobs(self, tokens: Sequence[TokenGiven], *, offset: int) -> dict[str, Any] | None:
         num_logprobs = self._parsed.sampling.num_logprobs

@@ -8,6 +8,7 @@ import secrets
 
 from router.openai.content import prompt_too_long, too_long
 from router.openai.model_card import ModelCard
+from router.openai.refusal import refuse
 from router.openai.request_fields import REASONING_SWITCHES
 from router.openai.schema import ParsedRequest
 from router.request.request import Request
@@ -41,9 +42,11 @@ def requests_from(
     requests = []
     for prompt_ids in prompts:
         if not prompt_ids:
-            raise InvalidRequestError(f"{field} holds no token", field=field)
+            refuse(field, "holds no token")
         max_tokens = _max_tokens(parsed, len(prompt_ids), max_context, field)
-        sampling = dataclasses.replace(parsed.sampling, max_tokens=max_tokens, seed=_seed(parsed))
+        # A new seed is drawn here and not by a worker, so that a retry elsewhere repeats it.
+        seed = parsed.sampling.seed if parsed.has_seed else secrets.randbits(63)
+        sampling = dataclasses.replace(parsed.sampling, max_tokens=max_tokens, seed=seed)
         requests.append(
             Request(
                 # Workers remember ids, and clients reuse theirs: ours is never used twice.
@@ -60,11 +63,6 @@ def requests_from(
     return requests
 
 
-def _seed(parsed: ParsedRequest) -> int:
-    """The client's, or a new one. Drawn here and not by a worker, so that a retry elsewhere repeats it."""
-    return parsed.sampling.seed if parsed.has_seed else secrets.randbits(63)
-
-
 def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
     prompts = (tokenizer.render_chat(parsed.messages),) if parsed.kind == "chat" else parsed.prompts
     return [
@@ -79,9 +77,7 @@ def _check_reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
     """A model without a switch for reasoning gives the same answer whatever effort is asked for."""
     if parsed.kind == "chat" and parsed.reasoning_fields and tokenizer.chat_variables & REASONING_SWITCHES:
         name = parsed.reasoning_fields[0]
-        raise InvalidRequestError(
-            f"{name} is not supported yet and would change the answer of this model; leave it out", field=name
-        )
+        refuse(name, "is not supported yet and would change the answer of this model; leave it out")
 
 
 def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:

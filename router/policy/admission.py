@@ -27,14 +27,14 @@ from tandem.core.errors import DrainingError, OverloadedError
 _MAX_RETRY_AFTER_S = 60.0
 _WEIGHT = 1 / 32  # of the newest sample in an average
 _SHARE_IN_FRONT_OF_DECODE = 0.25
-#: Credit of a request that ends while nobody waits and somebody was refused lately; 1 where a third and more was. More
-#: than that, so that a cluster near its capacity keeps some.
+#: The credit that a request earns by ending while none waits, if one was refused lately; only 1 where a third or more
+#: were refused. It is above 1, so that a cluster near its capacity keeps some credit.
 _EARNED = 4
 _REFUSAL_WINDOW_S = 1.0
-#: More come than are served when over this time more than so many times as many came as ended, and so many more.
-#: A few dozen clients that wait for their answers before they ask again never do: `max_waiting` alone bounds them.
+#: More come than are served if over this window those that came exceed those that ended by this ratio and this slack.
+#: A few dozen clients that wait for their answers before they ask again never do so: only `max_waiting` bounds them.
 _RATE_WINDOW_S, _RATE_RATIO, _RATE_SLACK = 5.0, 1.1, 32
-#: And over this time too, without the slack: while a burst is served, those that come behind it are not to blame.
+#: The ratio must hold over this shorter window too: who comes while a burst is served is not to blame for it.
 _TREND_WINDOW_S = 1.0
 
 
@@ -57,10 +57,10 @@ class Admission:
         # Invariant: 0 <= _credit <= max_waiting
         self._credit = max_waiting
         self._last_left_s = self._last_ended_s = -math.inf
-        # Since when more sequences are under way than there are places, as far as was seen; `None` where there are
-        # not, or where there is no decode worker at all: that says nothing of how fast one serves.
+        # Since when more sequences are under way than there are places, as last looked at; `None` if there are not, or
+        # if there is no decode worker at all, which says nothing of how fast one serves.
         self._full_since_s: float | None = None
-        # Between two that left the queue, or ended, while others waited behind them: what the pools give at most.
+        # Time between two requests that left the queue, or ended, while others waited behind: the pools at their limit.
         self._left_gap_s, self._ended_gap_s = _Average(), _Average()
         # From being let in to leaving the queue, to the first token, and to the end; learnt while nobody is refused.
         self._wait_s, self._ttft_s, self._whole_s = _Average(), _Average(), _Average()

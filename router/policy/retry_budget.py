@@ -25,14 +25,14 @@ class RetryBudget:
     """
 
     def __init__(self, share: float, burst: int, clock: Clock, num_routers: Callable[[], int] = lambda: 1) -> None:
-        """`share`: of a retry, what each request earns. `burst`: what the buckets of all routers hold at most, and at
-        first. `num_routers`: that there are now."""
+        """`share`: the part of a retry that each request earns. `burst`: the most that the buckets of all routers hold
+        together; they begin full. `num_routers`: how many there are now."""
         self._share = share
         self._refill_per_s = REFILL_PER_MINUTE / 60 if share > 0 else 0.0
         self._burst = burst
         self._num_routers = num_routers
         self._clock = clock
-        # Invariant: between 0 and this router's part of the burst, as of `_filled_s`.
+        # Invariant: between 0 and this router's share of the burst, as of `_filled_s`.
         self._left = burst / num_routers()
         self._filled_s = clock.now()
         self.num_refused = 0

@@ -28,12 +28,12 @@ _SMALL_STEP_COST = 1.2
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """Facts of a request that do not change with its attempts.
+    """What a routing decision knows of a request.
 
     Attributes:
-        priority: below 0: urgent.
-        page_keys: of the prompt's full pages, in order; empty: unknown.
-        deadline_s: when its client gives up, on the router's clock; `None`: it does not.
+        priority: urgent where below 0.
+        page_keys: of the prompt's full pages, in order; empty where unknown.
+        deadline_s: when its client gives up, on the router's clock; `None` where it does not.
         mixed_pool_tokens: the longest prompt of the mixed pool; longer ones would slow the other sequences for long.
     """
 
@@ -50,9 +50,9 @@ class Wishes:
     """Which workers recovery wants for the next attempt.
 
     Attributes:
-        prefill: holds pages of the request; chosen where it is ready and has a partner.
+        prefill: holds pages of the request; it is chosen where it is ready and has a partner.
         decode: as `prefill`.
-        max_local_tokens: if above 0, `decode` alone is asked first; it may compute so many tokens itself. A prefill
+        max_local_tokens: if above 0, `decode` alone is asked first and may compute so many tokens by itself. A prefill
             worker is chosen when decode says that it needs one.
         avoid: chosen only where there is no other.
         exclude: never chosen, because they are gone or leaving.

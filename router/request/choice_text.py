@@ -51,7 +51,7 @@ class ChoiceText:
         return Delta(self._choice, shown, tokens, reason)
 
     def _watched(self, text: str) -> str:
-        """What may be shown of `text`; that of the first `min_tokens` tokens ends nothing."""
+        """What may be shown of `text`. The text of the first `min_tokens` tokens is not searched for stop strings."""
         if self.num_tokens <= self._min_tokens:
             return text
         return self._matcher.push(text)

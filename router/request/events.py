@@ -1,4 +1,4 @@
-"""All that can happen to a request under way, in past tense: its only inputs."""
+"""All that can happen to a request under way: its only inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.rpc.v1.decode_pb2 import Grant
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Decode has reserved pages; the message goes on to prefill as it is."""
+    """Decode has reserved pages; prefill gets the message as it is."""
 
     attempt: int
     grant: Grant
@@ -24,7 +24,7 @@ class PrefillStarted:
     """Prefill computes the prompt's first chunk."""
 
     attempt: int
-    num_cached_tokens: int  # of the prompt, that it has already
+    num_cached_tokens: int  # of the prompt, which it has already
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LocalPrefillStarted:
     """Decode computes what it lacks of the prompt by itself; all tokens come from there."""
 
     attempt: int
-    num_cached_tokens: int  # of the prompt, that it has already
+    num_cached_tokens: int  # of the prompt, which it has already
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class HandoffDone:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Decode has verified the pages: from here on it needs prefill no more."""
+    """Decode has verified the pages, and no longer needs prefill."""
 
     attempt: int
 
@@ -67,16 +67,16 @@ class AttemptFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker's stream broke or fell silent: all it held for us is gone."""
+    """A worker's stream broke or fell silent: all that it held for us is gone."""
 
     worker: WorkerKey
     error: TandemError
-    is_planned: bool  # it was leaving: no death
+    is_planned: bool  # it was leaving, so this is no death
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeaves:
-    """The decode worker drains: its requests shall go on elsewhere."""
+    """The decode worker drains: its requests are to go on elsewhere."""
 
     worker: WorkerKey
 
@@ -87,22 +87,10 @@ class MayMove:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterLeaves:
-    """The router stops and waits no longer; the client is still there."""
+class BrokenOff:
+    """The request ends with this error: its client or the router goes away, or its time is over."""
 
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClientGone:
-    """The client closed its connection, or reads too slowly."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    """The client's own `timeout` is over."""
+    error: TandemError
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +100,7 @@ class WorkersChanged:
 
 @dataclass(frozen=True, slots=True)
 class WaitOver:
-    """The time that a request waits for a worker is over."""
+    """The time is over in which a request waits for a worker, or for decode's word on a lost prefill."""
 
 
 Event: TypeAlias = (
@@ -127,9 +115,7 @@ Event: TypeAlias = (
     | WorkerLost
     | DecodeLeaves
     | MayMove
-    | ClientGone
-    | RouterLeaves
-    | DeadlinePassed
+    | BrokenOff
     | WorkersChanged
     | WaitOver
 )

@@ -1,4 +1,4 @@
-"""The truth for the client: per choice, the ids of the tokens given out, in order and each exactly once.
+"""What a client has been given: for each choice the ids of its tokens, in order and each exactly once.
 
 Two workers report tokens on two streams, so they come in any order; after a fault they may come twice, or from an
 attempt that is over. Pure: no clock, no I/O.
@@ -50,7 +50,7 @@ class Journal:
         return all(choice.token_ids for choice in self.choices)
 
     def accept(self, token: TokenGiven) -> list[TokenGiven]:
-        """Take note of `token`; return what can be given out now, in index order.
+        """Take in `token`; return what can be given out now, in index order.
 
         The caller gives out all of it, or calls `finish` for the choice part-way and gives out nothing more of it.
 

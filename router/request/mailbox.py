@@ -1,4 +1,4 @@
-"""What reaches one request's in_flight, in order: a queue whose reader takes all that waits at once."""
+"""What reaches one reader, in order: a queue whose reader takes all that waits at once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,28 @@ class Mailbox(Generic[Item]):
 
     def __init__(self) -> None:
         self._items: list[Item] = []
+        self._is_closed = False
+        # Set exactly while the reader waits in `take`.
         self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the reader waits, or was woken and has not run yet."""
+        return self._reader is not None
 
     def put(self, item: Item) -> None:
         """Leave `item`; never waits."""
         self._items.append(item)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._wake()
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._is_closed = True
+        self._wake()
 
     async def take(self) -> list[Item]:
-        """All that waits, at least one item, oldest first."""
-        if not self._items:
+        """All that waits, oldest first: at least one item, or none after the end."""
+        if not self._items and not self._is_closed:
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
@@ -31,3 +42,7 @@ class Mailbox(Generic[Item]):
                 self._reader = None
         items, self._items = self._items, []
         return items
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

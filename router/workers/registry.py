@@ -1,11 +1,10 @@
-"""The workers as the router knows them: membership from the supervisor, one session each, and what they report."""
+"""The workers as the router knows them: the membership, a session with each, and what they report."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,10 +15,12 @@ from router.request.mailbox import Mailbox
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
+from tandem.core.pages import PageState
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1.common_pb2 import WorkerStatus
+from tandem.rpc.v1.common_pb2 import WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
-from tandem.rpc.v1.decode_pb2 import WriterSuspected
+from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
+from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEnded
 
 _log = logging.getLogger(__name__)
 
@@ -33,13 +34,14 @@ class WorkerRegistry:
         self._lease_s = lease_s
         self._metrics = metrics
         self._version = -1
-        #: That serve the same workers, this one included.
+        #: Routers that serve the same workers, this one included.
         self.num_routers = 1
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
-        # Invariant: members only. None is taken back while it is one: whoever kills it may not have heard of it yet.
-        self._suspected: set[WorkerKey] = set()
+        #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
+        #: Each stays while it is a member: whoever kills it may not have heard of it yet.
+        self.suspected: set[WorkerKey] = set()
         # What each incarnation had counted when it last reported: the exported counters take the differences.
         self._counted: dict[WorkerKey, WorkerStatus] = {}
         self._watchers: set[Mailbox[Event]] = set()
@@ -48,11 +50,11 @@ class WorkerRegistry:
 
     # -- membership
 
-    def apply(self, membership: Membership) -> bool:
-        """Take over a membership; `False` where it is older than the one that holds."""
+    def apply(self, membership: Membership) -> None:
+        """Take over a membership, unless it is older than the one that holds."""
         if membership.version < self._version:
             _log.warning("membership %d ignored: %d holds already", membership.version, self._version)
-            return False
+            return
         self._version, self.num_routers = membership.version, max(1, membership.num_routers)
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
         if unknown := len(membership.members) - len(members):
@@ -60,7 +62,7 @@ class WorkerRegistry:
         self._members = {WorkerKey(m.worker_id, m.incarnation): m for m in members}
         for key, member in self._members.items():
             self._apply_member(key, member)
-        self._suspected &= self._members.keys()
+        self.suspected &= self._members.keys()
         lives = {member.worker_id: member.incarnation for member in members}
         for key in self._sessions.keys() - self._members.keys():
             if key.worker_id in lives:  # the next life begins only when this one has ended
@@ -70,7 +72,6 @@ class WorkerRegistry:
         self._forget_closed()
         _log.info("membership %d: %s", membership.version, ", ".join(map(_shown, members)) or "no worker")
         self._tell_watchers()
-        return True
 
     def _apply_member(self, key: WorkerKey, member: Member) -> None:
         session = self._sessions.get(key)
@@ -111,22 +112,13 @@ class WorkerRegistry:
         )
 
     def session(self, key: WorkerKey) -> WorkerSession:
-        """Of a worker that is in the current snapshot."""
+        """The session of a worker in the current snapshot."""
         return self._sessions[key]
 
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""
-        limits = [s.info.max_context for s in self._sessions.values() if s.takes_requests and s.info is not None]
-        return min((limit for limit in limits if limit), default=None)
-
-    @contextmanager
-    def watched_by(self, mailbox: Mailbox[Event]) -> Iterator[None]:
-        """Inside, `mailbox` gets `WorkersChanged` whenever a worker comes or goes."""
-        self.watch(mailbox)
-        try:
-            yield
-        finally:
-            self.unwatch(mailbox)
+        limits = (s.info.max_context for s in self._sessions.values() if s.takes_requests)
+        return min(filter(None, limits), default=None)
 
     def watch(self, mailbox: Mailbox[Event]) -> None:
         """From now on `mailbox` gets `WorkersChanged` whenever a worker comes or goes."""
@@ -156,8 +148,8 @@ class WorkerRegistry:
         self._metrics.worker_deaths.labels(session.role).inc()
 
     def _warn_of_formats(self, session: WorkerSession) -> None:
-        """Say which of the connected workers this one cannot serve a request with, and why."""
-        others = [s for s in self._sessions.values() if s.state is SessionState.OPEN and s.role != session.role]
+        """Log which of the connected workers cannot serve a request together with this one, and why."""
+        others = self._connected(Role.DECODE if session.is_prefill else Role.PREFILL)
         prefill, decode = ([session], others) if session.is_prefill else (others, [session])
         if differing := _mismatches(prefill, decode):
             _log.error(
@@ -169,17 +161,16 @@ class WorkerRegistry:
             )
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None:
-        before = self._counted.get(session.key) or WorkerStatus()
+        before = self._counted.get(session.key, WorkerStatus())
         self._counted[session.key] = status
-        metrics, role = self._metrics, session.role
-        transport = session.info.transport if session.info is not None else ""
+        metrics, role, transport = self._metrics, session.role, session.info.transport or "unknown"
         for counter, now, then in (
             (metrics.prompt_tokens_computed.labels(role), status.prompt_tokens_computed, before.prompt_tokens_computed),
             (metrics.prompt_tokens_cached.labels(role), status.prompt_tokens_cached, before.prompt_tokens_cached),
             (metrics.decode_tokens, status.decode_tokens, before.decode_tokens),
             (metrics.preemptions, status.preemptions, before.preemptions),
             (metrics.handoff_wait_s, status.handoff_wait_s, before.handoff_wait_s),
-            (metrics.kv_transfer_bytes.labels(transport or "unknown"), status.transfer_bytes, before.transfer_bytes),
+            (metrics.kv_transfer_bytes.labels(transport), status.transfer_bytes, before.transfer_bytes),
         ):
             if now > then:
                 counter.inc(now - then)
@@ -187,67 +178,50 @@ class WorkerRegistry:
             if number > before.refused.get(reason, 0):
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
-    def event_seen(self, kind: str, message: Any) -> None:
+    def event_seen(self, message: Any) -> None:
         """Measure what no request waits for: it may have ended before."""
         metrics = self._metrics
-        if kind == "handoff_done":
-            metrics.handoff_s.observe(message.handoff_s)
-            metrics.exposed_s.observe(message.exposed_s)
+        match message:
+            case HandoffDone():
+                metrics.handoff_s.observe(message.handoff_s)
+                metrics.exposed_s.observe(message.exposed_s)
+            case Admitted():
+                metrics.admission_s.observe(message.admission_s)
+            case ComputesHere():
+                metrics.local_prefills.labels("mixed_pool" if message.attempt == 1 else "recovery").inc()
+            case WriterSuspected():
+                self._writer_suspected(WorkerKey(message.writer_worker_id, message.writer_incarnation))
+        if isinstance(message, HandoffDone | PrefillEnded):
             metrics.prefill_compute_s.observe(message.compute_s)
-            self._recomputed(message)
-        elif kind == "admitted":
-            metrics.admission_s.observe(message.admission_s)
-        elif kind == "ended":
-            metrics.prefill_compute_s.observe(message.compute_s)
-            self._recomputed(message)
-        elif kind == "local":
-            metrics.local_prefills.labels("mixed_pool" if message.attempt == 1 else "recovery").inc()
-            self._recomputed(message)
-        elif kind == "writer_suspected":
-            self._writer_suspected(message)
+        if isinstance(message, HandoffDone | PrefillEnded | ComputesHere) and message.attempt > 1:
+            metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
 
-    def _recomputed(self, message: Any) -> None:
-        """Count what an attempt after the first computed of its prompt."""
-        if message.attempt > 1:
-            self._metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
-
-    def _writer_suspected(self, message: WriterSuspected) -> None:
-        key = WorkerKey(message.writer_worker_id, message.writer_incarnation)
+    def _writer_suspected(self, key: WorkerKey) -> None:
         _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)
         self._metrics.writers_suspected.inc()
         member = self._members.get(key)  # none: it has ended, which the decode worker has yet to hear
         if member is not None and ROLE_FROM_PROTO[member.role] is Role.PREFILL:
-            self._suspected.add(key)
-
-    # -- for the supervisor
-
-    @property
-    def suspected(self) -> Set[WorkerKey]:
-        """Members that decode workers have found silent beyond lease and grace."""
-        return self._suspected
+            self.suspected.add(key)
 
     # -- for people and tools
 
     def sessions(self) -> list[WorkerSession]:
         return list(self._sessions.values())
 
+    def _connected(self, role: Role) -> list[WorkerSession]:
+        return [s for s in self._sessions.values() if s.state is SessionState.OPEN and s.role is role]
+
     def describe(self, model: str) -> dict[str, Any]:
         """The body of `GET /v1/cluster`."""
         pools: dict[str, list[dict[str, Any]]] = {role.value: [] for role in WORKER_ROLES}
-        for key in sorted(self._members.keys() | self._sessions.keys()):
-            session, member = self._sessions.get(key), self._members.get(key)
-            if session is not None:
-                member = session.member
-            if member is not None:
-                pools[ROLE_FROM_PROTO[member.role]].append(_described(member, session))
-        open_sessions = [s for s in self._sessions.values() if s.state is SessionState.OPEN]
-        prefill = [s for s in open_sessions if s.is_prefill]
-        decode = [s for s in open_sessions if not s.is_prefill]
+        members = self._members | {key: session.member for key, session in self._sessions.items()}
+        for key in sorted(members):
+            pools[ROLE_FROM_PROTO[members[key].role]].append(_described(members[key], self._sessions.get(key)))
         return {
             "model": model,
             "membership_version": max(self._version, 0),
             **pools,
-            "incompatible": _mismatches(prefill, decode),
+            "incompatible": _mismatches(self._connected(Role.PREFILL), self._connected(Role.DECODE)),
         }
 
 
@@ -266,28 +240,24 @@ def _mismatches(prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession
 
 
 def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
+    info = session.info if session is not None else WorkerInfo()
     status = session.status if session is not None else WorkerStatus()
-    info = session.info if session is not None else None
-    pages = status.pages
+    own_state = "starting" if member.state == "ready" else member.state  # a ready one without a session is to be met
     return {
         "id": member.worker_id,
         "incarnation": member.incarnation,
-        "pid": info.pid if info is not None else member.pid,
-        "node": (info.node if info is not None else "") or member.node,
-        "state": session.shown_state if session is not None else _shown_without_session(member),
+        "pid": info.pid or member.pid,
+        "node": info.node or member.node,
+        "state": session.shown_state if session is not None else own_state,
         "address": member.address,
-        "transport": info.transport if info is not None else "",
-        "version": info.version if info is not None else "",
-        "layout": asdict(session.kv_format.layout) if session is not None and info is not None else None,
+        "transport": info.transport,
+        "version": info.version,
+        "layout": asdict(session.kv_format.layout) if session is not None and info.worker_id else None,
         "num_running": status.num_running,
         "num_queued": status.num_queued,
         "num_queued_tokens": status.num_queued_tokens,
-        "pages": {name: getattr(pages, name) for name in ("free", "used", "reserved", "cached", "quarantined")},
+        "pages": {state.value: getattr(status.pages, state.value) for state in PageState},
     }
-
-
-def _shown_without_session(member: Member) -> str:
-    return "starting" if member.state == "ready" else member.state
 
 
 def _shown(member: Member) -> str:

@@ -1,10 +1,10 @@
-"""The router's one stream to one life of one worker: commands out, events in, and the word on whether it lives.
+"""The router's stream to one incarnation of a worker: commands out, events in, and whether the worker lives.
 
     connecting ──hello──> open ──stream broken or silent──> lost ──back-off──> connecting
     any ──retired and idle, or closed──> closed
 
-A lost worker loses all that we had started there (the worker cancels what a broken stream had begun), so each request
-that it held is told at once. Reconnecting goes on while the membership lists this incarnation.
+A worker cancels all that a broken stream had started, so each request that it held is told at once. The session
+reconnects as long as the membership lists this incarnation.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from tandem.core.pages import pages_for
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.duplex import writing
-from tandem.rpc.v1 import decode_pb2, prefill_pb2
-from tandem.rpc.v1.common_pb2 import WorkerInfo, WorkerStatus
+from tandem.rpc.v1.common_pb2 import Cancel, Token, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
+from tandem.rpc.v1.decode_pb2 import DecodeCommand
 from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
+from tandem.rpc.v1.prefill_pb2 import PrefillCommand
 from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceStub
 
 _log = logging.getLogger(__name__)
@@ -49,16 +50,17 @@ class SessionState(Enum):
 
 
 class SessionObserver(Protocol):
-    """Who is told what does not concern one request alone."""
+    """Hears what does not concern a single request."""
 
     def session_changed(self, session: WorkerSession) -> None: ...
 
     def worker_died(self, session: WorkerSession) -> None:
-        """It was lost without a plan; told once for each incarnation."""
+        """It was lost without a plan; called once for each incarnation."""
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
 
-    def event_seen(self, kind: str, message: Any) -> None: ...
+    def event_seen(self, message: Any) -> None:
+        """A message of the worker, other than its hello and its tokens."""
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class WorkerSession:
         self.key = WorkerKey(member.worker_id, member.incarnation)
         self.role = ROLE_FROM_PROTO[member.role]
         self.state = SessionState.CONNECTING
-        self.info: WorkerInfo | None = None  # set exactly once, by the first hello
+        self.info = WorkerInfo()  # empty until the first hello
         self.status = WorkerStatus()
         self.kv_format = kv_format(WorkerInfo())  # set with `info`
         self._lease_s = lease_s
@@ -90,7 +92,6 @@ class WorkerSession:
         self._is_retired = False
         self._has_died = False
         self._why_unreached = ""  # as it was last logged, since the stream was last open
-        self._last_heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     # -- for the registry
@@ -104,13 +105,13 @@ class WorkerSession:
         self._tell_leaving(was_leaving)
 
     def retire(self) -> None:
-        """The membership lists it no more: close once nothing is held, and never reconnect."""
+        """The membership no longer lists it: close once nothing is held, and never reconnect."""
         self._is_retired = True
         if not self._held or self.state is not SessionState.OPEN:
             self.close("the worker left the cluster")
 
     def declare_dead(self, why: str) -> None:
-        """The supervisor says that this life has ended: close, and count it where we had not noticed."""
+        """The supervisor says that this life has ended: close, and count the death unless it was noticed before."""
         if self.state is SessionState.OPEN:
             self._note_death()
         self.close(why)
@@ -149,16 +150,15 @@ class WorkerSession:
         if self.state in (SessionState.LOST, SessionState.CLOSED) or self.member.state == "failed":
             return "failed"
         if self.state is SessionState.CONNECTING:
-            return "failed" if self.info is not None else "starting"
+            return "failed" if self.info.worker_id else "starting"
         if self.status.draining or self._is_retired:
             return "draining"
         return self.member.state
 
     def load(self) -> WorkerLoad:
         """This worker in a placement snapshot. Reports lag, so what was sent since then counts too."""
-        info, status = self.info or WorkerInfo(), self.status
+        info, status, pages = self.info, self.status, self.status.pages
         held = self._held.values()
-        pages = status.pages
         return WorkerLoad(
             key=self.key,
             kv_format=self.kv_format,
@@ -178,26 +178,19 @@ class WorkerSession:
         Args:
             computes: the prompt is to be computed there.
         """
-        page_size = self.info.layout.page_size if self.info is not None else 0
-        num_pages = pages_for(num_prompt_tokens, page_size) if page_size and not self.is_prefill else 0
+        page_size = 0 if self.is_prefill else self.info.layout.page_size
+        num_pages = pages_for(num_prompt_tokens, page_size) if page_size else 0
         self._held[request_id] = Held(mailbox, num_prompt_tokens if computes else 0, num_pages, computes)
 
-    def note_begun(self, request_id: str) -> None:
-        """A prefill worker computes the request's prompt: what is left of it is in the worker's own figures."""
-        if (held := self._held.get(request_id)) is not None:
-            held.num_queued_tokens = 0
+    def note_taken_up(self, request_id: str, *, steps: bool) -> None:
+        """The worker computes the prompt, has pages for it, or generates: its own figures show so from now on.
 
-    def note_admitted(self, request_id: str) -> None:
-        """A decode worker generates for the request, or computes its prompt: the rest is in its own figures."""
+        Args:
+            steps: the request takes part in the worker's steps.
+        """
         if (held := self._held.get(request_id)) is not None:
             held.num_pages = held.num_queued_tokens = 0
-            held.steps = True
-
-    def note_granted(self, request_id: str) -> None:
-        """A decode worker has pages for the request, and computes nothing for it until it is admitted."""
-        if (held := self._held.get(request_id)) is not None:
-            held.num_pages = held.num_queued_tokens = 0
-            held.steps = False
+            held.steps = steps
 
     def let_go(self, request_id: str) -> None:
         """The attempt is over here."""
@@ -205,22 +198,15 @@ class WorkerSession:
         if self._is_retired and not self._held:
             self.close("the worker left the cluster")
 
-    def send(self, command: prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand) -> None:
-        """Queue a command; lost with the stream, as is all that it would have changed."""
+    def send(self, command: PrefillCommand | DecodeCommand) -> None:
+        """Queue a command. It is lost with the stream, as is all that it would have changed."""
         if self.state is SessionState.OPEN:
             self._commands.put_nowait(command)
 
-    def release_pages(self, request_id: str) -> None:
-        """Tell a prefill worker that the request has ended: what it keeps of it may go."""
-        self.send(wire.release(request_id))
-
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
         """Tell the worker to drop an attempt and free all it holds."""
-        message = wire.cancel(request_id, attempt, reason)
-        if self.is_prefill:
-            self.send(prefill_pb2.PrefillCommand(cancel=message))
-        else:
-            self.send(decode_pb2.DecodeCommand(cancel=message))
+        message = Cancel(request_id=request_id, attempt=attempt, reason=reason)
+        self.send(PrefillCommand(cancel=message) if self.is_prefill else DecodeCommand(cancel=message))
 
     # -- the stream
 
@@ -235,8 +221,8 @@ class WorkerSession:
                     f"the connection to worker {self.key} broke: {rpc_error.code().name} {rpc_error.details()}"
                 )
             except TandemError as tandem_error:
-                # Without frames, its own and those of what it came from: they hold the stream, and gRPC keeps a
-                # connection open as long as a call lives.
+                # Without its frames and those of its cause: they hold the call, and gRPC keeps a connection open as
+                # long as a call lives.
                 error = tandem_error.with_traceback(None)
                 error.__context__ = None
             except Exception as unforeseen:  # noqa: BLE001 - logged; a message that we cannot read ends the stream
@@ -263,17 +249,15 @@ class WorkerSession:
 
     async def _one_stream(self) -> None:
         """One connection, from its opening to its end. Raises `WorkerLostError` or gRPC's error."""
-        loop = asyncio.get_running_loop()
         self._commands = asyncio.Queue()
         async with make_channel(self.member.address) as channel:
             stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
             call = stub.Session()
-            self._last_heard_s = loop.time()
-            watchdog = _Watchdog(lambda: self._last_heard_s, self._lease_s, call.cancel)
+            watchdog = _Watchdog(self._lease_s, call.cancel)
             async with writing(call, self._commands, f"writer {self.key}"):
                 try:
                     async for message in call:
-                        self._last_heard_s = loop.time()
+                        watchdog.heard()
                         self._receive(message)
                 except asyncio.CancelledError:
                     if not watchdog.has_fired or self._is_closed():
@@ -287,27 +271,19 @@ class WorkerSession:
             was_leaving, self.status = self.is_leaving, message.status
             self._tell_leaving(was_leaving)
             self._observer.status_reported(self, message.status)
-        translate: Callable[[Any, WorkerKey], tuple[str, Event] | None]
-        translate = wire.prefill_event if self.is_prefill else wire.decode_event
-        held = self._held
         for event in message.events:
-            translated = translate(event, self.key)
-            if translated is None:
-                self._own_event(event)
-                continue
-            request_id, happened = translated
-            if (holder := held.get(request_id)) is not None:
-                holder.mailbox.put(happened)
-            kind = event.WhichOneof("event")
-            if kind not in ("token", "first_token"):
-                self._observer.event_seen(kind, getattr(event, kind))
+            if (kind := event.WhichOneof("event")) is not None:  # `None`: of a later version
+                self._take(getattr(event, kind))
 
-    def _own_event(self, event: Any) -> None:
-        kind = event.WhichOneof("event")
-        if kind == "hello":
-            self._greet(event.hello)
-        elif kind is not None:
-            self._observer.event_seen(kind, getattr(event, kind))
+    def _take(self, message: Any) -> None:
+        if isinstance(message, WorkerInfo):
+            self._greet(message)
+            return
+        happened = wire.event_from_proto(message, self.key)
+        if happened is not None and (holder := self._held.get(message.request_id)) is not None:
+            holder.mailbox.put(happened)
+        if not isinstance(message, Token):
+            self._observer.event_seen(message)
 
     def _greet(self, info: WorkerInfo) -> None:
         if (info.worker_id, info.incarnation) != self.key or info.role != self.member.role:
@@ -326,7 +302,7 @@ class WorkerSession:
             holder.mailbox.put(WorkerLost(self.key, error, self.is_leaving))
 
     def _tell_leaving(self, was_leaving: bool) -> None:
-        """Where the worker begins to drain: who generates there shall go on elsewhere."""
+        """If it begins to drain, tell the requests that a decode worker holds: they are to go on elsewhere."""
         if was_leaving or not self.is_leaving:
             return
         _log.info("worker %s leaves; it holds %d requests", self.key, len(self._held))
@@ -351,17 +327,20 @@ class WorkerSession:
 class _Watchdog:
     """Calls `on_silent` once nothing was heard for `lease_s`. One timer a lease, not one a message.
 
-    A timer that comes late says that this process itself stood still (it was stopped, or its host stalled): what the
-    worker sent meanwhile has not been read yet. Then it gets the time of two heartbeats more.
+    A late timer means that this process itself stood still (it was stopped, or its host stalled) and has not read yet
+    what the worker sent meanwhile. The worker then gets the time of two more heartbeats.
     """
 
-    def __init__(self, last_heard_s: Callable[[], float], lease_s: float, on_silent: Callable[[], object]) -> None:
-        self._last_heard_s = last_heard_s
+    def __init__(self, lease_s: float, on_silent: Callable[[], object]) -> None:
         self._lease_s = lease_s
         self._on_silent = on_silent
         self.has_fired = False
         self._loop = asyncio.get_running_loop()
+        self.heard()
         self._set(lease_s)
+
+    def heard(self) -> None:
+        self._heard_s = self._loop.time()
 
     def _set(self, delay_s: float) -> None:
         self._due_s = self._loop.time() + delay_s
@@ -369,7 +348,7 @@ class _Watchdog:
 
     def _look(self) -> None:
         now_s = self._loop.time()
-        left_s = self._last_heard_s() + self._lease_s - now_s
+        left_s = self._heard_s + self._lease_s - now_s
         if now_s - self._due_s > self._lease_s / 4:
             self._set(max(left_s, self._lease_s / 2))
         elif left_s <= 0:

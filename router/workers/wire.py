@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from router.request.events import (
-    Admitted,
-    AttemptFailed,
-    Event,
-    Granted,
-    HandoffDone,
-    LocalPrefillStarted,
-    PrefillEnded,
-    PrefillStarted,
-)
+from router.request import events
 from router.request.journal import Journal
 from router.request.request import Request, TokenGiven
 from tandem.core.identity import WorkerKey
@@ -28,9 +19,7 @@ _FINISH_REASONS = {
 }
 
 
-def reserve(
-    request: Request, journal: Journal, *, age_s: float, max_local_tokens: int = 0
-) -> decode_pb2.DecodeCommand:
+def reserve(request: Request, journal: Journal, *, age_s: float, max_local_tokens: int) -> decode_pb2.DecodeCommand:
     """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead."""
     reserve = decode_pb2.Reserve(**_spec(request, journal, age_s), max_local_tokens=max_local_tokens)
     return decode_pb2.DecodeCommand(reserve=reserve)
@@ -57,17 +46,13 @@ def _spec(request: Request, journal: Journal, age_s: float) -> dict[str, Any]:
     }
 
 
-def attach_grant(request_id: str, granted: Granted) -> prefill_pb2.PrefillCommand:
+def attach_grant(request_id: str, granted: events.Granted) -> prefill_pb2.PrefillCommand:
     attach = prefill_pb2.AttachGrant(request_id=request_id, attempt=granted.attempt, grant=granted.grant)
     return prefill_pb2.PrefillCommand(attach=attach)
 
 
 def release(request_id: str) -> prefill_pb2.PrefillCommand:
     return prefill_pb2.PrefillCommand(release=prefill_pb2.Release(request_id=request_id))
-
-
-def cancel(request_id: str, attempt: int, reason: str) -> common_pb2.Cancel:
-    return common_pb2.Cancel(request_id=request_id, attempt=attempt, reason=reason)
 
 
 def _journal_to_proto(journal: Journal) -> Iterable[common_pb2.ChoiceJournal]:
@@ -91,37 +76,23 @@ def token_from_proto(token: common_pb2.Token) -> TokenGiven:
     )
 
 
-def decode_event(event: decode_pb2.DecodeEvent, worker: WorkerKey) -> tuple[str, Event] | None:
-    """The request that an event of a decode worker concerns, and what happened; `None` where it concerns none."""
-    kind = event.WhichOneof("event")
-    if kind == "token":
-        return event.token.request_id, token_from_proto(event.token)
-    if kind == "granted":
-        return event.granted.request_id, Granted(event.granted.attempt, event.granted)
-    if kind == "admitted":
-        return event.admitted.request_id, Admitted(event.admitted.attempt)
-    if kind == "local":
-        return event.local.request_id, LocalPrefillStarted(event.local.attempt, event.local.num_cached_tokens)
-    if kind == "failed":
-        return event.failed.request_id, _failed(event.failed, worker)
+def event_from_proto(message: Any, worker: WorkerKey) -> events.Event | None:
+    """What a worker says of a request; `None` where its message concerns none."""
+    match message:
+        case common_pb2.Token():
+            return token_from_proto(message)
+        case decode_pb2.Grant():
+            return events.Granted(message.attempt, message)
+        case decode_pb2.Admitted():
+            return events.Admitted(message.attempt)
+        case decode_pb2.ComputesHere():
+            return events.LocalPrefillStarted(message.attempt, message.num_cached_tokens)
+        case prefill_pb2.PrefillStarted():
+            return events.PrefillStarted(message.attempt, message.num_cached_tokens)
+        case prefill_pb2.HandoffDone():
+            return events.HandoffDone(message.attempt)
+        case prefill_pb2.PrefillEnded():
+            return events.PrefillEnded(message.attempt)
+        case common_pb2.AttemptFailed():
+            return events.AttemptFailed(message.attempt, worker, error_from_proto(message.error))
     return None
-
-
-def prefill_event(event: prefill_pb2.PrefillEvent, worker: WorkerKey) -> tuple[str, Event] | None:
-    """As `decode_event`, for a prefill worker."""
-    kind = event.WhichOneof("event")
-    if kind == "first_token":
-        return event.first_token.request_id, token_from_proto(event.first_token)
-    if kind == "started":
-        return event.started.request_id, PrefillStarted(event.started.attempt, event.started.num_cached_tokens)
-    if kind == "handoff_done":
-        return event.handoff_done.request_id, HandoffDone(event.handoff_done.attempt)
-    if kind == "ended":
-        return event.ended.request_id, PrefillEnded(event.ended.attempt)
-    if kind == "failed":
-        return event.failed.request_id, _failed(event.failed, worker)
-    return None
-
-
-def _failed(failed: common_pb2.AttemptFailed, worker: WorkerKey) -> AttemptFailed:
-    return AttemptFailed(failed.attempt, worker, error_from_proto(failed.error))

@@ -15,8 +15,8 @@ import pytest
 from router_site import Site, wait_until
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.http.protocol import HttpBounds
 from router.http.server import HttpServer, listen
+from tandem.core.config import LimitsConfig
 
 MakeSite = Callable[..., Site]
 BODY = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 2}).encode()
@@ -231,11 +231,10 @@ def test_a_flood_of_pipelined_requests_waits_in_the_clients_buffers(make_site: M
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, bounds: HttpBounds) -> AsyncIterator[int]:
+async def serving(app: ASGIApp, **times_s: float) -> AsyncIterator[int]:
     listener = listen("127.0.0.1", 0)
-    server = HttpServer(app, bounds)
+    server = HttpServer(app, LimitsConfig(), **times_s)
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    await server.is_up.wait()
     try:
         yield listener.getsockname()[1]
     finally:
@@ -250,7 +249,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send, body: bytes = b"{}
 
 
 async def test_an_idle_connection_is_closed() -> None:
-    async with serving(_answer, HttpBounds(keep_alive_s=0.3)) as port:
+    async with serving(_answer, keep_alive_s=0.3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             await asyncio.sleep(0.15)
@@ -274,7 +273,7 @@ async def test_a_client_that_reads_nothing_of_its_answer_is_cut_off() -> None:
         finally:
             ended.set()
 
-    async with serving(large, HttpBounds(stalled_s=0.3)) as port:
+    async with serving(large, stalled_s=0.3) as port:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)

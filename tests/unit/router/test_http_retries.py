@@ -285,6 +285,7 @@ def test_an_error_that_no_retry_mends_is_the_clients_at_once(site: Site) -> None
     answer = under_way.result()
     assert answer.status_code == 400
     assert site.decode.wait_for("cancel").attempt == 1
+    wait_until(lambda: site.metrics().get('tandem_requests_total{outcome="invalid"}') == 1)
 
 
 def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) -> None:

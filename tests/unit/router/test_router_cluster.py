@@ -13,10 +13,13 @@ import pytest
 from router_fakes import FakePrefill
 from router_site import Site, wait_until
 
+from router.policy.admission import Admission
+from router.policy.retry_budget import RetryBudget
 from router.request.events import Event, WorkerLost
 from router.request.mailbox import Mailbox
-from router.workers.gauges import DeniedCalls
+from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
+from tandem.core.clock import VirtualClock
 from tandem.core.identity import WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
@@ -40,10 +43,10 @@ def test_a_writer_is_suspected_as_long_as_it_is_a_member() -> None:
     metrics = RouterMetrics()
     registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
     registry.apply(membership(1, "", "starting"))
-    registry.event_seen("writer_suspected", suspicion("an earlier one, which has ended"))
+    registry.event_seen(suspicion("an earlier one, which has ended"))
     assert not registry.suspected
     for _ in range(2):  # decode says so again after each grace
-        registry.event_seen("writer_suspected", suspicion("1"))
+        registry.event_seen(suspicion("1"))
     assert registry.suspected == {WorkerKey("prefill-0", "1")}
     assert b"tandem_writers_suspected_total 3.0" in metrics.exposition()
     registry.apply(membership(2, "", "failed"))
@@ -57,7 +60,7 @@ def test_nobody_but_a_prefill_worker_writes() -> None:
     members = membership(1, "", "starting")
     members.members[0].role = ROLE_DECODE
     registry.apply(members)
-    registry.event_seen("writer_suspected", suspicion("1"))
+    registry.event_seen(suspicion("1"))
     assert not registry.suspected
 
 
@@ -74,8 +77,10 @@ def test_members_of_a_role_that_it_does_not_know_are_none_of_its_workers() -> No
     """A later version of the supervisor may have such."""
     members = membership(1, "127.0.0.1:1")
     members.members[0].role = 7  # type: ignore[assignment]
+    members.num_routers = 2
     registry = WorkerRegistry(lease_s=1.0, metrics=RouterMetrics())
-    assert registry.apply(members)
+    registry.apply(members)
+    assert registry.num_routers == 2, "the rest of it holds"
     assert registry.sessions() == []
     assert not registry.snapshot().is_decode_coming
 
@@ -96,8 +101,8 @@ def test_every_status_names_the_suspected_writers(site: Site) -> None:
 def test_what_a_handoff_took_is_measured() -> None:
     metrics = RouterMetrics()
     registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
-    registry.event_seen("handoff_done", HandoffDone(handoff_s=0.5, exposed_s=0.25, compute_s=2.0))
-    registry.event_seen("admitted", Admitted(admission_s=0.125))
+    registry.event_seen(HandoffDone(handoff_s=0.5, exposed_s=0.25, compute_s=2.0))
+    registry.event_seen(Admitted(admission_s=0.125))
     sums = {"handoff": 0.5, "exposed_transfer": 0.25, "prefill_compute": 2.0, "admission": 0.125}
     for name, seconds in sums.items():
         assert f"tandem_{name}_seconds_sum {seconds}\n".encode() in metrics.exposition()
@@ -161,7 +166,7 @@ async def test_a_lost_workers_call_is_gone_at_once_without_the_garbage_collector
         mailbox: Mailbox[Event] = Mailbox()
         session.hold("r", mailbox, 10, computes=True)
         async with asyncio.timeout(15):
-            while session.info is None:
+            while not session.info.worker_id:
                 await changed.wait()
                 changed.clear()
         await asyncio.to_thread(end, worker)
@@ -182,8 +187,10 @@ def num_calls() -> int:
 
 
 def test_calls_that_the_control_service_refused_are_counted() -> None:
-    guard, metrics = RoleGuard(), RouterMetrics()
-    metrics.registry.register(DeniedCalls(guard))
+    guard, metrics, clock = RoleGuard(), RouterMetrics(), VirtualClock()
+    registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
+    gauges = RouterGauges(registry, Admission(1, clock), RetryBudget(0.0, 1, clock), guard)
+    metrics.registry.register(gauges)
     guard.num_denied["/tandem.v1.RouterControl/DrainRouter", PeerRole.PREFILL] += 2
     guard.num_denied["/tandem.v1.RouterControl/DrainRouter", None] += 1
     shown = metrics.exposition().decode()

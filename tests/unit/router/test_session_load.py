@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.workers.session import WorkerSession
@@ -22,7 +20,7 @@ class Unheard:
     def session_changed(self, session: WorkerSession) -> None: ...
     def worker_died(self, session: WorkerSession) -> None: ...
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
-    def event_seen(self, kind: str, message: Any) -> None: ...
+    def event_seen(self, message: Any) -> None: ...
 
 
 def session_of(role: Any) -> WorkerSession:
@@ -48,9 +46,9 @@ def test_a_prompt_that_decode_may_compute_is_its_work_until_it_grants_pages_inst
     decode = session_of(ROLE_DECODE)
     hold(decode, computes=True)
     assert shown(decode) == (1, PROMPT_TOKENS, 1, 3)
-    decode.note_granted("r")
+    decode.note_taken_up("r", steps=False)
     assert shown(decode) == (1, 0, 0, 0)
-    decode.note_admitted("r")
+    decode.note_taken_up("r", steps=True)
     assert shown(decode) == (1, 0, 1, 0)
     decode.let_go("r")
     assert shown(decode) == (0, 0, 0, 0)
@@ -59,7 +57,7 @@ def test_a_prompt_that_decode_may_compute_is_its_work_until_it_grants_pages_inst
 def test_a_prompt_that_decode_computes_is_in_its_own_figures_once_it_is_admitted() -> None:
     decode = session_of(ROLE_DECODE)
     hold(decode, computes=True)
-    decode.note_admitted("r")
+    decode.note_taken_up("r", steps=True)
     assert shown(decode) == (1, 0, 1, 0)
 
 
@@ -67,9 +65,9 @@ def test_a_handoff_is_no_work_of_decodes_until_it_is_admitted() -> None:
     decode = session_of(ROLE_DECODE)
     hold(decode, computes=False)
     assert shown(decode) == (1, 0, 0, 3)
-    decode.note_granted("r")
+    decode.note_taken_up("r", steps=False)
     assert shown(decode) == (1, 0, 0, 0)
-    decode.note_admitted("r")
+    decode.note_taken_up("r", steps=True)
     assert shown(decode) == (1, 0, 1, 0)
 
 
@@ -77,15 +75,15 @@ def test_prefills_prompt_counts_until_it_has_begun() -> None:
     prefill = session_of(ROLE_PREFILL)
     hold(prefill, computes=True)
     assert shown(prefill) == (1, PROMPT_TOKENS, 1, 0)
-    prefill.note_begun("r")
+    prefill.note_taken_up("r", steps=True)
     assert shown(prefill) == (1, 0, 1, 0)
 
 
-@pytest.mark.parametrize("note", ["note_begun", "note_granted", "note_admitted", "let_go"])
-def test_what_is_not_held_counts_for_nothing(note: str) -> None:
+def test_what_is_not_held_counts_for_nothing() -> None:
     """A worker's late word on a request that was let go."""
     decode = session_of(ROLE_DECODE)
-    getattr(decode, note)("gone")
+    decode.note_taken_up("gone", steps=True)
+    decode.let_go("gone")
     assert shown(decode) == (0, 0, 0, 0)
 
 

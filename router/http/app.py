@@ -163,7 +163,7 @@ class MethodNotAllowedError(InvalidRequestError):
 
 
 async def _unforeseen(request: Request, _: Exception) -> Response:
-    """The server logs the error itself; the client gets its id to ask about."""
+    """`_with_request_ids` logs the error; the client gets the id to ask about."""
     request_id = request.scope["state"]["request_id"]
     return await _tandem_error(request, InternalError(f"an unforeseen error; the log has it under {request_id}"))
 
@@ -201,6 +201,8 @@ def _with_request_ids(app: ASGIApp) -> ASGIApp:
         with bound(request_id=request_id):
             try:
                 await app(scope, receive, send_with_id)
+            except Exception:  # noqa: BLE001 - the last border: where uvicorn would log it, the id is not bound any more
+                _log.exception("unforeseen error in an exchange")
             finally:
                 # Under overload a line for each refusal would cost more than the refusal: they are only counted.
                 level = logging.DEBUG if scope["path"] in _QUIET_PATHS or status == 429 else logging.INFO

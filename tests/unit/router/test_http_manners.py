@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from router_site import Site
+import structlog
+from router_site import Site, wait_until
+
+from router.workers.registry import WorkerRegistry
 
 MakeSite = Callable[..., Site]
 READ = ("/", "/health", "/metrics", "/v1/models", "/v1/models/toy", "/v1/cluster", "/openapi.json")
@@ -203,3 +207,33 @@ def test_any_origin_where_it_is_told_so_and_none_by_default(make_site: MakeSite,
     assert preflight(site, PAGE).status_code == 405
     with site.http() as client:
         assert "access-control-allow-origin" not in client.get("/v1/models", headers={"Origin": PAGE}).headers
+
+
+class _Failures(logging.Handler):
+    """The lines that tell of an exception, with what is bound to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.seen.append((record.getMessage(), structlog.contextvars.get_contextvars()))
+
+
+def test_an_unforeseen_error_is_logged_once_under_the_id_that_the_client_gets(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerRegistry, "describe", lambda *_: 1 / 0)
+    failures, root = _Failures(), logging.getLogger()
+    root.addHandler(failures)
+    try:
+        with site.http(headers={"x-request-id": "r-9"}) as client:
+            error = client.get("/v1/cluster").json()["error"]
+            wait_until(lambda: failures.seen)
+            assert client.get("/health").status_code == 200
+    finally:
+        root.removeHandler(failures)
+    assert (error["code"], error["request_id"]) == ("internal", "r-9")
+    assert "the log has it under r-9" in error["message"]
+    assert failures.seen == [("unforeseen error in an exchange", {"request_id": "r-9"})]

@@ -21,8 +21,8 @@ from tests.support.decode_node import DecodeNode
 from tests.support.link import Link, LinkSpec
 from tests.support.node import Node, NodeSpec
 from tests.support.prefill_node import PrefillNode
-from tests.support.scripted_router import InFlight, Place, Router
 from tests.support.step_runner import StepTime
+from tests.support.virtual_router import InFlight, Place, Router
 from tests.support.virtual_time import Kernel
 
 _START_S = 1.0  # of a worker's process
@@ -72,7 +72,9 @@ class World:
     def _start(self, role: Role, worker_id: str, life: int) -> None:
         make: Any = PrefillNode if role is Role.PREFILL else DecodeNode
         spec = self.spec.prefill if role is Role.PREFILL else self.spec.decode
-        node: Node = make(worker_id, f"{worker_id}#{life}", spec, self.kernel, self, self.link)
+        node: Node = make(
+            worker_id, f"{worker_id}#{life}", spec, kernel=self.kernel, cluster=self, link=self.link
+        )
         for other in self.nodes.values():
             if not other.is_alive:
                 node.ended.add(other.incarnation)

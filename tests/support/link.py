@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from decode_worker.receiver_driver import Answer, ReceiverDriver
+from decode_worker.receiver_driver import Answer
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.events import PeerId, WriteArrived, WriteCompleted, WriteFailed, WriteHandle, WritePosted
 from prefill_worker.sender_driver import SenderDriver
-from tests.support.scripted_model import Memory, move
+from tests.support.arena import Arena, move
 from tests.support.virtual_time import Kernel
 
 MESSAGE_FAULTS = ("dropped message", "repeated message", "late message", "corrupt message")
@@ -20,6 +21,7 @@ WRITE_FAULTS = (
     "corrupt write", "truncated write", "failed write", "unsettled write", "lost completion", "repeated write",
     "late write",
 )  # fmt: skip
+# By `faults_of_writes` only: "late copy", whose bytes come once more after its end, when others may own the page.
 
 
 class Source(Protocol):
@@ -27,7 +29,7 @@ class Source(Protocol):
 
     incarnation: str
     is_alive: bool
-    memory: Memory
+    memory: Arena
     driver: SenderDriver
 
 
@@ -36,8 +38,9 @@ class Target(Protocol):
 
     incarnation: str
     is_alive: bool
-    memory: Memory
-    driver: ReceiverDriver
+    memory: Arena
+
+    def on_event(self, event: WriteArrived) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,9 @@ class LinkSpec:
 
     Attributes:
         fault_share: of messages between workers, and of writes, that something happens to.
+        faults_of_writes: what happens to certain writes besides, by their number, from 0.
         late_s: how much later what is late comes.
+        post_s: how long a post itself takes, as over shared memory, where it copies.
         call_timeout_s: how long a call waits for its answer.
     """
 
@@ -54,7 +59,9 @@ class LinkSpec:
     bytes_per_s: float = 200_000.0
     fault_share: float = 0.0
     faults: Sequence[str] = (*MESSAGE_FAULTS, *WRITE_FAULTS)
+    faults_of_writes: Mapping[int, str] = field(default_factory=dict)
     late_s: float = 0.4
+    post_s: float = 0.0
     call_timeout_s: float = 1.0
 
 
@@ -67,7 +74,7 @@ class Link:
         self.count: Counter[str] = Counter()
         self._rng = random.Random(seed)
         self._free_s: dict[str, float] = {}  # by sender: when its last write has left
-        self._num_writes = 0
+        self._numbers = itertools.count()
 
     def _draw(self, of: Sequence[str]) -> str | None:
         """What happens to the next one, if anything."""
@@ -134,15 +141,16 @@ class Link:
         def post() -> None:
             if not source.is_alive:
                 return
-            self._num_writes += 1
-            handle = WriteHandle(self._num_writes, PeerId(target.incarnation), tag, num_bytes)
+            number = next(self._numbers)
+            handle = WriteHandle(number, PeerId(target.incarnation), tag, num_bytes)
             if not may_post():
                 source.driver.on_transport(WriteFailed(handle, "its grant no longer holds", settled=True))
                 return
+            self.kernel.clock.advance(self.spec.post_s)
             begins_s = max(self.kernel.now_s, self._free_s.get(source.incarnation, 0.0))
             self._free_s[source.incarnation] = ends_s = begins_s + num_bytes / self.spec.bytes_per_s
             write = _Write(self, source, target, tuple(descriptors), handle)
-            fault = self._draw(WRITE_FAULTS)
+            fault = self.spec.faults_of_writes.get(number) or self._draw(WRITE_FAULTS)
             self._note(fault)
             late_s = self.spec.late_s if fault == "late write" else 0.0
             self.kernel.at(ends_s + self.spec.latency_s + late_s, lambda: write.arrive(fault))
@@ -177,6 +185,9 @@ class _Write:
                 self._land(self.descriptors)
                 self.link.kernel.after(self.link.spec.late_s, lambda: self.arrive(None))
                 return
+            case "late copy":
+                self._land(self.descriptors)
+                self.link.kernel.after(self.link.spec.late_s, lambda: self._land(self.descriptors))
             case _:
                 self._land(self.descriptors, flip=int(fault == "corrupt write"))
         if fault != "lost completion":
@@ -187,7 +198,7 @@ class _Write:
             return
         for descriptor in descriptors:
             move(descriptor, self.source.memory, self.target.memory, flip=flip)
-        self.target.driver.on_transport(WriteArrived(PeerId(self.source.incarnation), self.handle.tag))
+        self.target.on_event(WriteArrived(PeerId(self.source.incarnation), self.handle.tag))
 
     def _land_late(self) -> None:
         """Nobody waits for it any more."""

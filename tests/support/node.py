@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvtransfer.layout import KvFormat
 from tandem.core.clock import Clock
@@ -15,6 +14,8 @@ from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tests.support.ends import Cluster, End
+from tests.support.link import Link
 from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample
 from tests.support.step_runner import StepRunner, StepTimes
 from tests.support.virtual_time import Kernel
@@ -36,29 +37,17 @@ class NodeSpec:
     priority_ageing_s: float = 1.0
 
 
-class Cluster(Protocol):
-    """Who hears of a worker: its peers, by incarnation, the router, and whoever kills and replaces it."""
-
-    def hear(self, worker: Any, event: Any) -> None: ...
-
-    def prefill(self, incarnation: str) -> Any: ...
-
-    def decode(self, incarnation: str) -> Any: ...
-
-    def kill(self, incarnation: str) -> None: ...
-
-
-class Node:
+class Node(End):
     """A pool, a scheduler, an arena and a runner, and the core of a role around them."""
 
     role: Role
+    memory: Memory
 
-    def __init__(self, worker_id: str, incarnation: str, spec: NodeSpec, kernel: Kernel, cluster: Cluster) -> None:
+    def __init__(
+        self, worker_id: str, incarnation: str, spec: NodeSpec, *, kernel: Kernel, cluster: Cluster, link: Link
+    ) -> None:
+        super().__init__(incarnation, kernel, cluster, link)
         self.key = WorkerKey(worker_id, incarnation)
-        self.incarnation = incarnation
-        self.kernel = kernel
-        self.cluster = cluster
-        self.is_alive = True
         self._priority_ageing_s = spec.priority_ageing_s
         self.pool = PagePool(spec.num_pages, PAGE)
         self.scheduler = BatchScheduler(self.pool, spec.limits, salt=b"m", prefix_cache=spec.prefix_cache)
@@ -66,7 +55,7 @@ class Node:
         self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time)
         self.load = LoadReport(self.scheduler, lambda: None, lambda: None)
         self.counters = WorkerCounters()
-        self.ended: set[str] = set()  # peers whose processes have ended
+        self.is_draining = False
 
     def core_parts(self) -> dict[str, Any]:
         """What both roles are made of."""
@@ -81,20 +70,12 @@ class Node:
             "load": self.load,
             "pacing": Pacing(),
             "clock": clock,
-            "is_draining": lambda: False,
+            "is_draining": lambda: self.is_draining,
         }
 
     def _emit(self, events: dict[int, list[Any]]) -> None:
         for event in events[SESSION]:
             self.cluster.hear(self, event)
-
-    def later(self, delay_s: float, call: Callable[[], object]) -> None:
-        """Run `call` here, if this process is alive then."""
-        self.kernel.after(delay_s, lambda: self.here(call))
-
-    def here(self, call: Callable[[], object]) -> None:
-        if self.is_alive:
-            call()
 
     def crash(self) -> None:
         """The process ends, and its memory with it."""

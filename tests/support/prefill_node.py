@@ -2,58 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import Any
 
 from decode_worker.receiver_driver import Answer
-from kvtransfer.extents import ArenaShape, Descriptor
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
-from kvtransfer.transports.events import PeerId
+from kvtransfer.protocol.messages import AttemptKey, FailureReason, Grant, RefusalReason
 from prefill_worker.events import HandoffStats
 from prefill_worker.role import PrefillRole
-from prefill_worker.sender_driver import SenderDriver
 from tandem.core.errors import HandoffError, TandemError, WorkerLostError
 from tandem.core.identity import Role
 from tandem.core.pages import pages_for
 from tandem.worker.request import AttemptSpec
-from tests.support.link import Link
-from tests.support.node import GRACE_S, LEASE_S, SESSION, Cluster, Node, NodeSpec
+from tests.support.ends import SenderEnd
+from tests.support.node import GRACE_S, LEASE_S, SESSION, Node, NodeSpec
 from tests.support.scripted_model import LAYOUT, NUM_LAYERS, PAGE
-from tests.support.virtual_time import Kernel, Timer
 
-_CONFIRM_EVERY_S = 0.2
+RESEND_S, ANSWER_S = LEASE_S / 5, LEASE_S
 
 
-class PrefillNode(Node):
+class PrefillNode(Node, SenderEnd):
     role = Role.PREFILL
 
-    def __init__(
-        self, worker_id: str, incarnation: str, spec: NodeSpec, kernel: Kernel, cluster: Cluster, link: Link
-    ) -> None:
-        super().__init__(worker_id, incarnation, spec, kernel, cluster)
-        self._link = link
-        self._timer = Timer(kernel, lambda: self.here(lambda: self.driver.tick()))
+    def __init__(self, worker_id: str, incarnation: str, spec: NodeSpec, **around: Any) -> None:
+        super().__init__(worker_id, incarnation, spec, **around)
         self._targets: dict[AttemptKey, str] = {}  # by attempt: the decode worker's incarnation
-        self.driver = SenderDriver(
-            incarnation=incarnation,
-            layout=LAYOUT,
-            shape=self.memory.shape,
-            read_extent=self.memory.read_extent,
-            limits=SenderLimits(
+        self.make_driver(
+            SenderLimits(
                 lease_margin_s=LEASE_S / 10,
                 write_timeout_s=LEASE_S,
-                resend_s=LEASE_S / 5,
-                answer_timeout_s=LEASE_S,
+                resend_s=RESEND_S,
+                answer_timeout_s=ANSWER_S,
                 grace_s=GRACE_S,
                 quarantine_cap_pages=spec.num_pages // 2,
                 batch_bytes=8 * LAYOUT.extent_bytes,
                 last_batch_bytes=2 * LAYOUT.extent_bytes,
-            ),
-            callbacks=self,
-            write=self._write,
-            peer=self._peer,
-            clock=kernel.clock,
+            )
         )
         self.core = PrefillRole(**self.core_parts(), driver=self.driver, num_layers=NUM_LAYERS)
         self.runner.start(self.core)
@@ -86,7 +70,7 @@ class PrefillNode(Node):
         def ask() -> Answer | None:
             return decode.attach(grant, self.incarnation, renew=renew) if decode.is_alive else None
 
-        self._link.call(
+        self.link.call(
             ask,
             lambda answer: self.here(lambda: self._attach_answered(grant, answer, asked_s, renew=renew)),
             lambda: self.here(lambda: self._attach_failed(grant, renew=renew)),
@@ -124,15 +108,6 @@ class PrefillNode(Node):
 
     # -- what decode workers say
 
-    def hear_answer(self, receiver: str, key: AttemptKey, grant_id: str, answer: Answer) -> None:
-        """To a commit, or against a part."""
-        if not self.driver.has_asked(key, receiver, grant_id):
-            return
-        if answer.refusal is not None:
-            self.driver.happened(key, ev.RefusalReceived(answer.refusal, answer.detail))
-        else:
-            self.driver.happened(key, ev.AckReceived(grant_id))
-
     def decode_ended(self, receiver: str) -> None:
         """A decode worker's process has ended."""
         self.ended.add(receiver)
@@ -140,41 +115,7 @@ class PrefillNode(Node):
         keys = [key for key, target in self._targets.items() if target == receiver]
         self.runner.submit(lambda: self.core.receiver_ended(keys, receiver))
 
-    # -- the transport
-
-    def _write(
-        self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes, *, may_post: Callable[[], bool]
-    ) -> None:
-        self._link.post(self, self.cluster.decode(peer), descriptors, tag, may_post)
-
-    def _peer(self, receiver: str) -> tuple[PeerId, ArenaShape] | None:
-        if receiver in self.ended:
-            return None
-        return PeerId(receiver), self.cluster.decode(receiver).memory.shape
-
     # -- what the driver says
-
-    def commit_part(self, part: CommitPart) -> None:
-        decode = self.cluster.decode(part.receiver)
-        self._link.send(lambda: decode.hear(self, part), lambda: decode.hear_noise(self))
-
-    def commit(self, commit: Commit, *, again: bool) -> None:
-        decode = self.cluster.decode(commit.receiver)
-        self._link.send(lambda: decode.hear(self, commit), lambda: decode.hear_noise(self))
-
-    def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
-        """Until it is heard, for a bounded time."""
-        give_up_s = self.kernel.now_s + LEASE_S + GRACE_S
-        decode = self.cluster.decode(idle.receiver)
-
-        def ask() -> Answer | None:
-            return decode.confirm_idle(idle, self.incarnation) if decode.is_alive else None
-
-        def again() -> None:
-            if self.kernel.now_s < give_up_s and idle.receiver not in self.ended:
-                self._link.call(ask, lambda _: None, lambda: self.later(_CONFIRM_EVERY_S, again))
-
-        again()
 
     def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None:
         self.runner.submit(lambda: self.core.handed_off(key, stats))
@@ -196,9 +137,6 @@ class PrefillNode(Node):
     def closed(self, key: AttemptKey) -> None:
         self._targets.pop(key, None)
         self.runner.submit(lambda: self.core.closed(key))
-
-    def deadline(self, deadline_s: float | None) -> None:
-        self._timer.set(deadline_s)
 
     def check_rest(self) -> None:
         super().check_rest()

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtransfer.extents import ArenaShape, Descriptor
+from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from tandem.core.errors import InternalError
 from tandem.core.pages import PagePool, PageState
 from tandem.core.sampling import SampledToken, SampleRow
 from tandem.worker.sequence import Sequence
+from tests.support.arena import Arena
 
 PAGE, NUM_LAYERS, VOCAB, EOS = 4, 2, 64, 0
 LAYOUT = LayoutId("ab" * 32, "float32", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, page_size=PAGE)
@@ -56,24 +57,28 @@ class _Chain:
         return np.array(self.hashes[: len(token_ids)], np.uint64)
 
 
-class Memory:
-    """One worker's arena, and what computing does with it."""
+class Memory(Arena):
+    """An arena whose pages are accounted for, and what computing does with it."""
 
     def __init__(self, pool: PagePool) -> None:
         assert np.dtype(np.uint64).itemsize == _SLOT_BYTES
         self.pool = pool
-        self.shape = ArenaShape(NUM_LAYERS, pool.num_pages, LAYOUT.extent_bytes)
         self._slots = np.zeros((NUM_LAYERS, pool.num_pages, PAGE), np.uint64)
-        self.data = memoryview(self._slots.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        data = memoryview(self._slots.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        super().__init__(ArenaShape(NUM_LAYERS, pool.num_pages, LAYOUT.extent_bytes), data)
         self._chains: dict[tuple[str, int], _Chain] = {}
 
-    def read_extent(self, layer: int, page: int) -> memoryview:
-        at = self.shape.offset(layer, page)
-        return self.data[at : at + self.shape.extent_bytes]
+    def check_source(self, offset: int, num_bytes: int) -> None:
+        states = self._states_of(offset, num_bytes)
+        assert states <= {PageState.USED, PageState.QUARANTINED}, f"a write reads pages that are {states}"
 
-    def pages_of(self, offset: int, num_bytes: int) -> set[int]:
+    def check_target(self, offset: int, num_bytes: int) -> None:
+        states = self._states_of(offset, num_bytes)
+        assert states <= {PageState.RESERVED, PageState.QUARANTINED}, f"a write lands in pages that are {states}"
+
+    def _states_of(self, offset: int, num_bytes: int) -> set[PageState]:
         first, last = offset // LAYOUT.extent_bytes, (offset + num_bytes - 1) // LAYOUT.extent_bytes
-        return {extent % self.pool.num_pages for extent in range(first, last + 1)}
+        return {self.pool.state(extent % self.pool.num_pages) for extent in range(first, last + 1)}
 
     def copy_page(self, source: int, target: int) -> None:
         self._slots[:, target] = self._slots[:, source]
@@ -93,13 +98,3 @@ class Memory:
         at = np.arange(start, last)
         self._slots[layer, np.array(pages)[at // PAGE], at % PAGE] = of_layer[start:]
 
-
-def move(descriptor: Descriptor, source: Memory, target: Memory, *, flip: int = 0) -> None:
-    """Bytes of a write land, the first one changed by `flip`; both sides must still hold their pages for it."""
-    here, there, num_bytes = descriptor
-    read = {source.pool.state(page) for page in source.pages_of(here, num_bytes)}
-    assert read <= {PageState.USED, PageState.QUARANTINED}, f"a write reads pages that are {read}"
-    written = {target.pool.state(page) for page in target.pages_of(there, num_bytes)}
-    assert written <= {PageState.RESERVED, PageState.QUARANTINED}, f"a write lands in pages that are {written}"
-    target.data[there : there + num_bytes] = source.data[here : here + num_bytes]
-    target.data[there] ^= flip

@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
+from typing import TypeVar
 
 from tandem.core.clock import VirtualClock
 
+_T = TypeVar("_T")
 Call = Callable[[], object]
 
 
@@ -36,12 +38,29 @@ class Kernel:
         for _ in range(most):
             if not self._heap:
                 return
-            time_s, _, call = heapq.heappop(self._heap)
-            while self.now_s < time_s:  # a sum of floats may fall short of it
-                self.clock.advance(time_s - self.now_s)
-            self.num_run += 1
-            call()
+            self._run_next()
         raise AssertionError(f"{most} calls have not ended it; {len(self._heap)} are due, now is {self.now_s}")
+
+    def run_until(self, look: Callable[[], _T | None], most: int = 100_000) -> _T:
+        """Until `look` gives something, which is returned."""
+        for _ in range(most):
+            if found := look():
+                return found
+            assert self._heap, "nothing is left to happen"
+            self._run_next()
+        raise AssertionError(f"{most} calls have not led to it; now is {self.now_s}")
+
+    def run_near(self, within_s: float) -> None:
+        """Until nothing follows within this time on what has happened."""
+        while self._heap and self._heap[0][0] <= self.now_s + within_s:
+            self._run_next()
+
+    def _run_next(self) -> None:
+        time_s, _, call = heapq.heappop(self._heap)
+        while self.now_s < time_s:  # a sum of floats may fall short of it
+            self.clock.advance(time_s - self.now_s)
+        self.num_run += 1
+        call()
 
 
 class Timer:
@@ -50,13 +69,13 @@ class Timer:
     def __init__(self, kernel: Kernel, call: Call) -> None:
         self._kernel = kernel
         self._call = call
-        self._due_s: float | None = None
+        self.due_s: float | None = None
         self._number = 0  # of the newest deadline
 
     def set(self, due_s: float | None) -> None:
-        if due_s == self._due_s:
+        if due_s == self.due_s:
             return
-        self._due_s = due_s
+        self.due_s = due_s
         self._number += 1
         if due_s is not None:
             number = self._number
@@ -64,5 +83,5 @@ class Timer:
 
     def _ring(self, number: int) -> None:
         if number == self._number:
-            self._due_s = None
+            self.due_s = None
             self._call()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from handoff_world import World
 
 from kvtransfer.protocol import grant_book, grants, receiver
 from kvtransfer.protocol import receiver_events as rx
@@ -21,6 +20,7 @@ from kvtransfer.protocol.receiver import ReceiverHandoffs
 from kvtransfer.protocol.sender import TRANSITIONS as SENDER
 from kvtransfer.protocol.sender import SenderHandoff
 from router.request.journal import ChoiceRecord, Journal
+from tests.support.protocol_world import World
 
 pytestmark = pytest.mark.long
 

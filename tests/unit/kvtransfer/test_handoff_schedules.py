@@ -6,12 +6,13 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-import handoff_prefill
 import pytest
-from handoff_examples import LAYOUT
-from handoff_world import FAULTS, World
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+
+from tests.support import protocol_prefill
+from tests.support.protocol_world import FAULTS, World
+from tests.support.scripted_model import LAYOUT
 
 pytestmark = pytest.mark.long
 
@@ -51,8 +52,8 @@ def test_no_schedule_breaks_an_invariant(number: int) -> None:
 
 def test_no_schedule_breaks_an_invariant_when_each_extent_is_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     size = LAYOUT.extent_bytes
-    limits = replace(handoff_prefill.SENDER_LIMITS, batch_bytes=size, last_batch_bytes=size)
-    monkeypatch.setattr(handoff_prefill, "SENDER_LIMITS", limits)
+    limits = replace(protocol_prefill.SENDER_LIMITS, batch_bytes=size, last_batch_bytes=size)
+    monkeypatch.setattr(protocol_prefill, "SENDER_LIMITS", limits)
     worlds = [World(random.Random(number).randbytes(360)).run() for number in range(500)]
     assert sum(len(world.admitted) for world in worlds) > 250
     assert sum(world.count["kept pages"] for world in worlds) > 2

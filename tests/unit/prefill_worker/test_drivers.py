@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from driver_ends import FIRST, KEY, LAYOUT, LEASE_S, MINE, RECEIVER, SENDER, THEIRS, World
 
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.arrivals import ExtentRun, WriteTag
 from kvtransfer.protocol.messages import AttemptKey, CommitPart, FailureReason, RefusalReason
 from kvtransfer.transports.events import PeerId, WriteArrived
-from kvtransfer.transports.loopback import Fault, FaultPlan
 from prefill_worker.events import HandoffStats
+from tests.support.driver_world import FIRST, KEY, LEASE_S, MINE, RECEIVER, SENDER, THEIRS, World
+from tests.support.link import LinkSpec
+from tests.support.scripted_model import LAYOUT
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    world = World(getattr(request, "param", None))
-    yield world
-    world.close()
+def world(request: pytest.FixtureRequest) -> World:
+    return World(getattr(request, "param", None))
 
 
-def faulty(**fields: Any) -> Any:
-    return pytest.param(FaultPlan(default=Fault(**fields)), id=next(iter(fields)))
+def faulty(fault: str, name: str) -> Any:
+    """A link that does this to each write."""
+    return pytest.param(LinkSpec(fault_share=1.0, faults=[fault]), id=name)
 
 
 def num_released(world: World) -> dict[int, int]:
@@ -58,28 +56,21 @@ def test_pages_are_written_committed_admitted_and_released_once(world: World, gr
     world.check_bytes((1, 2, 5), (7, 3, 4))
     assert num_released(world) == {1: 1, 2: 1, 5: 1}
     assert world.sending.driver.num_handoffs == 0
-    assert not world.receiving.transport.wants_polling
+    assert not world.receiving.expected
     assert world.receiving.driver.num_refused == 0
 
 
-def test_times_are_counted_from_the_computation_the_first_post_and_the_commit(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    post, post_s = world.sending.transport.post_write, 0.05
-
-    def post_slowly(*arguments: Any) -> Any:
-        time.sleep(post_s)  # as over shared memory, where the post itself copies
-        return post(*arguments)
-
-    monkeypatch.setattr(world.sending.transport, "post_write", post_slowly)
-    begun_s, ago_s = time.monotonic(), 60.0
+def test_times_are_counted_from_the_computation_the_first_post_and_the_commit() -> None:
+    post_s, ago_s = 0.05, 60.0  # as over shared memory, where the post itself copies
+    world = World(LinkSpec(post_s=post_s))
+    begun_s = world.now_s
     world.open()
     grant = world.grant()
     world.seal()
     world.attach(grant)
     world.computed(ago_s)
     stats: HandoffStats = world.sending.wait("succeeded", KEY)[2]
-    elapsed_s = time.monotonic() - begun_s
+    elapsed_s = world.now_s - begun_s
     assert post_s <= stats.handoff_s <= elapsed_s
     assert ago_s <= stats.exposed_s <= ago_s + elapsed_s
     assert 0 < stats.answer_s < stats.handoff_s - post_s
@@ -97,7 +88,10 @@ def test_cached_pages_are_not_written_but_released(world: World) -> None:
     assert num_released(world) == {1: 1, 2: 1, 5: 1}
 
 
-@pytest.mark.parametrize("world", [faulty(corrupt=True), faulty(truncate=True)], indirect=True)
+WRONG_BYTES = [faulty("corrupt write", "corrupt"), faulty("truncated write", "truncate")]
+
+
+@pytest.mark.parametrize("world", WRONG_BYTES, indirect=True)
 def test_bytes_that_arrive_wrong_are_refused(world: World) -> None:
     world.open()
     world.attach(world.grant())
@@ -110,19 +104,17 @@ def test_bytes_that_arrive_wrong_are_refused(world: World) -> None:
     assert world.receiving.driver.num_refused == 1
 
 
-@pytest.mark.parametrize("world", [faulty(lose_completion=True)], indirect=True)
+@pytest.mark.parametrize("world", [faulty("lost completion", "lose_completion")], indirect=True)
 def test_a_write_that_never_ends_keeps_its_pages_in_quarantine(world: World) -> None:
     world.open()
     grant = world.grant()
     world.attach(grant)
     world.seal()
-    world.tick_until(world.sending, "failed")
     world.sending.wait("failed", FailureReason.WRITE_TIMEOUT)
     world.sending.wait("quarantine", (1, 2, 5))
     assert num_released(world) == {}
-    world.tick_until(world.receiving, "over")
     world.receiving.wait("over", (7, 3, 4), RefusalReason.LEASE_EXPIRED, True)
-    world.tick_until(world.receiving, "kill_writer")
+    world.receiving.wait("kill_writer")
     assert ("lift", (7, 3, 4)) not in world.receiving.told
     # The receiver's process ends: nothing of this can do harm there any more.
     world.sending.run(lambda: world.sending.driver.receiver_lost(RECEIVER))
@@ -134,26 +126,23 @@ def test_a_lease_that_lapses_is_noticed_by_both_ends(world: World) -> None:
     world.open()
     world.attach(world.grant())
     world.seal((1, 2), 0)
-    world.tick_until(world.sending, "failed")
     world.sending.wait("failed", FailureReason.LEASE_LOST)
     world.receiving.wait("over", (4,), RefusalReason.WRITER_STOPPED, False)
     world.receiving.wait("verified", ((0, 7), (1, 3)))
-    assert world.sending.due_s is None
+    assert world.sending.timer.due_s is None
 
 
 def test_a_silent_writer_is_asked_then_suspected_and_its_exit_lifts_the_quarantine(world: World) -> None:
-    world.receiving.stops = False
+    world.sending.is_alive = False
     world.open(4)
     world.attach(world.grant((7, 3, 4, 5)))
     world.receiving.run(lambda: world.receiving.driver.happened(rev.RequestCancelled(KEY)))
     world.receiving.wait("over", (7, 3, 4, 5), RefusalReason.CANCELLED, True)
-    world.tick_until(world.receiving, "replace_self")
     world.receiving.wait("replace_self", 4)
-    world.tick_until(world.receiving, "kill_writer")
+    world.receiving.wait("kill_writer")
     assert world.receiving.told.count(("ask_to_stop", SENDER)) > 1
     world.receiving.told.clear()
     world.receiving.run(lambda: world.receiving.driver.writer_exited(SENDER, is_here=True))
-    world.tick_until(world.receiving, "lift")
     world.receiving.wait("lift", (7, 3, 4, 5))
 
 
@@ -171,7 +160,7 @@ def test_a_cancel_at_the_receiver_stops_the_writer(world: World) -> None:
 def test_a_receiver_that_is_gone(world: World) -> None:
     world.open()
     world.attach(world.grant())
-    world.sending.knows_receiver = False
+    world.sending.ended.add(RECEIVER)
     world.seal()
     world.sending.wait("failed", FailureReason.WRITE_FAILED)
     world.sending.wait("closed", KEY)
@@ -181,7 +170,7 @@ def test_a_receiver_that_is_gone(world: World) -> None:
 def test_a_grant_of_pages_that_do_not_exist_ends_the_attempt_only(world: World) -> None:
     world.open()
     grant = world.grant((7, 3, 12))
-    world.sending.run(lambda: world.sending.driver.attached(KEY, grant, time.monotonic() + LEASE_S))
+    world.sending.run(lambda: world.sending.driver.attached(KEY, grant, world.now_s + LEASE_S))
     world.seal()
     world.sending.wait("failed", FailureReason.WRITE_FAILED)
     world.sending.wait("closed", KEY)
@@ -194,7 +183,6 @@ def test_a_commit_is_sent_again_and_given_up_in_the_end(world: World) -> None:
     world.seal()
     world.computed()
     world.sending.wait("commit")
-    world.tick_until(world.sending, "failed")
     world.sending.wait("failed", FailureReason.NO_ANSWER)
     assert sum(t[0] == "commit" for t in world.sending.told) > 1
     world.receiving.wait("over", (7, 3, 4), RefusalReason.WRITER_STOPPED, False)
@@ -263,7 +251,8 @@ def test_lost_parts_cost_nothing(world: World) -> None:
     world.sending.wait("succeeded", KEY)
 
 
-LAST_WRITE_WRONG = pytest.param(FaultPlan({3: Fault(corrupt=True)}), id="last write")  # page 5 in the second layer
+# Page 5 in the second layer.
+LAST_WRITE_WRONG = pytest.param(LinkSpec(faults_of_writes={3: "corrupt write"}), id="last write")
 
 
 @pytest.mark.parametrize("world", [LAST_WRITE_WRONG], indirect=True)
@@ -273,7 +262,7 @@ def test_a_commit_with_a_wrong_page_reads_again_what_a_part_has_verified(world: 
     world.seal((1, 2), 0)
     world.sending.wait("part")
     world.receiving.run(lambda: None)
-    world.receiving.arena[THEIRS.offset(0, 7)] ^= 1  # a write that was not to come any more, and told nobody
+    world.receiving.memory.data[THEIRS.offset(0, 7)] ^= 1  # a write that was not to come any more, and told nobody
     world.seal((5,), 2)
     world.computed()
     world.sending.wait("failed", FailureReason.REFUSED, RefusalReason.DIGEST_MISMATCH)
@@ -286,7 +275,7 @@ def test_a_commit_with_a_wrong_page_reads_again_what_a_part_has_verified(world: 
 
 def arrived(world: World, num_writes: int) -> None:
     """Until decode has read what this many writes brought."""
-    world.receiving.wait_for(lambda: world.receiving.num_arrived >= num_writes)
+    world.kernel.run_until(lambda: world.receiving.num_arrived >= num_writes)
 
 
 def test_what_has_arrived_is_not_read_again_by_parts_and_the_commit(world: World) -> None:
@@ -295,10 +284,10 @@ def test_what_has_arrived_is_not_read_again_by_parts_and_the_commit(world: World
     world.seal((1, 2), 0)
     world.seal((5,), 2)
     arrived(world, 4)
-    assert sorted(world.receiving.reads) == [(layer, page) for layer in range(2) for page in (3, 4, 7)]
+    assert sorted(world.receiving.memory.reads) == [(layer, page) for layer in range(2) for page in (3, 4, 7)]
     world.computed()
     world.sending.wait("succeeded", KEY)
-    assert len(world.receiving.reads) == 6
+    assert len(world.receiving.memory.reads) == 6
     assert world.receiving.driver.num_arrivals_ignored == 0
 
 
@@ -309,7 +298,7 @@ def test_writes_that_nobody_hears_of_are_read_by_the_commit(world: World) -> Non
     world.seal()
     world.computed()
     world.sending.wait("succeeded", KEY)
-    assert len(world.receiving.reads) == 6
+    assert len(world.receiving.memory.reads) == 6
 
 
 def foreseen(world: World) -> list[list[float]]:
@@ -326,20 +315,20 @@ def test_the_arrival_of_the_last_page_foretells_the_admission(world: World) -> N
     world.seal((1, 2), 0)
     arrived(world, 2)
     assert not foreseen(world)
-    begun_s = time.monotonic()
+    begun_s = world.now_s
     world.seal((5,), 2, (0,))
     arrived(world, 3)
     assert foreseen(world) == [[]]
     world.seal((5,), 2, (1,))
     arrived(world, 4)
-    now_s, (due_s,) = time.monotonic(), foreseen(world)[-1]
+    now_s, (due_s,) = world.now_s, foreseen(world)[-1]
     assert begun_s <= due_s <= now_s
     world.computed()
     world.receiving.wait("admit")
     assert [what[0] for what in world.receiving.told][-2:] == ["foresee", "admit"]
     assert foreseen(world)[-1] == []
     (closing_s,) = world.receiving.driver._closings_s
-    assert 0 < closing_s <= time.monotonic() - due_s
+    assert 0 < closing_s <= world.now_s - due_s
 
 
 def test_each_handoff_foretells_its_admission_and_none_that_is_over(world: World) -> None:
@@ -347,12 +336,13 @@ def test_each_handoff_foretells_its_admission_and_none_that_is_over(world: World
     for epoch, grant in ((1, world.grant((7,))), (2, world.grant((8,), key=other))):
         attach = partial(receiving.driver.attach, grant.grant_id, SENDER, grant.capability, renew=False)
         assert receiving.run(attach).refusal is None
+        world.kernel.clock.advance(0.001)
         arrival = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 1), ExtentRun(1, 0, 1)), epoch))
         receiving.run(lambda arrival=arrival: receiving.driver.on_transport(arrival))
     first, second = foreseen(world)[-1]
     assert first < second
     receiving.run(lambda: receiving.driver.happened(rev.RequestCancelled(KEY)))
-    world.tick_until(receiving, "over")
+    receiving.wait("over")
     assert foreseen(world)[-1] == [second]
 
 
@@ -365,7 +355,7 @@ def test_a_write_that_tells_too_early_costs_a_second_look(world: World) -> None:
     world.attach(world.grant())
     early = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 3), ExtentRun(1, 0, 3))))
     world.receiving.run(lambda: world.receiving.driver.on_transport(early))
-    assert len(world.receiving.reads) == 6
+    assert len(world.receiving.memory.reads) == 6
     world.receiving.hears_arrivals = False
     world.seal()
     world.computed()
@@ -378,7 +368,7 @@ def test_a_write_that_is_repeated_is_read_again(world: World) -> None:
     world.attach(world.grant())
     world.seal()
     arrived(world, 2)
-    world.receiving.arena[THEIRS.offset(1, 3)] ^= 1
+    world.receiving.memory.data[THEIRS.offset(1, 3)] ^= 1
     again = WriteArrived(PeerId(SENDER), tag((ExtentRun(1, 1, 1),)))
     world.receiving.run(lambda: world.receiving.driver.on_transport(again))
     world.computed()
@@ -404,7 +394,7 @@ def test_what_is_said_of_writes_that_are_not_the_grants_is_ignored_and_counted(
     said = b"\xff garbage" if runs is None else tag(runs, epoch)
     world.receiving.run(lambda: world.receiving.driver.on_transport(WriteArrived(PeerId(peer), said)))
     assert world.receiving.driver.num_arrivals_ignored == 1
-    assert world.receiving.reads == []
+    assert world.receiving.memory.reads == []
     world.seal()
     world.computed()
     world.sending.wait("succeeded", KEY)
@@ -418,9 +408,9 @@ def test_a_commit_says_when_its_pages_were_verified_and_a_repeated_one_does_not(
     world.seal()
     world.computed()
     commit = world.sending.wait("commit")[1]
-    before_s = time.monotonic()
+    before_s = world.now_s
     first = run(lambda: driver.commit(commit, before_s))
-    assert before_s <= first.verified_at_s <= time.monotonic()
+    assert before_s <= first.verified_at_s <= world.now_s
     assert run(lambda: driver.commit(commit, before_s)).verified_at_s == 0.0
 
 
@@ -438,7 +428,7 @@ def test_what_is_said_of_a_grant_that_has_ended_is_ignored(world: World, end: st
     receiving = world.receiving
 
     def count() -> tuple[int, int]:
-        return receiving.driver.num_arrivals_ignored, len(receiving.reads)
+        return receiving.driver.num_arrivals_ignored, len(receiving.memory.reads)
 
     before, _, after = receiving.run(lambda: (count(), receiving.driver.on_transport(late), count()))
     assert after == (before[0] + 1, before[1])
@@ -450,23 +440,23 @@ def test_what_is_said_of_a_grant_that_has_ended_is_ignored(world: World, end: st
 def test_a_page_that_is_sent_later_is_not_read_again(world: World) -> None:
     world.open()
     world.seal()
-    assert len(world.sending.reads) == 6
+    assert len(world.sending.memory.reads) == 6
     world.attach(world.grant())
     world.computed()
     world.sending.wait("succeeded", KEY)
-    assert len(world.sending.reads) == 6
+    assert len(world.sending.memory.reads) == 6
 
 
 def test_a_page_that_changed_here_after_it_was_sealed_is_refused_there(world: World) -> None:
     world.open()
     world.seal()
-    world.sending.arena[MINE.offset(1, 2)] ^= 1
+    world.sending.memory.data[MINE.offset(1, 2)] ^= 1
     world.attach(world.grant())
     world.computed()
     world.sending.wait("failed", FailureReason.REFUSED, RefusalReason.DIGEST_MISMATCH)
 
 
-@pytest.mark.parametrize("world", [faulty(corrupt=True)], indirect=True)
+@pytest.mark.parametrize("world", [faulty("corrupt write", "corrupt")], indirect=True)
 def test_a_part_that_arrives_wrong_ends_the_attempt(world: World) -> None:
     world.receiving.stops = False
     world.open()
@@ -501,23 +491,23 @@ def test_a_stop_without_the_capability_is_counted_and_changes_nothing(world: Wor
     world.sending.wait("succeeded", KEY)
 
 
-@pytest.mark.parametrize("world", [FaultPlan(default=Fault(lose_completion=True))], indirect=True)
+@pytest.mark.parametrize("world", [LinkSpec(fault_share=1.0, faults=["lost completion"])], indirect=True)
 def test_writes_that_never_end_and_hold_too_much_replace_the_sender_once(world: World) -> None:
     """Their pages are lost to this process: no exit of the other end is known, perhaps its host is gone."""
     world.receiving.stops = False
     world.open()
     world.attach(world.grant())
     world.seal()
-    cancelled_s = time.monotonic()  # before the driver reads its clock
+    cancelled_s = world.now_s  # before the driver reads its clock
     world.sending.run(lambda: world.sending.driver.happened(KEY, sev.CancelRequested()))
     world.sending.wait("quarantine", (1, 2, 5))
     assert not any(t[0] == "replace_self" for t in world.sending.told), "they may end at once"
-    world.tick_until(world.sending, "replace_self")
-    assert time.monotonic() >= cancelled_s + 0.1
+    world.sending.wait("replace_self")
+    assert world.now_s >= cancelled_s + 0.1
     world.sending.wait("replace_self", 3)
     world.sending.run(world.sending.driver.tick)
     assert [t[0] for t in world.sending.told].count("replace_self") == 1
-    assert world.sending.due_s is None, "nothing is due any more"
+    assert world.sending.timer.due_s is None, "nothing is due any more"
     world.sending.run(lambda: world.sending.driver.receiver_lost(RECEIVER))
     world.sending.wait("closed", KEY)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from handoff_examples import LAYOUT
-
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant
+from tests.support.scripted_model import LAYOUT
 
 
 def mangle(said: Commit | CommitPart, how: int) -> rx.CommitReceived | rx.PartReceived:

@@ -12,10 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from handoff_client import NUM_TOKENS
-from handoff_examples import LAYOUT
-from handoff_prefill import NUM_LAYERS, POOL_PAGES, PROMPT_PAGES, Bytes, Write, digest
-
 from kvtransfer.extents import PageWrite
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
@@ -25,9 +21,12 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReaso
 from kvtransfer.protocol.receiver import ReceiverHandoffs
 from router.request.request import TokenGiven
 from tandem.core.pages import PagePool, PageState
+from tests.support.protocol_client import NUM_TOKENS
+from tests.support.protocol_prefill import NUM_LAYERS, POOL_PAGES, PROMPT_PAGES, Bytes, Write, digest
+from tests.support.scripted_model import LAYOUT
 
 if TYPE_CHECKING:
-    from handoff_world import World
+    from tests.support.protocol_world import World
 
 RECEIVER_LIMITS = ReceiverLimits(lease_s=5, grace_s=2, ask_again_s=1, remember_s=5, quarantine_cap_pages=99)
 

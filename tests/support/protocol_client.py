@@ -9,9 +9,9 @@ from router.request.journal import Journal
 from router.request.request import TokenGiven
 
 if TYPE_CHECKING:
-    from handoff_decode import Decode
-    from handoff_prefill import Prefill
-    from handoff_world import World
+    from tests.support.protocol_decode import Decode
+    from tests.support.protocol_prefill import Prefill
+    from tests.support.protocol_world import World
 
 NUM_TOKENS = 3
 MAX_ATTEMPTS = 4

@@ -1,7 +1,7 @@
 """A small world for schedules: two prefill and two decode workers with their successors, clients with journals, and a
 channel that loses, repeats, delays and reorders. Bytes choose what happens next: whoever writes them is the adversary.
 
-The workers and the clients check each step (see `handoff_prefill`, `handoff_decode`, `handoff_client`). In the end all
+Workers and clients check each step (see `protocol_prefill`, `protocol_decode`, `protocol_client`). In the end all
 faults stop, time goes on, fences come, and the world proves that everything has ended and nothing leaked.
 """
 
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from handoff_client import Client
-from handoff_decode import Decode
-from handoff_lies import forge, mangle
-from handoff_prefill import PROMPT_PAGES, Prefill, Write
-
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant
 from router.request.request import TokenGiven
+from tests.support.protocol_client import Client
+from tests.support.protocol_decode import Decode
+from tests.support.protocol_lies import forge, mangle
+from tests.support.protocol_prefill import PROMPT_PAGES, Prefill, Write
 
 MAX_CLIENTS, MAX_CRASHES, MAX_REPLACEMENTS = 4, 3, 2
 # Of these the loss would be that of a stream, and with it of the worker: nobody has a clock for one alone.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from handoff_examples import LAYOUT
-
 from kvtransfer.extents import PageWrite
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
@@ -20,9 +18,10 @@ from kvtransfer.protocol.messages import AttemptKey, FailureReason, FirstToken, 
 from kvtransfer.protocol.sender import SenderHandoff
 from router.request.request import TokenGiven
 from tandem.core.pages import PagePool, PageState
+from tests.support.scripted_model import LAYOUT
 
 if TYPE_CHECKING:
-    from handoff_world import World
+    from tests.support.protocol_world import World
 
 POOL_PAGES = 7
 PROMPT_PAGES = 3

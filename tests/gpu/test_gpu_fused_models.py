@@ -16,7 +16,7 @@ import odd_models as odd
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, NemotronConfig, PreTrainedModel
+from transformers import NemotronConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronAttention
 
@@ -225,34 +225,20 @@ def test_only_one_copy_of_the_weights_is_left(triton_device: torch.device) -> No
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
 
 
-def randomize(module: nn.Module, device: torch.device, dtype: str) -> nn.Module:
-    with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.3)
-    return module.eval().to(device, TORCH_DTYPES[dtype])
-
-
-def small_config(**options: object) -> LlamaConfig:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**(sizes | options))
-    config._attn_implementation = ATTENTION_NAME
-    return config
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_parts_are_left_alone(triton_device: torch.device, dtype: str) -> None:
     """In 16 bits as well, where a factor of 1.01 is not greater than roundings."""
-    own, config, layout = kit(triton_device, dtype), small_config(), KVLayout(2, 2, 16, 16, dtype)
+    own, config, layout = kit(triton_device, dtype), helpers.small_config(), KVLayout(2, 2, 16, 16, dtype)
 
     def made(module: nn.Module) -> nn.Module:
-        return randomize(module, triton_device, dtype)
+        return helpers.randomize(module).to(triton_device, TORCH_DTYPES[dtype])
 
     assert fuse_rms_norm(made(LlamaRMSNorm(64)), own) is not None
     assert fuse_gated_mlp(made(LlamaMLP(config)), own) is not None
     assert fuse_attention(made(LlamaAttention(config, 1)), layout, 16, own) is not None
     for norm in (nn.LayerNorm(64, bias=False), odd.NormOfAnotherKind(64), odd.NormThatMayBeGated(64)):
         assert fuse_rms_norm(made(norm), own) is None, type(norm).__name__
-    for mlp in (odd.AnotherMLP(config), odd.ClampedMLP(config), LlamaMLP(small_config(hidden_act="gelu"))):
+    for mlp in (odd.AnotherMLP(config), odd.ClampedMLP(config), LlamaMLP(helpers.small_config(hidden_act="gelu"))):
         assert fuse_gated_mlp(made(mlp), own) is None, type(mlp).__name__
     for make in (odd.NegatedKeys, odd.AnotherOutput, odd.Raises):
         assert fuse_attention(made(make(config, 1)), layout, 16, own) is None, make.__name__
@@ -271,7 +257,7 @@ class _Rough(LlamaRMSNorm):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_replacement_that_is_rough_in_16_bits_is_refused(dtype: str) -> None:
-    norm = randomize(LlamaRMSNorm(64), torch.device("cpu"), dtype)
+    norm = helpers.randomize(LlamaRMSNorm(64)).to(TORCH_DTYPES[dtype])
     rows = fused_trial.scale_rows(fused_trial.random(5, 64)).to(norm.weight.dtype)
 
     def replaced(kind: type[LlamaRMSNorm]) -> nn.Module | None:

@@ -49,6 +49,23 @@ def save_model(arch: str, target: Path, **options: object) -> Path:
     return save(ModelSpec(arch=arch, max_positions=512, **(ARCHITECTURES[arch] | options)), target)  # type: ignore[arg-type]
 
 
+def randomize(module: torch.nn.Module) -> torch.nn.Module:
+    """The module, to evaluate, with other weights, always the same."""
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            parameter.copy_(torch.randn(*parameter.shape, generator=generator) * 0.3)
+    return module.eval()
+
+
+def small_config(**options: object) -> LlamaConfig:
+    """Of parts of a Llama, or of all of a small one."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**(sizes | {"num_hidden_layers": 2, "vocab_size": 70} | options))
+    config._attn_implementation = ATTENTION_NAME
+    return config
+
+
 def load_engine(
     model_dir: Path,
     *,
@@ -70,9 +87,7 @@ def make_prompt(length: int, seed: int, vocab_size: int = 320) -> list[int]:
 
 def small_model(**options: object) -> LlamaForCausalLM:
     """A Llama of three layers, whose every weight is random."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**(sizes | {"num_hidden_layers": SMALL_LAYERS, "vocab_size": SMALL_VOCAB} | options))
-    config._attn_implementation = ATTENTION_NAME
+    config = small_config(**({"num_hidden_layers": SMALL_LAYERS, "vocab_size": SMALL_VOCAB} | options))
     model = LlamaForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

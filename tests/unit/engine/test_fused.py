@@ -9,6 +9,7 @@ from weakref import ref
 import engine_helpers as helpers
 import pytest
 import torch
+from engine_helpers import randomize, small_config
 from odd_models import (
     AnotherMLP,
     AnotherOutput,
@@ -21,7 +22,7 @@ from odd_models import (
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, PreTrainedModel
+from transformers import LlamaForCausalLM, OlmoConfig, PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoMLP
@@ -46,20 +47,6 @@ ROWS = (1, 2, 3, 8, 65)
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def randomize(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
-            parameter.copy_(draw(*parameter.shape, seed=index) * 0.3)
-    return module.eval()
-
-
-def small_config(**options: object) -> LlamaConfig:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**(sizes | {"num_hidden_layers": 2, "vocab_size": 70} | options))
-    config._attn_implementation = ATTENTION_NAME
-    return config
 
 
 def assert_rows_stand_alone(module: nn.Module, x: torch.Tensor) -> None:

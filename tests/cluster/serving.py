@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,10 @@ import httpx
 import psutil
 import pytest
 
+from tests.scenarios.client import events
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = "TANDEM_TEST_RUN"
 """In the environment of everything that a test starts: finds processes whoever their parent is by now."""
@@ -28,12 +31,6 @@ CACHE_BYTES = 64 << 20
 """KV pages of one worker."""
 
 RAY = str(Path(sys.executable).parent / "ray")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rare(value: object) -> Any:
@@ -252,19 +249,16 @@ class Stream:
         assert not self._thread.is_alive(), "the stream hangs"
 
     def _run(self) -> None:
-        body = {"model": "tandem-tiny", "prompt": "Once upon a time", "max_tokens": self._max_tokens}
-        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        fields = {"model": "tandem-tiny", "max_tokens": self._max_tokens, "ignore_eos": True}
         try:
-            with httpx.stream("POST", f"{self._serve.url}/v1/completions", json=body, timeout=120.0) as response:
-                for line in response.iter_lines():
-                    self._take(line.removeprefix("data: "))
+            for event in events(self._serve.url, "Once upon a time", **fields):
+                self._take(event)
         except httpx.HTTPError as error:
             self.error = error
 
-    def _take(self, data: str) -> None:
-        if not data or data == "[DONE]":
+    def _take(self, chunk: dict[str, Any] | None) -> None:
+        if chunk is None:
             return
-        chunk: dict[str, Any] = json.loads(data)
         if "error" in chunk:
             self.finish = f"error: {chunk['error']['message']}"
             return
@@ -293,6 +287,10 @@ class Load:
         for thread in self._threads:
             thread.join(90)
             assert not thread.is_alive(), "a request hangs"
+
+    def wait_for(self, num: int) -> None:
+        """Until there are so many answers."""
+        wait_until(lambda: len(self.responses), f"{num} answers", 60, wanted=lambda seen: seen >= num)
 
     @property
     def failures(self) -> list[str]:

@@ -18,6 +18,8 @@ import psutil
 import pytest
 from serving import Load, Serve, Stream, rare
 
+from tests.support.waiting import nothing, wait_until
+
 pytestmark = pytest.mark.timeout(240)
 
 LEASE_S = 2.0
@@ -40,10 +42,7 @@ def _nothing_is_held_afterwards(serve: Serve) -> Iterator[None]:
     if serve.process.poll() is not None:
         return
     serve.until(lambda cluster: cluster.get("settled", False))
-    deadline = time.monotonic() + 4 * LEASE_S
-    while (held := pages_held(serve)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert held == {}
+    wait_until(lambda: pages_held(serve), "no page held", 4 * LEASE_S, wanted=nothing, every_s=0.2)
 
 
 def pages_held(serve: Serve) -> dict[str, dict[str, int]]:
@@ -69,16 +68,16 @@ def hit(process: psutil.Process, number: int) -> float:
 
 def answers_within(serve: Serve, bound_s: float, since: float) -> None:
     """A request is answered with 200 at most `SLACK * bound_s` after `since`."""
-    while True:
+
+    def ask() -> str:
         try:
             response = serve.complete(timeout_s=SLACK * bound_s)
-            problem = f"{response.status_code}: {response.text[:200]}"
-            if response.status_code == 200:
-                break
         except httpx.HTTPError as error:
-            problem = repr(error)
-        assert time.monotonic() - since < SLACK * bound_s, problem
-        time.sleep(0.05)
+            return repr(error)
+        return "" if response.status_code == 200 else f"{response.status_code}: {response.text[:200]}"
+
+    left_s = since + SLACK * bound_s - time.monotonic()
+    wait_until(ask, "an answer", left_s, wanted=nothing, every_s=0.05)
     took_s = time.monotonic() - since
     print(f"answered again after {took_s:.2f} s")
     assert took_s < SLACK * bound_s
@@ -101,8 +100,7 @@ def test_the_router_is_replaced_and_its_address_answers_again(serve: Serve, numb
     router = actor(serve, "RouterActor")
     before = serve.status()["router"]["incarnation"]
     with Load(serve, num_clients=4) as load:
-        while len(load.responses) < 4:
-            time.sleep(0.05)
+        load.wait_for(4)
         since = hit(router, number)
         # Killed: Ray, or the watcher, tells at once. Stopped: after the lease. Then a process must start.
         answers_within(serve, (1.0 if number == signal.SIGKILL else LEASE_S) + 5.0, since)
@@ -147,8 +145,7 @@ def test_a_worker_that_is_stopped_under_load_is_killed_and_replaced(serve: Serve
     """What it had reserved, written or read comes back on the other side: the fixture looks."""
     before = next(m for name, m in serve.members().items() if name.startswith(role))
     with Load(serve, num_clients=4) as load:
-        while len(load.responses) < 4:
-            time.sleep(0.05)
+        load.wait_for(4)
         process = psutil.Process(before["pid"])
         process.suspend()
         serve.until(lambda c: all(w["member"]["incarnation"] != before["incarnation"] for w in c["workers"]))

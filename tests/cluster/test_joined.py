@@ -12,7 +12,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serving import Rays, Serve, free_port
+from serving import Rays, Serve
+
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(240)
 

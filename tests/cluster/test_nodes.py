@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from serving import ROOT, Load, Serve
 
 from tandem.cluster.certs import make_certificates
+from tests.support.waiting import nothing, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -177,11 +177,8 @@ def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve
     prefill.kill()
     serve.until(lambda c: all(w["member"]["incarnation"] != before["incarnation"] for w in c["workers"]))
     serve.until(lambda c: c.get("settled", False))
-    deadline = time.monotonic() + 30
     proved = f"ProcessEnded(incarnation='{before['incarnation']}')"
-    while proved not in _supervisor_log(serve) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert proved in _supervisor_log(serve)
+    wait_until(lambda: proved in _supervisor_log(serve), proved, 30, every_s=0.5)
     (after,) = watchers()
     assert after.pid != watcher.pid
 
@@ -191,10 +188,8 @@ def test_a_node_that_is_lost_takes_its_worker_and_the_cluster_goes_on(serve: Ser
     os.kill(raylet_of(nodes["decode"]), 9)
     serve.until(lambda c: any(w["member"]["incarnation"] not in _lives(before) for w in c["workers"]))
     # Its watcher died with the node: nobody can prove the end of the worker there.
-    deadline = time.monotonic() + 30
-    while "no proof that decode-0" not in _supervisor_log(serve) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert "no proof that decode-0" in _supervisor_log(serve)
+    missed = "no proof that decode-0"
+    wait_until(lambda: missed in _supervisor_log(serve), missed, 30, every_s=0.5)
     assert serve.complete().status_code == 200
     assert serve.tandem("scale", "--decode", "1").returncode == 0
     assert serve.status()["settled"]
@@ -204,10 +199,7 @@ def test_a_node_that_is_lost_takes_its_worker_and_the_cluster_goes_on(serve: Ser
 def test_ctrl_c_stops_the_actors_but_not_ray(serve: Serve, nodes: dict[str, Any]) -> None:
     pids = [member["pid"] for member in serve.members().values()] + [serve.status()["pid"]]
     assert serve.interrupt() == 0, serve.output
-    deadline = time.monotonic() + 10
-    while any(_is_actor(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(_is_actor(pid) for pid in pids)
+    wait_until(lambda: [pid for pid in pids if _is_actor(pid)], "no actor", wanted=nothing, every_s=0.1)
     assert raylet_of(nodes["cluster"].head_node)
     assert nodes["cluster"].head_node.any_processes_alive()
 

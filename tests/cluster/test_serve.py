@@ -121,9 +121,7 @@ def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve)
             run = serve.tandem("scale", *line)
             assert run.returncode == 0, run.stderr
             assert "Done: " in run.stdout
-            deadline = time.monotonic() + 30
-            while len(load.responses) < num_before + 8 and time.monotonic() < deadline:
-                time.sleep(0.1)
+            load.wait_for(num_before + 8)
     assert load.failures == []
     assert len(load.responses) > 16
     cluster = serve.status()

@@ -13,6 +13,8 @@ import psutil
 import pytest
 from serving import ROOT, Serve, Stream
 
+from tests.support.waiting import wait_until
+
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -79,9 +81,8 @@ def test_a_cluster_that_stops_says_what_it_waits_for(serves: list[Serve], tmp_pa
     stream.wait_for_token()
     decode.suspend()  # so that the request does not end
     serve.process.send_signal(signal.SIGINT)
-    deadline = time.monotonic() + 15
-    while "stopping: 1 request under way" not in (said := serve.tandem("status").stdout):
-        assert time.monotonic() < deadline, said
+    waits = "stopping: 1 request under way"
+    wait_until(lambda: serve.tandem("status").stdout, waits, 15, wanted=lambda said: waits in said)
     second = Serve(tmp_path, port=serve.port)
     serves.append(second)
     assert second.process.wait(timeout=10) == 1

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from serving import RAY, Rays, free_port
+from serving import RAY, Rays
 
 from tandem.rpc.security import is_loopback
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(240)
 

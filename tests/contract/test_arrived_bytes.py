@@ -25,7 +25,7 @@ def test_the_bytes_of_a_write_are_there_when_its_arrival_is_told(
         tag = b"write %d" % value
         # The last descriptor is a byte: what arrives last is looked at first.
         pair.writer.write(pair.peer, [Descriptor(0, 0, SIZE), Descriptor(SIZE, 2 * SIZE, 1)], tag)
-        assert pair.wait(lambda tag=tag: tag in pair.reader.arrived())
+        pair.wait(lambda tag=tag: tag in pair.reader.arrived(), f"{tag}")
         assert pair.reader.read(2 * SIZE, 1) == bytes([value])
         assert pair.reader.read(0, SIZE) == bytes([value]) * SIZE
 
@@ -34,6 +34,6 @@ def test_the_bytes_of_a_write_are_there_when_its_arrival_is_told(
 def test_an_arrival_names_its_writer(name: str, make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(name)
     pair.writer.write(pair.peer, [Descriptor(0, 0, 8)], b"mine")
-    assert pair.wait(lambda: bool(pair.reader.arrived()))
+    pair.wait(pair.reader.arrived, "the write")
     arrived = [event for event in pair.reader.events if isinstance(event, WriteArrived)]  # type: ignore[union-attr]
     assert arrived == [WriteArrived(PeerId(pair.writer.transport.agent_name), b"mine")]

@@ -17,6 +17,7 @@ from kvtransfer.extents import Descriptor
 from kvtransfer.transports.events import PeerId, WriteCompleted, WriteFailed
 from kvtransfer.transports.registry import create_transport, transport_names
 from tandem.core.errors import ConfigError, TransportError
+from tests.support.waiting import wait_until
 
 PLACES = [("loopback", "here"), ("ucx", "here"), ("nccl", "here"), ("ucx", "process"), ("nccl", "process")]
 
@@ -74,7 +75,7 @@ def test_several_writes_in_flight_end_once_each_and_announce_their_tags(pair: Pa
     for handle in handles:
         assert isinstance(pair.end_of(handle), WriteCompleted)
     assert [h.tag for h in handles] == tags
-    assert pair.wait(lambda: len(pair.reader.arrived()) >= 20)
+    pair.wait(lambda: len(pair.reader.arrived()) >= 20, "20 writes")
     assert sorted(pair.reader.arrived()) == sorted(tags)
     assert pair.reader.read(step, 20 * step) == pair.writer.read(0, 20 * step)
     for _ in range(10):
@@ -108,7 +109,7 @@ def test_messages_arrive_whole_and_once_behind_the_writes_that_have_completed(sp
         handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)], tag)
         assert isinstance(pair.end_of(handle), WriteCompleted)
         pair.writer.transport.send(pair.peer, b"after " + tag)
-    assert pair.wait(lambda: len(pair.reader.came()) >= 4)
+    pair.wait(lambda: len(pair.reader.came()) >= 4, "two writes and two messages")
     for _ in range(20):
         pair.writer.poll()
     expected = [b"first", b"after first", b"second", b"after second"]
@@ -119,7 +120,7 @@ def test_messages_arrive_whole_and_once_behind_the_writes_that_have_completed(sp
 def test_a_message_of_any_size_before_any_write(speaking: Pair, num_bytes: int) -> None:
     content = np.random.default_rng(3).bytes(num_bytes)
     speaking.writer.transport.send(speaking.peer, content)
-    assert speaking.wait(lambda: bool(speaking.reader.came()))
+    speaking.wait(speaking.reader.came, "the message")
     assert speaking.reader.came() == [(speaking.writer.transport.agent_name, content)]
 
 
@@ -139,7 +140,7 @@ def test_a_message_to_a_killed_peer_is_refused_once_that_is_known(
 ) -> None:
     pair = make_pair("ucx", own_process)
     pair.writer.transport.send(pair.peer, b"alive")
-    assert pair.wait(lambda: bool(pair.reader.came()))
+    pair.wait(pair.reader.came, "the message")
     own_process.process.kill()
     own_process.process.join()
     pair.writer.expect("answer", str(pair.peer), ())
@@ -151,7 +152,7 @@ def test_a_message_to_a_killed_peer_is_refused_once_that_is_known(
             return True
         return False
 
-    assert pair.wait(is_refused)
+    pair.wait(is_refused, "the refusal")
 
 
 def test_a_transport_without_messages_says_so(make_pair: Callable[..., Pair]) -> None:
@@ -270,7 +271,7 @@ def test_it_rings_at_a_reader_when_a_write_has_arrived(pair: Pair) -> None:
         assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 1000)], tag)), WriteCompleted)
         assert pair.reader.hears(5.0)
         assert not pair.reader.hears(0.0)
-        assert pair.wait(lambda t=tag: t in pair.reader.arrived())  # type: ignore[misc]
+        pair.wait(lambda t=tag: t in pair.reader.arrived(), f"{tag!r}")  # type: ignore[misc]
 
 
 def test_it_rings_at_a_reader_with_every_message(speaking: Pair) -> None:
@@ -310,7 +311,8 @@ def test_a_peer_that_is_killed_under_a_write_fails_it(
     pair = make_pair("ucx", own_process)
     own_process.signal(signal.SIGSTOP)
     handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)])
-    assert not pair.wait(lambda: bool(pair.writer.ends(handle)), timeout_s=0.3), "a stopped peer shows no end"
+    pair.writer.poll_for(0.3)
+    assert not pair.writer.ends(handle), "a stopped peer shows no end"
     own_process.process.kill()
     end = pair.end_of(handle)
     assert isinstance(end, WriteFailed)
@@ -324,7 +326,8 @@ def test_a_write_to_a_stopped_peer_ends_only_when_it_goes_on(
     pair.writer.arena[:] = 5
     own_process.signal(signal.SIGSTOP)
     handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)])
-    assert not pair.wait(lambda: bool(pair.writer.ends(handle)), timeout_s=0.5)
+    pair.writer.poll_for(0.5)
+    assert not pair.writer.ends(handle)
     own_process.signal(signal.SIGCONT)
     assert isinstance(pair.end_of(handle), WriteCompleted)
     assert pair.reader.read(0, 1 << 20) == bytes([5]) * (1 << 20)
@@ -340,8 +343,10 @@ def test_gloo_bounds_a_write_to_a_stopped_peer(
     assert isinstance(end, WriteFailed)
     own_process.signal(signal.SIGCONT)
     # A new generation of the communicator carries the next write.
-    assert pair.wait(
-        lambda: isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted), 20
+    pair.wait(
+        lambda: isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted),
+        "a write that comes through",
+        20,
     )
 
 
@@ -367,7 +372,7 @@ def test_ending_a_grant_is_a_fence_on_a_two_sided_transport(make_pair: Callable[
     assert isinstance(pair.reader, Agent)
     pair.writer.arena[:] = 9
     handle = pair.writer.write(pair.peer, [Descriptor(0, 0, ARENA_BYTES)])
-    assert pair.wait(lambda: pair.reader.arena[0] == 9)
+    pair.wait(lambda: pair.reader.arena[0] == 9, "its first byte")
     pair.reader.end("grant")
     at_the_fence = pair.reader.read()
     end = pair.end_of(handle)
@@ -418,13 +423,9 @@ def test_closing_leaves_no_thread_and_no_file_descriptor(make_pair: Callable[...
     # more than one did, and what ends meanwhile is no fault.
     files, tasks, names = open_things()
 
-    def are_left() -> bool:
-        files_now, tasks_now, names_now = open_things()
-        return files_now > files or tasks_now > tasks or not names_now <= names
+    def is_no_more(now: tuple[int, int, set[str]]) -> bool:
+        return now[0] <= files and now[1] <= tasks and now[2] <= names
 
     for _ in range(3):
         use_and_close()
-    deadline_s = time.monotonic() + 5
-    while are_left() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not are_left(), (files, tasks, names, open_things())
+    wait_until(open_things, f"no more than {files, tasks, names}", 5, wanted=is_no_more)

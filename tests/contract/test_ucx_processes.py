@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from transport_peer import ARENA_BYTES, EMPTY, Pair, PeerProcess, RemoteAgent
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.events import WriteCompleted, WriteFailed
 from tandem.core.errors import TransportError
+from tests.support.waiting import wait_until
 
 SMALL = [Descriptor(0, 0, 4096)]
 
@@ -75,9 +75,7 @@ def test_the_exit_of_a_writer_is_no_fence_before_its_bytes_were_polled(
     reader.expect("grant", reader.connect(writer.metadata()), [(0, ARENA_BYTES)])
     writing.call("fill", writer.agent_name, 3)
     writing.call("write", writer.agent_name, peer, SMALL, b"first")
-    deadline_s = time.monotonic() + 10
-    while not reader.arrived():
-        assert time.monotonic() < deadline_s, "the first write never came"
+    wait_until(reader.arrived, "the first write")
 
     reading.signal(signal.SIGSTOP)
     writing.call("write", writer.agent_name, peer, [Descriptor(0, 4096, 1 << 20)])

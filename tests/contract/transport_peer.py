@@ -19,6 +19,7 @@ from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import MessageArrived, PeerId, TransportEvent, WriteArrived, WriteHandle
 from kvtransfer.transports.registry import create_transport
+from tests.support.waiting import wait_until
 
 ARENA_BYTES = 24 << 20
 EMPTY = 0xEE  # what an arena holds where nothing was written
@@ -92,12 +93,15 @@ class Agent:
             self.poll()
             time.sleep(0.0005)
 
-    def end_of(self, peer: PeerId, descriptors: Sequence[Descriptor], timeout_s: float) -> TransportEvent | None:
-        """Write, and how that ended within the time."""
-        handle, deadline_s = self.write(peer, descriptors), time.monotonic() + timeout_s
-        while not self.ends(handle) and time.monotonic() < deadline_s:
-            self.poll_for(0.001)
-        return next(iter(self.ends(handle)), None)
+    def end_of(self, peer: PeerId, descriptors: Sequence[Descriptor], timeout_s: float) -> TransportEvent:
+        """Write, and how that ended."""
+        handle = self.write(peer, descriptors)
+
+        def ends() -> list[TransportEvent]:
+            self.poll()
+            return self.ends(handle)
+
+        return wait_until(ends, f"the end of {handle}", timeout_s, every_s=0.001)[0]
 
     def break_connections(self) -> int:
         """Shut all TCP connections of this process, as a network that fails does; how many there were."""
@@ -245,19 +249,18 @@ class Pair:
     reader: Agent | RemoteAgent
     peer: PeerId
 
-    def wait(self, is_done: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-        """Poll both sides until `is_done`; whether that came in time."""
-        deadline_s = time.monotonic() + timeout_s
-        while not is_done():
-            if time.monotonic() > deadline_s:
-                return False
+    def wait(self, look: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+        """Poll both sides until it is there."""
+
+        def polled() -> object:
             self.writer.poll()
             self.reader.poll()
-            time.sleep(0.0002)
-        return True
+            return look()
+
+        wait_until(polled, what, timeout_s, every_s=0.0002)
 
     def end_of(self, handle: WriteHandle, timeout_s: float = 10.0) -> TransportEvent:
         """How the write ended."""
-        assert self.wait(lambda: bool(self.writer.ends(handle)), timeout_s), f"{handle} has no end"
+        self.wait(lambda: self.writer.ends(handle), f"the end of {handle}", timeout_s)
         (end,) = self.writer.ends(handle)
         return end

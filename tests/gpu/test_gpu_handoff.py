@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId, WriteArrived, WriteCompleted
 from kvtransfer.transports.registry import create_transport
 from tandem.engine.engine import Engine, SequenceInput
+from tests.support.waiting import wait_until
 
 PAGE_SIZE = 256  # every kernel takes it
 NUM_PAGES = 8
@@ -69,12 +69,12 @@ class End:
     def poll_until(self, is_done: Callable[[list[Any]], bool]) -> list[Any]:
         """All events until then."""
         events: list[Any] = []
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not is_done(events):
-            assert time.monotonic() < deadline_s, f"no end of the write; {events}"
-            events += self.transport.poll()
-            time.sleep(0.0002)  # the contract of transports is to be polled
-        return events
+
+        def polled() -> list[Any]:
+            events.extend(self.transport.poll())
+            return events
+
+        return wait_until(polled, "the end of the write", TIMEOUT_S, wanted=is_done, every_s=0.0002)
 
 
 def decode_worker(pipe: Connection, name: str, model_dir: Path, device: str) -> None:

@@ -7,11 +7,9 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ from tandem.core.model_path import resolve_model
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tests.support.ports import free_port
+from tests.support.waiting import nothing, wait_until
 
 START_TIMEOUT_S = 120.0
 PAGE_STATES = ("free", "used", "reserved", "cached", "quarantined")
@@ -73,17 +73,8 @@ class Process:
 
     def wait_ready(self) -> None:
         """Until the ready file is there."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.is_ready():
-            assert time.monotonic() < deadline, f"{self.name} does not start:\n{self.log.read_text()[-4000:]}"
-            time.sleep(0.05)
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        what = f"the start of {self.name}"
+        wait_until(self.is_ready, what, START_TIMEOUT_S, every_s=0.05, more=lambda: self.log.read_text()[-4000:])
 
 
 class ProcessCluster:
@@ -216,17 +207,7 @@ class ProcessCluster:
 
     def statuses(self) -> dict[str, pb.WorkerStatus]:
         """Every living worker's own word on its load and pages."""
-
-        async def ask(address: str) -> pb.WorkerStatus:
-            async with make_channel(address) as channel:
-                stub = control_pb2_grpc.WorkerControlStub(channel)
-                return await stub.Status(control_pb2.StatusRequest(), timeout=10)
-
-        async def ask_all() -> dict[str, pb.WorkerStatus]:
-            living = {name: p.facts["address"] for name, p in self.workers.items() if p.lives and p.facts}
-            return dict(zip(living, await asyncio.gather(*map(ask, living.values())), strict=True))
-
-        return asyncio.run(ask_all())
+        return statuses_at({name: p.facts["address"] for name, p in self.workers.items() if p.lives and p.facts})
 
     def router_status(self) -> control_pb2.RouterStatusReply:
         """How many exchanges and requests the router has."""
@@ -255,32 +236,50 @@ class ProcessCluster:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def wait_for(self, condition: Any, what: str, timeout_s: float = 10.0) -> None:
-        """Until `condition()` holds: what other processes do can only be looked at."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if condition():
-                    return
-            assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s; {self.logs()}"
-            time.sleep(0.02)
+    def wait_for(
+        self,
+        look: Callable[[], Any],
+        what: str,
+        timeout_s: float = 10.0,
+        wanted: Callable[[Any], object] = bool,
+    ) -> None:
+        """As `wait_until`; a failure shows what the processes have logged."""
+
+        def look_again() -> Any:
+            try:
+                return look()
+            except httpx.TransportError as error:
+                return error
+
+        def is_wanted(seen: Any) -> object:
+            return not isinstance(seen, httpx.TransportError) and wanted(seen)
+
+        wait_until(look_again, what, timeout_s, wanted=is_wanted, every_s=0.02, more=self.logs)
 
     def wait_idle(self, timeout_s: float = 5.0) -> None:
         """Until no worker holds a request, or a page for one."""
-        seen: dict[str, pb.WorkerStatus] = {}
 
-        def idle() -> bool:
-            seen.update(self.statuses())
-            return not any(holds_anything(status) for status in seen.values())
+        def held() -> dict[str, str]:
+            return {name: str(status) for name, status in self.statuses().items() if holds_anything(status)}
 
-        try:
-            self.wait_for(idle, "idle workers", timeout_s)
-        except AssertionError as error:
-            held = {name: str(status) for name, status in seen.items() if holds_anything(status)}
-            raise AssertionError(f"{error}; held: {held}") from None
+        self.wait_for(held, "idle workers", timeout_s, wanted=nothing)
 
     def logs(self) -> str:
         return "\n".join(f"== {p.name}\n{p.log.read_text()[-1500:]}" for p in self.processes)
+
+
+def statuses_at(addresses: dict[str, str]) -> dict[str, pb.WorkerStatus]:
+    """What the workers at these addresses say of themselves, by the same names."""
+
+    async def ask(address: str) -> pb.WorkerStatus:
+        async with make_channel(address) as channel:
+            stub = control_pb2_grpc.WorkerControlStub(channel)
+            return await stub.Status(control_pb2.StatusRequest(), timeout=10)
+
+    async def ask_all() -> dict[str, pb.WorkerStatus]:
+        return dict(zip(addresses, await asyncio.gather(*map(ask, addresses.values())), strict=True))
+
+    return asyncio.run(ask_all())
 
 
 def holds_anything(status: pb.WorkerStatus) -> bool:

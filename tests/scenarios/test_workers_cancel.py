@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from tandem.core.sampling import SamplingParams
-from tests.scenarios.worker_pair import SHARED_LOOP, Gate, HeldCommits, Oracle, Stash, WorkerPair, prompt_of, until
-from tests.scenarios.worker_router import Ask, Router
+from tests.support.scripted_router import Ask, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import SHARED_LOOP, Gate, HeldCommits, Oracle, Stash, WorkerPair, prompt_of
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 # A point holds a request where its name says, for the length of a `with` block, and gives the request.

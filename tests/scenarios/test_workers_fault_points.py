@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tandem.core import fault_points
-from tests.scenarios.worker_pair import SHARED_LOOP, WorkerPair, prompt_of
-from tests.scenarios.worker_router import Ask, Router
+from tests.support.scripted_router import Ask, Router
+from tests.support.worker_pair import SHARED_LOOP, WorkerPair, prompt_of
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 PREFILL = ("queued", "chunk", "attached", "sending", "written", "committed", "acked")

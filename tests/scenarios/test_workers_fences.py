@@ -18,7 +18,9 @@ from tandem.core.errors import InternalError, TransportError
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2
-from tests.scenarios.worker_pair import (
+from tests.support.scripted_router import Ask, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import (
     CONFIG,
     SHARED_LOOP,
     Gate,
@@ -27,11 +29,9 @@ from tests.scenarios.worker_pair import (
     WorkerPair,
     make_worker,
     prompt_of,
-    until,
 )
-from tests.scenarios.worker_router import Ask, Router
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 SHORT_LEASE_S = 0.5
@@ -48,19 +48,15 @@ def a_pair(model_dir: Path, config: dict[str, Any]) -> WorkerPair:
     return WorkerPair(prefill, make_worker(DecodeWorker, model_dir, NUM_PAGES, config))
 
 
-async def in_thread(call: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, call)
-
-
 async def started(pair: WorkerPair) -> AsyncIterator[WorkerPair]:
     try:
-        await in_thread(pair.prefill_process.start)
+        await asyncio.to_thread(pair.prefill_process.start)
         # Another host's, for all that decode knows: no pidfd tells of its end.
         pair.prefill.parts.info.host_id = "another boot/another namespace"
-        await in_thread(pair.decode_process.start)
+        await asyncio.to_thread(pair.decode_process.start)
         yield pair
     finally:
-        await in_thread(pair.stop)
+        await asyncio.to_thread(pair.stop)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -168,7 +164,7 @@ async def test_a_new_process_under_the_writers_name_proves_nothing(
 ) -> None:
     """The old one may run on, cut off, on another host."""
     successor = make_worker(PrefillWorker, worker_model_dir, NUM_PAGES, FENCED)
-    await in_thread(successor.start)
+    await asyncio.to_thread(successor.start)
     try:
         async with Router(remote) as router, Router(WorkerPair(successor, remote.decode_process)) as after:
             async with silent_writer(remote, router):
@@ -179,13 +175,13 @@ async def test_a_new_process_under_the_writers_name_proves_nothing(
                 assert len(remote.decode._writers) == 2
             await remote.settled()
     finally:
-        await in_thread(successor.stop)
+        await asyncio.to_thread(successor.stop)
 
 
 async def test_they_hold_no_drain(remote: WorkerPair) -> None:
     """When the process leaves, so does the memory that might be written."""
     async with Router(remote) as router, silent_writer(remote, router):
-        await asyncio.wait_for(in_thread(remote.decode_process.drain), 5)
+        await asyncio.wait_for(asyncio.to_thread(remote.decode_process.drain), 5)
         assert num_quarantined(remote) == 4
 
 
@@ -204,7 +200,7 @@ async def test_above_the_cap_the_worker_drains_and_gives_itself_up(capped: Worke
             assert router.statuses["decode"].draining
             assert (await router.finish(held)).ids() == oracle.greedy(held.prompt, LONG.max_tokens)
             with pytest.raises(InternalError, match="4 pages are in quarantine"):
-                await in_thread(lambda: capped.decode_process.wait_closed(5))
+                await asyncio.to_thread(lambda: capped.decode_process.wait_closed(5))
 
 
 async def test_what_does_not_end_is_lost_with_it(capped_briefly: WorkerPair) -> None:
@@ -218,5 +214,5 @@ async def test_what_does_not_end_is_lost_with_it(capped_briefly: WorkerPair) -> 
                 Gate(capped_briefly.decode.parts.engine, "forward"),
                 pytest.raises(InternalError, match="4 pages are in quarantine"),
             ):
-                await in_thread(lambda: capped_briefly.decode_process.wait_closed(9))
+                await asyncio.to_thread(lambda: capped_briefly.decode_process.wait_closed(9))
             assert loop.time() - began_s < 8 * SHORT_LEASE_S

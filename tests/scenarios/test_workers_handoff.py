@@ -19,7 +19,9 @@ from tandem.core.errors import TransportError
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2
 from tandem.worker.wire import call_to_message, commit_to_proto
-from tests.scenarios.worker_pair import (
+from tests.support.scripted_router import Ask, Router, ask_commits
+from tests.support.waiting import until
+from tests.support.worker_pair import (
     CONFIG,
     PAGE,
     SHARED_LOOP,
@@ -30,11 +32,9 @@ from tests.scenarios.worker_pair import (
     WorkerPair,
     prompt_of,
     running_pair,
-    until,
 )
-from tests.scenarios.worker_router import Ask, Router, ask_commits
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 NUM_LAYERS = 3

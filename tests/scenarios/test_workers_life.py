@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,9 @@ from tandem.rpc import duplex
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2
 from tandem.worker.request import AttemptFailed
-from tests.scenarios.worker_pair import (
+from tests.support.scripted_router import Ask, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import (
     CONFIG,
     SHARED_LOOP,
     AnyWorker,
@@ -38,11 +40,9 @@ from tests.scenarios.worker_pair import (
     WorkerPair,
     make_worker,
     prompt_of,
-    until,
 )
-from tests.scenarios.worker_router import Ask, Router
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 # Loopback: what is asked here has nothing to do with the way pages travel.
@@ -77,11 +77,7 @@ async def life(worker_model_dir: Path) -> AsyncIterator[WorkerPair]:
     prefill.start()
     decode.start()
     yield pair
-    await in_thread(pair.stop)
-
-
-async def in_thread(call: Callable[[], Any]) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, call)
+    await asyncio.to_thread(pair.stop)
 
 
 async def drain(worker: AnyWorker) -> None:
@@ -92,7 +88,7 @@ async def drain(worker: AnyWorker) -> None:
 
 async def test_a_worker_that_is_asked_to_stop_says_so_to_whoever_waits(life: WorkerPair) -> None:
     worker = life.decode
-    waiting = asyncio.create_task(in_thread(lambda: life.decode_process.wait_closed(20)))
+    waiting = asyncio.create_task(asyncio.to_thread(lambda: life.decode_process.wait_closed(20)))
     async with make_channel(worker.parts.info.address) as channel:
         stub = control_pb2_grpc.WorkerControlStub(channel)
         await stub.Stop(control_pb2.StopWorkerRequest(), timeout=20)
@@ -187,7 +183,7 @@ async def test_a_drain_does_not_outlive_its_worker(life: WorkerPair) -> None:
         await router.heard(await router.begin(Ask(prompt_of(20))), "decode.granted")
         draining = asyncio.get_running_loop().run_in_executor(None, life.decode_process.drain)
         await until(lambda: life.decode.parts.life.draining, "the drain")
-        await in_thread(life.decode_process.stop)
+        await asyncio.to_thread(life.decode_process.stop)
         await asyncio.wait_for(draining, 5)
 
 
@@ -206,7 +202,7 @@ async def test_a_worker_that_closes_its_connections_hears_of_no_more_ends(life: 
         await asyncio.sleep(0.2)
 
     decode._channels["another"] = cast(Any, SimpleNamespace(close=close))
-    await in_thread(life.decode_process.stop)
+    await asyncio.to_thread(life.decode_process.stop)
     await other.wait()
     assert told == ["closes"]
 
@@ -251,12 +247,13 @@ async def test_stop_with_work_in_hand(life: WorkerPair, held: str) -> None:
             with Gate(getattr(life, held).parts.engine, "forward", first=1) as gate:
                 await router.begin(Ask(prompt_of(60), SamplingParams(temperature=0, max_tokens=300)))
                 await gate.wait()
-                stops = asyncio.gather(in_thread(life.prefill_process.stop), in_thread(life.decode_process.stop))
+                stopping = (life.prefill_process, life.decode_process)
+                stops = asyncio.gather(*(asyncio.to_thread(process.stop) for process in stopping))
                 await router.until(lambda: len(router.ended) == 2, "the end of both streams")
                 gate.open()
                 await stops
         processes = (life.prefill_process, life.decode_process)
-        await asyncio.gather(*(in_thread(process.stop) for process in processes * 2))
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes * 2))
         for process in processes:
             process.wait_closed()
             process.parts.pool.check()
@@ -293,7 +290,7 @@ async def test_a_stop_ends_the_streams_of_commits_in_order(life: WorkerPair) -> 
         commits = router.stub("decode").Commits()
         await commits.write(opens(life.prefill.parts.incarnation))
         assert await commits.read() == decode_pb2.CommitAnswer()
-        await in_thread(life.decode_process.stop)
+        await asyncio.to_thread(life.decode_process.stop)
         assert await commits.code() is grpc.StatusCode.OK
 
 
@@ -302,8 +299,8 @@ async def test_starts_and_stops_leave_no_descriptor(worker_model_dir: Path, cls:
     counts = []
     for _ in range(3):
         worker = a_worker(cls, worker_model_dir)
-        await in_thread(worker.start)
-        await in_thread(worker.stop)
+        await asyncio.to_thread(worker.start)
+        await asyncio.to_thread(worker.stop)
         counts.append(num_descriptors())
     assert counts[2] <= counts[1] + 1, counts
 
@@ -343,9 +340,9 @@ async def test_a_port_that_is_taken(worker_model_dir: Path, cls: type[Any]) -> N
         worker = a_worker(cls, worker_model_dir)
         worker.place = replace(worker.place, port=taken.getsockname()[1])
         with pytest.raises((OSError, RuntimeError)):
-            await in_thread(worker.start)
+            await asyncio.to_thread(worker.start)
     assert not own_threads()
-    await in_thread(worker.stop)
+    await asyncio.to_thread(worker.stop)
     with pytest.raises((OSError, RuntimeError)):
         worker.wait_closed()
 
@@ -364,9 +361,9 @@ async def test_a_start_that_fails_half_way_leaves_nothing(
         monkeypatch.setattr(LoopbackTransport, step, fail)
     worker = a_worker(cls, worker_model_dir)
     with pytest.raises(TandemError, match="no such luck"):
-        await in_thread(worker.start)
+        await asyncio.to_thread(worker.start)
     assert not own_threads()
-    await in_thread(worker.stop)
+    await asyncio.to_thread(worker.stop)
 
 
 # ---- failure
@@ -387,8 +384,8 @@ async def test_a_failed_runner_fails_the_worker(life: WorkerPair, side: str) -> 
             if n < 2:
                 await router.heard(ask, f"{side}.failed")
         with pytest.raises(RuntimeError, match="out of luck"):
-            await in_thread(process.wait_closed)
-        await in_thread(process.stop)
+            await asyncio.to_thread(process.wait_closed)
+        await asyncio.to_thread(process.stop)
         await router.until(lambda: side in router.ended, "the end of the stream")
 
 
@@ -400,13 +397,13 @@ async def test_a_defect_of_the_receiver_driver_is_not_swallowed(life: WorkerPair
     async with Router(life) as router:
         ask = await router.begin(Ask(prompt_of(20)))
         with pytest.raises(KeyError, match="lost"):
-            await in_thread(life.decode_process.wait_closed)
+            await asyncio.to_thread(life.decode_process.wait_closed)
         await router.cancel(ask)
 
 
 async def test_a_worker_that_failed_says_so_even_when_it_is_stopped(life: WorkerPair) -> None:
     life.decode.parts.life.fail(InternalError("first"))
     life.decode.parts.life.fail(InternalError("second"))
-    await in_thread(life.decode_process.stop)
+    await asyncio.to_thread(life.decode_process.stop)
     with pytest.raises(InternalError, match="first"):
         life.decode_process.wait_closed()

@@ -11,7 +11,9 @@ import pytest
 from decode_worker.job import Prompt
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
-from tests.scenarios.worker_pair import (
+from tests.support.scripted_router import Ask, Outcome, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import (
     PAGE,
     SHARED_LOOP,
     AnyWorker,
@@ -20,11 +22,9 @@ from tests.scenarios.worker_pair import (
     WorkerPair,
     counted,
     prompt_of,
-    until,
 )
-from tests.scenarios.worker_router import Ask, Outcome, Router
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 NUM_NEW = 40

@@ -20,7 +20,9 @@ from tandem.engine.batch import SequenceInput
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2
 from tandem.worker.process import WorkerProcess
-from tests.scenarios.worker_pair import (
+from tests.support.scripted_router import Ask, Outcome, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import (
     CONFIG,
     PAGE,
     SHARED_LOOP,
@@ -30,11 +32,9 @@ from tests.scenarios.worker_pair import (
     WorkerPair,
     make_worker,
     prompt_of,
-    until,
 )
-from tests.scenarios.worker_router import Ask, Outcome, Router
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 SEEDED = SamplingParams(temperature=0.9, seed=11, max_tokens=12, ignore_eos=True, num_logprobs=2)

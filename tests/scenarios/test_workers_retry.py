@@ -11,7 +11,9 @@ import pytest
 
 from prefill_worker.worker import PrefillWorker
 from tandem.core.sampling import SamplingParams
-from tests.scenarios.worker_pair import (
+from tests.support.scripted_router import Ask, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import (
     CONFIG,
     SHARED_LOOP,
     Gate,
@@ -21,11 +23,9 @@ from tests.scenarios.worker_pair import (
     counted,
     make_worker,
     prompt_of,
-    until,
 )
-from tests.scenarios.worker_router import Ask, Router
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tandem.core.sampling import SamplingParams
-from tests.scenarios.worker_pair import CONFIG, PAGE, SHARED_LOOP, Oracle, WorkerPair, prompt_of, running_pair, until
-from tests.scenarios.worker_router import Ask, Router
+from tests.support.scripted_router import Ask, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import CONFIG, PAGE, SHARED_LOOP, Oracle, WorkerPair, prompt_of, running_pair
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 NUM_OUTPUT = 12

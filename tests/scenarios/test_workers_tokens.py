@@ -8,10 +8,10 @@ import pytest
 
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
-from tests.scenarios.worker_pair import PAGE, SHARED_LOOP, Gate, Oracle, WorkerPair, prompt_of
-from tests.scenarios.worker_router import Ask, Router
+from tests.support.scripted_router import Ask, Router
+from tests.support.worker_pair import PAGE, SHARED_LOOP, Gate, Oracle, WorkerPair, prompt_of
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 NUM_NEW = 12

@@ -18,10 +18,11 @@ from tandem.core.sampling import SamplingParams
 from tandem.worker.cpu import handoff_wait, pacing
 from tandem.worker.cpu.core_shares import CoreShares
 from tandem.worker.cpu.handoff_wait import StepDelayBudget
-from tests.scenarios.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, WorkerPair, prompt_of, until
-from tests.scenarios.worker_router import Ask, Router
+from tests.support.scripted_router import Ask, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, WorkerPair, prompt_of
 
-pytest_plugins = ["tests.scenarios.worker_pair"]
+pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from tests.support.waiting import wait_until
+
 _LOOK_S = 0.002
 
 
@@ -34,11 +36,11 @@ class Points:
 
     def wait_hit(self, process: str, point: str, timeout_s: float = 20.0) -> float:
         """Until the point is reached; wall clock of that."""
-        deadline = time.monotonic() + timeout_s
-        while (at := self.hit_at(process, point)) is None:
-            if time.monotonic() > deadline:
-                raise PointNotReachedError(f"{process} did not come to {point} within {timeout_s:g} s")
-            time.sleep(_LOOK_S)
+        try:
+            at = wait_until(lambda: self.hit_at(process, point), f"{process} to {point}", timeout_s, every_s=_LOOK_S)
+        except AssertionError as error:
+            raise PointNotReachedError(str(error)) from None
+        assert at is not None
         return at
 
     def go(self, process: str, point: str) -> None:

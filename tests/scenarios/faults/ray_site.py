@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +13,12 @@ import httpx
 import psutil
 
 from tandem.core.fault_points import VARIABLE
-from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
-from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tests.cluster.serving import Serve
 from tests.scenarios.faults.arming import Points
 from tests.scenarios.faults.site import CONFIG
-from tests.scenarios.processes import holds_anything, shows_idle
+from tests.scenarios.processes import holds_anything, shows_idle, statuses_at
+from tests.support.waiting import nothing, wait_until
 
 SETTLE_S = 60.0
 _ACTORS = {"router": "RouterActor", "supervisor": "SupervisorActor"}
@@ -48,10 +45,7 @@ class RaySite:
         self.points.clear()
         cluster = self.settled()
         self.wait_idle(cluster, 10.0)
-        deadline = time.monotonic() + 10.0
-        while not shows_idle(self.url):
-            assert time.monotonic() < deadline, "the router does not hear that all workers are idle"
-            time.sleep(0.05)
+        wait_until(lambda: shows_idle(self.url), "a router that has heard that all workers are idle", every_s=0.05)
         return cluster
 
     def pid(self, cluster: dict[str, Any], name: str) -> int:
@@ -80,10 +74,11 @@ class RaySite:
 
     def wait_idle(self, cluster: dict[str, Any], timeout_s: float) -> None:
         """Until no worker holds a request, or a page for one."""
-        deadline = time.monotonic() + timeout_s
-        while held := {name: str(s) for name, s in self.statuses(cluster).items() if holds_anything(s)}:
-            assert time.monotonic() < deadline, f"still held after {timeout_s:g} s: {held}"
-            time.sleep(0.05)
+
+        def held() -> dict[str, str]:
+            return {name: str(s) for name, s in self.statuses(cluster).items() if holds_anything(s)}
+
+        wait_until(held, "idle workers", timeout_s, wanted=nothing, every_s=0.05)
 
     def until_replaced(self, before: dict[str, Any], name: str) -> dict[str, Any]:
         """The cluster's state once `name` has another incarnation than `before` and all is whole."""
@@ -93,24 +88,15 @@ class RaySite:
     def check_baseline(self, cluster: dict[str, Any], census: dict[str, int], timeout_s: float = 10.0) -> None:
         """Nothing is held for any request, and there are no more processes of any kind than before."""
         self.wait_idle(cluster, timeout_s)
-        deadline = time.monotonic() + timeout_s
-        while more := {kind: n for kind, n in self.census().items() if n > census.get(kind, 0)}:
-            assert time.monotonic() < deadline, f"orphans: {more} beyond {census}"
-            time.sleep(0.2)
+
+        def orphans() -> dict[str, int]:
+            return {kind: n for kind, n in self.census().items() if n > census.get(kind, 0)}
+
+        wait_until(orphans, f"no process beyond {census}", timeout_s, wanted=nothing, every_s=0.2)
 
     def statuses(self, cluster: dict[str, Any]) -> dict[str, pb.WorkerStatus]:
         """Every worker's own word, by its id."""
-
-        async def ask(address: str) -> pb.WorkerStatus:
-            async with make_channel(address) as channel:
-                stub = control_pb2_grpc.WorkerControlStub(channel)
-                return await stub.Status(control_pb2.StatusRequest(), timeout=10)
-
-        async def ask_all() -> dict[str, pb.WorkerStatus]:
-            members = {w["member"]["worker_id"]: w["member"]["address"] for w in cluster["workers"]}
-            return dict(zip(members, await asyncio.gather(*map(ask, members.values())), strict=True))
-
-        return asyncio.run(ask_all())
+        return statuses_at({w["member"]["worker_id"]: w["member"]["address"] for w in cluster["workers"]})
 
     def census(self) -> dict[str, int]:
         """How many processes of each kind there are: orphans would show."""

@@ -25,6 +25,7 @@ from tests.scenarios.faults.stall import StallMonitor
 from tests.scenarios.footprint import Footprint, connections, shared_memory
 from tests.scenarios.overseer import Overseer
 from tests.scenarios.processes import Process, ProcessCluster, shows_idle
+from tests.support.waiting import nothing, wait_until
 
 LEASE_S = 1.0
 GRACE_S = 0.5
@@ -116,12 +117,13 @@ class Site:
         return self.cluster.router if name == "router" else self.cluster.workers[name]
 
     def _wait_struck(self, case: Case, asked: Future[Answer]) -> float:
-        while (at := self.points.hit_at(case.process, case.point)) is None:
-            if asked.done():
-                if (at := self.points.hit_at(case.process, case.point)) is not None:
-                    return at
-                raise PointNotReachedError(f"{case.process} did not come to {case.point}: {asked.result()}")
-            time.sleep(0.002)
+
+        def struck() -> bool:
+            return asked.done() or self.points.hit_at(case.process, case.point) is not None
+
+        wait_until(struck, f"{case.process} at {case.point}, or the answer", 120, every_s=0.002)
+        if (at := self.points.hit_at(case.process, case.point)) is None:
+            raise PointNotReachedError(f"{case.process} did not come to {case.point}: {asked.result()}")
         return at
 
     # -- before and after
@@ -161,9 +163,14 @@ class Site:
         began = time.monotonic()
         since = time.time()
         self.cluster.wait_idle(timeout_s)
-        while (excess := self._excess()) and time.monotonic() < began + timeout_s:
-            time.sleep(0.05)
-        assert not excess, f"held beyond the baseline: {excess}; {self._connections()}; {self.stall_note(since)}"
+        wait_until(
+            self._excess,
+            "nothing beyond the baseline",
+            began + timeout_s - time.monotonic(),
+            wanted=nothing,
+            every_s=0.05,
+            more=lambda: f"{self._connections()}; {self.stall_note(since)}",
+        )
         return time.monotonic() - began
 
     def _excess(self) -> dict[str, dict[str, int]]:

@@ -11,15 +11,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_peers import REFUSED, STREAM, Peer, chunk, event, serving, usage, well_behaved
-from router_site import Site, opened_site, write_checkpoint
 
 from tandem import cli
 from tandem.bench.report import json_file, results
+from tests.support.router_site import Site, opened_site, write_checkpoint
 
 pytestmark = pytest.mark.long
 
@@ -42,28 +43,22 @@ def site(checkpoint: Path) -> Iterator[Site]:
 @contextlib.contextmanager
 def in_thread(handler: Callable[..., Any]) -> Iterator[str]:
     """Serve in a loop of its own, as the command runs one in this thread; the URL."""
-    started, loop, urls = threading.Event(), asyncio.new_event_loop(), list[str]()
+    ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
         async with serving(handler) as url:
-            urls.append(url)
-            stopped.append(asyncio.Event())
-            started.set()
-            await stopped[0].wait()
+            stopped = asyncio.Event()
+            ready.set_result((url, asyncio.get_running_loop(), stopped))
+            await stopped.wait()
 
-    stopped: list[asyncio.Event] = []
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
+    url, loop, stopped = ready.result(5)
     try:
-        assert started.wait(5)
-        yield urls[0]
+        yield url
     finally:
-        loop.call_soon_threadsafe(stopped[0].set)
+        loop.call_soon_threadsafe(stopped.set)
         thread.join()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.01))
-        loop.close()
 
 
 def bench(*arguments: object) -> int:

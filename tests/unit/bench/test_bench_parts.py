@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from benchmarks.peers.figures import Goal
 from tandem import cli
 from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.random_model import ModelSpec, save
+from tests.support.waiting import wait_until
 
 GUARD = str(Path(cli.__file__).parent / "cluster/serve/orphan_guard.py")
 
@@ -400,10 +400,7 @@ def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Sig
     assert process.stderr is not None
     while "streams" not in process.stderr.readline():
         assert process.poll() is None
-    deadline = time.monotonic() + 20
-    while not (family := psutil.Process(process.pid).children(recursive=True)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # what another process starts can only be looked at
+    family = wait_until(lambda: psutil.Process(process.pid).children(recursive=True), "what it starts", 20)
     process.send_signal(number)
     assert process.wait(30) == 130
     assert "interrupted" in process.stderr.read()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_site import BOS, EOS, write_checkpoint
 
 from tandem.bench.load.traces import TraceEntry, load_trace, scaled
 from tandem.bench.load.workload import (
@@ -22,6 +21,7 @@ from tandem.bench.load.workload import (
 )
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
+from tests.support.router_site import BOS, EOS, write_checkpoint
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import struct
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +18,7 @@ from tandem.cluster.serve.banner import ready_banner
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError
 from tandem.core.model_path import read_facts, resolve_model
+from tests.support import ports
 
 GIB = 1 << 30
 HOST = Host(available_bytes=16 * GIB, num_cores=8, num_gpus=0)
@@ -39,9 +39,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return ports.free_port()
 
 
 def preflight(checkpoint: Path, port: int, host: Host = HOST, **sections: Any) -> Preflight:

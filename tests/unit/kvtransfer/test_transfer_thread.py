@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId, ThreadEvent, TransportEvent, WriteArrived, WriteFailed, WritePosted
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
+from tests.support.waiting import wait_until
 
 ONE = [Descriptor(0, 8, 8)]
 
@@ -42,12 +43,9 @@ class Worker:
     def kinds(self, tag: bytes) -> list[str]:
         return [type(e).__name__ for e in self.events if not isinstance(e, WriteArrived) and e.handle.tag == tag]
 
-
-def wait_for(is_done: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_done():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.001)
+    def wait(self, tag: bytes, *kinds: str) -> None:
+        """Until exactly this has been told of a write."""
+        wait_until(lambda: self.kinds(tag), f"{kinds} of {tag!r}", wanted=lambda seen: seen == [*kinds])
 
 
 @pytest.fixture
@@ -69,12 +67,13 @@ def pair() -> Iterator[tuple[Worker, Worker, PeerId]]:
 def test_a_write_is_posted_and_ends_once_with_its_tag(pair: tuple[Worker, Worker, PeerId]) -> None:
     here, there, peer = pair
     here.thread.write(peer, ONE, b"a")
-    wait_for(lambda: here.kinds(b"a") == ["WritePosted", "WriteCompleted"])
+    here.wait(b"a", "WritePosted", "WriteCompleted")
     assert bytes(there.arena[8:16]) == bytes([3]) * 8
     assert here.threads == {"kv-test"}
     assert isinstance(here.events[0], WritePosted)
     there.thread.submit(lambda transport: transport.expect_incoming("g", PeerId("here#1"), [])).result(5)
-    wait_for(lambda: there.events == [WriteArrived(PeerId("here#1"), b"a")])
+    arrived = [WriteArrived(PeerId("here#1"), b"a")]
+    wait_until(lambda: there.events, "the word of it", wanted=lambda seen: seen == arrived)
 
 
 def test_each_write_is_polled_for_before_the_next_one_is_posted(pair: tuple[Worker, Worker, PeerId]) -> None:
@@ -87,7 +86,7 @@ def test_each_write_is_polled_for_before_the_next_one_is_posted(pair: tuple[Work
     for tag in tags:
         here.thread.write(peer, ONE, tag)
     leave.set()
-    wait_for(lambda: len(here.kinds(b"d")) == 2)
+    here.wait(b"d", "WritePosted", "WriteCompleted")
     ends = [(type(e).__name__, e.handle.tag) for e in here.events if not isinstance(e, WriteArrived)]
     assert ends == [
         ("WritePosted", b"a"),
@@ -123,7 +122,7 @@ def test_the_grant_is_checked_right_before_the_post(pair: tuple[Worker, Worker, 
         return False
 
     here.thread.write(peer, ONE, b"a", may_post=may_post)
-    wait_for(lambda: here.kinds(b"a") == ["WriteFailed"])
+    here.wait(b"a", "WriteFailed")
     assert isinstance(here.events[0], WriteFailed)
     assert here.events[0].settled
     assert asked == ["kv-test"]
@@ -133,7 +132,7 @@ def test_the_grant_is_checked_right_before_the_post(pair: tuple[Worker, Worker, 
 def test_misuse_ends_the_write_too(pair: tuple[Worker, Worker, PeerId]) -> None:
     here, _, _ = pair
     here.thread.write(PeerId("nobody#1"), ONE, b"a")
-    wait_for(lambda: here.kinds(b"a") == ["WriteFailed"])
+    here.wait(b"a", "WriteFailed")
 
 
 def test_commands_run_in_the_thread_and_give_back_what_they_did(pair: tuple[Worker, Worker, PeerId]) -> None:
@@ -146,7 +145,7 @@ def test_commands_run_in_the_thread_and_give_back_what_they_did(pair: tuple[Work
 def test_idle_it_sleeps_and_outstanding_it_polls(pair: tuple[Worker, Worker, PeerId]) -> None:
     here, _, peer = pair
     here.thread.write(peer, ONE, b"a")
-    wait_for(lambda: "WriteCompleted" in here.kinds(b"a"))
+    here.wait(b"a", "WritePosted", "WriteCompleted")
     time.sleep(0.05)
     polls, cpu_s = here.thread.num_polls, time.process_time()
     time.sleep(0.3)
@@ -163,7 +162,7 @@ def test_what_comes_soon_is_looked_for_often_and_what_takes_long_seldom(pair: tu
     here, _, peer = pair
     here.thread.write(peer, ONE, b"a")
     here.thread.write(peer, ONE, b"never completes")
-    wait_for(lambda: here.kinds(b"never completes") == ["WritePosted"])
+    here.wait(b"never completes", "WritePosted")
     time.sleep(0.1)
     polls = here.thread.num_polls
     time.sleep(0.3)
@@ -180,14 +179,14 @@ def test_a_failing_callback_is_reported_and_does_not_stop_the_others(pair: tuple
 
     here.thread._on_event = fail_once
     here.thread.write(peer, ONE, b"a")
-    wait_for(lambda: here.kinds(b"a") == ["WriteCompleted"])
+    here.wait(b"a", "WriteCompleted")
     assert [str(e) for e in here.errors] == ["a defect"]
 
 
 def test_a_failing_guard_is_reported(pair: tuple[Worker, Worker, PeerId]) -> None:
     here, _, peer = pair
     here.thread.write(peer, ONE, b"a", may_post=lambda: 1 / 0 > 0)
-    wait_for(lambda: bool(here.errors))
+    wait_until(lambda: here.errors, "the error")
     assert isinstance(here.errors[0], ZeroDivisionError)
     assert here.kinds(b"a") == ["WriteFailed"]
 
@@ -199,7 +198,7 @@ def test_a_transport_that_cannot_poll_ends_the_thread_loudly(pair: tuple[Worker,
         transport.close()
 
     here.thread.submit(break_poll).result(5)
-    wait_for(lambda: not here.thread.is_alive)
+    wait_until(lambda: not here.thread.is_alive, "its end")
     assert isinstance(here.errors[0], TransportError)
     with pytest.raises(TransportError, match="has stopped"):
         here.thread.submit(lambda t: None)
@@ -239,7 +238,7 @@ def test_stopping_closes_the_transport_and_fails_what_is_queued(pair: tuple[Work
     queued = here.thread.submit(lambda t: None)
     stopper = threading.Thread(target=here.thread.stop)
     stopper.start()
-    wait_for(lambda: here.thread._stopping)
+    wait_until(lambda: here.thread._stopping, "the wish to stop")
     leave.set()
     stopper.join(5)
     with pytest.raises(TransportError, match="has stopped"):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_site import Site, opened_site, write_checkpoint
+
+from tests.support.router_site import Site, opened_site, write_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from router_site import Site, in_background
 from starlette.requests import Request
 from starlette.types import Message
 
 from router.http.bodies import Bodies
 from tandem.core.errors import OverloadedError, RequestTooLargeError
 from tandem.core.tokenizer import Tokenizer
+from tests.support.router_site import Site, in_background
 
 MakeSite = Callable[..., Site]
 LARGE, SMALL = b"x" * 10_000, b"x" * 100

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_site import EOS, write_checkpoint
 
 from router.request.choice_text import ChoiceText
 from router.request.request import Delta, Request, TokenGiven
 from tandem.core.sampling import SamplingParams
 from tandem.core.tokenizer import Tokenizer
+from tests.support.router_site import EOS, write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from router_site import Site, wait_until
 
 from router.http.auth import KEYS_VARIABLE, ApiKeys, check_exposure, check_not_lost, digests_of_variable
 from router.server import RouterServer
@@ -22,6 +21,8 @@ from tandem.core import config as configuration
 from tandem.core.clock import VirtualClock
 from tandem.core.config import HttpConfig
 from tandem.core.errors import AuthenticationError, ConfigError
+from tests.support.router_site import Site
+from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
 FIRST, SECOND, THIRD = "sk-first-0123456789", "sk-second-0123456789", "sk-third-0123456789"
@@ -258,7 +259,7 @@ def test_keys_are_exchanged_in_a_running_router(locked: Site) -> None:
     def status(key: str) -> int:
         return httpx.get(f"{locked.url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
 
-    wait_until(lambda: status(SECOND) == 200)
+    wait_until(lambda: status(SECOND), "the second key's answer", wanted=lambda seen: seen == 200)
     assert status(FIRST) == 401
 
 

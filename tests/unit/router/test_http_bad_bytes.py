@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from router_site import EOS, Site, opened_site
+
+from tests.support.router_site import EOS, Site, opened_site
 
 TIMEOUT_S = 5.0
 QUIET_S = 0.5  # longer than the router's own limits here

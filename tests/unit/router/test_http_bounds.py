@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from router_site import Site, wait_until
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.server import HttpServer, listen
 from tandem.core.config import LimitsConfig
+from tests.support.router_site import Site
+from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
 BODY = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 2}).encode()
@@ -181,14 +182,14 @@ def test_a_body_that_nobody_reads_is_cut_off_at_the_bound(make_site: MakeSite) -
 
 def test_connections_beyond_the_bound_are_refused_and_room_comes_back(make_site: MakeSite) -> None:
     site = make_site({"limits.max_connections": 3}, with_workers=False)
-    wait_until(lambda: num_connections(site) == 0)
+    wait_until(lambda: num_connections(site), "0 connections", wanted=lambda num: num == 0)
     held = [connect(site) for _ in range(3)]
-    wait_until(lambda: num_connections(site) == 3)
+    wait_until(lambda: num_connections(site), "3 connections", wanted=lambda num: num == 3)
     with connect(site) as client:
         status, headers, error = refusal(all_of(client))
     assert (status, error["code"], headers["retry-after"]) == (503, "overloaded", "1")
     held.pop().close()
-    wait_until(lambda: num_connections(site) == 2)
+    wait_until(lambda: num_connections(site), "2 connections", wanted=lambda num: num == 2)
     with connect(site) as client:
         client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         assert one_answer(client)[0] == 200

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_fakes import FakeDecode
-from router_site import Site, frames, in_background, wait_until
+
+from tests.support.router_site import Site, frames, in_background
+from tests.support.scripted_worker import ScriptedDecode
 
 TEXT = "naïve ☃ 𝄞 END of it"
 IDS = list(TEXT.encode())
@@ -64,7 +65,7 @@ def test_the_text_goes_on_where_it_was(make_site: Callable[..., Site], case: str
     site.decode.auto = False
     under_way = in_background(site, **body)
     give(site, num_given, num_choices)
-    other = FakeDecode("decode-1")
+    other = ScriptedDecode("decode-1")
     other.script, other.auto, other.num_missing_tokens = script, fault != "prefill dies on the way", 1
     site.add(other)
     if fault == "decode dies":
@@ -95,7 +96,7 @@ def give(site: Site, num_tokens: int, num_choices: int) -> None:
         tokens = [site.decode.token(reserve, choice, index) for choice in range(num_choices)]
         site.decode.emit_all([site.decode._event(token=token) for token in tokens])
     expected = before + (num_tokens - 1) * num_choices
-    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == expected)
+    site.until_metric("tandem_itl_seconds_count", expected)
 
 
 def test_all_that_shapes_the_tokens_goes_with_the_request(site: Site) -> None:
@@ -113,7 +114,7 @@ def test_all_that_shapes_the_tokens_goes_with_the_request(site: Site) -> None:
     under_way = in_background(site, **sampling)
     first = site.decode.wait_for("reserve")
     site.decode.wait_for("attach")
-    site.add(other := FakeDecode("decode-1"))
+    site.add(other := ScriptedDecode("decode-1"))
     site.decode.kill()
     under_way.result()
     again = other.wait_for("reserve")

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from router_fakes import FakeDecode
-from router_site import Site, cluster, frames, in_background, wait_until
+
+from tests.support.router_site import Site, cluster, frames, in_background
+from tests.support.scripted_worker import ScriptedDecode
+from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
 
@@ -31,8 +32,7 @@ def test_without_workers_everything_says_503(make_site: MakeSite) -> None:
     answer = site.post(prompt="x")
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
-    site.pool.add(site.prefill)
-    time.sleep(0.1)
+    site.add(site.prefill)
     site.wait_ready(503)
     site.pool.add(site.decode)
     site.wait_ready()
@@ -62,7 +62,8 @@ def test_workers_with_other_layouts_are_not_paired(make_site: MakeSite) -> None:
     site = make_site(with_workers=False)
     site.decode.info.layout.page_size = 64
     site.pool.add(site.prefill, site.decode)
-    wait_until(lambda: [w["state"] for pool in ("prefill", "decode") for w in cluster(site)[pool]] == ["ready"] * 2)
+    site.until_shown("prefill-0", state="ready")
+    site.until_shown("decode-0", state="ready")
     site.wait_ready(503)
     answer = site.post(prompt="x")
     assert answer.status_code == 503
@@ -71,9 +72,9 @@ def test_workers_with_other_layouts_are_not_paired(make_site: MakeSite) -> None:
     assert differing in answer.json()["error"]["message"]
     known = [{"prefill": "prefill-0/1", "decode": "decode-0/1", "differences": [differing]}]
     assert cluster(site)["incompatible"] == known
-    third = FakeDecode("decode-1")
+    third = ScriptedDecode("decode-1")
     site.pool.add(third)
-    wait_until(lambda: site.post(prompt="x", max_tokens=2).status_code == 200)
+    wait_until(lambda: site.post(prompt="x", max_tokens=2).status_code == 200, "an answer")
     assert site.decode.count("reserve") == 0
 
 
@@ -99,7 +100,7 @@ def test_a_client_that_goes_away_cancels_at_both_workers(site: Site, stream: boo
         assert (cancel.request_id, cancel.attempt) == (start.request_id, 1)
         assert "client went away" in cancel.reason
     assert time.monotonic() - gone_s < 0.5
-    wait_until(lambda: site.metrics().get('tandem_requests_total{outcome="cancelled"}') == 1)
+    site.until_metric('tandem_requests_total{outcome="cancelled"}', 1)
     assert site.metrics()["tandem_router_waiting_requests"] == 0
 
 
@@ -151,8 +152,8 @@ def test_a_client_that_reads_too_slowly_is_cancelled(make_site: MakeSite, checkp
         client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
         assert "too slowly" in site.decode.wait_for("cancel", timeout_s=20).reason
         # It has not read, and does not: what waits for it must not keep the router's socket.
-        wait_until(lambda: not has_socket(int(port), client.getsockname()[1]), timeout_s=3)
-    wait_until(lambda: site.metrics().get('tandem_requests_total{outcome="cancelled"}') == 1)
+        wait_until(lambda: not has_socket(int(port), client.getsockname()[1]), "the end of its socket", 3)
+    site.until_metric('tandem_requests_total{outcome="cancelled"}', 1)
 
 
 # -- disorder
@@ -172,7 +173,7 @@ def test_repeated_and_stale_and_reordered_tokens_do_not_reach_the_client(site: S
     site.decode.emit(token=site.decode.token(reserve, 0, 1))
     time.sleep(0.1)
     site.prefill.first_tokens(start)
-    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    site.until_metric("tandem_ttft_seconds_count", 1)
     site.decode.emit(token=site.decode.token(reserve, 0, 1, 121))  # again, and another one
     site.decode.emit(token=site.decode.token(reserve, 0, 3))
     assert under_way.result().json()["choices"][0]["text"] == "abcd"
@@ -191,29 +192,26 @@ def test_the_grant_goes_to_prefill_and_decode_learns_of_the_writer(site: Site) -
 
 
 def test_counters_never_go_back_when_a_worker_starts_anew(site: Site) -> None:
-    def report(worker: FakeDecode, tokens: int) -> None:
+    def report(worker: ScriptedDecode, tokens: int) -> None:
         worker.status = type(worker.status)(decode_tokens=tokens)
 
-    def counted() -> float:
-        return site.metrics()["tandem_decode_tokens_total"]
-
     report(site.decode, 10)
-    wait_until(lambda: counted() == 10)
+    site.until_metric("tandem_decode_tokens_total", 10)
     time.sleep(0.3)
-    assert counted() == 10  # each heartbeat reports the same sum
+    assert site.metrics()["tandem_decode_tokens_total"] == 10  # each heartbeat reports the same sum
     site.decode.kill()
-    heir = FakeDecode("decode-0", incarnation="2")
+    heir = ScriptedDecode("decode-0", incarnation="2")
     report(heir, 3)
     site.pool.workers.remove(site.decode)
     site.pool.add(heir)
-    wait_until(lambda: counted() == 13)
+    site.until_metric("tandem_decode_tokens_total", 13)
 
 
 def test_a_stream_that_breaks_is_opened_again(site: Site) -> None:
     site.decode.kill()
     site.wait_ready(503)
     assert cluster(site)["decode"][0]["state"] == "failed"
-    again = FakeDecode("decode-0", port=site.decode.port)
+    again = ScriptedDecode("decode-0", port=site.decode.port)
     site.wait_ready()
     assert site.post(prompt="x", max_tokens=2).json()["choices"][0]["text"] == "ab"
     again.kill()
@@ -238,7 +236,7 @@ def test_the_router_drains_by_call(site: Site) -> None:
     site.decode.wait_for("attach")
     stopping = threading.Thread(target=site.server.stop, args=(5.0,))
     stopping.start()
-    wait_until(lambda: httpx.get(f"{site.url}/health").status_code == 503)
+    site.wait_ready(503)
     assert site.post(prompt="x").json()["error"]["code"] == "draining"
     site.decode.held_back.set()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import structlog
-from router_site import Site, wait_until
 
 from router.workers.registry import WorkerRegistry
+from tests.support.router_site import Site
+from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
 READ = ("/", "/health", "/metrics", "/v1/models", "/v1/models/toy", "/v1/cluster", "/openapi.json")
@@ -230,7 +231,7 @@ def test_an_unforeseen_error_is_logged_once_under_the_id_that_the_client_gets(
     try:
         with site.http(headers={"x-request-id": "r-9"}) as client:
             error = client.get("/v1/cluster").json()["error"]
-            wait_until(lambda: failures.seen)
+            wait_until(lambda: failures.seen, "the failure in the log")
             assert client.get("/health").status_code == 200
     finally:
         root.removeHandler(failures)

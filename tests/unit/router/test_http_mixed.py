@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_fakes import FakeDecode, FakePrefill
-from router_site import Site, frames, in_background, wait_until
+
+from tests.support.router_site import Site, frames, in_background
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 
 MakeSite = Callable[..., Site]
 
@@ -68,7 +69,7 @@ def test_without_a_queue_every_prompt_is_handed_off(mixed: Site) -> None:
 def test_what_is_left_of_a_prompt_that_has_begun_is_as_prefill_reports_it(mixed: Site) -> None:
     with_a_busy_prefill_worker(mixed)
     mixed.prefill.started(mixed.prefill.wait_for("start"))  # and its load says that no token waits any more
-    wait_until(lambda: mixed.metrics()["tandem_router_waiting_requests"] == 0)
+    mixed.until_metric("tandem_router_waiting_requests", 0)
     in_background(mixed, prompt="x" * 8)
     assert mixed.decode.wait_for("reserve", 2).max_local_tokens == 0
 
@@ -89,8 +90,8 @@ def test_a_decode_worker_that_dies_over_a_prompt_is_replaced(mixed: Site) -> Non
     mixed.decode.held_back.clear()
     under_way = in_background(mixed, prompt="x" * 8)
     assert mixed.decode.wait_for("reserve", 2).max_local_tokens > 0
-    wait_until(lambda: mixed.metrics().get('tandem_local_prefills_total{reason="mixed_pool"}', 0) == 1)
-    other = FakeDecode("decode-1")
+    mixed.until_metric('tandem_local_prefills_total{reason="mixed_pool"}', 1)
+    other = ScriptedDecode("decode-1")
     other.num_missing_tokens = 1
     mixed.add(other)
     mixed.prefill.auto = True
@@ -144,7 +145,7 @@ def test_decode_that_generates_for_many_computes_nothing_beside(mixed: Site) -> 
     for number in range(1, 13):  # each one handed off, and admitted before the next comes
         in_background(mixed, prompt="y" * number, max_tokens=5)
         mixed.decode.wait_for("attach", number)
-        wait_until(lambda n=number: mixed.metrics()["tandem_handoff_seconds_count"] == n)  # type: ignore[misc]
+        mixed.until_metric("tandem_handoff_seconds_count", number)
     mixed.prefill.auto = False
     in_background(mixed, prompt=LONG)
     mixed.prefill.wait_for("start", 13)
@@ -155,7 +156,7 @@ def test_decode_that_generates_for_many_computes_nothing_beside(mixed: Site) -> 
 def test_a_retry_that_is_handed_off_is_no_work_of_decodes(mixed: Site) -> None:
     with_a_busy_prefill_worker(mixed)
     mixed.decode.auto = False  # it grants by hand, and never admits: no later event corrects what the grant left
-    other = FakePrefill("prefill-1")
+    other = ScriptedPrefill("prefill-1")
     other.auto = False
     mixed.add(other)
     mixed.prefill.kill()

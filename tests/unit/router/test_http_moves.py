@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from router_fakes import FakeDecode, FakePrefill
-from router_site import Site, cluster, frames, in_background, wait_until
 
 from router.lifecycle.migration_slots import MAX_AT_ONCE
+from tests.support.router_site import Site, cluster, frames, in_background
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
+from tests.support.waiting import nothing, wait_until
 
 MakeSite = Callable[..., Site]
 
@@ -28,11 +29,11 @@ def test_a_draining_decode_workers_requests_go_on_at_another(site: Site, said_by
     site.decode.admit(reserve)
     for index in (1, 2):
         site.decode.emit(token=site.decode.token(reserve, 0, index))
-    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == 2)
-    other, idle = FakeDecode("decode-1"), FakePrefill("prefill-1")
+    site.until_metric("tandem_itl_seconds_count", 2)
+    other, idle = ScriptedDecode("decode-1"), ScriptedPrefill("prefill-1")
     site.add(other, idle)
     site.prefill.status.num_running = 9
-    time.sleep(0.2)  # its heartbeat has said so: by load alone the idle one would be chosen
+    site.until_shown("prefill-0", num_running=9)  # by load alone the idle one would be chosen
     if said_by == "supervisor":
         site.drain(site.decode)
     else:
@@ -56,13 +57,13 @@ def test_where_there_is_no_other_worker_requests_end_where_they_are(site: Site) 
     site.decode.held_back.clear()
     under_way = in_background(site)
     site.decode.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    site.until_metric("tandem_handoff_seconds_count", 1)
     site.drain(site.decode)
-    wait_until(lambda: cluster(site)["decode"][0]["state"] == "draining")
+    site.until_shown("decode-0", state="draining")
     site.pool.remove(site.decode)  # gone from the membership, still ours until its requests have ended
     site.decode.held_back.set()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
-    wait_until(lambda: not cluster(site)["decode"])
+    wait_until(lambda: cluster(site)["decode"], "no decode worker", wanted=nothing)
     assert site.decode.count("cancel") == 0
     site.decode.kill()
 
@@ -71,12 +72,12 @@ def test_requests_move_as_soon_as_another_worker_is_ready(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
     site.decode.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    site.until_metric("tandem_handoff_seconds_count", 1)
     site.drain(site.decode)
-    wait_until(lambda: cluster(site)["decode"][0]["state"] == "draining")
+    site.until_shown("decode-0", state="draining")
     time.sleep(0.2)
     assert site.decode.count("cancel") == 0
-    site.pool.add(FakeDecode("decode-1"))
+    site.pool.add(ScriptedDecode("decode-1"))
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     assert site.decode.wait_for("cancel").attempt == 1
 
@@ -87,7 +88,7 @@ def test_what_is_on_its_way_to_a_draining_worker_moves_when_it_has_arrived(site:
     under_way = in_background(site)
     start = site.prefill.wait_for("start")
     site.prefill.wait_for("attach")
-    site.add(other := FakeDecode("decode-1"))
+    site.add(other := ScriptedDecode("decode-1"))
     site.drain(site.decode)
     time.sleep(0.2)
     assert site.decode.count("cancel") == 0
@@ -102,8 +103,8 @@ def test_many_requests_move_a_few_at_a_time(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = [in_background(site) for _ in range(num_requests)]
     site.decode.wait_for("attach", num_requests)
-    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == num_requests)
-    other = FakeDecode("decode-1")
+    site.until_metric("tandem_handoff_seconds_count", num_requests)
+    other = ScriptedDecode("decode-1")
     other.auto = False
     site.add(other)
     site.drain(site.decode)
@@ -127,7 +128,7 @@ def test_prompts_that_a_draining_prefill_worker_refuses_go_elsewhere(make_site: 
     site.prefill.auto = False
     under_way = in_background(site)
     start = site.prefill.wait_for("start")
-    site.add(other := FakePrefill("prefill-1"), FakeDecode("decode-1"))
+    site.add(other := ScriptedPrefill("prefill-1"), ScriptedDecode("decode-1"))
     site.prefill.fail(start.request_id, 1, "draining", retryable=True)  # its status says so a little later
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     assert other.wait_for("start").attempt == 2
@@ -141,9 +142,9 @@ def test_a_worker_that_leaves_before_its_requests_have_ended_has_not_died(site: 
     site.decode.auto = False
     under_way = in_background(site)
     site.decode.wait_for("reserve")
-    site.add(other := FakeDecode("decode-1"))
+    site.add(other := ScriptedDecode("decode-1"))
     site.drain(site.decode)
-    wait_until(lambda: cluster(site)["decode"][0]["state"] == "draining")
+    site.until_shown("decode-0", state="draining")
     site.decode.kill()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     assert other.count("reserve") == 1
@@ -162,8 +163,8 @@ def test_two_choices_move_and_the_ended_one_stays_ended(site: Site) -> None:
     site.decode.wait_for("attach")
     site.decode.admit(reserve)
     site.decode.emit_all([site.decode._event(token=site.decode.token(reserve, choice, 1)) for choice in (0, 1)])
-    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == 2)
-    site.add(other := FakeDecode("decode-1"))
+    site.until_metric("tandem_itl_seconds_count", 2)
+    site.add(other := ScriptedDecode("decode-1"))
     other.script = site.decode.script
     site.drain(site.decode)
     choices = under_way.result().json()["choices"]

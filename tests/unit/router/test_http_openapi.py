@@ -16,9 +16,10 @@ import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from router_site import EOS, Site, in_background, opened_site
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS
+
+from tests.support.router_site import EOS, Site, in_background, opened_site
 
 POSTS = ("/v1/completions", "/v1/chat/completions")
 GETS = ("/", "/v1/models", "/v1/models/{model}", "/v1/cluster", "/health", "/openapi.json", "/metrics")

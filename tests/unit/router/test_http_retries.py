@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_fakes import FakeDecode, FakePrefill
-from router_site import Site, cluster, frames, in_background, wait_until
+
+from tests.support.router_site import Site, frames, in_background
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 
 MakeSite = Callable[..., Site]
 
@@ -21,10 +22,9 @@ def test_a_lost_decode_worker_is_replaced_and_the_text_goes_on(site: Site) -> No
     site.decode.wait_for("attach")
     for index in (1, 2):
         site.decode.emit(token=site.decode.token(reserve, 0, index))
-    other = FakeDecode("decode-1")
-    site.pool.add(other)
-    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
-    time.sleep(0.05)
+    other = ScriptedDecode("decode-1")
+    site.add(other)
+    site.until_metric("tandem_itl_seconds_count", 2)
     site.decode.kill()
     answer = under_way.result()
     assert "".join(f["choices"][0]["text"] for f in frames(answer)) == "abcde"
@@ -47,7 +47,7 @@ def halted(site: Site) -> tuple[Site, Any]:
     site.prefill.started(site.prefill.wait_for("start"))
     site.decode.wait_for("reserve")
     site.decode.auto = True
-    site.add(FakeDecode("decode-1"))
+    site.add(ScriptedDecode("decode-1"))
     return site, under_way
 
 
@@ -73,7 +73,7 @@ def test_after_prefill_is_lost_decode_computes_the_rest_where_that_is_short(halt
 def test_after_prefill_is_lost_another_fills_what_the_same_decode_worker_grants(halted: tuple[Site, Any]) -> None:
     site, under_way = halted
     site.decode.auto = False
-    other = FakePrefill("prefill-1")
+    other = ScriptedPrefill("prefill-1")
     site.add(other)
     site.prefill.kill()
     again = site.decode.wait_for("reserve", 2)
@@ -90,13 +90,13 @@ def test_after_prefill_is_lost_another_fills_what_the_same_decode_worker_grants(
 def test_after_prefill_is_lost_a_decode_worker_that_leaves_is_not_asked(halted: tuple[Site, Any]) -> None:
     """Another pair takes the whole request over, and its decode worker may not compute what its prefill worker does."""
     site, under_way = halted
-    pair = FakePrefill("prefill-1"), FakeDecode("decode-2")
+    pair = ScriptedPrefill("prefill-1"), ScriptedDecode("decode-2")
     site.add(*pair)
     site.drain(site.decode)
-    wait_until(lambda: "decode-0" not in site.ready_workers())
+    site.until_shown("decode-0", state="draining")
     site.prefill.kill()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
-    others = [worker for worker in site.pool.workers if isinstance(worker, FakeDecode) and worker is not site.decode]
+    others = [w for w in site.pool.workers if isinstance(w, ScriptedDecode) and w is not site.decode]
     (reserve,) = [c.reserve for d in others for c in d.received if c.WhichOneof("command") == "reserve"]
     assert (reserve.attempt, reserve.max_local_tokens) == (2, 0)
     assert site.decode.count("reserve") == 1
@@ -106,7 +106,7 @@ def test_a_grant_that_nobody_can_fill_goes_back_and_the_request_waits(halted: tu
     site, under_way = halted
     site.prefill.kill()
     assert site.decode.wait_for("cancel", 2).attempt == 2
-    other = FakePrefill("prefill-1")
+    other = ScriptedPrefill("prefill-1")
     site.add(other)
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     third = site.decode.wait_for("reserve", 3)
@@ -129,12 +129,12 @@ def test_after_decode_is_lost_the_same_prefill_worker_hands_off_anew(site: Site)
     site.decode.held_back.clear()
     under_way = in_background(site)
     site.decode.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
-    other, idle = FakeDecode("decode-1"), FakePrefill("prefill-1")
+    site.until_metric("tandem_handoff_seconds_count", 1)
+    other, idle = ScriptedDecode("decode-1"), ScriptedPrefill("prefill-1")
     site.add(other, idle)
     site.prefill.status.num_running = 9
     site.prefill.num_computed_tokens = 0
-    time.sleep(0.2)  # its heartbeat has said so
+    site.until_shown("prefill-0", num_running=9)
     site.decode.kill()
     answer = under_way.result().json()
     assert answer["choices"][0]["text"] == "abcde"
@@ -158,7 +158,7 @@ def test_the_next_life_of_a_worker_says_that_the_last_one_has_ended(site: Site) 
     site.decode.held_back.clear()
     under_way = in_background(site)
     site.decode.wait_for("attach")
-    heir = FakeDecode("decode-0", incarnation="2")
+    heir = ScriptedDecode("decode-0", incarnation="2")
     site.pool.workers.remove(site.decode)
     began_s = time.monotonic()
     site.pool.add(heir)
@@ -172,9 +172,9 @@ def test_a_prefill_worker_lost_after_admission_is_not_missed(site: Site) -> None
     site.decode.held_back.clear()
     under_way = in_background(site)
     site.decode.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_handoff_seconds_count"] == 1)
+    site.until_metric("tandem_handoff_seconds_count", 1)
     site.prefill.kill()
-    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.until_metric('tandem_workers_lost_total{role="prefill"}', 1)
     site.decode.held_back.set()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     assert site.decode.count("reserve") == 1
@@ -186,9 +186,9 @@ def test_a_prefill_worker_lost_between_admission_and_acknowledgement_is_not_miss
     under_way = in_background(site)
     site.prefill.first_tokens(site.prefill.wait_for("start"))
     site.prefill.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    site.until_metric("tandem_ttft_seconds_count", 1)
     site.prefill.kill()
-    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.until_metric('tandem_workers_lost_total{role="prefill"}', 1)
     site.decode.held_back.set()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     assert site.decode.count("reserve") == 1
@@ -203,9 +203,9 @@ def test_a_prefill_worker_lost_after_its_commit_but_before_decodes_word_is_not_m
     site.prefill.first_tokens(start)
     site.decode.grant(reserve)
     site.prefill.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    site.until_metric("tandem_ttft_seconds_count", 1)
     site.prefill.kill()
-    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.until_metric('tandem_workers_lost_total{role="prefill"}', 1)
     lost_s = time.monotonic()
     site.decode.auto, site.decode.num_missing_tokens = True, 5
     if verdict == "admitted":
@@ -222,9 +222,8 @@ def test_a_silent_worker_is_taken_for_lost_after_the_lease(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
     site.decode.wait_for("attach")
-    other = FakeDecode("decode-1")
-    site.pool.add(other)
-    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    other = ScriptedDecode("decode-1")
+    site.add(other)
     began_s = time.monotonic()
     site.decode.go_silent()
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
@@ -245,9 +244,9 @@ def test_a_refused_handoff_is_tried_again(site: Site) -> None:
     assert second.attempt == 2
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     refused = 'tandem_handoffs_refused_total{reason="digest_mismatch"}'
-    wait_until(lambda: site.metrics().get(refused) is not None)
+    site.until_metric(refused, 1)  # counted where it was refused
     metrics = site.metrics()
-    assert metrics[refused] == 1, "counted where it was refused"
+    assert metrics[refused] == 1
     assert metrics['tandem_retries_total{reason="handoff"}'] == 1
 
 
@@ -255,9 +254,8 @@ def test_a_retry_avoids_the_worker_that_failed(site: Site) -> None:
     site.decode.auto = False
     under_way = in_background(site)
     first = site.decode.wait_for("reserve")
-    other = FakeDecode("decode-1")
-    site.pool.add(other)
-    wait_until(lambda: cluster(site)["decode"][1]["state"] == "ready")
+    other = ScriptedDecode("decode-1")
+    site.add(other)
     site.decode.fail(first.request_id, 1, "handoff", retryable=True, reason="timeout")
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     assert (other.count("reserve"), site.decode.count("reserve")) == (1, 1)
@@ -285,7 +283,7 @@ def test_an_error_that_no_retry_mends_is_the_clients_at_once(site: Site) -> None
     answer = under_way.result()
     assert answer.status_code == 400
     assert site.decode.wait_for("cancel").attempt == 1
-    wait_until(lambda: site.metrics().get('tandem_requests_total{outcome="invalid"}') == 1)
+    site.until_metric('tandem_requests_total{outcome="invalid"}', 1)
 
 
 def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) -> None:
@@ -293,7 +291,7 @@ def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) 
     under_way = in_background(site)
     site.decode.wait_for("attach")
     site.decode.kill()
-    heir = FakeDecode("decode-0", incarnation="2")
+    heir = ScriptedDecode("decode-0", incarnation="2")
     site.pool.workers.remove(site.decode)
     site.pool.add(heir)
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
@@ -305,7 +303,7 @@ def test_no_worker_for_as_long_as_a_request_waits_is_an_error_frame(make_site: M
     site.decode.held_back.clear()
     under_way = in_background(site, stream=True)
     site.decode.wait_for("attach")
-    time.sleep(0.1)
+    site.until_metric("tandem_ttft_seconds_count", 1)
     site.decode.kill()
     answer = under_way.result()
     assert frames(answer)[0]["choices"][0]["text"] == "a"
@@ -322,7 +320,7 @@ def test_a_retry_tells_the_workers_which_choices_have_ended(site: Site) -> None:
     site.decode.grant(reserve)
     site.decode.admit(reserve)
     site.decode.emit_all([site.decode._event(token=site.decode.token(reserve, choice, 1)) for choice in (0, 1)])
-    wait_until(lambda: site.metrics()["tandem_itl_seconds_count"] == 2)
+    site.until_metric("tandem_itl_seconds_count", 2)
     site.decode.auto = True
     site.decode.fail(reserve.request_id, 1, "internal", retryable=True)
     again = site.decode.wait_for("reserve", 2)
@@ -352,9 +350,8 @@ def test_a_failure_between_two_workers_makes_the_retry_avoid_both(site: Site) ->
     site.prefill.auto = site.decode.auto = False
     under_way = in_background(site)
     start = site.prefill.wait_for("start")
-    other = FakeDecode("decode-1")
-    site.pool.add(other)
-    wait_until(lambda: [w["state"] for w in cluster(site)["decode"]] == ["ready"] * 2)
+    other = ScriptedDecode("decode-1")
+    site.add(other)
     site.prefill.auto = True
     site.prefill.fail(start.request_id, start.attempt, "handoff", retryable=True, reason="write_failed")
     assert under_way.result().status_code == 200

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from router_fakes import FakeDecode, FakePrefill
-from router_site import Site, frames, in_background, wait_until
 
 from tandem.rpc.v1 import common_pb2
+from tests.support.router_site import Site, frames, in_background
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 
 MakeSite = Callable[..., Site]
 
@@ -20,8 +20,8 @@ def test_two_deaths_end_a_request_for_good(site: Site, stream: bool) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site, stream=stream)
     site.decode.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
-    second, third = FakeDecode("decode-1"), FakeDecode("decode-2")
+    site.until_metric("tandem_ttft_seconds_count", 1)
+    second, third = ScriptedDecode("decode-1"), ScriptedDecode("decode-2")
     second.held_back.clear()
     site.add(second)
     site.decode.kill()
@@ -61,10 +61,10 @@ def test_the_exit_of_a_draining_worker_as_the_other_sees_it_costs_no_attempt(mak
     site.decode.auto = site.prefill.auto = False
     under_way = in_background(site)
     reserve = site.decode.wait_for("reserve")
-    other = FakePrefill("prefill-1")
+    other = ScriptedPrefill("prefill-1")
     site.add(other)
     site.drain(site.prefill)
-    wait_until(lambda: "prefill-0" not in site.ready_workers())
+    site.until_shown("prefill-0", state="draining")
     site.decode.auto = True
     site.decode.fail(reserve.request_id, 1, "handoff", retryable=True, reason="writer_exited")
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
@@ -80,9 +80,9 @@ def test_after_its_admission_decodes_own_error_is_not_taken_for_prefills_loss(ma
     site.prefill.first_tokens(start)
     site.decode.grant(reserve)
     site.prefill.wait_for("attach")
-    wait_until(lambda: site.metrics()["tandem_ttft_seconds_count"] == 1)
+    site.until_metric("tandem_ttft_seconds_count", 1)
     site.prefill.kill()
-    wait_until(lambda: site.metrics().get('tandem_workers_lost_total{role="prefill"}') == 1)
+    site.until_metric('tandem_workers_lost_total{role="prefill"}', 1)
     site.decode.admit(reserve)
     site.decode.fail(reserve.request_id, 1, "transport", retryable=True)
     error = under_way.result().json()["error"]
@@ -115,7 +115,7 @@ def test_an_overloaded_worker_is_left_in_peace_for_as_long_as_it_asks(site: Site
     site.decode.wait_for("reserve", 2)
     assert 0.55 < time.monotonic() - refused_s < 3
     refuse(site.decode, 2, retry_after_s=60)
-    site.add(other := FakeDecode("decode-1"))
+    site.add(other := ScriptedDecode("decode-1"))
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
     assert (other.count("reserve"), site.decode.count("reserve")) == (1, 2)
 
@@ -129,7 +129,7 @@ def test_a_worker_that_stays_overloaded_is_the_clients_429(site: Site) -> None:
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
 
 
-def refuse(decode: FakeDecode, number: int, *, retry_after_s: float) -> None:
+def refuse(decode: ScriptedDecode, number: int, *, retry_after_s: float) -> None:
     """Answer the `number`th reservation as a worker whose queue is full does."""
     reserve = decode.wait_for("reserve", number)
     error = common_pb2.Error(code="overloaded", message="full", retryable=True, retry_after_s=retry_after_s)
@@ -142,7 +142,7 @@ def test_every_prefill_worker_that_had_the_prompt_may_forget_it_at_the_end_and_o
     options = {"stop": ["b"]} if end == "stopped" else {"timeout": 1.0} if end == "gone" else {}
     under_way = in_background(site, **options)
     first = site.decode.wait_for("reserve")
-    site.add(other := FakePrefill("prefill-1"))
+    site.add(other := ScriptedPrefill("prefill-1"))
     site.decode.fail(first.request_id, 1, "transport", retryable=True)
     second = site.decode.wait_for("reserve", 2)
     assert site.prefill.count("release") == other.count("release") == 0

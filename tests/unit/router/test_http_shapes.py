@@ -7,7 +7,8 @@ import string
 
 import openai
 import pytest
-from router_site import Site
+
+from tests.support.router_site import Site
 
 LETTERS = string.ascii_lowercase
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from router_fakes import FakeDecode
-from router_site import Site, cluster, in_background, wait_until
+
+from tests.support.router_site import Site, cluster, in_background
+from tests.support.scripted_worker import ScriptedDecode
 
 MakeSite = Callable[..., Site]
 
@@ -23,8 +24,8 @@ def test_a_request_waits_for_a_worker_that_is_coming(patient: Site, state: str) 
     patient.pool.push()
     patient.wait_ready(503)
     under_way = in_background(patient)
-    wait_until(lambda: patient.metrics()["tandem_router_waiting_requests"] == 1)
-    heir = FakeDecode("decode-1", incarnation="2")
+    patient.until_metric("tandem_router_waiting_requests", 1)
+    heir = ScriptedDecode("decode-1", incarnation="2")
     patient.pool.workers.remove(patient.decode)
     patient.pool.add(heir)
     assert under_way.result().json()["choices"][0]["text"] == "abcde"
@@ -39,7 +40,7 @@ def test_who_waits_keeps_its_place_and_its_deadline(patient: Site) -> None:
     patient.wait_ready(503)
     began_s = time.monotonic()
     waiting = [in_background(patient, timeout=0.5) for _ in range(2)]
-    wait_until(lambda: patient.metrics()["tandem_router_waiting_requests"] == 2)
+    patient.until_metric("tandem_router_waiting_requests", 2)
     assert patient.post(prompt="x").status_code == 429
     assert [answer.result().status_code for answer in waiting] == [504, 504]
     assert 0.5 <= time.monotonic() - began_s < 3
@@ -80,11 +81,11 @@ def test_workers_that_do_not_pair_are_waited_for_only_while_one_is_coming(make_s
     assert time.monotonic() - began_s < 1
     assert refused["code"] == "incompatible"
     assert "protocol_version: prefill-0/1 has 0, decode-0/1 has 2" in refused["message"]
-    heir = FakeDecode("decode-1")
+    heir = ScriptedDecode("decode-1")
     site.pool.states["decode-1"] = "starting"
     site.pool.add(heir)
     under_way = in_background(site)
-    wait_until(lambda: site.metrics()["tandem_router_waiting_requests"] == 1)
+    site.until_metric("tandem_router_waiting_requests", 1)
     site.pool.states.clear()
     site.pool.push()
     assert under_way.result().status_code == 200
@@ -97,7 +98,7 @@ def test_a_client_that_goes_away_leaves_the_wait(patient: Site) -> None:
     patient.wait_ready(503)
     with patient.http() as client, pytest.raises(Exception, match="timed out"):
         client.post("/v1/completions", json={"model": "toy", "prompt": "x"}, timeout=0.3)
-    wait_until(lambda: patient.metrics().get('tandem_requests_total{outcome="cancelled"}') == 1)
+    patient.until_metric('tandem_requests_total{outcome="cancelled"}', 1)
     assert patient.metrics()["tandem_router_waiting_requests"] == 0
 
 
@@ -106,7 +107,7 @@ def test_a_router_that_leaves_ends_the_wait(patient: Site) -> None:
     patient.pool.push()
     patient.wait_ready(503)
     under_way = in_background(patient)
-    wait_until(lambda: patient.metrics()["tandem_router_waiting_requests"] == 1)
+    patient.until_metric("tandem_router_waiting_requests", 1)
     patient.server.stop(drain_s=0.1)
     assert under_way.result().json()["error"]["code"] == "draining"
 

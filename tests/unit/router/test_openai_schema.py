@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_site import BOS, CHAT_TEMPLATE, Site, write_checkpoint
 
 from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
@@ -18,6 +17,7 @@ from tandem.core import config as configuration
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from tandem.core.tokenizer import Tokenizer
+from tests.support.router_site import BOS, CHAT_TEMPLATE, Site, write_checkpoint
 
 LIMITS = LimitsConfig()
 BOUNDS = PromptBounds(max_prompts=4, max_context=None)

@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from router_fakes import FakeDecode, FakePool, FakePrefill
-from router_site import wait_until
 
 from tandem.rpc.v1.control_pb2 import RouterStatusReply, RouterStatusRequest, StopRouterRequest
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPool, ScriptedPrefill
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -41,7 +41,7 @@ def started(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    wait_until(lambda: ready.exists() or process.poll() is not None, timeout_s=20)
+    wait_until(lambda: ready.exists() or process.poll() is not None, "its ready file", 20)
     assert ready.exists(), process.communicate()[1]
     yield process, json.loads(ready.read_text())
     if process.poll() is None:
@@ -52,10 +52,10 @@ def started(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
 def test_ready_serve_and_drain_on_sigterm(started: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
     process, facts = started
     assert facts["pid"] == process.pid
-    pool, decode = FakePool(facts["control"]), FakeDecode("decode-0")
-    pool.add(FakePrefill("prefill-0"), decode)
+    pool, decode = ScriptedPool(facts["control"]), ScriptedDecode("decode-0")
+    pool.add(ScriptedPrefill("prefill-0"), decode)
     with httpx.Client(base_url=facts["http"], timeout=10) as client:
-        wait_until(lambda: client.get("/health").status_code == 200)
+        wait_until(lambda: client.get("/health").status_code == 200, "health")
         decode.token_gap_s = 0.1
         body = {"model": "tandem-tiny", "prompt": "x", "max_tokens": 6, "stream": True}
         with client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "r-7"}) as answer:
@@ -77,7 +77,7 @@ def test_ready_serve_and_drain_on_sigterm(started: tuple[subprocess.Popen[str], 
 
 def test_ends_when_its_control_service_says_so(started: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
     process, facts = started
-    pool = FakePool(facts["control"])
+    pool = ScriptedPool(facts["control"])
     pool.control.StopRouter(StopRouterRequest(drain_s=1), timeout=10)
     assert process.wait(10) == 0
     pool.close()
@@ -107,13 +107,13 @@ def test_an_idle_router_costs_next_to_nothing(started: tuple[subprocess.Popen[st
 
 
 @pytest.fixture
-def serving(started: tuple[subprocess.Popen[str], dict[str, Any]]) -> Iterator[tuple[FakePool, httpx.Client]]:
+def serving(started: tuple[subprocess.Popen[str], dict[str, Any]]) -> Iterator[tuple[ScriptedPool, httpx.Client]]:
     """A router process with a pair of workers, which is ready, and a client of it."""
     _, facts = started
-    pool = FakePool(facts["control"])
-    pool.add(FakePrefill("prefill-0"), FakeDecode("decode-0"))
+    pool = ScriptedPool(facts["control"])
+    pool.add(ScriptedPrefill("prefill-0"), ScriptedDecode("decode-0"))
     with httpx.Client(base_url=facts["http"], timeout=30) as client:
-        wait_until(lambda: client.get("/health").status_code == 200)
+        wait_until(lambda: client.get("/health").status_code == 200, "health")
         yield pool, client
     pool.close()
 
@@ -123,7 +123,7 @@ COMPLETION = {"model": "tandem-tiny", "prompt": "x", "max_tokens": 3}
 
 @pytest.mark.parametrize("point", ["placed", "sent", "granted", "first_token", "token"])
 def test_a_fault_at_each_point_is_that_requests_alone(
-    serving: tuple[FakePool, httpx.Client], tmp_path: Path, point: str
+    serving: tuple[ScriptedPool, httpx.Client], tmp_path: Path, point: str
 ) -> None:
     pool, client = serving
     (tmp_path / "points" / f"router.router.{point}").write_text("raise")
@@ -137,7 +137,7 @@ def test_a_fault_at_each_point_is_that_requests_alone(
 
 
 def test_the_status_says_what_is_under_way_and_stands_still_with_the_loop(
-    serving: tuple[FakePool, httpx.Client], tmp_path: Path
+    serving: tuple[ScriptedPool, httpx.Client], tmp_path: Path
 ) -> None:
     pool, client = serving
     held = tmp_path / "points" / "router.router.first_token"
@@ -149,7 +149,7 @@ def test_the_status_says_what_is_under_way_and_stands_still_with_the_loop(
     assert (status(10).num_under_way, status(10).num_waiting) == (0, 0)
     with ThreadPoolExecutor(1) as threads:
         under_way = threads.submit(lambda: client.post("/v1/completions", json=COMPLETION))
-        wait_until(held.with_name(held.name + ".hit").exists)
+        wait_until(held.with_name(held.name + ".hit").exists, "the first token")
         with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
             status(0.5)
         held.with_name(held.name + ".go").touch()
@@ -158,7 +158,7 @@ def test_the_status_says_what_is_under_way_and_stands_still_with_the_loop(
     pool.push()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(lambda: client.post("/v1/completions", json={**COMPLETION, "timeout": 2}))
-        wait_until(lambda: (status(10).num_under_way, status(10).num_waiting) == (1, 1))
+        wait_until(lambda: (seen := status(10)).num_under_way == seen.num_waiting == 1, "one that waits")
 
 
 def test_a_port_that_is_taken_is_named(checkpoint: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from router_site import Site, in_background, wait_until
-
 from router.lifecycle.request_errors import RequestErrors
 from tandem.core.errors import CancelledError, ModelNotFoundError
 from tandem.rpc.v1.common_pb2 import RequestErrors as Told
 from tandem.rpc.v1.control_pb2 import RouterStatusRequest
+from tests.support.router_site import Site, in_background
+from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
 
@@ -57,7 +57,7 @@ def test_a_stream_that_breaks_off_is_told(make_site: MakeSite) -> None:
     site.decode.auto = False
     failing = in_background(site, stream=True, timeout=0.5)
     assert '"code":"deadline"' in failing.result().text
-    wait_until(lambda: counts(told(site)) == {("deadline", 504): 1})
+    wait_until(lambda: counts(told(site)), "the deadline", wanted=lambda seen: seen == {("deadline", 504): 1})
 
 
 def test_a_wrong_key_is_told(make_site: MakeSite, tmp_path: Path) -> None:

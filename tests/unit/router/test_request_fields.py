@@ -11,7 +11,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from router_site import write_checkpoint
 
 from router.openai.fields import Accepted, Field, NotYet, Object, PromptBounds
 from router.openai.model_card import ModelCard
@@ -24,6 +23,7 @@ from tandem.core.config import Config, LimitsConfig
 from tandem.core.errors import InvalidRequestError
 from tandem.core.sampling import SamplingParams
 from tandem.core.tokenizer import Tokenizer
+from tests.support.router_site import write_checkpoint
 
 #: None of them is the default.
 LIMITS = LimitsConfig(max_choices=3, max_logprobs=5, most_urgent_priority=-2)

@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from router_fakes import FakePrefill
-from router_site import Site, wait_until
 
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
@@ -28,6 +26,9 @@ from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.rpc.v1.control_pb2 import Member, Membership, RouterStatusRequest, SuspectedWriter
 from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone
+from tests.support.router_site import Site
+from tests.support.scripted_worker import ScriptedPrefill
+from tests.support.waiting import wait_until
 
 
 def membership(version: int, address: str, state: str = "ready") -> Membership:
@@ -91,7 +92,7 @@ def test_every_status_names_the_suspected_writers(site: Site) -> None:
 
     assert suspected() == []
     site.decode.emit(writer_suspected=suspicion("1"))
-    wait_until(suspected)
+    wait_until(suspected, "a suspicion")
     assert suspected() == [SuspectedWriter(worker_id="prefill-0", incarnation="1")]
     site.pool.remove(site.prefill)
     assert suspected() == []
@@ -120,7 +121,7 @@ async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
         await tries(session, 5)
         assert caplog.text.count("worker prefill-0/1 not reached") == 1
         caplog.clear()
-        other = await asyncio.to_thread(FakePrefill, "prefill-9")
+        other = await asyncio.to_thread(ScriptedPrefill, "prefill-9")
         try:
             session.member = membership(2, other.info.address).members[0]
             await tries(session, 5)
@@ -148,12 +149,12 @@ async def tries(session: Any, num: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("end", [FakePrefill.go_silent, FakePrefill.kill], ids=["silent", "killed"])
+@pytest.mark.parametrize("end", [ScriptedPrefill.go_silent, ScriptedPrefill.kill], ids=["silent", "killed"])
 async def test_a_lost_workers_call_is_gone_at_once_without_the_garbage_collector(
-    end: Callable[[FakePrefill], None],
+    end: Callable[[ScriptedPrefill], None],
 ) -> None:
     """gRPC keeps a connection open as long as its call lives."""
-    worker = await asyncio.to_thread(FakePrefill, "prefill-0")
+    worker = await asyncio.to_thread(ScriptedPrefill, "prefill-0")
     registry = WorkerRegistry(lease_s=0.3, metrics=RouterMetrics())
     gc.collect()
     before = num_calls()

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
-from tests.scenarios.worker_pair import CONFIG, Oracle, WorkerPair, prompt_of, running_pair
-from tests.scenarios.worker_router import Ask, Router
+from tests.support.scripted_router import Ask, Router
+from tests.support.worker_pair import CONFIG, Oracle, WorkerPair, prompt_of, running_pair
 from tests.unit.rpc.wire_fuzz import FUZZ
 
 #: Where each example is a whole request.

@@ -25,12 +25,13 @@ from kvtransfer.transports.registry import create_transport
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2
-from tests.scenarios.worker_pair import SHARED_LOOP, Oracle, WorkerPair, prompt_of, until
-from tests.scenarios.worker_router import Ask, Router, ask_commits
+from tests.support.scripted_router import Ask, Router, ask_commits
+from tests.support.waiting import until
+from tests.support.worker_pair import SHARED_LOOP, Oracle, WorkerPair, prompt_of
 from tests.unit.rpc.fuzz_pair import FEW, PARAMS
 from tests.unit.rpc.wire_fuzz import ANSWER_S, FUZZ, messages
 
-pytest_plugins = ["tests.scenarios.worker_pair", "tests.unit.rpc.fuzz_pair"]
+pytest_plugins = ["tests.support.worker_pair", "tests.unit.rpc.fuzz_pair"]
 pytestmark = [SHARED_LOOP, pytest.mark.processes]
 
 HUGE = (1 << 32) - 1

@@ -17,12 +17,12 @@ from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import sampling_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
-from tests.scenarios.worker_pair import SHARED_LOOP, VOCAB, Oracle, WorkerPair, prompt_of
-from tests.scenarios.worker_router import Router, ask_commits
+from tests.support.scripted_router import Router, ask_commits
+from tests.support.worker_pair import SHARED_LOOP, VOCAB, Oracle, WorkerPair, prompt_of
 from tests.unit.rpc.fuzz_pair import PARAMS, serves
 from tests.unit.rpc.wire_fuzz import ANSWER_S, FUZZ, check_answer, messages, methods, payloads, send
 
-pytest_plugins = ["tests.scenarios.worker_pair", "tests.unit.rpc.fuzz_pair"]
+pytest_plugins = ["tests.support.worker_pair", "tests.unit.rpc.fuzz_pair"]
 pytestmark = [SHARED_LOOP, pytest.mark.processes]
 
 DECODE = methods(decode_pb2.DESCRIPTOR.services_by_name["DecodeService"])

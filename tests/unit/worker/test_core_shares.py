@@ -22,6 +22,7 @@ import pytest
 from tandem.core.errors import ConfigError
 from tandem.worker.cpu import core_shares
 from tandem.worker.cpu.core_shares import CoreShares, lent_threads
+from tests.support.waiting import wait_until
 
 _REPOSITORY = Path(__file__).parents[3]
 
@@ -106,8 +107,7 @@ def _giving_way(first: CoreShares, second: CoreShares, number: int) -> threading
     first.borrow()
     giving = threading.Thread(target=first.give_way, args=(os.getpid(), number, time.monotonic() + 30))
     giving.start()
-    while second.borrow() == 0:
-        time.sleep(0.001)
+    wait_until(second.borrow, "the threads that are lent")
     return giving
 
 
@@ -230,14 +230,9 @@ def test_a_stopped_worker_counts_as_idle_after_a_while(path: Path) -> None:
     with _joined(path, 1) as first, _other_process(path) as other:
         assert first.borrow() == 0
         os.kill(other.pid, signal.SIGSTOP)  # it says that it is busy for 0.3 s at a time
-        deadline = time.monotonic() + 10
-        while first.borrow() == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(first.borrow, "its threads")
         os.kill(other.pid, signal.SIGCONT)
-        while not _is_wanted(first):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: _is_wanted(first), "its wish to have them back")
         assert first.borrow() == 0
 
 

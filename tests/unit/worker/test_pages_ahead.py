@@ -13,6 +13,7 @@ from tandem.engine.arena import KVArena
 from tandem.engine.huge_pages import map_memory, populate
 from tandem.engine.layout import KVLayout
 from tandem.worker.cpu.pages_ahead import PagesAhead
+from tests.support.waiting import wait_until
 
 # 64 KiB a layer: 32 of them are a huge page.
 LAYOUT = KVLayout(2, 4, 64, 32, "float32")
@@ -29,10 +30,7 @@ def running(arena: KVArena) -> Iterator[PagesAhead]:
 
 
 def wait_for(ahead: PagesAhead, num_pages: int) -> None:
-    deadline = time.monotonic() + 10
-    while ahead.num_ready < num_pages:
-        assert time.monotonic() < deadline, ahead.num_ready
-        time.sleep(0.005)
+    wait_until(lambda: ahead.num_ready, f"{num_pages} pages", wanted=lambda num: num >= num_pages)
 
 
 def settled(ahead: PagesAhead) -> int:

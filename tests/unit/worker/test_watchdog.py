@@ -13,6 +13,7 @@ import pytest
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.loopback import LoopbackTransport
 from tandem.worker.watchdog import EXIT_CODE, find_stuck, watch_threads
+from tests.support.waiting import wait_until
 
 WAIT_S = 10.0
 
@@ -70,10 +71,7 @@ def test_the_transfer_thread_tells_since_when_it_is_busy() -> None:
         assert before_s <= since_s <= time.monotonic()
         leave.set()
         command.result(WAIT_S)
-        deadline_s = time.monotonic() + WAIT_S
-        while thread.busy_since_s is not None:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        wait_until(lambda: thread.busy_since_s is None, "an idle thread")
     finally:
         leave.set()
         thread.stop()

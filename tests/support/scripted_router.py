@@ -18,7 +18,8 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2, prefill_pb2
 from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
 from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceStub
-from tests.scenarios.worker_pair import WAIT_S, WorkerPair, until
+from tests.support.waiting import until
+from tests.support.worker_pair import WAIT_S, WorkerPair
 
 
 @dataclass

@@ -28,6 +28,7 @@ from tandem.engine.random_model import ModelSpec, save
 from tandem.worker.parts import WorkerPlace
 from tandem.worker.process import WorkerProcess
 from tandem.worker.scheduler import SchedulerLimits
+from tests.support.waiting import nothing, until
 
 PAGE = 16
 VOCAB = 320
@@ -61,14 +62,6 @@ def make_worker(
         num_threads=1,
     )
     return WorkerProcess(cls, from_dict(config), place)
-
-
-async def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-    """Until `condition()` holds: what other threads do can only be looked at."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"
-        await asyncio.sleep(0.002)
 
 
 class Gate:
@@ -238,11 +231,7 @@ class WorkerPair:
 
     async def settled(self, timeout_s: float = SETTLE_S) -> None:
         """Until nothing is held; then all pages are where they were, and every invariant of the pools holds."""
-        loop = asyncio.get_running_loop()
-        deadline = time.monotonic() + timeout_s
-        while left := await loop.run_in_executor(None, self.leftovers):
-            assert time.monotonic() < deadline, f"still held after {timeout_s} s: {left}"
-            await asyncio.sleep(0.01)
+        await until(lambda: asyncio.to_thread(self.leftovers), "rest", timeout_s, wanted=nothing)
 
 
 @contextlib.contextmanager
@@ -299,7 +288,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return list((torch.randint(2, VOCAB, (length,), generator=generator)).tolist())
 
 
-# ---- fixtures, for modules that say `pytest_plugins = ["tests.scenarios.worker_pair"]` and take `SHARED_LOOP`: gRPC's
+# ---- fixtures, for modules that say `pytest_plugins = ["tests.support.worker_pair"]` and take `SHARED_LOOP`: gRPC's
 # events of a loop that a test has closed would get lost for the loops of the workers, which live in this process too.
 
 SHARED_LOOP = pytest.mark.asyncio(loop_scope="session")

@@ -1,11 +1,10 @@
-"""What the router's tests share: a checkpoint without weights, a router with its scripted workers, waiting."""
+"""What the router's tests share: a checkpoint without weights, a router with its scripted workers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 
 import httpx
 import openai
-from router_fakes import FakeDecode, FakePool, FakePrefill, FakeWorker
 
 from router.server import RouterServer
 from tandem.core import config as configuration
 from tandem.core.tokenizer import _byte_of_char
+from tests.support.scripted_worker import WAIT_S, ScriptedDecode, ScriptedPool, ScriptedPrefill, ScriptedWorker
+from tests.support.waiting import wait_until
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Site:
     """One router with its workers."""
 
     url: str
-    pool: FakePool
-    prefill: FakePrefill
-    decode: FakeDecode
+    pool: ScriptedPool
+    prefill: ScriptedPrefill
+    decode: ScriptedDecode
     server: RouterServer
 
     def http(self, **options: Any) -> httpx.Client:
@@ -36,16 +36,13 @@ class Site:
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
 
-    def add(self, *workers: FakeWorker) -> None:
+    def add(self, *workers: ScriptedWorker) -> None:
         """Let workers join, and wait until the router has met them."""
         self.pool.add(*workers)
-        wait_until(lambda: {w.info.worker_id for w in workers} <= self.ready_workers())
+        for worker in workers:
+            self.until_shown(worker.info.worker_id, state="ready")
 
-    def ready_workers(self) -> set[str]:
-        pools = cluster(self)
-        return {worker["id"] for pool in ("prefill", "decode") for worker in pools[pool] if worker["state"] == "ready"}
-
-    def drain(self, worker: FakeWorker) -> None:
+    def drain(self, worker: ScriptedWorker) -> None:
         """The supervisor lets it leave in order."""
         self.pool.states[worker.info.worker_id] = "draining"
         self.pool.push()
@@ -56,7 +53,22 @@ class Site:
 
     def wait_ready(self, status: int = 200) -> None:
         with self.http() as client:
-            wait_until(lambda: client.get("/health").status_code == status)
+            wait_until(
+                lambda: client.get("/health").status_code, "/health", WAIT_S, wanted=lambda seen: seen == status
+            )
+
+    def until_metric(self, name: str, value: float) -> None:
+        """Until a sample, by its name and labels, has this value."""
+        wait_until(lambda: self.metrics().get(name), f"{name} {value:g}", WAIT_S, wanted=lambda seen: seen == value)
+
+    def until_shown(self, worker_id: str, **facts: object) -> None:
+        """Until the cluster's page says this of a worker."""
+
+        def shown() -> dict[str, Any]:
+            pools = cluster(self)
+            return next((w for pool in ("prefill", "decode") for w in pools[pool] if w["id"] == worker_id), {})
+
+        wait_until(shown, f"{worker_id} with {facts}", WAIT_S, wanted=lambda worker: facts.items() <= worker.items())
 
     def metrics(self) -> dict[str, float]:
         """Every sample by its name and labels, as in the exposition."""
@@ -79,8 +91,8 @@ def opened_site(
     config = configuration.load(None, {**base, **(overrides or {})})
     server = RouterServer(config, model_dir=checkpoint, key_digests=key_digests)
     info = server.start()
-    pool = FakePool(info.control_address)
-    site = Site(info.http_url, pool, FakePrefill("prefill-0"), FakeDecode("decode-0"), server)
+    pool = ScriptedPool(info.control_address)
+    site = Site(info.http_url, pool, ScriptedPrefill("prefill-0"), ScriptedDecode("decode-0"), server)
     try:
         if with_workers:
             pool.add(site.prefill, site.decode)
@@ -89,13 +101,6 @@ def opened_site(
     finally:
         site.server.stop(drain_s=0.2)
         site.pool.close()
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never became true"
-        time.sleep(0.01)
 
 
 def in_background(site: Site, **body: Any) -> Any:

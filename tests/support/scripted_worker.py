@@ -35,7 +35,7 @@ WAIT_S = 15.0
 Script = Callable[[list[int], int, int], int]
 
 
-class FakeWorker:
+class ScriptedWorker:
     """One worker: `received` holds its commands in order; `emit` sends events."""
 
     kind: str  # "prefill" or "decode"
@@ -135,17 +135,15 @@ class FakeWorker:
 
     def wait_for(self, kind: str, num: int = 1, timeout_s: float = WAIT_S) -> Any:
         """The `num`th command of this kind (from 1)."""
-        deadline = time.monotonic() + timeout_s
+
+        def found() -> list[Any]:
+            return [getattr(c, kind) for c in self.received if c.WhichOneof("command") == kind]
+
         with self._changed:
-            while True:
-                found = [getattr(c, kind) for c in self.received if c.WhichOneof("command") == kind]
-                if len(found) >= num:
-                    return found[num - 1]
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    kinds = [c.WhichOneof("command") for c in self.received]
-                    raise AssertionError(f"{self.info.worker_id} got no {kind} number {num}; it got {kinds}")
-                self._changed.wait(left)
+            if not self._changed.wait_for(lambda: len(found()) >= num, timeout_s):
+                kinds = [c.WhichOneof("command") for c in self.received]
+                raise AssertionError(f"{self.info.worker_id} got no {kind} number {num}; it got {kinds}")
+            return found()[num - 1]
 
     def count(self, kind: str) -> int:
         with self._changed:
@@ -191,7 +189,7 @@ class FakeWorker:
         return {entry.choice: len(entry.token_ids) for entry in start.journal}
 
 
-class FakePrefill(FakeWorker, PrefillServiceServicer):
+class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
     role, events_type, kind = ROLE_PREFILL, prefill_pb2.PrefillEvents, "prefill"
     num_cached_tokens = 1  # of each prompt
     num_computed_tokens = 3
@@ -272,7 +270,7 @@ class Attached:
         return "attach"
 
 
-class FakeDecode(FakeWorker, DecodeServiceServicer):
+class ScriptedDecode(ScriptedWorker, DecodeServiceServicer):
     role, events_type, kind = ROLE_DECODE, decode_pb2.DecodeEvents, "decode"
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -281,6 +279,14 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         self.held_back.set()
         # Prompt tokens that are not in its cache: no more than `max_local_tokens` of them it computes by itself.
         self.num_missing_tokens = 10_000
+        # As prefill workers find it.
+        self.hangs = False  # at `Attach` and `ConfirmIdle`
+        self.knows_streams = True  # and says so when one is opened
+        self.opened_by: list[str] = []  # streams of commits: the incarnations
+        self.num_streams = 0
+        self.called = threading.Event()  # by anything that may hang, or a commit
+        self.broken = threading.Event()  # set: a stream breaks with its next commit
+        self.stream_ended = threading.Event()
         super().__init__(name, **options)
 
     def _add_service(self) -> None:
@@ -289,10 +295,37 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
     def _event(self, **event: Any) -> decode_pb2.DecodeEvent:
         return decode_pb2.DecodeEvent(**event)
 
-    def Pair(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
+    def Pair(self, request: decode_pb2.PairRequest, context: Any) -> decode_pb2.PairReply:
+        return decode_pb2.PairReply(decode=self.info)
 
-    Commits = ConfirmIdle = Pair
+    def ConfirmIdle(self, request: decode_pb2.ConfirmIdleRequest, context: Any) -> decode_pb2.ConfirmIdleReply:
+        self._hang(context)
+        return decode_pb2.ConfirmIdleReply()
+
+    def Commits(
+        self, request_iterator: Iterator[decode_pb2.CommitCall], context: grpc.ServicerContext
+    ) -> Iterator[decode_pb2.CommitAnswer]:
+        """Says yes to each."""
+        self.num_streams += 1
+        try:
+            for call in request_iterator:
+                if call.HasField("opened"):
+                    self.opened_by.append(call.opened.sender_incarnation)
+                    if self.knows_streams:
+                        yield decode_pb2.CommitAnswer()
+                    continue
+                self.called.set()
+                if self.broken.is_set():
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+                yield decode_pb2.CommitAnswer(request_id=call.commit.request_id, ok=True)
+        finally:
+            self.stream_ended.set()
+
+    def _hang(self, context: grpc.ServicerContext) -> None:
+        self.called.set()
+        if self.hangs:
+            self._stopped.wait()
+            context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
 
     def answer(self, command: decode_pb2.DecodeCommand) -> None:
         """Grants on `reserve`, or computes by itself."""
@@ -306,6 +339,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
 
     def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachReply:
         """Prefill says that it will write: with nothing scripted, the handoff succeeds at once."""
+        self._hang(context)
         self.note(Attached(request))
         key = (request.request_id, request.attempt)
         reserves = (c.reserve for c in self.received if c.WhichOneof("command") == "reserve")
@@ -368,21 +402,21 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
             )
 
 
-class FakePool:
-    """Some fake workers and the supervisor's side of the control service."""
+class ScriptedPool:
+    """Some scripted workers and the supervisor's side of the control service."""
 
     def __init__(self, control_address: str) -> None:
-        self.workers: list[FakeWorker] = []
+        self.workers: list[ScriptedWorker] = []
         self.states: dict[str, str] = {}
         self._version = 0
         self._channel = grpc.insecure_channel(control_address)
         self.control = RouterControlStub(self._channel)
 
-    def add(self, *workers: FakeWorker) -> None:
+    def add(self, *workers: ScriptedWorker) -> None:
         self.workers.extend(workers)
         self.push()
 
-    def remove(self, worker: FakeWorker) -> None:
+    def remove(self, worker: ScriptedWorker) -> None:
         self.workers.remove(worker)
         self.push()
 

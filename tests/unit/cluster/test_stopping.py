@@ -21,8 +21,11 @@ from tandem.cluster.supervisor.slots import Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import Config, SecurityConfig
 from tandem.core.errors import ForbiddenError, WorkerLostError
-from tandem.rpc.channel import bind, make_channel, make_server
+from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
+from tests.support.grpc_server import serving
+
+ADD = supervisor_pb2_grpc.add_SupervisorControlServicer_to_server
 
 
 class Face(supervisor_pb2_grpc.SupervisorControlServicer):
@@ -49,14 +52,8 @@ class Face(supervisor_pb2_grpc.SupervisorControlServicer):
 async def dead_and_alive() -> AsyncIterator[tuple[tuple[Face, str], tuple[Face, str]]]:
     """Two supervisors, one after the other; the first is about to end."""
     faces = (Face(grpc.StatusCode.UNAVAILABLE), Face())
-    servers, addresses = [make_server(), make_server()], []
-    for face, server in zip(faces, servers, strict=True):
-        supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(face, server)
-        addresses.append(f"127.0.0.1:{bind(server, '127.0.0.1', 0)}")
-        await server.start()
-    yield (faces[0], addresses[0]), (faces[1], addresses[1])
-    for server in servers:
-        await server.stop(0)
+    async with serving(ADD, faces[0]) as first, serving(ADD, faces[1]) as second:
+        yield (faces[0], f"127.0.0.1:{first}"), (faces[1], f"127.0.0.1:{second}")
 
 
 async def test_the_next_supervisor_is_asked_when_the_first_one_ends_meanwhile(dead_and_alive: Any) -> None:
@@ -170,18 +167,11 @@ class Opened:
 
 @pytest.mark.parametrize("grace_s", [float("nan"), float("inf"), -1.0])
 async def test_a_time_that_is_none_is_refused(grace_s: float, spec: ClusterSpec) -> None:
-    server = make_server()
     service = SupervisorService(cast(Supervisor, Opened()), spec)
-    supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(service, server)
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-    await server.start()
-    try:
-        async with make_channel(address) as channel:
-            stub: Any = supervisor_pb2_grpc.SupervisorControlStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=10)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            reply = await stub.Drain(supervisor_pb2.DrainRequest(worker_id="decode-0", timeout_s=grace_s), timeout=10)
-            assert "--timeout is " in reply.error.message
-    finally:
-        await server.stop(0)
+    async with serving(ADD, service) as port, make_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = supervisor_pb2_grpc.SupervisorControlStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        reply = await stub.Drain(supervisor_pb2.DrainRequest(worker_id="decode-0", timeout_s=grace_s), timeout=10)
+        assert "--timeout is " in reply.error.message

@@ -3,324 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
 
-import grpc
 import pytest
 
-from tandem.cluster.supervisor.events import Intent, Placement
+from tandem.cluster.supervisor.events import Intent
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
-from tandem.cluster.supervisor.slots import Phase, Policy, place_of
+from tandem.cluster.supervisor.slots import Phase
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.cluster.supervisor.wire import joined_errors
 from tandem.core.config import MAX_POOL
-from tandem.core.errors import ConfigError, ModelLoadError, TandemError, WorkerLostError
+from tandem.core.errors import ConfigError, ModelLoadError, WorkerLostError
 from tandem.core.identity import Role
-from tandem.rpc.channel import bind, make_server
-from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
+from tandem.rpc.v1 import common_pb2
 from tandem.rpc.v1.control_pb2 import SuspectedWriter
-
-_P = TypeVar("_P", "FakeWorker", "FakeRouter")
-
-POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=0.6, router_silence_s=0.6, stop_s=0.3)
-
-
-@dataclass
-class FakeProcess:
-    """It lives until `ended`; its end is proved once `gone` is done, which a kill is if `provable`."""
-
-    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    gone: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    provable: bool = True
-    was_killed: bool = False
-    ignores_stop: bool = False
-    address: str = ""
-    name: str = ""
-    incarnation: str = ""
-    url: str = ""
-    started: bool = False
-    draining: bool = False
-
-    @property
-    def role(self) -> Role:
-        return place_of(self.name)[0]
-
-    def die(self, error: TandemError | None = None) -> None:
-        """Ray tells that it is dead."""
-        _fail(self.ended, error or WorkerLostError("its process was killed or crashed"))
-        self.prove()
-
-    def prove(self) -> None:
-        if self.provable and not self.gone.done():
-            self.gone.set_result(None)
-
-    def stop(self) -> None:
-        """Asked by its gRPC service."""
-        if not self.ignores_stop and not self.ended.done():
-            self.ended.set_result(None)
-
-    async def state(self) -> ProcessState:
-        address, url = (self.address, self.url) if self.started else ("", "")
-        return ProcessState(address, url, Placement("here", 1), self.draining)
-
-    async def wait_closed(self) -> None:
-        await asyncio.shield(self.ended)
-
-    async def wait_ended(self) -> None:
-        await asyncio.shield(self.gone)
-
-    async def kill(self) -> None:
-        self.was_killed = True
-        self.die()
-
-
-@dataclass
-class FakeWorker(FakeProcess):
-    """It loads until `loaded`."""
-
-    loaded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-    num_drains: int = 0
-    num_stops: int = 0
-    breaks_off: bool = False  # the first call of each kind
-    refuses_drain: bool = False
-
-    def die(self, error: TandemError | None = None) -> None:
-        _fail(self.loaded, error or WorkerLostError("its process was killed or crashed"))
-        super().die(error)
-
-    async def start(self) -> ProcessState:
-        await asyncio.shield(self.loaded)
-        self.started = True
-        return await self.state()
-
-
-@dataclass
-class FakeRouter(FakeProcess):
-    memberships: list[control_pb2.Membership] = field(default_factory=list)
-    asked_to_drain: asyncio.Event = field(default_factory=asyncio.Event)
-    url: str = "http://127.0.0.1:8000"
-
-    async def start(self) -> ProcessState:
-        self.started = True
-        return await self.state()
-
-
-def _fail(future: asyncio.Future[None], error: TandemError) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # seen: nobody may wait for this one
-
-
-class World:
-    """Implements `Launcher`, and the gRPC services that the supervisor talks to."""
-
-    def __init__(self) -> None:
-        self.workers: list[FakeWorker] = []
-        self.routers: list[FakeRouter] = []
-        self.found = Found([], [])
-        self.memory = Memory(1, None)
-        self.remembered = Intent({})
-        self.closing_remembered = threading.Event()
-        self.memberships: list[control_pb2.Membership] = []
-        self.told = asyncio.Event()  # a membership has come since it was cleared
-        self.deaf = False  # no worker answers a heartbeat
-        self.router_deaf = False
-        self.suspected: list[SuspectedWriter] = []  # by the router
-        self.errors = common_pb2.RequestErrors()  # with which the router has answered
-        self.heartbeats = asyncio.Event()  # the router has answered one since it was cleared
-        self.requests_end = asyncio.Event()  # else they go on for ever
-        self.requests_end.set()
-        self.asked_to_drain = asyncio.Event()  # the router
-        self.notes: list[tuple[str, ...]] = []
-        self.num_taken = 0
-        self.deaf_to_notes = False
-        self.noted = asyncio.Condition()
-        self.autoload = True
-        self.takes_orders = threading.Event()  # else it blocks, as Ray does without its control store
-        self.takes_orders.set()
-        self.loop = asyncio.get_running_loop()
-        self.servers: list[grpc.aio.Server] = []
-
-    # as a Launcher; called in threads
-
-    def start(self, role: Role, name: str, incarnation: str) -> FakeWorker | FakeRouter:
-        async def make_worker() -> FakeWorker:
-            worker = await self.serve(FakeWorker(name=name, incarnation=incarnation))
-            if self.autoload:
-                worker.loaded.set_result(None)
-            self.workers.append(worker)
-            return worker
-
-        async def make_router() -> FakeRouter:
-            self.routers.append(await self.serve(FakeRouter(name=name, incarnation=incarnation)))
-            return self.routers[-1]
-
-        if role is not Role.ROUTER:
-            self.takes_orders.wait()
-        make = make_router() if role is Role.ROUTER else make_worker()
-        return asyncio.run_coroutine_threadsafe(make, self.loop).result()
-
-    def find(self) -> Found:
-        return self.found
-
-    def begin_term(self) -> Memory:
-        return self.memory
-
-    def remember(self, intent: Intent) -> None:
-        self.remembered = intent
-        if intent.closing_s is not None:
-            self.closing_remembered.set()
-
-    # what tests ask
-
-    async def serve(self, process: _P) -> _P:
-        """Give a process the gRPC service by which the supervisor reaches it."""
-        server = make_server()
-        if isinstance(process, FakeRouter):
-            control_pb2_grpc.add_RouterControlServicer_to_server(_Router(self, process), server)
-        else:
-            control_pb2_grpc.add_WorkerControlServicer_to_server(_Worker(self, process), server)
-        process.address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-        await server.start()
-        self.servers.append(server)
-        return process
-
-    async def until_noted(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5), self.noted:
-            await self.noted.wait_for(condition)
-
-    def named(self, name: str) -> FakeWorker:
-        return [worker for worker in self.workers if worker.name == name][-1]
-
-
-class _Router(control_pb2_grpc.RouterControlServicer):
-    def __init__(self, world: World, router: FakeRouter) -> None:
-        self._world, self._router = world, router
-
-    async def SetMembership(self, request: control_pb2.Membership, context: Any) -> control_pb2.MembershipReply:
-        self._world.memberships.append(request)
-        self._router.memberships.append(request)
-        self._world.told.set()
-        return control_pb2.MembershipReply()
-
-    async def RouterStatus(self, request: Any, context: Any) -> control_pb2.RouterStatusReply:
-        if self._world.router_deaf:
-            await asyncio.Event().wait()
-        self._world.heartbeats.set()
-        return control_pb2.RouterStatusReply(suspected_writers=self._world.suspected, errors=self._world.errors)
-
-    async def DrainRouter(self, request: Any, context: Any) -> control_pb2.DrainRouterReply:
-        self._router.asked_to_drain.set()
-        self._world.asked_to_drain.set()
-        await self._world.requests_end.wait()
-        return control_pb2.DrainRouterReply()
-
-    async def StopRouter(self, request: Any, context: Any) -> control_pb2.StopRouterReply:
-        self._router.stop()
-        return control_pb2.StopRouterReply()
-
-
-class _Worker(control_pb2_grpc.WorkerControlServicer):
-    def __init__(self, world: World, worker: FakeWorker) -> None:
-        self._world, self._worker = world, worker
-
-    async def Status(self, request: Any, context: Any) -> common_pb2.WorkerStatus:
-        if self._world.deaf:
-            await asyncio.Event().wait()
-        return common_pb2.WorkerStatus(num_running=1)
-
-    async def Drain(self, request: Any, context: Any) -> control_pb2.DrainWorkerReply:
-        worker = self._worker
-        worker.draining = True
-        worker.num_drains += 1
-        if worker.breaks_off and worker.num_drains == 1:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
-        if worker.refuses_drain:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "of another version")
-        await worker.drained.wait()
-        return control_pb2.DrainWorkerReply()
-
-    async def Stop(self, request: Any, context: Any) -> control_pb2.StopWorkerReply:
-        worker = self._worker
-        worker.num_stops += 1
-        if worker.breaks_off and worker.num_stops == 1:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
-        worker.stop()
-        return control_pb2.StopWorkerReply()
-
-    async def NoteEnded(self, request: control_pb2.NoteEndedRequest, context: Any) -> control_pb2.NoteEndedReply:
-        world = self._world
-        async with world.noted:
-            world.notes.append(tuple(request.incarnations))
-            world.num_taken += not world.deaf_to_notes
-            world.noted.notify_all()
-        if world.deaf_to_notes:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
-        return control_pb2.NoteEndedReply()
+from tests.support.scripted_processes import (
+    POLICY,
+    ScriptedRouterProcess,
+    ScriptedWorkerProcess,
+    World,
+    patient_shutdown,
+    processes,
+    running,
+    supervising,
+    until_change,
+)
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    world = World()
-    yield world
-    for server in world.servers:
-        await server.stop(0)
-
-
-@asynccontextmanager
-async def running(
-    world: World, prefill: int = 1, decode: int = 1, routers: int = 1
-) -> AsyncIterator[tuple[Supervisor, asyncio.Task[None]]]:
-    """A supervisor, and its run, which is cancelled at the end of the block: what it has started lives on."""
-    wanted = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
-    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
-    run = asyncio.create_task(supervisor.run())
-    await supervisor.opened.wait()
-    try:
-        yield supervisor, run
-    finally:
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-
-
-@asynccontextmanager
-async def supervising(
-    world: World, prefill: int = 1, decode: int = 1, routers: int = 1
-) -> AsyncIterator[Supervisor]:
-    """A supervisor that shuts down at the end of the block."""
-    async with running(world, prefill, decode, routers) as (supervisor, run):
-        yield supervisor
-        await supervisor.shut_down(grace_s=0.2)
-        await asyncio.wait_for(run, 5)
-
-
-async def patient_shutdown(world: World, supervisor: Supervisor) -> asyncio.Task[None]:
-    """Shut settled pools down; that waits, as requests are under way at the router."""
-    world.requests_end.clear()
-    await until(supervisor, lambda: supervisor.cluster.settled)
-    asking = asyncio.create_task(supervisor.shut_down(grace_s=60))
-    await asyncio.wait_for(world.asked_to_drain.wait(), 5)
-    return asking
-
-
-async def until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
-    """Wait for a change after which `condition` holds."""
-    async with asyncio.timeout(5):
-        async for _ in supervisor.changes():
-            if condition():
-                return
+    async with processes() as world:
+        yield world
 
 
 async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert sorted(worker.name for worker in world.workers) == ["decode-0", "decode-1", "prefill-0"]
         assert world.remembered == Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1})
         await asyncio.wait_for(world.told.wait(), 5)
@@ -333,11 +53,11 @@ async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
 
 async def test_one_of_two_routers_dies_and_the_other_goes_on(world: World) -> None:
     async with supervising(world, routers=2) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         first, second = sorted(world.routers, key=lambda router: router.name)
         assert (first.name, second.name) == ("router-0", "router-1")
         first.die()
-        await until(supervisor, lambda: len(world.routers) == 3 and supervisor.cluster.settled)
+        await until_change(supervisor, lambda: len(world.routers) == 3 and supervisor.cluster.settled)
         assert world.routers[-1].name == "router-0"
         assert not second.ended.done()
     latest = [router.memberships[-1] for router in (second, world.routers[-1])]
@@ -349,7 +69,7 @@ async def test_one_of_two_routers_dies_and_the_other_goes_on(world: World) -> No
 async def test_a_shutdown_lets_requests_end_at_every_router(world: World) -> None:
     async with running(world, routers=2) as (supervisor, run):
         world.requests_end.clear()
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         asking = asyncio.create_task(supervisor.shut_down(grace_s=60))
         assert len(world.routers) == 2
         for router in world.routers:
@@ -360,20 +80,20 @@ async def test_a_shutdown_lets_requests_end_at_every_router(world: World) -> Non
 
 async def test_a_dead_worker_is_replaced(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         first = world.named("decode-0")
         first.die()
-        await until(supervisor, lambda: len(world.workers) == 3 and supervisor.cluster.settled)
+        await until_change(supervisor, lambda: len(world.workers) == 3 and supervisor.cluster.settled)
         assert world.named("decode-0").incarnation != first.incarnation
 
 
 async def test_a_failed_start_is_killed_and_its_error_kept(world: World) -> None:
     world.autoload = False
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: len(world.workers) == 2)
+        await until_change(supervisor, lambda: len(world.workers) == 2)
         first = world.named("decode-0")
         first.loaded.set_exception(ModelLoadError("no weights"))
-        await until(supervisor, lambda: len(world.workers) == 3)
+        await until_change(supervisor, lambda: len(world.workers) == 3)
         assert first.was_killed
         error = supervisor.cluster.workers["decode-0"].last_error
         assert error is not None
@@ -382,70 +102,70 @@ async def test_a_failed_start_is_killed_and_its_error_kept(world: World) -> None
 
 async def test_a_worker_that_answers_no_heartbeat_is_killed(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.deaf = True
         first = world.named("prefill-0")
-        await until(supervisor, lambda: first.was_killed)
+        await until_change(supervisor, lambda: first.was_killed)
         world.deaf = False
-        await until(supervisor, lambda: world.named("prefill-0") is not first)
+        await until_change(supervisor, lambda: world.named("prefill-0") is not first)
 
 
 async def test_a_removed_worker_goes_only_when_it_has_drained(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         await supervisor.scale({Role.DECODE: 1})
         leaving = next(slot for slot in supervisor.cluster.workers.values() if slot.leaving)
         worker = world.named(leaving.name)
-        await until(supervisor, lambda: leaving.phase is Phase.DRAINING)
+        await until_change(supervisor, lambda: leaving.phase is Phase.DRAINING)
         assert not worker.ended.done()
         worker.drained.set()
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert worker.ended.done()
         assert world.remembered.wanted[Role.DECODE] == 1
 
 
 async def test_drain_and_stop_outlive_their_connection(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         for worker in world.workers:
             worker.breaks_off = True
             worker.drained.set()
         await supervisor.scale({Role.DECODE: 1})
         leaving = world.named(next(slot for slot in supervisor.cluster.workers.values() if slot.leaving).name)
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert leaving.num_drains == leaving.num_stops == 2
         assert leaving.ended.result() is None  # stopped in order, not killed
 
 
 async def test_a_worker_that_cannot_drain_is_killed(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         for worker in world.workers:
             worker.refuses_drain = True
         await supervisor.scale({Role.DECODE: 1})
         leaving = world.named(next(slot for slot in supervisor.cluster.workers.values() if slot.leaving).name)
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert leaving.was_killed
         assert leaving.num_drains == 1
 
 
 async def test_a_worker_that_ignores_stop_is_killed(world: World) -> None:
     async with supervising(world, 2, 1) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         for worker in world.workers:
             worker.ignores_stop = worker.name == "prefill-1"
             worker.drained.set()
         await supervisor.scale({Role.PREFILL: 1})
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert world.named("prefill-1").was_killed
 
 
 async def test_a_restarted_router_gets_the_membership_again(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.told.clear()
         world.routers[0].die()
-        await until(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
+        await until_change(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
         await asyncio.wait_for(world.told.wait(), 5)
         assert len(world.memberships[-1].members) == 2
 
@@ -462,7 +182,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) ->
         raise ConfigError(f"no room for {added[Role.DECODE]} more")
 
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         supervisor._check_room = full
         with pytest.raises(ConfigError, match="no room for 8 more"):
             await supervisor.scale({Role.DECODE: 9})
@@ -472,7 +192,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) ->
 
 async def test_watchers_hear_of_errors_of_requests_once_a_second_at_most(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled and supervisor.request_errors is not None)
+        await until_change(supervisor, lambda: supervisor.cluster.settled and supervisor.request_errors is not None)
         heard: list[tuple[float, int]] = []
         async with asyncio.timeout(10):
             async for _ in supervisor.changes():
@@ -490,12 +210,12 @@ async def test_watchers_hear_of_errors_of_requests_once_a_second_at_most(world: 
 
 async def test_a_writer_that_the_router_suspects_is_killed_once(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         writer = world.named("prefill-0")
         world.suspected = [SuspectedWriter(worker_id="prefill-0", incarnation=writer.incarnation)]
-        await until(supervisor, lambda: world.named("prefill-0") is not writer)
+        await until_change(supervisor, lambda: world.named("prefill-0") is not writer)
         assert writer.was_killed
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.heartbeats.clear()
         for _ in range(2):  # the router goes on naming it
             await asyncio.wait_for(world.heartbeats.wait(), 5)
@@ -507,8 +227,8 @@ async def test_a_writer_that_the_router_suspects_is_killed_once(world: World) ->
 
 async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(world: World) -> None:
     """The supervisor was started again, and the router has told its predecessor."""
-    writer = await world.serve(FakeWorker(name="prefill-0", incarnation="old"))
-    router = await world.serve(FakeRouter(name="router-0", incarnation="r"))
+    writer = await world.serve(ScriptedWorkerProcess(name="prefill-0", incarnation="old"))
+    router = await world.serve(ScriptedRouterProcess(name="router-0", incarnation="r"))
     world.workers.append(writer)
     world.suspected = [SuspectedWriter(worker_id="prefill-0", incarnation="old")]
     world.found = Found([writer, router], [])
@@ -516,13 +236,14 @@ async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(wo
         await asyncio.wait_for(world.heartbeats.wait(), 5)
         assert not writer.was_killed  # it does not listen yet, and is not blamed for that
         writer.loaded.set_result(None)
-        await until(supervisor, lambda: world.named("prefill-0") is not writer)
+        await until_change(supervisor, lambda: world.named("prefill-0") is not writer)
         assert writer.was_killed
 
 
 async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world: World) -> None:
     alive, dead = [
-        await world.serve(FakeWorker(name=f"prefill-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
+        await world.serve(ScriptedWorkerProcess(name=f"prefill-{n}", incarnation=f"old-{n}", started=True))
+        for n in range(2)
     ]
     alive.loaded.set_result(None)
 
@@ -533,7 +254,7 @@ async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world:
     world.found = Found([alive, dead], [])
     world.memory = Memory(7, Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1}))
     async with supervising(world, 5, 5) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert sorted(worker.name for worker in world.workers) == ["decode-0", "decode-1"]
         assert supervisor.cluster.workers["prefill-0"].incarnation == "old-0"
         assert supervisor.cluster.version > 7 << 32
@@ -542,25 +263,25 @@ async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world:
 
 async def test_a_supervisor_that_is_cancelled_leaves_its_workers_alone(world: World) -> None:
     async with running(world) as (supervisor, _):
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
     assert not any(worker.was_killed for worker in world.workers)
 
 
 async def test_a_worker_whose_end_is_proved_is_replaced_though_ray_says_nothing(world: World) -> None:
     """Without its control store Ray does not tell of deaths."""
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         first = world.named("decode-0")
         first.prove()
-        await until(supervisor, lambda: world.named("decode-0") is not first and supervisor.cluster.settled)
+        await until_change(supervisor, lambda: world.named("decode-0") is not first and supervisor.cluster.settled)
 
 
 async def test_a_shutdown_does_not_wait_for_a_process_that_ray_never_started(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.takes_orders.clear()
         world.named("decode-0").die()
-        await until(supervisor, lambda: supervisor.cluster.workers["decode-0"].phase is Phase.STARTING)
+        await until_change(supervisor, lambda: supervisor.cluster.workers["decode-0"].phase is Phase.STARTING)
         async with asyncio.timeout(5):
             await supervisor.shut_down(grace_s=0)
         world.takes_orders.set()
@@ -568,11 +289,11 @@ async def test_a_shutdown_does_not_wait_for_a_process_that_ray_never_started(wor
 
 async def test_all_others_are_told_of_a_proven_end_until_they_take_it(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.deaf_to_notes = True
         ended = world.named("prefill-0").incarnation
         world.named("prefill-0").die()
-        await until(supervisor, lambda: world.named("prefill-0").incarnation != ended)
+        await until_change(supervisor, lambda: world.named("prefill-0").incarnation != ended)
         await world.until_noted(lambda: len(world.notes) >= 4)  # two workers, twice each: a heartbeat repeats it
         assert set(world.notes) == {(ended,)}
         world.deaf_to_notes = False
@@ -583,12 +304,12 @@ async def test_all_others_are_told_of_a_proven_end_until_they_take_it(world: Wor
 
 async def test_nobody_is_told_of_an_end_that_is_not_proved(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         first = world.named("prefill-0")
         first.provable = False
         first.gone.set_exception(WorkerLostError("its node is gone"))
         first.die()
-        await until(supervisor, lambda: world.named("prefill-0") is not first and supervisor.cluster.settled)
+        await until_change(supervisor, lambda: world.named("prefill-0") is not first and supervisor.cluster.settled)
         proved = world.named("decode-0").incarnation
         world.named("decode-0").die()
         await world.until_noted(lambda: bool(world.notes))
@@ -597,45 +318,45 @@ async def test_nobody_is_told_of_an_end_that_is_not_proved(world: World) -> None
 
 async def test_a_silent_router_is_killed_and_started_again(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.router_deaf = True
-        await until(supervisor, lambda: world.routers[0].was_killed)
+        await until_change(supervisor, lambda: world.routers[0].was_killed)
         world.router_deaf = False
         world.told.clear()
-        await until(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
+        await until_change(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
         await asyncio.wait_for(world.told.wait(), 5)
 
 
 async def test_processes_that_answer_are_left_alone(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         await asyncio.sleep(1.5 * max(POLICY.silence_s, POLICY.router_silence_s))
         assert not any(process.was_killed for process in (*world.workers, *world.routers))
 
 
 async def test_a_drained_worker_is_replaced_by_one_that_was_ready_before(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.autoload = False
         old = world.named("decode-0")
         await supervisor.drain("decode-0", replace_first=True, timeout_s=60)
         assert world.remembered.drains["decode-0"].successor == "decode-1"
-        await until(supervisor, lambda: len(world.workers) == 3)
+        await until_change(supervisor, lambda: len(world.workers) == 3)
         assert not old.draining
         world.named("decode-1").loaded.set_result(None)
-        await until(supervisor, lambda: supervisor.cluster.workers["decode-0"].phase is Phase.DRAINING)
+        await until_change(supervisor, lambda: supervisor.cluster.workers["decode-0"].phase is Phase.DRAINING)
         old.drained.set()
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert set(supervisor.cluster.workers) == {"prefill-0", "decode-1"}
 
 
 async def test_a_drain_beyond_its_time_ends_in_a_kill(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         old = world.named("decode-0")
         await supervisor.drain("decode-0", replace_first=False, timeout_s=0.2)
-        await until(supervisor, lambda: old.was_killed)
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: old.was_killed)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert world.named("decode-0") is not old
 
 
@@ -644,19 +365,19 @@ async def test_where_there_is_no_room_for_both_the_old_one_goes_first_and_says_s
         raise ConfigError("1 more workers need 2 GiB")
 
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         supervisor._check_room = full
         await supervisor.drain("decode-0", replace_first=True, timeout_s=60)
         slot = supervisor.cluster.workers["decode-0"]
         assert slot.phase is Phase.DRAINING
         assert "it goes before its successor starts: 1 more workers need 2 GiB" in slot.note
         world.named("decode-0").drained.set()
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
 
 
 async def test_a_drain_of_nobody_or_of_one_that_leaves_is_refused(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         with pytest.raises(ConfigError, match="there is no worker decode-9; there are decode-0, prefill-0"):
             await supervisor.drain("decode-9", replace_first=True, timeout_s=60)
         await supervisor.drain("decode-0", replace_first=False, timeout_s=60)
@@ -666,7 +387,8 @@ async def test_a_drain_of_nobody_or_of_one_that_leaves_is_refused(world: World) 
 
 async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with_a_drain(world: World) -> None:
     old, receiver = [
-        await world.serve(FakeWorker(name=f"decode-{n}", incarnation=f"old-{n}", started=True)) for n in range(2)
+        await world.serve(ScriptedWorkerProcess(name=f"decode-{n}", incarnation=f"old-{n}", started=True))
+        for n in range(2)
     ]
     old.draining = True
     for worker in (old, receiver):
@@ -676,20 +398,20 @@ async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with
     async with supervising(world) as supervisor:
         await world.until_noted(lambda: ("prefill-that-ended",) in world.notes)
         old.drained.set()
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert set(supervisor.cluster.workers) == {"prefill-0", "decode-1"}
 
 
 async def test_a_host_that_stood_still_kills_nobody_when_it_goes_on(world: World) -> None:
     async with supervising(world, 2, 2) as supervisor:
-        await until(supervisor, lambda: supervisor.cluster.settled)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
         await asyncio.sleep(0.35)  # heartbeats are under way
         time.sleep(2 * POLICY.silence_s)  # noqa: ASYNC251 - everything stands still: the supervisor and what it would listen to
         await asyncio.sleep(POLICY.silence_s)
         assert not any(worker.was_killed for worker in world.workers)
         assert not any(router.was_killed for router in world.routers)
         world.deaf = True  # and it still sees who is silent
-        await until(supervisor, lambda: world.workers[0].was_killed)
+        await until_change(supervisor, lambda: world.workers[0].was_killed)
         world.deaf = False
 
 

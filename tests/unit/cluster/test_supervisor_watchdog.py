@@ -16,8 +16,9 @@ from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watc
 from tandem.cluster.spec import SupervisorFace
 from tandem.core.config import SecurityConfig
 from tandem.core.pidfd import started_at
-from tandem.rpc.channel import bind, make_channel, make_server
+from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
+from tests.support.grpc_server import serving
 
 LEASE_S = 0.5
 
@@ -43,12 +44,9 @@ class Face(supervisor_pb2_grpc.SupervisorControlServicer):
 
 @pytest.fixture
 async def face() -> AsyncIterator[tuple[Face, str]]:
-    face, server = Face(), make_server()
-    supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(face, server)
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-    await server.start()
-    yield face, address
-    await server.stop(0)
+    face = Face()
+    async with serving(supervisor_pb2_grpc.add_SupervisorControlServicer_to_server, face) as port:
+        yield face, f"127.0.0.1:{port}"
 
 
 @pytest.mark.processes

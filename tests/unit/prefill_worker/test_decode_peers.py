@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
 import pytest
 
 from kvtransfer.layout import LayoutId
@@ -17,60 +15,19 @@ from kvtransfer.transports.events import PeerId
 from kvtransfer.wire import layout_to_proto
 from prefill_worker.peers import DecodePeers, Peer
 from tandem.core.errors import WorkerLostError
-from tandem.rpc.channel import bind, make_server
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
-from tandem.rpc.v1 import decode_pb2_grpc
+from tests.support.scripted_worker import ScriptedDecode
+from tests.support.waiting import until
 
 LAYOUT = LayoutId("ab" * 32, "float32", num_layers=2, num_kv_heads=1, head_dim=2, page_size=4)
 KEY = AttemptKey("request", 1)
 WAIT_S = 5.0
 
 
-class Decode(decode_pb2_grpc.DecodeServiceServicer):
-    """Pairs, and answers of the other calls only commits."""
-
-    def __init__(self) -> None:
-        self.info = pb.WorkerInfo()
-        self.called = asyncio.Event()
-        self.knows_streams = True
-        self.num_streams = 0
-        self.broken = asyncio.Event()  # set: a stream breaks with its next commit
-
-    async def Pair(self, _request: decode_pb.PairRequest, _: Any) -> decode_pb.PairReply:
-        return decode_pb.PairReply(decode=self.info)
-
-    async def Attach(self, _request: decode_pb.AttachRequest, _: Any) -> decode_pb.AttachReply:
-        await self._hang()
-        return decode_pb.AttachReply()
-
-    async def ConfirmIdle(self, _request: decode_pb.ConfirmIdleRequest, _: Any) -> decode_pb.ConfirmIdleReply:
-        await self._hang()
-        return decode_pb.ConfirmIdleReply()
-
-    async def Commits(
-        self, request_iterator: AsyncIterator[decode_pb.CommitCall], context: Any
-    ) -> AsyncIterator[decode_pb.CommitAnswer]:
-        self.num_streams += 1
-        async for call in request_iterator:
-            if call.HasField("opened"):
-                if self.knows_streams:
-                    assert call.opened.sender_incarnation == "prefill-0#1"
-                    yield decode_pb.CommitAnswer()
-                continue
-            self.called.set()
-            if self.broken.is_set():
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
-            yield decode_pb.CommitAnswer(request_id=call.commit.request_id, ok=True)
-
-    async def _hang(self) -> None:
-        self.called.set()
-        await asyncio.Event().wait()
-
-
 @dataclass
 class Site:
-    decode: Decode
+    decode: ScriptedDecode
     closing: list[asyncio.Task[None]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     answers: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)  # (who, of which request)
@@ -102,15 +59,13 @@ class Site:
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
-    decode, server = Decode(), make_server()
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
-    port = bind(server, "127.0.0.1", 0)
-    await server.start()
-    decode.info = describe(port, "decode-0#1")
+    decode = ScriptedDecode("decode-0")
+    decode.hangs = True
+    decode.info = describe(decode.port, "decode-0#1")
     site = Site(decode)
     yield site
     await asyncio.gather(*site.closing)
-    await server.stop(None)
+    await asyncio.to_thread(decode.kill)
 
 
 def describe(port: int, incarnation: str) -> pb.WorkerInfo:
@@ -169,7 +124,7 @@ async def test_a_call_under_way_ends_when_its_peer_does(site: Site) -> None:
     peers = site.make()
     peer = await peers.get(site.decode.info)
     call = asyncio.create_task(peers.attach(peer, a_grant(), renew=False))
-    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    await until(site.decode.called.is_set, "the call")
     peers.ended(peer.info.incarnation)
     await asyncio.wait([call], timeout=WAIT_S)
     assert isinstance(call.exception(), WorkerLostError), "not cancelled: somebody waits for the answer"
@@ -178,7 +133,7 @@ async def test_a_call_under_way_ends_when_its_peer_does(site: Site) -> None:
 async def test_a_call_that_is_cancelled_is_cancelled(site: Site) -> None:
     peers = site.make()
     call = asyncio.create_task(peers.attach(await peers.get(site.decode.info), a_grant(), renew=False))
-    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    await until(site.decode.called.is_set, "the call")
     call.cancel()
     peers.ended("decode-0#1")
     await asyncio.wait([call], timeout=WAIT_S)
@@ -191,7 +146,7 @@ async def test_a_confirmation_ends_when_nobody_is_left_to_hear_it(site: Site) ->
     await peers.get(site.decode.info)
     idle = ConfirmIdle(KEY, "decode-0#1/1", "decode-0#1", b"given")
     confirming = asyncio.create_task(peers.confirm_idle(idle))
-    await asyncio.wait_for(site.decode.called.wait(), WAIT_S)
+    await until(site.decode.called.is_set, "the call")
     peers.ended("decode-0#1")
     await asyncio.wait([confirming], timeout=WAIT_S)
     assert confirming.result() is None
@@ -214,7 +169,7 @@ async def test_a_peer_knows_where_its_answers_go_before_anything_is_sent_to_it(s
     peers = site.make()
     peer = await peers.get(site.decode.info)
     assert peer.commits.is_open
-    assert site.decode.num_streams == 1
+    assert site.decode.opened_by == ["prefill-0#1"]
     await peers.close()
     assert not peer.commits.is_open
 
@@ -244,9 +199,7 @@ async def test_a_stream_that_breaks_is_not_open_and_the_next_commit_opens_anothe
     stream = (await peers.get(site.decode.info)).commits
     site.decode.broken.set()
     stream.put(a_call("lost"))
-    while stream._running is not None:
-        await asyncio.wait([stream._running], timeout=WAIT_S)
-        await asyncio.sleep(0)
+    await until(lambda: stream._running is None, "the end of the stream")
     assert not stream.is_open
     assert "commits to decode-0: broken; what is unanswered is asked again" in caplog.text
     site.decode.broken.clear()
@@ -263,8 +216,7 @@ async def test_a_stream_that_ends_leaves_no_task(site: Site) -> None:
     stream = (await peers.get(site.decode.info)).commits
     stream.put(a_call("a"))
     await answer(site)
-    listening = "AioServer"  # gRPC's own, of the server that plays decode
-    of_stream = {task for task in asyncio.all_tasks() - before if listening not in repr(task)}
+    of_stream = asyncio.all_tasks() - before
     site.decode.broken.set()
     stream.put(a_call("b"))
     _, left = await asyncio.wait(of_stream, timeout=WAIT_S)
@@ -289,9 +241,7 @@ async def test_a_stream_that_is_closed_while_it_opens_fails_as_lost(site: Site) 
     stream = (await peers.get(site.decode.info)).commits
     site.decode.broken.set()
     stream.put(a_call("a"))
-    while stream._running is not None:
-        await asyncio.wait([stream._running], timeout=WAIT_S)
-        await asyncio.sleep(0)
+    await until(lambda: stream._running is None, "the end of the stream")
     opening = asyncio.create_task(stream.open())
     closing = asyncio.create_task(stream.close())  # ends it before its task has begun
     with pytest.raises(WorkerLostError, match="the stream ended"):
@@ -306,8 +256,6 @@ async def test_a_channel_that_is_closed_before_its_end_is_known_breaks_the_strea
     peers = site.make()
     peer = await peers.get(site.decode.info)
     await peer.channel.close(grace=None)
-    while peer.commits._running is not None:
-        await asyncio.wait([peer.commits._running], timeout=WAIT_S)
-        await asyncio.sleep(0)
+    await until(lambda: peer.commits._running is None, "the end of the stream")
     with pytest.raises(WorkerLostError, match="commits to decode-0"):
         await asyncio.wait_for(peer.commits.open(), WAIT_S)

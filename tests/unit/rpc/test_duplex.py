@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
-from tandem.rpc.channel import bind, make_channel, make_server
+from tandem.rpc.channel import make_channel
 from tandem.rpc.duplex import writing
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc
+from tests.support.scripted_worker import ScriptedDecode
+from tests.support.waiting import until
 
 WAIT_S = 3.0
-
-
-class Decode(decode_pb2_grpc.DecodeServiceServicer):
-    """Answers each commit, and breaks at one of the request `break`."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self.ended = asyncio.Event()
-
-    async def Commits(
-        self, request_iterator: AsyncIterator[decode_pb.CommitCall], context: Any
-    ) -> AsyncIterator[decode_pb.CommitAnswer]:
-        try:
-            async for call in request_iterator:
-                if call.commit.request_id == "break":
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
-                yield decode_pb.CommitAnswer(request_id=call.commit.request_id)
-        finally:
-            self.ended.set()
 
 
 def call_of(request_id: str) -> decode_pb.CommitCall:
     return decode_pb.CommitCall(commit=decode_pb.Commit(request_id=request_id))
 
 
-@pytest_asyncio.fixture
-async def decode() -> AsyncIterator[Decode]:
-    decode, server = Decode(), make_server()
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
-    decode.port = bind(server, "127.0.0.1", 0)
-    await server.start()
+@pytest.fixture
+def decode() -> Iterator[ScriptedDecode]:
+    decode = ScriptedDecode("decode-0")
     yield decode
-    await server.stop(None)
+    decode.kill()
 
 
-async def test_what_is_queued_goes_out_and_the_end_of_the_block_ends_call_and_writer(decode: Decode) -> None:
+async def test_what_is_queued_goes_out_and_the_end_of_the_block_ends_call_and_writer(decode: ScriptedDecode) -> None:
     unsent: asyncio.Queue[decode_pb.CommitCall] = asyncio.Queue()
     async with asyncio.timeout(WAIT_S), make_channel(f"127.0.0.1:{decode.port}") as channel:
         stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
@@ -60,17 +39,18 @@ async def test_what_is_queued_goes_out_and_the_end_of_the_block_ends_call_and_wr
             for request_id in ("a", "b"):
                 unsent.put_nowait(call_of(request_id))
                 assert (await call.read()).request_id == request_id
-            assert not decode.ended.is_set()
+            assert not decode.stream_ended.is_set()
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "the writer"]
-        await decode.ended.wait()
+        await until(decode.stream_ended.is_set, "its end at the server")
 
 
-async def test_a_stream_that_breaks_is_told_by_the_reader_alone(decode: Decode) -> None:
+async def test_a_stream_that_breaks_is_told_by_the_reader_alone(decode: ScriptedDecode) -> None:
+    decode.broken.set()
     unsent: asyncio.Queue[decode_pb.CommitCall] = asyncio.Queue()
 
     async def talk(call: Any) -> None:
         async with writing(call, unsent):
-            unsent.put_nowait(call_of("break"))
+            unsent.put_nowait(call_of("a"))
             async for _ in call:
                 raise AssertionError
 

@@ -19,10 +19,10 @@ from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import from_dict
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
-from tandem.rpc.channel import bind, make_channel, make_server
+from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
-from tests.unit.cluster.test_supervisor import POLICY, World, supervising, until
-from tests.unit.cluster.test_supervisor import world as _world
+from tests.support.grpc_server import serving
+from tests.support.scripted_processes import POLICY, World, processes, supervising, until_change
 from tests.unit.rpc.wire_fuzz import FUZZ, check_answer, methods, payloads, send
 
 METHODS = methods(supervisor_pb2.DESCRIPTOR.services_by_name["SupervisorControl"])
@@ -31,9 +31,6 @@ SCALE, DRAIN, GET, WATCH, SHUTDOWN = (
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-fake_processes = asynccontextmanager(_world.__wrapped__)
 
 
 @dataclass
@@ -45,7 +42,7 @@ class Running:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Running]:
-    async with fake_processes() as world, supervising(world) as supervisor, serving(supervisor) as channel:
+    async with processes() as world, supervising(world) as supervisor, reaching(supervisor) as channel:
         supervisor._check_room = little_room
         yield Running(world, supervisor, channel)
 
@@ -56,7 +53,7 @@ def little_room(added: dict[Role, int]) -> None:
 
 
 @asynccontextmanager
-async def serving(supervisor: Supervisor) -> AsyncIterator[grpc.aio.Channel]:
+async def reaching(supervisor: Supervisor) -> AsyncIterator[grpc.aio.Channel]:
     spec = ClusterSpec(
         config=from_dict({"model": {"served_names": ["m"]}}),
         model_name="m",
@@ -69,13 +66,9 @@ async def serving(supervisor: Supervisor) -> AsyncIterator[grpc.aio.Channel]:
         ray_address="",
         log_directory="",
     )
-    server = make_server()
-    supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)
-    port = bind(server, "127.0.0.1", 0)
-    await server.start()
-    async with make_channel(f"127.0.0.1:{port}") as channel:
+    add = supervisor_pb2_grpc.add_SupervisorControlServicer_to_server
+    async with serving(add, SupervisorService(supervisor, spec)) as port, make_channel(f"127.0.0.1:{port}") as channel:
         yield channel
-    await server.stop(None)
 
 
 @pytest.mark.parametrize("name", [GET, WATCH])
@@ -121,17 +114,17 @@ async def test_afterwards_it_does_what_it_is_told(running: Running) -> None:
             worker.drained.set()
         return running.supervisor.cluster.settled
 
-    await until(running.supervisor, settled)
+    await until_change(running.supervisor, settled)
 
 
 @pytest.mark.parametrize("grace_s", [float("nan"), float("inf"), -1.0, 1e300])
 async def test_a_grace_that_is_none_is_refused_and_it_stops_in_order_after(grace_s: float) -> None:
-    async with fake_processes() as world:
+    async with processes() as world:
         supervisor = Supervisor(world, wanted=dict.fromkeys(Role, 1), heartbeat_s=0.1, policy=POLICY)
         life = asyncio.create_task(supervisor.run())
-        async with serving(supervisor) as channel:
+        async with reaching(supervisor) as channel:
             await supervisor.opened.wait()
-            await until(supervisor, lambda: supervisor.cluster.settled)
+            await until_change(supervisor, lambda: supervisor.cluster.settled)
             stub = supervisor_pb2_grpc.SupervisorControlStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=10)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tandem.rpc.permissions import SERVER_NAME, PeerRole
 from tandem.rpc.security import Security, is_loopback
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tandem.rpc.v1.common_pb2 import WorkerStatus
+from tests.support import grpc_server
 
 LOOPBACK, BEYOND = "127.0.0.1", "0.0.0.0"
 PLAIN = Security(SecurityConfig(tls="off"), None, LOOPBACK)
@@ -38,17 +39,9 @@ class _Control(control_pb2_grpc.WorkerControlServicer):
         return WorkerStatus(num_running=7)
 
 
-@asynccontextmanager
-async def serving(own: Security, host: str = LOOPBACK) -> AsyncIterator[int]:
+def serving(own: Security, host: str = LOOPBACK) -> AbstractAsyncContextManager[int]:
     """A worker's control service; its port."""
-    server = make_server()
-    control_pb2_grpc.add_WorkerControlServicer_to_server(_Control(), server)
-    port = bind(server, host, 0, own)
-    await server.start()
-    try:
-        yield port
-    finally:
-        await server.stop(None)
+    return grpc_server.serving(control_pb2_grpc.add_WorkerControlServicer_to_server, _Control(), own, host=host)
 
 
 async def ask(port: int, own: Security) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from state_files import cluster_file
 from tandem import cli
 from tandem.cluster import statefile
 from tandem.core.errors import ConfigError
+from tests.support.imports import loaded_by
 
 COMMANDS = ("serve", "status", "scale", "drain", "stop", "bench", "doctor", "certs", "version")
 
@@ -160,24 +160,16 @@ def test_a_defect_shows_its_traceback_only_with_debug(
 
 @pytest.mark.processes
 def test_help_and_version_import_neither_ray_nor_grpc_nor_torch() -> None:
-    code = (
-        "import sys; from tandem import cli; cli.main(['version']); "
-        "print(sorted({'ray', 'grpc', 'torch'} & set(sys.modules)))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert run.stdout.splitlines()[-1] == "[]"
+    code = "from tandem import cli; cli.main(['version'])"
+    assert loaded_by(code, "ray", "grpc", "torch") == []
 
 
 @pytest.mark.processes
 def test_status_stop_and_scale_load_no_more_than_they_need() -> None:
     """They answer in a moment: no Ray, no tensors, and no certificates on loopback."""
-    heavy = {"ray", "torch", "numpy", "transformers", "cryptography", "router", "structlog", "yaml"}
-    code = (
-        "import sys; import tandem.cluster.commands; from tandem import cli; cli.make_parser(); "
-        f"print(sorted({heavy} & set(sys.modules)))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert run.stdout.strip() == "[]"
+    heavy = ("ray", "torch", "numpy", "transformers", "cryptography", "router", "structlog", "yaml")
+    code = "import tandem.cluster.commands; from tandem import cli; cli.make_parser()"
+    assert loaded_by(code, *heavy) == []
 
 
 def test_state_files_of_dead_clusters_are_forgotten() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,6 +26,7 @@ from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, Tok
 from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
 from tandem.worker.sequence import FinishReason
+from tests.support.imports import HEAVY, loaded_by
 
 PAGE = 4
 EOS = 1
@@ -285,9 +284,4 @@ def test_a_newer_attempt_ends_the_older_one() -> None:
 
 @pytest.mark.processes
 def test_the_core_needs_no_tensors_no_wire_and_no_process() -> None:
-    probe = (
-        "import sys, decode_worker.role, decode_worker.receiver_driver\n"
-        "print(sorted({'torch', 'grpc', 'ray', 'google.protobuf', 'nixl', 'nixl_cu12'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert loaded_by("import decode_worker.role, decode_worker.receiver_driver", *HEAVY) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from tandem.worker.request import AttemptFailed, AttemptSpec, TokenSampled
 from tandem.worker.scheduler import SchedulerLimits
 from tests.support import driver_world
 from tests.support.driver_world import KEY, RECEIVER, SENDER
+from tests.support.imports import HEAVY, loaded_by
 from tests.support.link import LinkSpec
 from tests.support.node import SESSION, NodeSpec
 from tests.support.prefill_node import ANSWER_S, RESEND_S, PrefillNode
@@ -140,13 +139,6 @@ def test_a_start_that_cannot_be_read_changes_nothing_of_an_attempt_that_goes_on(
     assert KEY in world.sending.core.jobs
 
 
-PROBE = """
-import sys
-import prefill_worker.role, prefill_worker.sender_driver
-print(sorted({'torch', 'grpc', 'ray', 'google.protobuf', 'nixl', 'nixl_cu12'} & set(sys.modules)))
-"""
-
-
 def test_a_decode_worker_that_has_exited_is_named_as_such_before_it_has_granted_anything() -> None:
     """Else the router would avoid prefill, which has the pages, and try the dead one again."""
     world = World()
@@ -163,5 +155,4 @@ def test_a_decode_worker_that_has_exited_is_named_as_such_before_it_has_granted_
 
 @pytest.mark.processes
 def test_neither_torch_nor_grpc_nor_ray_nor_protobuf_comes_along() -> None:
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert loaded_by("import prefill_worker.role, prefill_worker.sender_driver", *HEAVY) == []

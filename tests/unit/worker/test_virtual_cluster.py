@@ -4,8 +4,6 @@ decides."""
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -16,6 +14,7 @@ from tandem.core.errors import WorkersDiedError
 from tandem.core.identity import Role
 from tandem.core.sampling import SamplingParams
 from tests.support.handoff_world import DECODE, PREFILL, World, WorldSpec
+from tests.support.imports import HEAVY, loaded_by
 from tests.support.link import MESSAGE_FAULTS, WRITE_FAULTS, LinkSpec
 from tests.support.scripted_model import EOS, VOCAB, token_of
 from tests.support.step_runner import StepTime
@@ -146,17 +145,15 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert (first.count, tokens(first)) == (second.count, tokens(second))
 
 
-PROBE = """
+CODE = """
 import sys
 sys.path.insert(0, "tests/unit/worker")
 import test_virtual_cluster
 world = test_virtual_cluster.serve(test_virtual_cluster.WorldSpec(seed=1))
 assert all(request.is_over for request in world.requests.values())
-print(sorted({'torch', 'grpc', 'ray', 'google.protobuf', 'nixl', 'nixl_cu12', 'asyncio'} & set(sys.modules)))
 """
 
 
 @pytest.mark.processes
 def test_none_of_it_needs_torch_grpc_ray_protobuf_or_nixl() -> None:
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert loaded_by(CODE, *HEAVY, "asyncio") == []

@@ -111,10 +111,8 @@ class Serve:
         )
 
     def status(self) -> dict[str, Any]:
-        run = self.tandem("status", "--json", "--port", str(self.port))
-        assert run.returncode == 0, run.stderr
-        cluster: dict[str, Any] = json.loads(run.stdout)
-        return cluster
+        """What the supervisor tells now. `tandem status --json` prints the same, after the start of a process."""
+        return self.until(lambda _: True)
 
     def members(self) -> dict[str, dict[str, Any]]:
         return {worker["member"]["worker_id"]: worker["member"] for worker in self.status()["workers"]}
@@ -185,10 +183,10 @@ class Serve:
 class Rays:
     """Ray nodes made by `ray start`; all of them are killed at the end."""
 
-    def __init__(self, home: Path, mark: str) -> None:
-        self.home, self.mark = home, mark
+    def __init__(self, home: Path) -> None:
+        self.home, self.mark = home, uuid.uuid4().hex
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self.env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", MARK: mark}
+        self.env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", MARK: self.mark}
 
     def start(self, *options: str, mode: str) -> None:
         line = [RAY, "start", *options, "--num-cpus=1", "--object-store-memory=100000000"]

@@ -26,7 +26,7 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 @pytest.fixture(scope="module")
 def rays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rays, str]]:
     """A Ray that was started without the variable, and its address."""
-    rays, address = Rays(tmp_path_factory.mktemp("home"), "test_keys"), f"127.0.0.1:{free_port()}"
+    rays, address = Rays(tmp_path_factory.mktemp("home")), f"127.0.0.1:{free_port()}"
     rays.env.pop(VARIABLE, None)
     rays.env |= TOKEN
     head = ("--head", "--include-dashboard=false", f"--port={address.partition(':')[2]}")

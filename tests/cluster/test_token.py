@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def guarded(home: Path) -> Iterator[tuple[Rays, str]]:
     """A node that wants the token, and its address."""
-    rays, address = Rays(home, "test_token guarded"), f"127.0.0.1:{free_port()}"
+    rays, address = Rays(home), f"127.0.0.1:{free_port()}"
     try:
         head = ("--head", "--include-dashboard=false", f"--port={address.partition(':')[2]}")
         rays.start(*head, "--node-ip-address=127.0.0.1", mode="token")
@@ -67,7 +67,7 @@ def test_a_ray_that_lets_anyone_in_beyond_this_host_is_not_joined(home: Path, tm
     own = next((address for address in addresses if not is_loopback(address)), None)
     if own is None:
         pytest.skip("this host has no address but loopback")
-    rays, address = Rays(home, "test_token open"), f"{own}:{free_port()}"
+    rays, address = Rays(home), f"{own}:{free_port()}"
     try:
         head = ("--head", "--include-dashboard=false", f"--port={address.partition(':')[2]}")
         rays.start(*head, f"--node-ip-address={own}", mode="disabled")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"tandem", "router", "prefill_worker", "decode_worker", "kvtransfer"}
@@ -124,9 +125,7 @@ def test_embedded_model_is_found_in_the_wheel(environment: Environment) -> None:
 
 @pytest.mark.timeout(240)
 def test_installed_wheel_serves(environment: Environment) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serving = subprocess.Popen(
         [str(environment.folder / "bin" / "tandem"), "serve", "--port", str(port)],
         cwd="/", env=environment.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

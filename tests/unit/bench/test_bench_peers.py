@@ -34,6 +34,7 @@ from benchmarks.peers.turns import (
 )
 from tandem.bench.load.traces import TraceEntry
 from tandem.core.errors import ConfigError, TandemError
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).parents[3]
 PEER_PROCESS = Path(__file__).with_name("peer_process.py")
@@ -44,9 +45,7 @@ PEER_PROCESS = Path(__file__).with_name("peer_process.py")
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
+    number = free_port()
     yield number
     with closing(socket.socket()) as probe:
         assert probe.connect_ex(("127.0.0.1", number)) != 0, "the server still runs"

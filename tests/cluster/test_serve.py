@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -54,7 +55,9 @@ def test_status_shows_both_workers(serve: Serve) -> None:
     run = serve.tandem("status")
     assert run.returncode == 0, run.stderr
     assert "prefill 1/1 ready, decode 1/1 ready" in run.stdout
-    assert serve.status()["settled"]
+    told = json.loads(serve.tandem("status", "--json").stdout)
+    assert told["settled"]
+    assert told.items() >= {"pid": serve.status()["pid"], "state": "ready"}.items()
 
 
 def test_the_same_request_gives_the_same_text(serve: Serve) -> None:

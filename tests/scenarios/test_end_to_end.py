@@ -28,8 +28,9 @@ SERVED = {"model": {"served_names": ["*"]}}
 
 @pytest.fixture(scope="module")
 def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """2P2D with small decode pools, so that preemption happens when it is asked for."""
-    with running(tmp_path_factory.mktemp("2p2d"), 2, 2, config=SERVED) as cluster:
+    """2P2D with a short lease, where all requests may be tried again. Leave it idle and whole."""
+    config = {**SERVED, "transport": {"lease_s": 1.0}, "limits": {"retry_budget": 1.0}}
+    with running(tmp_path_factory.mktemp("2p2d"), 2, 2, config=config) as cluster:
         yield cluster
 
 
@@ -221,41 +222,41 @@ def test_workers_of_different_layouts_are_never_paired(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_worker_ends_no_request_wrongly(tmp_path: Path, cluster: ProcessCluster, role: str) -> None:
+def test_a_killed_worker_ends_no_request_wrongly(
+    cluster: ProcessCluster, two_by_two: ProcessCluster, role: str
+) -> None:
     """Killed in the middle of eight streams on 2P2D: all go on with the very tokens of an undisturbed run."""
-    prompts = [f"Tale {n}: " + "the bird sang. " * (3 * n) for n in range(8)]
+    prompts = [f"Tale {n} of {role}: " + "the bird sang. " * (3 * n) for n in range(8)]
     fields = {"max_tokens": 150, "ignore_eos": True, "temperature": 0.8, "seed": 6}
     expected = [complete(cluster.url, p, **fields).token_ids for p in prompts]
-    config = {**SERVED, "transport": {"lease_s": 1.0}, "limits": {"retry_budget": 1.0}}  # up to all are tried again
-    with running(tmp_path, 2, 2, config=config) as doomed:
-        started = threading.Semaphore(0)
+    started = threading.Semaphore(0)
 
-        def ask(prompt: str) -> tuple[list[int], bool]:
-            ids: list[int] = []
-            done = False
-            for event in events(doomed.url, prompt, **fields):
-                if event is None:
-                    done = True
-                    continue
-                assert "error" not in event, event
-                ids += event["choices"][0]["token_ids"] or []
-                started.release()
-            return ids, done
+    def ask(prompt: str) -> tuple[list[int], bool]:
+        ids: list[int] = []
+        done = False
+        for event in events(two_by_two.url, prompt, **fields):
+            if event is None:
+                done = True
+                continue
+            assert "error" not in event, event
+            ids += event["choices"][0]["token_ids"] or []
+            started.release()
+        return ids, done
 
-        with ThreadPoolExecutor(8) as pool:
-            running_requests = [pool.submit(ask, p) for p in prompts]
-            for _ in range(24):
-                assert started.acquire(timeout=30)
-            doomed.workers[f"{role}-0"].kill(signal.SIGKILL)
-            answers = [r.result(timeout=60) for r in running_requests]
-        assert [[ids] for ids, _ in answers] == expected
-        assert all(done for _, done in answers)
-        doomed.wait_idle()
-        # It comes back under a new incarnation, and takes part again.
-        doomed.start_worker(role, 0).wait_ready()
-        doomed.publish()
-        doomed.wait_for(lambda: all(w["state"] == "ready" for w in doomed.status()[role]), "the new incarnation")
-        assert complete(doomed.url, prompts[0], **fields).token_ids == expected[0]
+    with ThreadPoolExecutor(8) as pool:
+        running_requests = [pool.submit(ask, p) for p in prompts]
+        for _ in range(24):
+            assert started.acquire(timeout=30)
+        two_by_two.workers[f"{role}-0"].kill(signal.SIGKILL)
+        answers = [r.result(timeout=60) for r in running_requests]
+    assert [[ids] for ids, _ in answers] == expected
+    assert all(done for _, done in answers)
+    two_by_two.wait_idle()
+    # It comes back under a new incarnation, and takes part again.
+    two_by_two.start_worker(role, 0).wait_ready()
+    two_by_two.publish()
+    two_by_two.wait_for(lambda: all(w["state"] == "ready" for w in two_by_two.status()[role]), "the new incarnation")
+    assert complete(two_by_two.url, prompts[0], **fields).token_ids == expected[0]
 
 
 def test_idle_processes_cost_nothing(cluster: ProcessCluster) -> None:

@@ -154,7 +154,9 @@ def test_tandem_serve_and_its_commands_under_tls(
     try:
         serve.wait_ready()
         assert serve.complete().json()["choices"][0]["text"]
-        cluster = serve.status()
+        told = serve.tandem("status", "--json")
+        assert told.returncode == 0, told.stderr
+        cluster = json.loads(told.stdout)
         assert cluster["settled"]
         control = json.loads((tmp_path / "tandem" / f"{serve.port}.json").read_text())["control_address"]
         stub, request = supervisor_pb2_grpc.SupervisorControlStub, supervisor_pb2.ScaleRequest(decode=2)

@@ -126,6 +126,18 @@ def test_a_writer_that_answers_only_the_supervisor_is_killed(serving: RaySite) -
     serving.check_baseline(after, census)
 
 
+def test_a_kill_of_serve_takes_everything_with_it(serving: RaySite) -> None:
+    """The last test: it ends the cluster."""
+    serving.prepare()
+    serve, family = serving.serve, serving.serve.processes()
+    ours = [p for p in family if "Actor" in " ".join(p.cmdline())]
+    assert len(ours) == 6  # supervisor, router and four workers
+    serve.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)  # Ray's own agents too, which would try for long to report it
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert serve.processes() == []
+
+
 @contextlib.contextmanager
 def asked_and_held(serving: RaySite, case: Case, process: str, point: str) -> Iterator[Future[Answer]]:
     """The case's request under way, and `process` held at `point` of it."""

@@ -428,4 +428,4 @@ def test_closing_leaves_no_thread_and_no_file_descriptor(make_pair: Callable[...
 
     for _ in range(3):
         use_and_close()
-    wait_until(open_things, f"no more than {files, tasks, names}", 5, wanted=is_no_more)
+    wait_until(open_things, f"no more than {files, tasks, names}", 15, wanted=is_no_more)

@@ -38,7 +38,7 @@ pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
 
 NUM_LAYERS = 3
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 
 async def test_no_grant_waits_for_a_decode_step(pair: WorkerPair) -> None:
@@ -525,7 +525,7 @@ async def test_workers_that_differ_do_not_pair(pair: WorkerPair, field: str, val
 
 @pytest.fixture(scope="module")
 def hasty_pair(worker_model_dir: Path) -> Iterator[WorkerPair]:
-    """Leases of a second."""
+    """Short leases."""
     config = CONFIG | {"transport": {"lease_s": LEASE_S, "grace_s": 0.1}}
     with running_pair(worker_model_dir, config=config) as pair:
         yield pair

@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(checkpoint: Path) -> Iterator[Site]:
-    with opened_site(checkpoint) as opened:
+    with opened_site(checkpoint, {"transport.lease_s": 10.0}) as opened:
         yield opened
 
 

@@ -319,7 +319,7 @@ SMALL = parts_command.PartSizes(
         num_prompts=2, prompt=96, num_raw=3, num_admissions=5, short_prompt=40, num_running=2, running_tokens=100,
         kv_bytes=16 << 20,
     ),
-    RouterSizes(num_ttft=5, num_warm_up=2, num_streams=8, num_tokens=20),
+    RouterSizes(num_ttft=5, num_warm_up=2, num_streams=8, num_tokens=400),
     num_streaming_rounds=1,
 )  # fmt: skip
 

@@ -200,7 +200,7 @@ async def test_a_cancel_that_comes_with_a_change_still_ends_the_beat(num_turns: 
     for _ in range(num_turns):
         await asyncio.sleep(0)
     beat.cancel()
-    done, _ = await asyncio.wait([beat], timeout=1.0)
+    done, _ = await asyncio.wait([beat], timeout=WAIT_S)
     assert done, "the cancel was swallowed"
 
 

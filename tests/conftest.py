@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# The products in tests are small: a second thread gains nothing, and waits for the other one where the cores are busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 UNIT = Path(__file__).parent / "unit"
 

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import engine_helpers as helpers
 import pytest
-import torch
 from engine_helpers import Case
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    # The products here are small: a second thread gains nothing, and loses much where the cores are busy.
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=list(helpers.ARCHITECTURES))

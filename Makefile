@@ -22,6 +22,8 @@ STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(e
 
 # For tests that start no process: two at a time, split so that neighbours share what they have set up.
 IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
+# For those that start processes, and wait for them most of the time: several files at a time, the folders in their order.
+BY_FILE := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 
 .PHONY: help setup serve bench quick test test-faults soak check stubs docs wheel lock clean distclean
 
@@ -50,10 +52,11 @@ quick: $(STAMP)  ## run the tests that start no process and take no seconds
 	@$(IN_PAIRS) -m "not processes and not long and not faults and not soak" $(TESTS) $(ARGS)
 
 test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is none)
-	@beside=0; alone=0; \
-		$(IN_PAIRS) -m "not processes and not faults and not soak" $(TESTS) $(ARGS) || beside=$$?; \
-		$(BIN)/python -m pytest --durations=15 -m "processes and not faults and not soak" $(TESTS) $(ARGS) || alone=$$?; \
-		case $$beside$$alone in 00|05|50) ;; *) exit 1 ;; esac  # 5: there was none to run
+	@codes=; \
+		$(IN_PAIRS) -m "not processes and not faults and not soak" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
+		$(BY_FILE) -m "processes and not alone and not faults and not soak" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
+		$(BIN)/python -m pytest --durations=15 -m "alone and not faults and not soak" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
+		case $$codes in 555 | *[!05]*) exit 1 ;; esac  # 5: there was none to run
 
 test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json

@@ -12,6 +12,8 @@ from tests.scenarios.faults import cases
 from tests.scenarios.faults.cases import Case
 from tests.scenarios.faults.site import ALLOWED, Site, assert_begins_alike, assert_typed_error, story
 
+pytestmark = pytest.mark.alone
+
 FREE_S = 1.0
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
 """Much longer than the bounds and the deadline allow, and not too long for the reference."""

@@ -27,6 +27,8 @@ from tests.scenarios.faults.site import (
     story,
 )
 
+pytestmark = pytest.mark.alone
+
 DEFAULT_LEASE_S, DEFAULT_GRACE_S = 10.0, 2.0
 
 

@@ -26,6 +26,8 @@ from tests.scenarios.faults.site import (
     story,
 )
 
+pytestmark = pytest.mark.alone
+
 
 @matrix(cases.of("prefill", "decode"))
 def test_a_struck_worker_changes_nothing_for_the_client(

@@ -30,7 +30,7 @@ from tests.scenarios.faults.site import (
     story,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 HEARTBEAT_S = LEASE_S / 5
 """By which the supervisor hears whom the router suspects."""

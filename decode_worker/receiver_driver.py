@@ -8,13 +8,11 @@ runner hears of an admission before the sender does.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Protocol
 
-from decode_worker.handoff_forecast import HandoffForecast
 from kvtransfer.digest import ReadExtent, digest_pages
 from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
@@ -35,8 +33,6 @@ _log = logging.getLogger(__name__)
 # grace time must pass.
 IN_FLIGHT_S = 0.5
 
-# The time from arrival to admission is remembered of so many handoffs.
-_NUM_CLOSINGS = 5
 
 
 class Incoming(Protocol):
@@ -100,10 +96,6 @@ class ReceiverCallbacks(Protocol):
 
     def deadline(self, deadline_s: float | None) -> None: ...
 
-    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        """All admissions that are foreseen now, each with its time on the driver's clock and its sender. Called again,
-        without a handoff, before `admit` or `over` of that handoff."""
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -119,9 +111,7 @@ class _Arriving:
     """What has arrived of one grant."""
 
     sender: str
-    num_pages: int
     digests: ArrivedDigests
-    forecast: HandoffForecast
 
 
 class ReceiverDriver:
@@ -159,8 +149,6 @@ class ReceiverDriver:
         self._arriving: dict[str, _Arriving] = {}
         # Arrivals of writes that belong to no open grant of their writer, and messages without meaning.
         self.num_arrivals_ignored = 0
-        # From the arrival of a handoff's last layer to its admission, lately.
-        self._closings_s: deque[float] = deque(maxlen=_NUM_CLOSINGS)
         # When the exit of a writer becomes a fence, by incarnation.
         self._exited: dict[str, float] = {}
         # Refused calls of senders, by reason, without repetitions of calls about what has ended well.
@@ -228,14 +216,6 @@ class ReceiverDriver:
             self.ignore(event.peer, f"epoch {tag.epoch} gives it no {tag.runs[:4]}")
         else:
             arriving.digests.read(tag.runs, self._take_digests)
-            if layers := {run.layer for run in tag.runs if run.first_index + run.num_pages == arriving.num_pages}:
-                arriving.forecast.arrived(layers, self._clock.now())
-                self._foresee()
-
-    def _foresee(self) -> None:
-        closing_s = median(self._closings_s) if self._closings_s else 0.0
-        completes = ((arriving.forecast.complete_s(), arriving.sender) for arriving in self._arriving.values())
-        self._callbacks.foresee([(when_s + closing_s, sender) for when_s, sender in completes if when_s is not None])
 
     def ignore(self, peer: str, why: str) -> None:
         """Count and drop a message from `peer` on the KV plane that has no meaning here."""
@@ -332,9 +312,7 @@ class ReceiverDriver:
     def _expect(self, i: ev.ExpectWrites) -> None:
         ranges = page_ranges(i.pages, self._shape)
         self._transport.expect_incoming(i.grant_id, PeerId(i.sender), ranges)
-        num_layers = self._shape.num_layers
-        digests, forecast = ArrivedDigests(i.pages, num_layers), HandoffForecast(num_layers)
-        self._arriving[i.grant_id] = _Arriving(i.sender, len(i.pages), digests, forecast)
+        self._arriving[i.grant_id] = _Arriving(i.sender, ArrivedDigests(i.pages, self._shape.num_layers))
 
     def _end_writes(self, i: ev.EndWrites) -> None:
         self._transport.end_incoming(i.grant_id)
@@ -361,15 +339,11 @@ class ReceiverDriver:
         return mismatches
 
     def _admit(self, i: ev.AdmitRequest) -> None:
-        forecast = self._arriving.pop(i.grant.grant_id).forecast
-        if not forecast.num_left:
-            self._closings_s.append(self._clock.now() - forecast.last_s)
-        self._foresee()
+        del self._arriving[i.grant.grant_id]
         self._attempts.admit(i.grant, i.commit, self._committed_s)
 
     def _over(self, i: ev.FreePages | ev.QuarantinePages) -> None:
         self._arriving.pop(i.grant_id or "", None)  # none where no writer ever knew of the grant
-        self._foresee()
         record = self._handoffs.record(i.key)
         reason = record.reason if record is not None and record.reason is not None else RefusalReason.CANCELLED
         self._attempts.over(i.key, i.pages, i.verified, reason, quarantined=isinstance(i, ev.QuarantinePages))

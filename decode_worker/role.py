@@ -238,7 +238,6 @@ class DecodeRole:
         outputs = {first.choice: job.journal.get(first.choice, [first.token_id]) for first in commit.first_tokens}
         self._has_changed = True
         self._to_runner(lambda: self._begin_choices(job, outputs, committed_s))
-        self._pacing.handoff_ended()
 
     def _is_good(self, commit: Commit, job: DecodeJob) -> bool:
         choices = {first.choice for first in commit.first_tokens}
@@ -263,7 +262,6 @@ class DecodeRole:
             self.ledger.end(job, pages, verified, quarantined=quarantined, keeps=not has_stopped)
         self._has_changed = True
         self._to_runner(lambda: self._pacing.first_steps_taken(1))
-        self._pacing.handoff_ended()
         # A writer that stops by itself tells the router why itself.
         if not job.is_cancelled and not has_stopped:
             error = HandoffError(f"the handoff to {self._worker_id} failed: {reason.value}", reason=reason.value)
@@ -333,10 +331,6 @@ class DecodeRole:
         """Drop an attempt whose result nobody needs."""
         self.ledger.remove(job)
         self._leave(job)
-
-    def give_way(self) -> bool:
-        """Begin the step a little later where a handoff is about to be admitted."""
-        return self._pacing.give_way(has_work=any(s.is_decode for s in self._scheduler.running))
 
     def before_schedule(self) -> None:
         self._scheduler.has_spare_threads = self._pacing.has_spare_threads

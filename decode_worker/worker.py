@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
@@ -236,9 +236,6 @@ class DecodeWorker:
             _log.warning("%s did not hear that %s has ended: %s", writer.worker_id, request.grant_id, error)
 
     # -- what the driver says; on the transfer thread
-
-    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        self.parts.pacing.foresee(dues)
 
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
         request = prefill_pb.StopWritesRequest(

@@ -190,10 +190,6 @@ class PrefillRole:
 
     # -- a step
 
-    def give_way(self) -> bool:
-        """Prompts wait while decode has the cores for what it was just given."""
-        return self._pacing.give_way(has_work=bool(self._scheduler.running or self._scheduler.waiting))
-
     def before_schedule(self) -> None:
         """Prompts wait in the scheduler itself."""
 

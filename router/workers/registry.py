@@ -169,7 +169,6 @@ class WorkerRegistry:
             (metrics.prompt_tokens_cached.labels(role), status.prompt_tokens_cached, before.prompt_tokens_cached),
             (metrics.decode_tokens, status.decode_tokens, before.decode_tokens),
             (metrics.preemptions, status.preemptions, before.preemptions),
-            (metrics.handoff_wait_s, status.handoff_wait_s, before.handoff_wait_s),
             (metrics.kv_transfer_bytes.labels(transport), status.transfer_bytes, before.transfer_bytes),
         ):
             if now > then:

@@ -143,13 +143,8 @@ class SchedulingConfig:
     )
     share_cores: bool = _key(
         True, "Let a worker that has nothing to compute lend its CPU threads to the others of its node. Prefill also "
-        "lends them until decode has computed the first step of a handoff, and decode while it waits for a prefill "
-        "that is about to end. Turn it off where workers must not disturb each other."
-    )
-    handoff_wait: float = _key(
-        0.05, "Share of a decode worker's step time that it may spend waiting for handoffs that are about to be "
-        "complete; never more than half a step at once. Raise it for a shorter gap between first and second token; 0: "
-        "no waits.", minimum=0
+        "lends them until decode has computed the first step of a handoff. Turn it off where workers must not disturb "
+        "each other."
     )
     local_prefill_tokens: int = _key(
         512, "The most tokens of a prompt that a decode worker computes: of a new prompt (`mixed_pool`), or of what a "

@@ -83,10 +83,6 @@ class RouterMetrics:
         )
         self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")
         self.preemptions = counter("tandem_preemptions_total", "Requests that lost their pages for a while")
-        self.handoff_wait_s = counter(
-            "tandem_handoff_wait_seconds_total",
-            "How much later decode steps began, to begin with a request whose handoff was about to be complete",
-        )
         # -- the control plane
         self.workers_lost = counter("tandem_workers_lost_total", "Worker connections that broke or fell silent", "role")
         self.worker_deaths = counter(

@@ -6,7 +6,7 @@ share the cores of a CPU host, `tandem.worker.cpu.pacing` does it. No result dep
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 
 class Pacing:
@@ -14,9 +14,6 @@ class Pacing:
 
     Workers are named by their incarnations. On the runner thread, where nothing else is said.
     """
-
-    #: Time that steps began later, in seconds.
-    waited_s = 0.0
 
     def start(self) -> None:
         """The worker serves from now on; on the thread that starts it."""
@@ -41,15 +38,12 @@ class Pacing:
         more now. Asked again until it does not.
 
         Args:
-            has_work: a prompt is to be computed, at prefill; something generates, at decode.
+            has_work: there is something to compute.
         """
         return False
 
     def step_begins(self, first_untouched_page: int) -> None:
         """A step is about to be computed; it uses pages before this one only."""
-
-    def step_ended(self) -> None:
-        """The step is computed."""
 
     def rest(self) -> None:
         """There is nothing to compute."""
@@ -66,13 +60,6 @@ class Pacing:
 
     def first_steps_taken(self, number: int) -> None:
         """So many handoffs have had their first step, or will have none: prefill may go on."""
-
-    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        """All admissions that are foreseen now, on the transfer thread: when, on the monotonic clock, and of which
-        prefill worker."""
-
-    def handoff_ended(self) -> None:
-        """A handoff was admitted or will not be, and the runner has been told; on the transfer thread."""
 
     # -- the end
 

@@ -144,7 +144,6 @@ class WorkerParts:
             preemptions=counters.num_preemptions,
             prompt_tokens_cached=counters.num_prompt_tokens_cached,
             refused=counters.num_refused,
-            handoff_wait_s=self.pacing.waited_s,
         )
 
 
@@ -234,9 +233,8 @@ def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena)
     path = _cores_file(config, place)
     shares = CoreShares(path, place.num_threads) if path is not None else None
     pages_ahead = PagesAhead(arena, f"pages-{place.worker_id}")
-    if site.role is Role.PREFILL:
-        return PrefillPacing(shares, pages_ahead)
-    return DecodePacing(shares, pages_ahead, config.scheduling.handoff_wait)
+    make = PrefillPacing if site.role is Role.PREFILL else DecodePacing
+    return make(shares, pages_ahead)
 
 
 

@@ -92,15 +92,16 @@ class Runner:
         assert hooks is not None
         self.busy_since_s = time.monotonic()
         self._drain_inbox()
-        while not self._stopping and hooks.give_way():
+        scheduler = self.scheduler
+        while not self._stopping and self._pacing.give_way(has_work=bool(scheduler.running or scheduler.waiting)):
             self.busy_since_s = time.monotonic()
             self._drain_inbox()  # the next step is that of what has come meanwhile, too
         if self._stopping:
             return
         hooks.before_schedule()
-        batch = self.scheduler.schedule()
+        batch = scheduler.schedule()
         if batch.items:
-            self._pacing.step_begins(self.scheduler.pool.first_untouched)
+            self._pacing.step_begins(scheduler.pool.first_untouched)
             self._step(hooks, batch)
             return
         hooks.going_idle()
@@ -138,7 +139,6 @@ class Runner:
             return
         self._num_failed_steps = 0
         self.scheduler.apply(batch, sampled)
-        self._pacing.step_ended()
         hooks.after_step(batch)
 
 

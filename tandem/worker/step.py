@@ -16,10 +16,6 @@ SampleTokens = Callable[[Any, Sequence[Sequence[SampleRow]]], list[list[SampledT
 class StepHooks(Protocol):
     """What a worker does around a step. All calls come on the runner thread."""
 
-    def give_way(self) -> bool:
-        """Begin the next step later where that is better for all, for a bounded time; whether the inbox may tell of
-        more now. Asked again until it does not."""
-
     def before_schedule(self) -> None:
         """Pages and places may have come free since the last step."""
 

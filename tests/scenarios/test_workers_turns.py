@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from tandem.core.sampling import SamplingParams
-from tandem.worker.cpu import handoff_wait, pacing
+from tandem.worker.cpu import pacing
 from tandem.worker.cpu.core_shares import CoreShares
-from tandem.worker.cpu.handoff_wait import StepDelayBudget
 from tests.support.scripted_router import Ask, Router
 from tests.support.waiting import until
-from tests.support.worker_pair import SHARED_LOOP, WAIT_S, Gate, Oracle, WorkerPair, prompt_of
+from tests.support.worker_pair import SHARED_LOOP, Gate, Oracle, WorkerPair, prompt_of
 
 pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
@@ -178,104 +174,3 @@ async def test_a_request_that_ends_before_its_first_step_is_not_waited_for(pair:
         await pair.settled()
         assert shares.num_first_steps == 2
         assert not router.outcomes[second.key].tokens[0].keys() - {0}
-
-
-def patient_without_end(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff_wait, "_MOST_OF_A_STEP", 1e6)
-    monkeypatch.setattr(pair.decode.parts.pacing, "_budget", StepDelayBudget(most_of_all=1e6))
-
-
-@contextlib.contextmanager
-def steps_when_told(pair: WorkerPair) -> Iterator[threading.Event]:
-    """Until something is foreseen, decode steps only when its inbox has something: waiting uses up no tokens.
-
-    Yields what is set when it is about to step for the first time.
-    """
-    parts = pair.decode.parts
-    runner, expected, forward = parts.runner, parts.pacing._expected, parts.engine.forward
-    stands, told, over = threading.Event(), threading.Event(), threading.Event()
-
-    def telling(call: Callable[..., None]) -> Callable[..., None]:
-        def called(*args: Any) -> None:
-            call(*args)
-            told.set()
-
-        return called
-
-    def told_first(*args: Any) -> Any:
-        stands.set()
-        while not (over.is_set() or runner._inbox.qsize() or expected._dues):
-            assert told.wait(WAIT_S)
-            told.clear()
-        return forward(*args)
-
-    with (
-        mock.patch.object(pair.decode.parts.engine, "forward", told_first),
-        mock.patch.object(runner, "submit", telling(runner.submit)),
-        mock.patch.object(expected, "foresee", telling(expected.foresee)),
-    ):
-        try:
-            yield stands
-        finally:
-            over.set()
-            told.set()
-
-
-@contextlib.asynccontextmanager
-async def about_to_be_complete(pair: WorkerPair, router: Router) -> AsyncIterator[tuple[Ask, Ask]]:
-    """Decode generates for the elder and foresees the younger, whose first token has not been chosen."""
-    with steps_when_told(pair) as stands:
-        elder = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
-        await until(stands.is_set, "the elder's first step")
-        with Gate(pair.prefill.core, "sample") as sample:
-            with Gate(pair.prefill.parts.engine, "forward"):
-                younger = await router.begin(Ask(prompt_of(32, seed=1)))
-                await router.until_attached(younger)
-            await sample.wait()
-            await until(lambda: pair.decode.parts.pacing._expected._dues, "what is foreseen")
-            yield elder, younger
-
-
-async def test_a_step_begins_later_for_a_handoff_that_is_about_to_be_complete(
-    pair: WorkerPair, shares: Shares, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until then prefill has decode's thread."""
-    patient_without_end(pair, monkeypatch)
-    shares.decode.borrow()  # as its kernels do
-    before_s = pair.decode.parts.read_status().handoff_wait_s
-    async with Router(pair) as router:
-        async with about_to_be_complete(pair, router) as (elder, younger):
-            await until(lambda: shares.prefill.borrow() == 1, "decode's thread")
-            num_tokens = len(router.outcomes[elder.key].tokens[0])
-            assert not shares.begun.wait(0.1)
-            assert len(router.outcomes[elder.key].tokens[0]) <= num_tokens + 1, "one may have been on its way"
-        for ask, number in ((elder, 400), (younger, 12)):
-            assert (await router.finish(ask)).ids() == oracle.greedy(ask.prompt, number)
-    assert pair.decode.parts.read_status().handoff_wait_s - before_s > 0.1
-
-
-async def test_steps_begin_hardly_later_for_a_handoff_that_stands_still(pair: WorkerPair, shares: Shares) -> None:
-    async with Router(pair) as router:
-        async with about_to_be_complete(pair, router) as (elder, younger):
-            before_s, began_s = pair.decode.parts.read_status().handoff_wait_s, time.monotonic()
-            await router.finish(elder)
-            waited_s = pair.decode.parts.read_status().handoff_wait_s - before_s
-            assert waited_s <= 0.1 * (time.monotonic() - began_s)
-        await router.finish(younger)
-
-
-async def test_cores_go_to_the_prefill_that_is_waited_for_and_to_no_other(
-    pair: WorkerPair, shares: Shares, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patient_without_end(pair, monkeypatch)
-    monkeypatch.setattr(pair.decode.parts.pacing, "rest", lambda: None)  # its kernels would borrow again
-    shares.decode.borrow()
-    monkeypatch.setitem(pair.decode.parts.pacing._pids, pair.prefill.parts.incarnation, 1)
-    monkeypatch.setattr(pair.decode.parts.pacing, "met", lambda *_: None)
-    async with Router(pair) as router:
-        with Gate(pair.decode.parts.pacing._expected, "wait") as waiting:
-            async with about_to_be_complete(pair, router) as asks:
-                await waiting.wait()
-                assert shares.prefill.borrow() == 0
-        for ask in asks:
-            await router.finish(ask)

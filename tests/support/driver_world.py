@@ -157,8 +157,6 @@ class Receiving(RecordingEnd, ReceiverEnd):
         if self.stops:
             super().ask_to_stop(sender, grant, reason)
 
-    foresee = _told("foresee")
-
 
 class World:
     """Both ends, connected."""

@@ -202,5 +202,3 @@ class ReceiverEnd(End):
 
     def kill_writer(self, sender: str) -> None:
         self.cluster.kill(sender)
-
-    def foresee(self, dues: Sequence[tuple[float, str]]) -> None: ...

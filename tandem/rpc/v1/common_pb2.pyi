@@ -352,7 +352,6 @@ class WorkerStatus(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
-    HANDOFF_WAIT_S_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
     num_queued: _builtins.int
@@ -370,8 +369,6 @@ class WorkerStatus(_message.Message):
     """since start"""
     prompt_tokens_cached: _builtins.int
     """since start; found in the prefix cache"""
-    handoff_wait_s: _builtins.float
-    """since start: how much later steps began, for handoffs about to be admitted"""
     @_builtins.property
     def pages(self) -> Global___PageCounts: ...
     @_builtins.property
@@ -392,11 +389,10 @@ class WorkerStatus(_message.Message):
         preemptions: _builtins.int = ...,
         prompt_tokens_cached: _builtins.int = ...,
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        handoff_wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "handoff_wait_s", b"handoff_wait_s", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

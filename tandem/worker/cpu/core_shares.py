@@ -11,7 +11,7 @@ stopped or dead one counts as idle after ten seconds. No result depends on any o
 number of threads.
 
 A worker may also give way while it has something to compute. Prefill rests until decode has computed the first step of
-a handoff, so that this step has the cores of both. Decode rests while it waits for a prefill that is about to end.
+a handoff, so that this step has the cores of both.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Pacing on a CPU host: workers that rest lend their cores, steps wait for each other, pages are made ready ahead."""
+"""Pacing on a CPU host: workers that rest lend their cores, prefill gives way to decode, pages are made ready ahead."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from tandem.engine.cpu.threads import borrow_from
 from tandem.worker.cpu.core_shares import CoreShares
-from tandem.worker.cpu.handoff_wait import ExpectedHandoffs, StepDelayBudget
 from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.pacing import Pacing
 
@@ -95,48 +94,12 @@ class PrefillPacing(CpuPacing):
 
 
 class DecodePacing(CpuPacing):
-    """A step begins a little later where one more handoff is about to be admitted.
-
-    Args:
-        most_of_all: share of the time of all steps that all waits may take; 0: none.
-    """
-
-    def __init__(self, shares: CoreShares | None, pages_ahead: PagesAhead, most_of_all: float) -> None:
-        super().__init__(shares, pages_ahead)
-        self._expected = ExpectedHandoffs()
-        self._budget = StepDelayBudget(most_of_all)
-        self._num_ended = 0  # of the handoffs, as last looked at
+    """Decode tells prefill of its first steps, and asks whether it has prefill's threads."""
 
     @property
     def has_spare_threads(self) -> bool:
         return self._shares is not None and self._shares.num_spare() > 0
 
-    def give_way(self, *, has_work: bool) -> bool:
-        expected, budget, num_ended = self._expected, self._budget, self._num_ended
-        self._num_ended = expected.num_ended
-        if self._num_ended != num_ended:  # after the runner last looked into its inbox, it may be
-            return True
-        due = expected.next_within(budget.left_s)
-        if due is None or not has_work:
-            return False
-        began_s, pid = time.monotonic(), self._pids.get(due.sender)
-        if self._shares is not None and pid is not None and self._shares.first_steps(pid) is not None:
-            self._shares.rest(gives_way=True)  # it gains by that, if anybody does
-        expected.wait(num_ended, budget.left_s)
-        waited_s = time.monotonic() - began_s
-        budget.waited(waited_s)
-        self.waited_s += waited_s
-        return True
-
-    def step_ended(self) -> None:
-        self._budget.stepped(time.monotonic() - self._step_began_s)
-
     def first_steps_taken(self, number: int) -> None:
         if number and self._shares is not None:
             self._shares.took_first_steps(number)
-
-    def foresee(self, dues: Sequence[tuple[float, str]]) -> None:
-        self._expected.foresee(dues)
-
-    def handoff_ended(self) -> None:
-        self._expected.ended()

@@ -124,8 +124,6 @@ class World:
 
     def deadline(self, deadline_s: float | None) -> None: ...
 
-    def foresee(self, dues: Sequence[tuple[float, str]]) -> None: ...
-
 
 class BrokenEngine:
     """Fails each step."""

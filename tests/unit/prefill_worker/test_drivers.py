@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.arrivals import ExtentRun, WriteTag
-from kvtransfer.protocol.messages import AttemptKey, CommitPart, FailureReason, RefusalReason
+from kvtransfer.protocol.messages import CommitPart, FailureReason, RefusalReason
 from kvtransfer.transports.events import PeerId, WriteArrived
 from prefill_worker.events import HandoffStats
 from tests.support.driver_world import FIRST, KEY, LEASE_S, MINE, RECEIVER, SENDER, THEIRS, World
@@ -299,51 +298,6 @@ def test_writes_that_nobody_hears_of_are_read_by_the_commit(world: World) -> Non
     world.computed()
     world.sending.wait("succeeded", KEY)
     assert len(world.receiving.memory.reads) == 6
-
-
-def foreseen(world: World) -> list[list[float]]:
-    """When admissions were due, each time that the worker was told."""
-    told = [what[1] for what in world.receiving.told if what[0] == "foresee"]
-    assert all(sender == SENDER for dues in told for _, sender in dues)
-    return [[due_s for due_s, _ in dues] for dues in told]
-
-
-def test_the_arrival_of_the_last_page_foretells_the_admission(world: World) -> None:
-    """In each layer; the first says nothing, as a layer may take any time."""
-    world.open()
-    world.attach(world.grant())
-    world.seal((1, 2), 0)
-    arrived(world, 2)
-    assert not foreseen(world)
-    begun_s = world.now_s
-    world.seal((5,), 2, (0,))
-    arrived(world, 3)
-    assert foreseen(world) == [[]]
-    world.seal((5,), 2, (1,))
-    arrived(world, 4)
-    now_s, (due_s,) = world.now_s, foreseen(world)[-1]
-    assert begun_s <= due_s <= now_s
-    world.computed()
-    world.receiving.wait("admit")
-    assert [what[0] for what in world.receiving.told][-2:] == ["foresee", "admit"]
-    assert foreseen(world)[-1] == []
-    (closing_s,) = world.receiving.driver._closings_s
-    assert 0 < closing_s <= world.now_s - due_s
-
-
-def test_each_handoff_foretells_its_admission_and_none_that_is_over(world: World) -> None:
-    receiving, other = world.receiving, AttemptKey("another", 1)
-    for epoch, grant in ((1, world.grant((7,))), (2, world.grant((8,), key=other))):
-        attach = partial(receiving.driver.attach, grant.grant_id, SENDER, grant.capability, renew=False)
-        assert receiving.run(attach).refusal is None
-        world.kernel.clock.advance(0.001)
-        arrival = WriteArrived(PeerId(SENDER), tag((ExtentRun(0, 0, 1), ExtentRun(1, 0, 1)), epoch))
-        receiving.run(lambda arrival=arrival: receiving.driver.on_transport(arrival))
-    first, second = foreseen(world)[-1]
-    assert first < second
-    receiving.run(lambda: receiving.driver.happened(rev.RequestCancelled(KEY)))
-    receiving.wait("over")
-    assert foreseen(world)[-1] == [second]
 
 
 def tag(runs: tuple[ExtentRun, ...], epoch: int = 1) -> bytes:

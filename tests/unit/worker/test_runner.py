@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
-import pytest
-
 from tandem.core.pages import PagePool
 from tandem.worker.pacing import Pacing
 from tandem.worker.runner import Runner
@@ -17,21 +15,28 @@ from tandem.worker.step import StepHooks
 WAIT_S = 10.0
 
 
-class Patient:
-    """A role with nothing to compute, that begins its first step later, so many times."""
+class Patient(Pacing):
+    """The first step begins later, so many times."""
 
-    def __init__(self, num_times: int, told: list[str], while_it_waits: Callable[[int], None]) -> None:
+    def __init__(self, num_times: int, while_it_waits: Callable[[int], None]) -> None:
         self._num_left, self._num_times = num_times, num_times
-        self._told = told
         self._while_it_waits = while_it_waits
-        self.idle = threading.Event()
 
-    def give_way(self) -> bool:
+    def give_way(self, *, has_work: bool) -> bool:
+        assert not has_work
         if not self._num_left:
             return False
         self._num_left -= 1
         self._while_it_waits(self._num_times - self._num_left)
         return True
+
+
+class Idler:
+    """A role with nothing to compute."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+        self.idle = threading.Event()
 
     def before_schedule(self) -> None:
         self._told.append("schedule")
@@ -40,36 +45,30 @@ class Patient:
         self.idle.set()
 
 
-@pytest.fixture
-def runner() -> Runner:
+def runner_with(pacing: Pacing) -> Runner:
     scheduler = BatchScheduler(PagePool(4, 16), SchedulerLimits(4, 64, 16, 4), salt=b"")
     failures: list[BaseException] = []
-    return Runner(
-        cast(Any, None),
-        scheduler,
-        name="runner",
-        on_fatal=failures.append,
-        pacing=Pacing(),
-    )
+    return Runner(cast(Any, None), scheduler, name="runner", on_fatal=failures.append, pacing=pacing)
 
 
-def test_what_comes_in_each_time_that_a_step_begins_later_counts_for_it(runner: Runner) -> None:
+def test_what_comes_in_each_time_that_a_step_begins_later_counts_for_it() -> None:
     told: list[str] = []
 
     def while_it_waits(number: int) -> None:
         runner.submit(lambda: told.append(f"admission {number}"))
 
-    role = Patient(2, told, while_it_waits)
+    runner, role = runner_with(Patient(2, while_it_waits)), Idler(told)
     runner.start(cast(StepHooks, role))
     assert role.idle.wait(WAIT_S)
     runner.stop()
     assert told[:3] == ["admission 1", "admission 2", "schedule"]
 
 
-def test_a_runner_that_is_to_stop_waits_no_more(runner: Runner) -> None:
+def test_a_runner_that_is_to_stop_waits_no_more() -> None:
     told: list[str] = []
     waits = threading.Event()
-    runner.start(cast(StepHooks, Patient(1_000_000_000, told, lambda _: waits.set())))
+    runner = runner_with(Patient(1_000_000_000, lambda _: waits.set()))
+    runner.start(cast(StepHooks, Idler(told)))
     assert waits.wait(WAIT_S)
     runner.stop(WAIT_S)
     assert not told

@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 IN_FLIGHT_S = 0.5
 
 
-
 class Incoming(Protocol):
     """The receiving side of the transport; see `kvtransfer.transports.base.Transport`."""
 

@@ -192,7 +192,6 @@ class DecodeWorker:
         # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
         self._writers[incarnation] = prefill
         if prefill.host_id == self.parts.info.host_id:
-            self.parts.pacing.met(incarnation, prefill.pid)
             self.parts.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
 
     def _check_alive(self, prefill: pb.WorkerInfo) -> None:
@@ -207,7 +206,6 @@ class DecodeWorker:
         if len(self._ended) > _NUM_REMEMBERED:
             self._ended.popitem(last=False)
         self.parts.exits.forget(incarnation)
-        self.parts.pacing.left(incarnation)
         writer = self._writers.pop(incarnation, None)
         if writer is None:
             return

@@ -133,9 +133,11 @@ class RouterServer:
             )
             _log.info("the router listens on %s, its control service on %s", *astuple(info))
             self._listens.set_result(info)
-            await self._stop_asked.wait()
-            fault_points.reach("router.stop")
-            await self._shut_down(context)
+            stop_asked = asyncio.create_task(self._stop_asked.wait())
+            await asyncio.wait({http_task, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
+            if stop_asked.done():  # else the HTTP server could not begin, and says why below
+                fault_points.reach("router.stop")
+                await self._shut_down(context)
         finally:
             http.stop()
             await http_task

@@ -14,6 +14,10 @@ import pytest
 # The products in tests are small: a second thread gains nothing, and waits for the other one where the cores are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Helpers assert too, and some are imported before pytest would find them as plugins.
+pytest.register_assert_rewrite("tests.support")
+
+CLUSTER = Path(__file__).parent / "cluster"
 UNIT = Path(__file__).parent / "unit"
 
 _STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
@@ -48,8 +52,14 @@ def _may_hold(phase: str, file: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever is no unit test starts processes or whole workers."""
+    """Whatever is no unit test starts processes or whole workers.
+
+    Files run beside each other, but of those with whole clusters one at a time: clusters that start hold up one that
+    serves until its workers count as dead.
+    """
     for item in items:
+        is_of_clusters = CLUSTER in item.path.parents
+        item.add_marker(pytest.mark.xdist_group("clusters" if is_of_clusters else str(item.path)))
         if UNIT not in item.path.parents:
             item.add_marker(pytest.mark.processes)
 

@@ -101,7 +101,7 @@ class Transport(ABC):
         if is_new:
             try:
                 self._learn(peer, blob)
-            except TransportError:
+            except Exception:  # whatever it is: a peer that is half known could never connect again
                 self._peers.withdraw(peer.agent_name)
                 raise
         return PeerId(peer.agent_name)

@@ -62,7 +62,7 @@ def translated(what: str) -> Iterator[None]:
         yield
     except TransportError:
         raise
-    except (RuntimeError, ValueError, OSError, struct.error) as error:
+    except (RuntimeError, ValueError, TypeError, OverflowError, OSError, struct.error) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TransportError(f"{what}: {first}") from error
 

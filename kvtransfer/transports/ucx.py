@@ -7,7 +7,8 @@ outstanding or expected. Measured on one host over shared memory:
 - Over shared memory the posting call itself copies (with the GIL released), about 10 GB/s for large descriptors.
 - A killed peer shows as an error on its outstanding writes within about 15 ms, and on each later post. A stopped one
   shows as in progress for ever, and writes land in it all the same.
-- Neither releasing a handle nor deregistering memory is a fence. So a handle is kept until its write has ended.
+- Neither releasing a handle nor deregistering memory is a fence. So a handle is kept until its write has ended, or its
+  peer is disconnected.
 - Nor is an error: over TCP, when the connection to a living peer broke, a whole MiB landed after NIXL had reported the
   write as failed. So an error is reported as not settled. NIXL never connects to that peer again: later writes to it
   are failed here, before anything is posted, so that one broken connection costs only the writes that were under way.

@@ -66,7 +66,7 @@ def _formatter(process: str, *, is_console: bool) -> logging.Formatter:
         return event
 
     if is_console:
-        last: list[Any] = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        last: list[Any] = [_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     return structlog.stdlib.ProcessorFormatter(
@@ -80,3 +80,9 @@ def _formatter(process: str, *, is_console: bool) -> logging.Formatter:
             *last,
         ]
     )
+
+
+def _escape(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """What a client wrote must not command a terminal, nor look like a line of its own. JSON escapes by itself."""
+    event["event"] = "".join(char if char.isprintable() else repr(char)[1:-1] for char in event["event"])
+    return event

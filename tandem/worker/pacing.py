@@ -18,10 +18,10 @@ class Pacing:
     def start(self) -> None:
         """The worker serves from now on; on the thread that starts it."""
 
-    # -- who is here; in the event loop
+    # -- who is here, at prefill; in the event loop
 
     def met(self, incarnation: str, pid: int) -> None:
-        """A worker of the other role runs on this host, as process `pid`."""
+        """A decode worker runs on this host, as process `pid`."""
 
     def left(self, incarnation: str) -> None:
         """That worker has ended."""

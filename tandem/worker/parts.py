@@ -237,7 +237,6 @@ def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena)
     return make(shares, pages_ahead)
 
 
-
 def _register(transport: Transport, arena: KVArena, device: str) -> bytes:
     """On the transfer thread; returns how peers reach the arena."""
     use_own_stream(arena.device)  # pages are computed before they are sent: no copy need wait for the model

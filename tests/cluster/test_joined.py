@@ -47,7 +47,7 @@ def test_a_cluster_that_starts_is_stopped_with_all_that_it_has_in_ray(rays: tupl
     finally:
         serve.clean_up()
     assert serve.state_files() == []
-    ours = [p for p in rays[0].processes() if re.match(r"ray::\w+Actor", " ".join(p.cmdline()))]
+    ours = [p for p in rays[0].processes() if re.match(r"ray::\w+Actor", _title(p))]
     _, alive = psutil.wait_procs(ours, timeout=10)
     assert not alive
 
@@ -70,7 +70,14 @@ def statuses(serve: Serve) -> list[int]:
 
 
 def actor(rays: Rays, name: str) -> psutil.Process:
-    return next(p for p in rays.processes() if re.match(f"ray::{name}", " ".join(p.cmdline())))
+    return next(process for process in rays.processes() if _title(process).startswith(f"ray::{name}"))
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return ""
 
 
 def test_keys_reach_the_router(serve: Serve) -> None:

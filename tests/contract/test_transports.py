@@ -216,12 +216,17 @@ def test_descriptions_that_are_none_are_refused(make_pair: Callable[..., Pair], 
     assert pair.writer.connect(good) == pair.peer
 
 
-def test_a_peer_whose_own_part_of_the_description_is_damaged_may_connect_later(make_pair: Callable[..., Pair]) -> None:
+@pytest.mark.parametrize("port", [b"}", b"null", b"Infinity"])
+def test_a_peer_whose_own_part_of_the_description_is_damaged_may_connect_later(
+    make_pair: Callable[..., Pair], port: bytes
+) -> None:
     pair = make_pair("nccl")
     fresh = Agent.make("nccl", "fresh#1", {})
+    described, blob = fresh.metadata(), fresh.transport._blob()
+    assert described.endswith(blob)
     try:
         with pytest.raises(TransportError, match=r"the description of fresh#1 is damaged"):
-            pair.writer.connect(fresh.metadata()[:-1] + b"}")
+            pair.writer.connect(described[: -len(blob)] + port)
         assert pair.writer.connect(fresh.metadata()) == "fresh#1"
     finally:
         fresh.close()

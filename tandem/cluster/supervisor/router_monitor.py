@@ -42,7 +42,7 @@ class FollowedRouter(FollowedProcess[_Stub]):
         self.num_under_way = 0  # requests, as of its last heartbeat
         self.errors: common_pb2.RequestErrors | None = None  # with which it has answered requests, as last reported
         self.errors_at = -math.inf  # when `errors` changed, by the event loop's clock
-        self._newest: ev.PublishMembership | None = None  # not taken yet
+        self._newest: ev.PublishMembership | None = None  # the last one to push
         self._to_publish = asyncio.Event()
 
     def publish(self, instruction: ev.PublishMembership) -> None:

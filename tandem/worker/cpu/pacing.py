@@ -27,22 +27,13 @@ class CpuPacing(Pacing):
     def __init__(self, shares: CoreShares | None, pages_ahead: PagesAhead) -> None:
         self._shares = shares
         self._pages_ahead = pages_ahead
-        self._pids: dict[str, int] = {}
-        self._step_began_s = 0.0
         if shares is not None:
             borrow_from(shares)
 
     def start(self) -> None:
         self._pages_ahead.start()
 
-    def met(self, incarnation: str, pid: int) -> None:
-        self._pids[incarnation] = pid
-
-    def left(self, incarnation: str) -> None:
-        self._pids.pop(incarnation, None)
-
     def step_begins(self, first_untouched_page: int) -> None:
-        self._step_began_s = time.monotonic()
         self._pages_ahead.used(first_untouched_page)
 
     def rest(self) -> None:
@@ -67,11 +58,23 @@ class PrefillPacing(CpuPacing):
 
     def __init__(self, shares: CoreShares | None, pages_ahead: PagesAhead) -> None:
         super().__init__(shares, pages_ahead)
+        self._pids: dict[str, int] = {}  # of decode workers on this host
+        self._step_began_s = 0.0
         # Of the decode workers of the step that was just computed, those on these cores: first steps counted so far.
         self._counts: dict[int, int] = {}
         # Who goes first until it has computed so many first steps, or until that time of the monotonic clock.
         self._go_first: dict[int, int] = {}
         self._go_first_until_s = 0.0
+
+    def met(self, incarnation: str, pid: int) -> None:
+        self._pids[incarnation] = pid
+
+    def left(self, incarnation: str) -> None:
+        self._pids.pop(incarnation, None)
+
+    def step_begins(self, first_untouched_page: int) -> None:
+        self._step_began_s = time.monotonic()
+        super().step_begins(first_untouched_page)
 
     def give_way(self, *, has_work: bool) -> bool:
         if self._shares is None or not self._go_first or not has_work:

@@ -60,3 +60,12 @@ def test_a_terminal_gets_the_same(lines: Callable[[str], list[str]]) -> None:
 def test_a_second_set_up_takes_the_place_of_the_first(lines: Callable[[str], list[str]]) -> None:
     assert len(lines("json")) == 2
     assert len(lines("json")) == 4
+
+
+def test_what_a_client_wrote_commands_no_terminal_and_is_no_line_of_its_own(
+    lines: Callable[[str], list[str]], tmp_path: Path
+) -> None:
+    lines("console")
+    _log.info("refused: %s", "a\x1b[2J\nerror: the disk is full")
+    (line,) = (line for line in (tmp_path / "decode-0.log").read_text().splitlines() if "refused" in line)
+    assert r"refused: a\x1b[2J\nerror: the disk is full" in line

@@ -135,14 +135,15 @@ class RouterServer:
             self._listens.set_result(info)
             stop_asked = asyncio.create_task(self._stop_asked.wait())
             await asyncio.wait({http_task, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
-            if stop_asked.done():  # else the HTTP server could not begin, and says why below
+            if stop_asked.done():  # else the HTTP server has ended by itself
                 fault_points.reach("router.stop")
                 await self._shut_down(context)
         finally:
             http.stop()
-            await http_task
+            await asyncio.wait({http_task})
             await control.stop(grace=0)
             await context.workers.close()
+        http_task.result()
         _log.info("the router is closed")
 
     def _context(self, guard: RoleGuard) -> RouterContext:

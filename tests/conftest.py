@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # The products in tests are small: a second thread gains nothing, and waits for the other one where the cores are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Helpers assert too, and some are imported before pytest would find them as plugins.
 pytest.register_assert_rewrite("tests.support")
 
-CLUSTER = Path(__file__).parent / "cluster"
 UNIT = Path(__file__).parent / "unit"
 
 _STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
@@ -51,15 +51,23 @@ def _may_hold(phase: str, file: Path) -> bool:
     return not phase.startswith("processes") or not is_unit or "processes" in marks
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever is no unit test starts processes or whole workers.
+class OneLaneForClusters(LoadFileScheduling):
+    """Files run beside each other, but those with whole clusters one after the other: clusters that start hold up one
+    that serves until its workers count as dead."""
 
-    Files run beside each other, but of those with whole clusters one at a time: clusters that start hold up one that
-    serves until its workers count as dead.
-    """
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "tests/cluster" if file.startswith("tests/cluster/") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneLaneForClusters | None:
+    return OneLaneForClusters(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever is no unit test starts processes or whole workers."""
     for item in items:
-        is_of_clusters = CLUSTER in item.path.parents
-        item.add_marker(pytest.mark.xdist_group("clusters" if is_of_clusters else str(item.path)))
         if UNIT not in item.path.parents:
             item.add_marker(pytest.mark.processes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,7 +246,7 @@ def test_a_killed_worker_ends_no_request_wrongly(
         running_requests = [pool.submit(ask, p) for p in prompts]
         for _ in range(24):
             assert started.acquire(timeout=30)
-        two_by_two.workers[f"{role}-0"].kill(signal.SIGKILL)
+        two_by_two.workers[f"{role}-0"].end()
         answers = [r.result(timeout=60) for r in running_requests]
     assert [[ids] for ids, _ in answers] == expected
     assert all(done for _, done in answers)

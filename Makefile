@@ -22,7 +22,7 @@ STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(e
 
 # For tests that start no process: two at a time, split so that neighbours share what they have set up.
 IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
-# For those that start processes, and wait for them most of the time: several files at a time, the folders in their order.
+# For those that start processes, and wait for them most of the time: two files at a time, the folders in their order.
 BY_FILE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 .PHONY: help setup serve bench quick test test-faults soak check stubs docs wheel lock clean distclean

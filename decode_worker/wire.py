@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from decode_worker.events import Admitted, ComputesHere, Event, GrantMade, WriterSuspected
+from tandem.rpc.convert import by_name
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.request import AttemptFailed, TokenSampled
@@ -27,11 +27,11 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> decode_pb.DecodeEvent:
             return decode_pb.DecodeEvent(granted=grant_to_proto(grant))
         case ComputesHere(key, num_cached, num_computed):
             local = decode_pb.ComputesHere(
-                **asdict(key), num_cached_tokens=num_cached, num_computed_tokens=num_computed
+                **by_name(key), num_cached_tokens=num_cached, num_computed_tokens=num_computed
             )
             return decode_pb.DecodeEvent(local=local)
         case Admitted(key, admission_s):
-            return decode_pb.DecodeEvent(admitted=decode_pb.Admitted(**asdict(key), admission_s=admission_s))
+            return decode_pb.DecodeEvent(admitted=decode_pb.Admitted(**by_name(key), admission_s=admission_s))
         case AttemptFailed():
             return decode_pb.DecodeEvent(failed=failed_to_proto(event))
         case WriterSuspected(worker_id, incarnation):

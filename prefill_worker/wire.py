@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from prefill_worker.events import Event, HandedOff, PromptEnded, PromptStarted
+from tandem.rpc.convert import by_name
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.request import AttemptFailed, TokenSampled
@@ -22,14 +22,14 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
         case pb.WorkerInfo():
             return prefill_pb.PrefillEvent(hello=event)
         case PromptStarted(key, num_cached_tokens):
-            started = prefill_pb.PrefillStarted(**asdict(key), num_cached_tokens=num_cached_tokens)
+            started = prefill_pb.PrefillStarted(**by_name(key), num_cached_tokens=num_cached_tokens)
             return prefill_pb.PrefillEvent(started=started)
         case TokenSampled():
             return prefill_pb.PrefillEvent(first_token=token_to_proto(event))
         case PromptEnded(key, work):
-            return prefill_pb.PrefillEvent(ended=prefill_pb.PrefillEnded(**asdict(key), **asdict(work)))
+            return prefill_pb.PrefillEvent(ended=prefill_pb.PrefillEnded(**by_name(key), **by_name(work)))
         case HandedOff(key, stats, work):
-            done = prefill_pb.HandoffDone(**asdict(key), **asdict(stats), **asdict(work))
+            done = prefill_pb.HandoffDone(**by_name(key), **by_name(stats), **by_name(work))
             return prefill_pb.PrefillEvent(handoff_done=done)
         case AttemptFailed():
             return prefill_pb.PrefillEvent(failed=failed_to_proto(event))

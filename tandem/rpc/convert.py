@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import Final
+from dataclasses import fields
+from typing import Any, Final
 
 import grpc
 from grpc import aio
@@ -64,8 +64,13 @@ def error_from_rpc(error: grpc.RpcError, what: str) -> TandemError:
     return TransportError(text)
 
 
+def by_name(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, for a message with the same names. `asdict` would copy all that lies in them, too."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
 def sampling_to_proto(params: SamplingParams) -> pb.Sampling:
-    return pb.Sampling(**asdict(params) | {"logit_bias": dict(params.logit_bias)})
+    return pb.Sampling(**by_name(params) | {"logit_bias": dict(params.logit_bias)})
 
 
 def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
@@ -77,4 +82,4 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
 
 
 def page_counts_to_proto(counts: PageCounts) -> pb.PageCounts:
-    return pb.PageCounts(**asdict(counts))
+    return pb.PageCounts(**by_name(counts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -12,7 +12,7 @@ from kvtransfer.protocol.capability import is_seal_of, seal, split_seal
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.wire import layout_from_proto, layout_to_proto
 from tandem.core.errors import HandoffError
-from tandem.rpc.convert import error_to_proto, sampling_from_proto
+from tandem.rpc.convert import by_name, error_to_proto, sampling_from_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
@@ -54,7 +54,7 @@ def token_to_proto(sampled: TokenSampled) -> pb.Token:
 
 
 def failed_to_proto(failed: AttemptFailed) -> pb.AttemptFailed:
-    return pb.AttemptFailed(**asdict(failed.key), error=error_to_proto(failed.error, failed.key.request_id))
+    return pb.AttemptFailed(**by_name(failed.key), error=error_to_proto(failed.error, failed.key.request_id))
 
 
 def grant_to_proto(grant: Grant) -> decode_pb.Grant:
@@ -115,7 +115,7 @@ def part_from_proto(message: decode_pb.CommitPart) -> CommitPart:
 def _about_to_proto(said: Commit | CommitPart, sender_worker_id: str) -> dict[str, Any]:
     """What a commit and a part of it have in common."""
     return {
-        **asdict(said.key),
+        **by_name(said.key),
         "grant_id": said.grant_id,
         "epoch": said.epoch,
         "receiver_incarnation": said.receiver,

@@ -395,7 +395,9 @@ def test_what_was_found_before_a_failure_is_shown_and_written(
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
-    line = [sys.executable, "-m", "benchmarks", "parts", "--only", "streaming"]
+    # Under `nohup` the tests themselves run with some signals ignored, which a child would inherit, and heed.
+    as_in_a_terminal = ["env", "--default-signal=INT,TERM,HUP"]
+    line = [*as_in_a_terminal, sys.executable, "-m", "benchmarks", "parts", "--only", "streaming"]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert process.stderr is not None
     while "streams" not in process.stderr.readline():

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels | parts | gpu`: what only those measure who work on Tandem itself."""
+"""`python -m benchmarks kernels | parts | link | gpu`: what only those measure who work on Tandem itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli import add_command, run
-from tandem.core.arguments import Parser, whole
+from tandem.core.arguments import Parser, port, whole
 
 #: What `parts` can measure.
 PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "idle", "startup")
@@ -30,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_kernels(commands)
     _add_parts(commands)
+    _add_link(commands)
     _add_gpu(commands)
     return parser
 
@@ -90,6 +91,39 @@ def _add_parts(commands: Any) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
+def _add_link(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "link",
+        "measure what the network between two hosts carries: a TCP stream, raw writes, handoffs without a model",
+        "export TANDEM_LINK_SECRET=...                              # the same on both hosts\n"
+        "python -m benchmarks link --listen 10.0.0.2                # on one\n"
+        "python -m benchmarks link --to 10.0.0.2 --tokens 512 4096 --json link.json",
+        _link,
+    )
+    side = command.add_mutually_exclusive_group(required=True)
+    side.add_argument("--listen", metavar="ADDRESS", help="be the receiver, at this address of this host, for ever")
+    side.add_argument("--to", metavar="ADDRESS", help="measure, to the receiver there")
+    command.add_argument("--port", type=port, default=7799, metavar="PORT", help="of the receiver (default: 7799)")
+    command.add_argument("--transport", choices=("ucx", "nccl"), default="ucx", help="of the pages (default: ucx)")
+    command.add_argument(
+        "--layouts", nargs="+", choices=("82m", "8b"), default=["82m", "8b"], help="shapes of pages (default: both)"
+    )
+    command.add_argument(
+        "--tokens", type=whole(1), nargs="+", default=[512, 4096, 32768], metavar="N", help="lengths of prompts"
+    )
+    command.add_argument(
+        "--prefill-rate",
+        type=float,
+        default=10_000.0,
+        metavar="TOKENS_PER_S",
+        help="how fast prompts are computed where the exposed transfer is measured (default: 10000)",
+    )
+    command.add_argument("--runs", type=whole(1), default=5, metavar="N", help="of each (default: 5)")
+    command.add_argument("--link", default="", metavar="NAME", help="name of this link in the file")
+    command.add_argument("--json", type=Path, metavar="FILE", help="add everything there")
+
+
 def _add_gpu(commands: Any) -> None:
     command = add_command(
         commands,
@@ -122,6 +156,12 @@ def _parts(options: argparse.Namespace) -> int:
 
     command.run(options.model, options.transport, options.only, options.json)
     return 0
+
+
+def _link(options: argparse.Namespace) -> int:
+    from benchmarks.link import command
+
+    return command.run(options)
 
 
 def _gpu(options: argparse.Namespace) -> int:

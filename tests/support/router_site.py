@@ -16,7 +16,8 @@ import openai
 from router.server import RouterServer
 from tandem.core import config as configuration
 from tandem.core.tokenizer import _byte_of_char
-from tests.support.scripted_worker import WAIT_S, ScriptedDecode, ScriptedPool, ScriptedPrefill, ScriptedWorker
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_worker import WAIT_S, ScriptedDecode, ScriptedPrefill, ScriptedWorker
 from tests.support.waiting import wait_until
 
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import grpc
 
-from tandem.rpc.v1 import common_pb2, control_pb2, decode_pb2, prefill_pb2
+from tandem.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tandem.rpc.v1.control_pb2_grpc import RouterControlStub
 from tandem.rpc.v1.decode_pb2_grpc import (
     DecodeServiceServicer,
     DecodeServiceStub,
@@ -400,44 +399,3 @@ class ScriptedDecode(ScriptedWorker, DecodeServiceServicer):
                 and (c.cancel.request_id, c.cancel.attempt) == (reserve.request_id, reserve.attempt)
                 for c in self.received
             )
-
-
-class ScriptedPool:
-    """Some scripted workers and the supervisor's side of the control service."""
-
-    def __init__(self, control_address: str) -> None:
-        self.workers: list[ScriptedWorker] = []
-        self.states: dict[str, str] = {}
-        self._version = 0
-        self._channel = grpc.insecure_channel(control_address)
-        self.control = RouterControlStub(self._channel)
-
-    def add(self, *workers: ScriptedWorker) -> None:
-        self.workers.extend(workers)
-        self.push()
-
-    def remove(self, worker: ScriptedWorker) -> None:
-        self.workers.remove(worker)
-        self.push()
-
-    def push(self) -> None:
-        """Tell the router the membership as it is now."""
-        self._version += 1
-        members = [
-            control_pb2.Member(
-                worker_id=w.info.worker_id,
-                incarnation=w.info.incarnation,
-                role=w.role,
-                address=w.info.address,
-                state=self.states.get(w.info.worker_id, "ready"),
-                node="testhost",
-                pid=4242,
-            )
-            for w in self.workers
-        ]
-        self.control.SetMembership(control_pb2.Membership(version=self._version, members=members), timeout=WAIT_S)
-
-    def close(self) -> None:
-        self._channel.close()
-        for worker in self.workers:
-            worker.kill()

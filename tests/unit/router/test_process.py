@@ -20,7 +20,8 @@ import httpx
 import pytest
 
 from tandem.rpc.v1.control_pb2 import RouterStatusReply, RouterStatusRequest, StopRouterRequest
-from tests.support.scripted_worker import ScriptedDecode, ScriptedPool, ScriptedPrefill
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.processes

@@ -14,10 +14,9 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "## Links between hosts"
     yield ""
-    yield "Measured by `python -m benchmarks link`: two processes with an arena each, no model. The same bytes go as"
-    yield "a TCP stream, as one raw write of the transport, and as a handoff with digests at both ends, in turn; medians."
-    yield "The exposed transfer is of a prompt whose pages are sealed at the given rate: end of its computation to"
-    yield "acknowledgement."
+    yield "Measured by `python -m benchmarks link`: two processes with an arena each, no model. The same bytes go as a"
+    yield "TCP stream, as one raw write of the transport, and as a handoff with digests at both ends, in turn; medians."
+    yield "The exposed transfer is of a prompt whose pages are sealed at the given rate, from its end to the answer."
     for link in content["links"]:
         measured = link["measured"]
         yield ""

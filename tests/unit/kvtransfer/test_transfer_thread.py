@@ -152,8 +152,7 @@ def test_idle_it_sleeps_and_outstanding_it_polls(pair: tuple[Worker, Worker, Pee
     assert here.thread.num_polls == polls
     assert time.process_time() - cpu_s < 0.05
     here.thread.write(peer, ONE, b"lost")  # never completes
-    time.sleep(0.3)
-    assert 20 < here.thread.num_polls - polls < 3000
+    assert _polls_per_s(here) < 10_000
 
 
 def test_what_comes_soon_is_looked_for_often_and_what_takes_long_seldom(pair: tuple[Worker, Worker, PeerId]) -> None:
@@ -164,9 +163,14 @@ def test_what_comes_soon_is_looked_for_often_and_what_takes_long_seldom(pair: tu
     here.thread.write(peer, ONE, b"never completes")
     here.wait(b"never completes", "WritePosted")
     time.sleep(0.1)
-    polls = here.thread.num_polls
-    time.sleep(0.3)
-    assert 20 < here.thread.num_polls - polls < 400
+    assert _polls_per_s(here) < 1_333
+
+
+def _polls_per_s(worker: Worker) -> float:
+    """While the thread makes at least twenty-one polls and 0.3 s pass, however long a busy machine takes for them."""
+    polls, begun_s = worker.thread.num_polls, time.monotonic()
+    wait_until(lambda: worker.thread.num_polls > polls + 20 and time.monotonic() > begun_s + 0.3, "21 polls")
+    return (worker.thread.num_polls - polls) / (time.monotonic() - begun_s)
 
 
 def test_a_failing_callback_is_reported_and_does_not_stop_the_others(pair: tuple[Worker, Worker, PeerId]) -> None:

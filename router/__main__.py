@@ -28,10 +28,10 @@ from tandem.rpc.security import configure
 def main(arguments: list[str] | None = None) -> int:
     """Run until a signal; returns the exit status."""
     options = _parser().parse_args(arguments)
-    fault_points.name_process("router")
+    fault_points.name_process(options.name or "router")
     try:
         config = configuration.load(options.config)
-        setup_logging(config.logging, "router")
+        setup_logging(config.logging, options.name or "router")
         configure(config.security, PeerRole.ROUTER, options.control_host)
         server = RouterServer(
             config,
@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
             control_port=options.control_port,
             control_host=options.control_host,
             key_digests=digests_of_variable(os.environ),
+            name=options.name,
+            siblings=options.siblings,
         )
         stop_asked = _on_signals()
         info = server.start()
@@ -74,6 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ready-file", type=Path, help="JSON file to write when both ports listen, with their addresses"
+    )
+    parser.add_argument(
+        "--name", default="", help="name of this router among several, such as router-0; its metrics have it as a label"
+    )
+    parser.add_argument(
+        "--siblings",
+        type=Path,
+        metavar="DIR",
+        help="share the HTTP port with the routers that were given this directory, of this user alone; needs --name",
     )
     parser.add_argument(
         "--drain-s", type=float, default=60.0, help="seconds to wait for running requests (default: 60)"

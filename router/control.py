@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -19,19 +19,32 @@ class RouterControl(RouterControlServicer):
     """`tandem.v1.RouterControl` on the router's loop.
 
     Args:
+        told: called whenever a membership has come.
         stop: begins to stop the router; called with the seconds that requests under way get.
+        leave: lets others take new connections; returns when those that it has have ended. May be called again.
     """
 
-    def __init__(self, context: RouterContext, stop: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        context: RouterContext,
+        told: Callable[[], object],
+        stop: Callable[[float], None],
+        leave: Callable[[], Awaitable[None]],
+    ) -> None:
         self._context = context
-        self._stop = stop
+        self._told, self._stop, self._leave = told, stop, leave
 
     async def SetMembership(self, request: pb.Membership, _: Any) -> pb.MembershipReply:
         self._context.workers.apply(request)
+        self._told()
         return pb.MembershipReply()
 
-    async def DrainRouter(self, _request: pb.DrainRouterRequest, _: Any) -> pb.DrainRouterReply:
-        await self._context.drain()
+    async def DrainRouter(self, request: pb.DrainRouterRequest, _: Any) -> pb.DrainRouterReply:
+        if request.others_serve:
+            await self._leave()
+            await self._context.open_exchanges.wait_none()
+        else:
+            await self._context.drain()
         return pb.DrainRouterReply()
 
     async def StopRouter(self, request: pb.StopRouterRequest, _: Any) -> pb.StopRouterReply:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -14,8 +18,11 @@ import uvloop
 from router.control import RouterControl, serve_control
 from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
+from router.http.metrics_page import MetricsPage
 from router.http.server import HttpServer, listen
+from router.http.siblings import Siblings
 from router.lifecycle.context import RouterContext
+from router.lifecycle.migration_slots import MigrationSlots
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
@@ -33,6 +40,8 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
 _MIN_RETRY_BURST = 10
+_FIGURES_S = 0.5
+"""How long the event loop may take to give the metrics to another router; that waits a little longer."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,7 @@ class RouterServer:
 
     Attributes:
         has_failed: whether an error ended it.
+        is_leaving: whether it takes no new connections any more, as others do.
     """
 
     def __init__(
@@ -60,9 +70,18 @@ class RouterServer:
         control_port: int = 0,
         control_host: str = "127.0.0.1",
         key_digests: frozenset[bytes] = frozenset(),
+        name: str = "",
+        siblings: Path | None = None,
     ) -> None:
-        """The system chooses ports that are 0. `key_digests`: of API keys that hold beside those of the file."""
-        self.has_failed = False
+        """The system chooses ports that are 0.
+
+        Args:
+            key_digests: of API keys that hold beside those of the file.
+            name: of this router among those of its cluster, such as `router-0`; its metrics have it as a label.
+            siblings: directory where the routers meet that share this port; `None`: it has the port for itself.
+        """
+        self.has_failed = self.is_leaving = False
+        self._name, self._meeting_place = name, siblings
         self._config = config
         self._model_dir = model_dir
         self._host, self._http_port = host, http_port
@@ -120,12 +139,55 @@ class RouterServer:
         guard = RoleGuard()
         context = self._context(guard)
         card = ModelCard.from_dir(self._model_dir, config, context.tokenizer)
-        listener = listen(self._host, self._http_port)
+        page = MetricsPage(context.metrics, self._name)
+        http = HttpServer(create_app(context, card, keys, page), config.limits)
+        with self._siblings(page) as siblings:
+            bind = partial(listen, self._host, self._http_port)
+            listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
+            if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before
+                http.begin()
+            with listener:
+                await self._serve(context, http, guard, siblings, listener)
+
+    @contextmanager
+    def _siblings(self, page: MetricsPage) -> Iterator[Siblings | None]:
+        if self._meeting_place is None:
+            yield None
+            return
+        with closing(Siblings(self._meeting_place, self._name, self._figures(page))) as siblings:
+            page.siblings = siblings
+            yield siblings
+
+    def _figures(self, page: MetricsPage) -> Callable[[], bytes]:
+        """For the thread in which siblings are answered: made in the event loop, like all that is counted there."""
+        loop = asyncio.get_running_loop()
+
+        async def own() -> bytes:
+            return page.own()
+
+        return lambda: asyncio.run_coroutine_threadsafe(own(), loop).result(_FIGURES_S)
+
+    async def _serve(
+        self,
+        context: RouterContext,
+        http: HttpServer,
+        guard: RoleGuard,
+        siblings: Siblings | None,
+        listener: socket.socket,
+    ) -> None:
+        """Until it is asked to stop."""
+
+        async def leave() -> None:
+            _log.info("the router leaves: others take new connections")
+            self.is_leaving = True
+            if siblings is not None:
+                siblings.leave()
+            await http.leave()
+
         control, control_port = await serve_control(
-            RouterControl(context, self._begin_stop), guard, self._control_host, self._control_port
+            RouterControl(context, http.begin, self._begin_stop, leave), guard, self._control_host, self._control_port
         )
-        http = HttpServer(create_app(context, card, keys), config.limits)
-        http_task = asyncio.create_task(http.serve(sockets=[listener]), name="http")
+        http_task = asyncio.create_task(http.serve_on(listener), name="http")
         try:
             info = RouterInfo(
                 http_url=f"http://{_for_url(self._host)}:{listener.getsockname()[1]}",
@@ -156,14 +218,18 @@ class RouterServer:
             num_workers = sum(s.takes_requests and not s.is_prefill for s in workers.sessions())
             return scheduling.max_num_seqs * num_workers / workers.num_routers
 
-        admission = Admission(scheduling.max_queued_requests, clock, num_places)
+        def num_routers() -> int:
+            return workers.num_routers
+
+        admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
         workers.on_change = admission.look_at_places
         # The death of one full worker must not spend it.
         burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs)
-        budget = RetryBudget(config.limits.retry_budget, burst, clock, lambda: workers.num_routers)
+        budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)
-        return RouterContext(config, clock, workers, admission, metrics, tokenizer, budget)
+        migrations = MigrationSlots(num_routers=num_routers)
+        return RouterContext(config, clock, workers, admission, metrics, tokenizer, budget, migrations)
 
     def _begin_stop(self, drain_s: float) -> None:
         self._drain_s = drain_s

@@ -113,6 +113,7 @@ def _add_config_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
     command.add_argument("--prefill", type=_workers, metavar="N", help="number of prefill workers (default: 1)")
     command.add_argument("--decode", type=_workers, metavar="N", help="number of decode workers (default: 1)")
+    command.add_argument("--routers", type=_workers, metavar="N", help="number of routers (default: 1)")
     command.add_argument(
         "--address", metavar="RAY", help="join the Ray cluster at this address; `auto`: that of this host"
     )
@@ -135,8 +136,8 @@ def _add_scale(commands: Any) -> None:
     command = add_command(
         commands,
         "scale",
-        "change how many workers each pool has, while requests run",
-        "tandem scale --prefill 2 --decode 1",
+        "change how many workers each pool has, and how many routers there are, while requests run",
+        "tandem scale --prefill 2 --decode 1\ntandem scale --routers 2",
         _scale,
     )
     _add_target_options(command)
@@ -146,6 +147,9 @@ def _add_scale(commands: Any) -> None:
     command.add_argument(
         "--decode", type=_workers, metavar="M", help="new number of decode workers (default: unchanged)"
     )
+    command.add_argument(
+        "--routers", type=_workers, metavar="R", help="new number of routers (default: unchanged)"
+    )
     command.add_argument("--no-wait", action="store_true", help="return at once; do not wait for the new size")
 
 
@@ -153,12 +157,12 @@ def _add_drain(commands: Any) -> None:
     command = add_command(
         commands,
         "drain",
-        "replace one worker: it takes no new work, finishes or hands over its requests, and leaves",
-        "tandem drain decode-0\ntandem drain decode-0 --no-replace-first --timeout 60",
+        "replace one worker or router: it takes no new work, finishes or hands over its requests, and leaves",
+        "tandem drain decode-0\ntandem drain router-0\ntandem drain decode-0 --no-replace-first --timeout 60",
         _drain,
     )
     _add_target_options(command)
-    command.add_argument("worker", metavar="WORKER", help="name of the worker, as `tandem status` shows it")
+    command.add_argument("worker", metavar="WORKER", help="name of the worker or router, as `tandem status` shows it")
     command.add_argument(
         "--no-replace-first", action="store_true", help="start its successor after it has left, not before it drains"
     )
@@ -247,7 +251,12 @@ def _scale(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
     return commands.scale(
-        options.port, options.address, prefill=options.prefill, decode=options.decode, wait=not options.no_wait
+        options.port,
+        options.address,
+        prefill=options.prefill,
+        decode=options.decode,
+        routers=options.routers,
+        wait=not options.no_wait,
     )
 
 
@@ -299,6 +308,7 @@ def _config(options: argparse.Namespace) -> Config:
         "http.port": options.port,
         "pools.prefill.workers": options.prefill,
         "pools.decode.workers": options.decode,
+        "pools.routers": options.routers,
     }
     return load(options.config, {key: value for key, value in given.items() if value is not None})
 

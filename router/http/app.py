@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.http.auth import OPEN_PATHS, ApiKeys
 from router.http.bodies import Bodies
 from router.http.exchange import Exchange, send_error
-from router.http.welcome import endpoints, facts, page
+from router.http.metrics_page import MetricsPage
+from router.http.welcome import endpoints, facts, welcome_page
 from router.lifecycle.context import RouterContext
 from router.lifecycle.request_errors import RequestErrors
 from router.openai.model_card import ModelCard
@@ -49,10 +50,10 @@ _EXPOSED_HEADERS = (
 )
 
 
-def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys) -> ASGIApp:
+def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage) -> ASGIApp:
     """The ASGI application of one router; `keys` guard every route but `/health`."""
     app = FastAPI(title="Tandem", openapi_url=None)
-    _add_get_routes(app, context, card, keys)
+    _add_get_routes(app, context, card, keys, page)
     bodies = Bodies(context.config.limits.max_body_bytes)
     for path, parser in (("/v1/completions", parse_completion), ("/v1/chat/completions", parse_chat)):
         # A raw ASGI route: the exchange reads and writes by itself.
@@ -79,7 +80,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys: ApiKeys) -> None:
+def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage) -> None:
     has_metrics = context.config.metrics.enabled
     served, described = endpoints(has_metrics=has_metrics), document(context.config, card)
 
@@ -88,7 +89,7 @@ def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys:
         if "application/json" in request.headers.get("accept", ""):
             return _json(facts(card, served))
         url = str(request.base_url).rstrip("/")
-        return PlainTextResponse(page(card, served, url, needs_key=keys.are_required))
+        return PlainTextResponse(welcome_page(card, served, url, needs_key=keys.are_required))
 
     @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
@@ -122,7 +123,7 @@ def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys:
 
         @app.api_route("/metrics", methods=_READ)
         async def exposition() -> Response:
-            return Response(context.metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+            return Response(await page.text(), headers={"content-type": metrics.CONTENT_TYPE})
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

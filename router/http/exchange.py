@@ -97,7 +97,7 @@ class Exchange:
         """What the body asks for, and one request for each of its prompts."""
         context, card = self._context, self._card
         limits = [limit for limit in (card.max_context, context.workers.max_context()) if limit is not None]
-        bounds = PromptBounds(context.admission.max_waiting, min(limits, default=None))
+        bounds = PromptBounds(context.config.scheduling.max_queued_requests, min(limits, default=None))
 
         def work() -> tuple[ParsedRequest, list[Request]]:
             parsed = self._parser(parse_body(raw), context.config.limits, bounds)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -43,6 +44,7 @@ class BoundedProtocol(H11Protocol):
 
     Args:
         stalled_s: how long a client may read nothing of its answer.
+        on_lost: called when the connection has ended.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class BoundedProtocol(H11Protocol):
         *,
         limits: LimitsConfig,
         stalled_s: float,
+        on_lost: Callable[[], object],
     ) -> None:
         super().__init__(config, server_state, {**app_state, ABORT: self._abort}, _loop)
         self.logger = _UVICORN
         self._limits = limits
         self._stalled_s = stalled_s
+        self._on_lost = on_lost
         # Runs exactly while the client owes the rest of a head or body.
         self._arrival: asyncio.TimerHandle | None = None
         self._awaits = ""  # what `_arrival` waits for: "head" or "body"
@@ -79,6 +83,7 @@ class BoundedProtocol(H11Protocol):
         self._stop_timers()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._on_lost()
 
     def data_received(self, data: bytes) -> None:
         if self.conn.their_state is h11.SEND_BODY:
@@ -100,6 +105,13 @@ class BoundedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._end_stall()
+
+    def close_when_idle(self, idle_s: float) -> None:
+        """The server leaves: what comes is still served, but once nothing has come for so long it is closed."""
+        self.timeout_keep_alive = idle_s  # type: ignore[assignment]  # a timer's delay
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = self.loop.call_later(idle_s, self.timeout_keep_alive_handler)
 
     # -- uvicorn's steps
 

@@ -20,9 +20,13 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 1024
 #: Descriptors that a router needs beside its connections: workers, logs, the model's files.
 _OTHER_DESCRIPTORS = 256
+#: In a router that leaves, a connection is closed once nothing has come on it for so long. Most clients use none again
+#: that has been idle for longer, so hardly a request meets the close.
+_LEAVING_IDLE_S = 10.0
 #: A client that reads nothing at all, or whose host is gone, is cut off by the kernel after this.
 _DEAD_CLIENT_MS = 60_000
 _SEND_BUFFER_BYTES = 128 << 10
+_CLOSE = (b"connection", b"close")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -61,7 +65,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """`keep_alive_s`: of an idle connection. `stalled_s`: of one whose client reads nothing of its answer."""
         _allow_descriptors(limits.max_connections + _OTHER_DESCRIPTORS)
-        protocol = functools.partial(BoundedProtocol, limits=limits, stalled_s=stalled_s)
+        protocol = functools.partial(BoundedProtocol, limits=limits, stalled_s=stalled_s, on_lost=self._note_lost)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -80,11 +84,50 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._stop_asked = asyncio.Event()
+        self._may_accept = asyncio.Event()
+        self._listens = asyncio.Event()
+        self._none_open = asyncio.Event()  # no connection, as of the last end of one
+
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serve from `begin` to `stop`."""
+        await self._may_accept.wait()
+        if not self.should_exit:
+            await self.serve(sockets=[listener])
+
+    def begin(self) -> None:
+        """Take connections from now on."""
+        self._may_accept.set()
 
     def stop(self) -> None:
-        """End `serve`: no new connections, a moment for answers under way."""
+        """End `serve_on`: no new connections, a moment for answers under way."""
         self.should_exit = True
+        self._may_accept.set()
         self._stop_asked.set()
 
+    async def leave(self) -> None:
+        """Take no new connections; return when those that are open have ended.
+
+        Requests that come on them are served, as their clients cannot know: each answer that begins from now on tells
+        its client to open another connection for the next one.
+        """
+        await self._listens.wait()
+        if _CLOSE not in self.server_state.default_headers:
+            for server in self.servers:
+                server.close()
+            self.server_state.default_headers.append(_CLOSE)  # the list that every exchange under way has
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, BoundedProtocol)
+                connection.close_when_idle(_LEAVING_IDLE_S)
+        await asyncio.sleep(0)  # a connection that was accepted before is among those that are open after this
+        self._note_lost()
+        await self._none_open.wait()
+
+    def _note_lost(self) -> None:
+        if self.server_state.connections:
+            self._none_open.clear()
+        else:
+            self._none_open.set()
+
     async def main_loop(self) -> None:
+        self._listens.set()
         await self._stop_asked.wait()

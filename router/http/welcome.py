@@ -28,7 +28,7 @@ def facts(card: ModelCard, served: dict[str, str]) -> dict[str, Any]:
     return {"name": "tandem", "version": version(), "model": card.own_name, "endpoints": list(served)}
 
 
-def page(card: ModelCard, served: dict[str, str], url: str, *, needs_key: bool) -> str:
+def welcome_page(card: ModelCard, served: dict[str, str], url: str, *, needs_key: bool) -> str:
     """For a person; `url` is where they found it."""
     width = max(map(len, served))
     listed = "\n".join(f"  {path:{width}}  {what}" for path, what in served.items())

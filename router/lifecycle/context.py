@@ -27,8 +27,8 @@ class RouterContext:
     metrics: RouterMetrics
     tokenizer: Tokenizer
     budget: RetryBudget
+    migrations: MigrationSlots
     open_exchanges: OpenExchanges = field(default_factory=OpenExchanges)
-    migrations: MigrationSlots = field(default_factory=MigrationSlots)
     errors: RequestErrors = field(default_factory=RequestErrors)
 
     async def drain(self) -> None:

@@ -3,7 +3,7 @@
 A request waits for the computation of its prompt. Later it may wait for a place in a decode worker's batch. The workers
 keep these queues; admission keeps them short:
 
-- At most `max_waiting` requests wait in either queue.
+- At most `max_waiting` requests wait in either queue. That is for the whole cluster: each router lets its share wait.
 - A steady load must not wait for long: for a prompt at most as long as its computation takes, for a place at most a
   quarter of the time that a request takes. Both times are learnt while no request is refused.
 - Longer queues need *credit*. Where more requests come than are served, a request that would wait for longer costs one
@@ -45,17 +45,25 @@ class Admission:
     it has ended; `first_token` in between where one came.
     """
 
-    def __init__(self, max_waiting: int, clock: Clock, num_places: Callable[[], float] = lambda: math.inf) -> None:
-        """`num_places`: sequences that all decode workers can have in their batches."""
-        self.max_waiting = max_waiting
+    def __init__(
+        self,
+        max_waiting: int,
+        clock: Clock,
+        num_places: Callable[[], float] = lambda: math.inf,
+        num_routers: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """`max_waiting`: at all routers together. `num_places`: this router's share of the sequences that all decode
+        workers can have in their batches. `num_routers`: how many there are now."""
+        self._max_waiting = max_waiting
+        self._num_routers = num_routers
         self.is_draining = False
         self._clock = clock
         self._num_places = num_places
         # When those that wait for their prompt's computation came, oldest first.
         self._waiting_since_s: deque[float] = deque()
         self._num_sequences = 0  # of all requests under way
-        # Invariant: 0 <= _credit <= max_waiting
-        self._credit = max_waiting
+        # Invariant: 0 <= _credit <= max_waiting, as of the last time that it changed
+        self._credit = self.max_waiting
         self._last_left_s = self._last_ended_s = -math.inf
         # Since when more sequences are under way than there are places, as last looked at; `None` if there are not, or
         # if there is no decode worker at all, which says nothing of how fast one serves.
@@ -68,6 +76,11 @@ class Admission:
         self._num_refused = self._num_let_in = 0
         self._lately, self._just_now = _Balance(_RATE_WINDOW_S), _Balance(_TREND_WINDOW_S)
         self._refusals_since_s = self._last_refusal_s = -math.inf
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait here: a share of the cluster's, which is never 0."""
+        return math.ceil(self._max_waiting / self._num_routers())
 
     @property
     def num_waiting(self) -> int:
@@ -83,7 +96,8 @@ class Admission:
             OverloadedError: too many wait; says when to try again.
             DrainingError: the router takes no new requests.
         """
-        self._credit -= self._check(num_requests, num_choices)
+        cost = self._check(num_requests, num_choices)
+        self._credit = max(0, min(self._credit, self.max_waiting) - cost)
         self._num_let_in += num_requests
         now_s = self._clock.now()
         self._note_came(now_s, num_requests)
@@ -101,12 +115,14 @@ class Admission:
             raise DrainingError("the router is shutting down; try another one")
         waiting = self.num_waiting + num_requests
         queued = self._num_sequences + num_requests * num_choices - self._num_places()
-        if waiting > self.max_waiting or queued > self.max_waiting * num_choices:
+        # All prompts of one HTTP request wait together: they are let in where nobody else waits.
+        bound = max(self.max_waiting, min(num_requests, self._max_waiting))
+        if waiting > bound or queued > bound * num_choices:
             raise self._refusal(f"{self.num_waiting} requests are waiting and the bound is {self.max_waiting}")
         if not self._more_come_than_are_served(num_requests):
             return 0
         excess = min(num_requests, max(0, waiting - self._room_for_prefill(), queued - self._room_for_decode()))
-        if excess > self._credit:
+        if excess > min(self._credit, self.max_waiting):
             raise self._refusal("requests come in faster than they are served")
         return math.ceil(excess)
 
@@ -125,7 +141,7 @@ class Admission:
             self._refusals_since_s, self._num_refused, self._num_let_in = now_s, 0, 0
         self._last_refusal_s = now_s
         self._num_refused += 1
-        self._credit = max(0, self._credit - 1)
+        self._credit = max(0, min(self._credit, self.max_waiting) - 1)
         return OverloadedError(f"{why}; try again later", retry_after_s=self.retry_after_s())
 
     def retry_after_s(self) -> float:

@@ -10,6 +10,7 @@ share of 0 nothing refills it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tandem.core.clock import Clock
@@ -33,7 +34,7 @@ class RetryBudget:
         self._num_routers = num_routers
         self._clock = clock
         # Invariant: between 0 and this router's share of the burst, as of `_filled_s`.
-        self._left = burst / num_routers()
+        self._left = float(self._share_of_burst())
         self._filled_s = clock.now()
         self.num_refused = 0
 
@@ -59,4 +60,8 @@ class RetryBudget:
     def _fill(self, amount: float) -> None:
         now_s, num_routers = self._clock.now(), self._num_routers()
         amount += (now_s - self._filled_s) * self._refill_per_s / num_routers
-        self._left, self._filled_s = min(self._left + amount, self._burst / num_routers), now_s
+        self._left, self._filled_s = min(self._left + amount, self._share_of_burst()), now_s
+
+    def _share_of_burst(self) -> int:
+        """Whole retries, rounded up: with a part of one no router would ever retry."""
+        return math.ceil(self._burst / self._num_routers())

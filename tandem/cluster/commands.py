@@ -48,7 +48,8 @@ def status(port: int | None, address: str | None, *, as_json: bool) -> int:
         console.print(detail)
         return 0
     console.print(f"Tandem {cluster.version}, {cluster.model}: {detail}; {pools_line(cluster)}")
-    console.print(f"router {cluster.router.state} at {cluster.router.url or '-'}; Ray at {cluster.ray_address}")
+    urls = dict.fromkeys(router.url for router in cluster.routers if router.url)  # on one node they share it
+    console.print(f"requests go to {' or '.join(urls) or '-'}; Ray at {cluster.ray_address}")
     if cluster.log_directory:
         console.print(f"logs in {cluster.log_directory}")
     console.print(cluster_table(cluster))
@@ -70,7 +71,7 @@ def _ask(target: Target) -> supervisor_pb2.Cluster | None:
 def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str, str]:
     """The state in one word, and in a sentence for people."""
     if cluster is not None and cluster.stopping:
-        num = cluster.router.num_under_way
+        num = sum(router.num_under_way for router in cluster.routers)
         return "stopping", f"stopping: {num} request{'' if num == 1 else 's'} under way"
     if target.file and target.stage in (Stage.STARTING, Stage.STOPPING):
         return target.file.stage, target.file.describe()
@@ -79,12 +80,14 @@ def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str,
     return state, state
 
 
-def scale(port: int | None, address: str | None, *, prefill: int | None, decode: int | None, wait: bool) -> int:
-    if prefill is None and decode is None:
-        raise ConfigError("say how many workers: --prefill N, --decode N, or both")
+def scale(
+    port: int | None, address: str | None, *, prefill: int | None, decode: int | None, routers: int | None, wait: bool
+) -> int:
+    if prefill is None and decode is None and routers is None:
+        raise ConfigError("say how many: --prefill N, --decode N, --routers N, or several of them")
     target = find_started(port, address)
     with Reporter() as reporter, supervisor(target) as stub:
-        request = supervisor_pb2.ScaleRequest(prefill=prefill, decode=decode)
+        request = supervisor_pb2.ScaleRequest(prefill=prefill, decode=decode, router=routers)
         reply = stub.Scale(request, timeout=TIMEOUT_S)
         if reply.HasField("error"):
             raise ConfigError(reply.error.message, key=reply.error.field)
@@ -114,7 +117,7 @@ def drain(
         reply = stub.Drain(request, timeout=TIMEOUT_S)
         if reply.HasField("error"):
             raise ConfigError(reply.error.message, key=reply.error.field)
-        incarnation = _find(reply.cluster, worker_id).member.incarnation
+        incarnation, _, _ = _find(reply.cluster, worker_id)
         if not wait:
             reporter.line(f"{worker_id} is being replaced; `tandem status` shows its progress.")
             return 0
@@ -122,11 +125,10 @@ def drain(
         limit_s = timeout_s + SETTLE_TIMEOUT_S
 
         def is_replaced(cluster: supervisor_pb2.Cluster) -> bool:
-            worker = _find(cluster, worker_id)
-            is_there = worker.member.incarnation == incarnation
-            if is_there and not worker.leaving:
-                raise WorkerLostError(f"{worker_id} was not drained; {worker.detail}")
-            return not is_there and cluster.settled
+            present, is_leaving, detail = _find(cluster, worker_id)
+            if present == incarnation and not is_leaving:
+                raise WorkerLostError(f"{worker_id} was not drained; {detail}")
+            return present != incarnation and cluster.settled
 
         following = Following(stub, reporter)
         if not following.until(is_replaced, limit_s):
@@ -182,10 +184,11 @@ def _target_options(port: int | None, address: str | None) -> str:
     return (f" --port {port}" if port else "") + (f" --address {address}" if address else "")
 
 
-def _find(cluster: supervisor_pb2.Cluster, worker_id: str) -> supervisor_pb2.ClusterWorker:
-    """An empty one when there is none."""
-    found = (worker for worker in cluster.workers if worker.member.worker_id == worker_id)
-    return next(found, supervisor_pb2.ClusterWorker())
+def _find(cluster: supervisor_pb2.Cluster, name: str) -> tuple[str, bool, str]:
+    """Incarnation of a worker or router, whether it is leaving, and its detail; empty when there is none."""
+    workers = ((w.member.worker_id, (w.member.incarnation, w.leaving, w.detail)) for w in cluster.workers)
+    routers = ((r.name, (r.incarnation, r.leaving, r.detail)) for r in cluster.routers)
+    return {**dict(workers), **dict(routers)}.get(name, ("", False, ""))
 
 
 def _shut_down(target: Target, reporter: Reporter, *, now: bool, grace_s: float) -> None:

@@ -44,9 +44,8 @@ def unfinished(cluster: supervisor_pb2.Cluster) -> str:
     """What is not in its wanted state, and why."""
     late = [worker for worker in cluster.workers if worker.member.state != "ready" or worker.leaving]
     said = [f"{worker.member.worker_id} {worker.detail or worker.member.state}" for worker in late]
-    if cluster.router.state != "ready":
-        said.append(f"router {cluster.router.state}")
-    return ", ".join(said)
+    routers = [router for router in cluster.routers if router.state != "ready" or router.leaving]
+    return ", ".join(said + [f"{router.name} {router.state}" for router in routers])
 
 
 def node_advice(cluster: supervisor_pb2.Cluster, target: str) -> list[str]:

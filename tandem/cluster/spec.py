@@ -24,7 +24,7 @@ class ClusterSpec:
     num_threads: dict[Role, int]  # of each worker, on CPUs; 0 when its node decides
     local: bool  # Ray belongs to `tandem serve`, everything runs on this host and listens on the loopback address
     control_port: int  # of the supervisor's gRPC service; stays when the supervisor is started again
-    node_id: str  # Ray's id of the node where router and supervisor live
+    node_id: str  # Ray's id of the node where the supervisor lives, and the routers unless other nodes are for them
     ray_address: str
     log_directory: str  # of the processes; empty: each node's Ray session directory
 

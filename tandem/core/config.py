@@ -63,6 +63,12 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class PoolsConfig:
+    routers: int = _key(
+        1, "How many routers take requests; each takes all. Raise it where one router's core is busy, or to serve on "
+        "while one is replaced. Those of one host share its port; on several hosts each node with the resource "
+        "`router` gets one. `tandem scale --routers` changes it later.",
+        minimum=1,
+    )
     prefill: PoolConfig = field(default_factory=PoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
 

@@ -5,8 +5,12 @@ One registry for each router, never the library's global one, so that several li
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -92,6 +96,22 @@ class RouterMetrics:
             "tandem_writers_suspected_total", "Writers that decode workers found silent beyond lease and grace"
         )
 
-    def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format; its type is `CONTENT_TYPE`."""
-        return generate_latest(self.registry)
+    def exposition(self, router: str = "") -> bytes:
+        """All metrics in Prometheus' text format; its type is `CONTENT_TYPE`.
+
+        Args:
+            router: its name, which each sample gets as the label `router`; empty: it has none.
+        """
+        return generate_latest(_Labelled(self.registry, router) if router else self.registry)
+
+
+class _Labelled(Collector):
+    """Everything in a registry with one more label."""
+
+    def __init__(self, registry: CollectorRegistry, router: str) -> None:
+        self._registry, self._router = registry, router
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [s._replace(labels={"router": self._router, **s.labels}) for s in metric.samples]
+            yield metric

@@ -39,7 +39,7 @@ def test_says_how_to_go_on_and_the_curl_line_works(serve: Serve) -> None:
         assert word in serve.output
     logs = next(line for line in serve.lines if line.startswith("  logs ")).split()[1].removesuffix(":")
     names = {file.name for file in Path(logs).iterdir()}
-    assert {"router.log", "supervisor.log", "prefill-0.log", "decode-0.log"} <= names
+    assert {"router-0.log", "supervisor.log", "prefill-0.log", "decode-0.log"} <= names
 
 
 def test_refused_and_failed_requests_are_told_as_they_happen(serve: Serve) -> None:

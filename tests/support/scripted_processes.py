@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -100,6 +100,7 @@ class ScriptedWorkerProcess(ScriptedProcess):
 class ScriptedRouterProcess(ScriptedProcess):
     memberships: list[control_pb2.Membership] = field(default_factory=list)
     asked_to_drain: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # its last connection has ended
     url: str = "http://127.0.0.1:8000"
 
     async def start(self) -> ProcessState:
@@ -145,7 +146,9 @@ class World:
 
     # as a Launcher; called in threads
 
-    def start(self, role: Role, name: str, incarnation: str) -> ScriptedWorkerProcess | ScriptedRouterProcess:
+    def start(
+        self, role: Role, name: str, incarnation: str, beside: Sequence[str]
+    ) -> ScriptedWorkerProcess | ScriptedRouterProcess:
         async def make_worker() -> ScriptedWorkerProcess:
             worker = await self.serve(ScriptedWorkerProcess(name=name, incarnation=incarnation))
             if self.autoload:
@@ -211,7 +214,13 @@ class _Router(control_pb2_grpc.RouterControlServicer):
         self._world.heartbeats.set()
         return control_pb2.RouterStatusReply(suspected_writers=self._world.suspected, errors=self._world.errors)
 
-    async def DrainRouter(self, request: Any, context: Any) -> control_pb2.DrainRouterReply:
+    async def DrainRouter(
+        self, request: control_pb2.DrainRouterRequest, context: Any
+    ) -> control_pb2.DrainRouterReply:
+        if request.others_serve:
+            self._router.draining = True
+            await self._router.left.wait()
+            return control_pb2.DrainRouterReply()
         self._router.asked_to_drain.set()
         self._world.asked_to_drain.set()
         await self._world.requests_end.wait()

@@ -48,6 +48,7 @@ class ScriptedWorker:
         self.status = common_pb2.WorkerStatus(pages=common_pb2.PageCounts(free=100, used=1, cached=2))
         self._changed = threading.Condition()
         self._streams: list[queue.Queue[Any]] = []
+        self._stream_of: dict[str, queue.Queue[Any]] = {}  # of the router that wants a request, by its id
         self._ended: list[threading.Event] = []  # of each stream
         self._stopped = threading.Event()
         self._silent = threading.Event()
@@ -103,12 +104,15 @@ class ScriptedWorker:
     def _read(self, commands: Iterator[Any], out: queue.Queue[Any]) -> None:
         try:
             for command in commands:
+                self._stream_of[getattr(command, command.WhichOneof("command")).request_id] = out
                 self.note(command)
                 if self.auto:
                     self.answer(command)
         except grpc.RpcError:
             pass
         finally:
+            for request_id in [r for r, own in list(self._stream_of.items()) if own is out]:
+                self._stream_of.pop(request_id, None)
             out.put(None)
 
     def answer(self, command: Any) -> None:
@@ -126,11 +130,15 @@ class ScriptedWorker:
     # -- for tests
 
     def emit(self, **event: Any) -> None:
-        """Send one event, as `emit(token=...)`, on the newest stream."""
+        """Send one event, as `emit(token=...)`, to the router that wants its request; else on the newest stream."""
         self.emit_all([self._event(**event)])
 
     def emit_all(self, events: list[Any]) -> None:
-        self._streams[-1].put(self.events_type(events=events))
+        """The same of several events of one request."""
+        if events:
+            first = getattr(events[0], events[0].WhichOneof("event"))
+            stream = self._stream_of.get(getattr(first, "request_id", ""), self._streams[-1])
+            stream.put(self.events_type(events=events))
 
     def wait_for(self, kind: str, num: int = 1, timeout_s: float = WAIT_S) -> Any:
         """The `num`th command of this kind (from 1)."""

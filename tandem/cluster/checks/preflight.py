@@ -354,13 +354,13 @@ def share_of_gpu(config: Config, total_bytes: int, free_bytes: int, weight_bytes
 
 
 def check_room(config: Config, host: Host, kv_bytes: dict[Role, int], num_added: dict[Role, int]) -> None:
-    """Whether `host` has memory for `num_added` more workers of each role.
+    """Whether `host` has memory for `num_added` more workers of each role. Routers, which hold no pages, always fit.
 
     Raises:
         ConfigError: it has not; says how many fit.
     """
     fixed = Preflight(config, host).fixed_bytes
-    needed = sum(count * (fixed + kv_bytes[role]) for role, count in num_added.items() if kv_bytes[role])
+    needed = sum(count * (fixed + kv_bytes[role]) for role, count in num_added.items() if kv_bytes.get(role))
     if needed > host.available_bytes:
         raise ConfigError(
             f"{sum(num_added.values())} more workers need {human_bytes(needed)}, "

@@ -1,4 +1,4 @@
-"""Ray behind the supervisor's handles: named, detached actors placed by the resources `prefill` and `decode`."""
+"""Ray behind the supervisor's handles: named, detached actors placed by the resources `prefill`, `decode`, `router`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tandem.cluster.ray import kv_store
 from tandem.cluster.ray.actor import WAIT_SLICE_S, ActorState, make_actor, translate
 from tandem.cluster.ray.node_resources import threads_for
 from tandem.cluster.ray.router_actor import RouterActor
+from tandem.cluster.ray.router_nodes import choose_node, nodes_for_routers
 from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.ray.worker_actor import WorkerActor
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
@@ -26,6 +27,7 @@ from tandem.cluster.supervisor.slots import place_of
 from tandem.core.errors import WorkerLostError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.pidfd import ProcessId
+from tandem.rpc.security import is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -96,13 +98,16 @@ class RayLauncher:
         self._watchers = NodeWatchers(spec, self._keep_processes)
         self._memory = threading.Lock()
         self._over = False  # guarded by `_memory`: nothing is remembered any more
+        self._placing = threading.Lock()
+        # Ray's id of the node of each router's newest life, by slot; kept for later supervisors. Guarded by `_placing`.
+        self._router_nodes: dict[str, str] = {}
 
-    def start(self, role: Role, name: str, incarnation: str) -> RayHandle:
+    def start(self, role: Role, name: str, incarnation: str, beside: Sequence[str]) -> RayHandle:
         actor_name = f"{name}.{incarnation}"
         if role is Role.ROUTER:
-            on_its_node = NodeAffinitySchedulingStrategy(self._spec.node_id, soft=False)
+            on_its_node = NodeAffinitySchedulingStrategy(self._node_of_router(name, beside), soft=False)
             asked = make_actor(RouterActor, name=actor_name, scheduling_strategy=on_its_node)
-            return RayHandle(asked.remote(self._spec, self._key_digests), actor_name, self._watchers)
+            return RayHandle(asked.remote(self._spec, name, self._key_digests), actor_name, self._watchers)
         num_threads = self._spec.num_threads[role] or threads_for(role)
         asked = make_actor(
             WorkerActor,
@@ -114,6 +119,16 @@ class RayLauncher:
         )
         actor = asked.remote(self._spec, role.value, name, incarnation, num_threads)
         return RayHandle(actor, actor_name, self._watchers)
+
+    def _node_of_router(self, name: str, beside: Sequence[str]) -> str:
+        """Where nobody but programs of its own host can reach a router, that is the host of `tandem serve`."""
+        with self._placing:
+            others = [self._router_nodes[other] for other in beside if other in self._router_nodes]
+            is_reached = not is_loopback(self._spec.config.http.host)
+            nodes = nodes_for_routers(ray.nodes() if is_reached else [], self._spec.node_id)
+            node = self._router_nodes[name] = choose_node(nodes, others, self._router_nodes.get(name))
+            self._remember(routers=dict(self._router_nodes))
+        return node
 
     def find(self) -> Found:
         processes, watchers = list[RayHandle](), list[tuple[str, Any]]()
@@ -137,6 +152,7 @@ class RayLauncher:
         kept = kv_store.recall()
         term = int(kept.get("term", 0)) + 1
         self._remember(term=term)
+        self._router_nodes = kept.get("routers", {})
         return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
 
     def remember(self, intent: Intent) -> None:

@@ -32,8 +32,7 @@ async def serve_supervisor(
 
     supervisor = Supervisor(
         launcher,
-        # One router: all of its clients come by one address, `http.port` on the node of the spec.
-        wanted={Role.PREFILL: pools.prefill.workers, Role.DECODE: pools.decode.workers, Role.ROUTER: 1},
+        wanted={Role.PREFILL: pools.prefill.workers, Role.DECODE: pools.decode.workers, Role.ROUTER: pools.routers},
         heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
         policy=Policy(silence_s=transport.lease_s + transport.grace_s, router_silence_s=transport.lease_s),
         check_room=room,

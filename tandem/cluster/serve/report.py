@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1 import supervisor_pb2
+from tandem.rpc.v1 import common_pb2, supervisor_pb2
 
 _LOG_WIDTH = 240
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "failed": "red", "stopping": "yellow"}
@@ -71,11 +73,10 @@ class ClusterNews:
             now[member.worker_id] = (member.incarnation, member.state, worker.detail)
             if self._seen.get(member.worker_id) != now[member.worker_id]:
                 news.append((f"  {member.worker_id:<12}{_worker_line(worker)}", _STATE_STYLES.get(member.state, "")))
-        if cluster.HasField("router"):
-            router = cluster.router
-            now["router"] = (router.incarnation, router.state)
-            if self._seen.get("router") != now["router"]:
-                news.append((f"  {'router':<12}{_router_line(router)}", _STATE_STYLES.get(router.state, "")))
+        for router in cluster.routers:
+            now[router.name] = (router.incarnation, router.state)
+            if self._seen.get(router.name) != now[router.name]:
+                news.append((f"  {router.name:<12}{_router_line(router)}", _STATE_STYLES.get(router.state, "")))
         news += [(f"  {name:<12}stopped", "") for name in self._seen if name not in now]
         self._seen = now
         return news
@@ -85,30 +86,29 @@ class RequestNews:
     """Turns a series of `Cluster` messages into one line for what requests were refused or failed in between."""
 
     def __init__(self) -> None:
-        self._incarnation = ""  # of the router that counts
-        self._seen: dict[tuple[int, str], int] = {}
+        # What each router had told when it was last seen, by its incarnation.
+        self._seen: dict[str, Counter[tuple[int, str]]] = {}
 
     def lines(self, cluster: supervisor_pb2.Cluster) -> list[tuple[str, str]]:
         """(line, style), or nothing."""
-        router = cluster.router
-        if router.incarnation != self._incarnation:
-            self._incarnation, self._seen = router.incarnation, {}
-        new: dict[tuple[int, str], int] = {}
-        for told in router.errors.counts:
-            kind = told.http_status, told.code
-            if told.count > self._seen.get(kind, 0):
-                new[kind] = told.count - self._seen.get(kind, 0)
-                self._seen[kind] = told.count
+        new, newest = Counter[tuple[int, str]](), common_pb2.Error()
+        self._seen = {router.incarnation: self._seen.get(router.incarnation, Counter()) for router in cluster.routers}
+        for router in cluster.routers:
+            seen = self._seen[router.incarnation]
+            told = Counter({(kind.http_status, kind.code): kind.count for kind in router.errors.counts})
+            if more := told - seen:
+                new += more
+                newest = router.errors.newest
+            seen |= told
         if not new:
             return []
         kinds = ", ".join(f"{count} × {status} {code}" for (status, code), count in sorted(new.items()))
-        newest = router.errors.newest
         line = f"  {'requests':<12}refused or failed: {kinds}; the newest ({newest.request_id}): {newest.message}"
         return [(line, "red" if any(status >= 500 for status, _ in new) else "yellow")]
 
 
 def cluster_table(cluster: supervisor_pb2.Cluster) -> Table:
-    """The workers of `tandem status`."""
+    """The workers and routers of `tandem status`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NAME", "STATE", "PID", "NODE", "RUNNING", "QUEUED", "PAGES FREE", "FAILURES", "DETAIL"):
         table.add_column(title, justify="right" if title in ("RUNNING", "QUEUED", "PAGES FREE", "FAILURES") else "left")
@@ -128,12 +128,28 @@ def cluster_table(cluster: supervisor_pb2.Cluster) -> Table:
             str(worker.failures),
             worker.detail,
         )
+    for router in cluster.routers:
+        table.add_row(
+            router.name,
+            Text(router.state, style=_STATE_STYLES.get(router.state, "white")),
+            str(router.pid or "-"),
+            router.node or "-",
+            str(router.num_under_way),
+            "-",
+            "-",
+            str(router.failures),
+            router.url if router.state == "ready" else router.detail,
+        )
     return table
 
 
 def pools_line(cluster: supervisor_pb2.Cluster) -> str:
-    """`prefill 1/1 ready, decode 1/2 ready`."""
-    return ", ".join(f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready" for pool in cluster.pools)
+    """`prefill 1/1 ready, decode 1/2 ready`, and `routers 2/3 ready` unless one is there and wanted."""
+    pools = [f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready" for pool in cluster.pools]
+    if max(cluster.wanted_routers, len(cluster.routers)) > 1:
+        num_ready = sum(router.state == "ready" for router in cluster.routers)
+        pools.append(f"routers {num_ready}/{cluster.wanted_routers} ready")
+    return ", ".join(pools)
 
 
 def _worker_line(worker: supervisor_pb2.ClusterWorker) -> str:

@@ -212,7 +212,7 @@ class Serving:
                     async for cluster in stub.WatchCluster(supervisor_pb2.WatchClusterRequest()):
                         retry_s = _FIRST_RETRY_S
                         self._heard(cluster, plan)
-                        if cluster.stopping and not cluster.workers and not cluster.HasField("router"):
+                        if cluster.stopping and not cluster.workers and not cluster.routers:
                             self._has_ended = True
                             return
                         ending = ending or asyncio.create_task(self._end_silent(stub, face, plan))
@@ -309,7 +309,7 @@ class Serving:
     def _where_logs_are(self, cluster: supervisor_pb2.Cluster) -> str:
         assert self._home is not None
         if cluster.log_directory:
-            return f"{cluster.log_directory}: router.log, supervisor.log, one for each worker"
+            return f"{cluster.log_directory}: supervisor.log, one for each router and worker"
         return f"{self._home.log_directory}/worker-*, on each node"
 
     # --- stopping ------------------------------------------------------------------------------------------------
@@ -369,7 +369,8 @@ class Serving:
             f"  model       {facts.name} ({facts.architecture}, {weights} in {plan.dtype}) from {facts.directory}"
         )
         self._reporter.line(
-            f"  pools       {pools.prefill.workers} prefill, {pools.decode.workers} decode; "
+            f"  pools       {pools.prefill.workers} prefill, {pools.decode.workers} decode"
+            + (f", {pools.routers} routers; " if pools.routers > 1 else "; ")
             + (f"{human_bytes(share)} of KV pages each" if share else "each node decides on KV memory")
         )
 
@@ -377,7 +378,8 @@ class Serving:
 def _raise_if_hopeless(cluster: supervisor_pb2.Cluster) -> None:
     """A first start that cannot succeed ends `tandem serve` instead of going on for ever."""
     lives = [(w.member.worker_id, w.last_error, w.failures) for w in cluster.workers]
-    for name, error, failures in [*lives, ("router", cluster.router.last_error, cluster.router.failures)]:
+    lives += [(router.name, router.last_error, router.failures) for router in cluster.routers]
+    for name, error, failures in lives:
         refused = failures > 0 and error.code != WorkerLostError.code  # it said why, and will say so again
         if refused or failures >= HOPELESS_AFTER:
             logs = f"; logs are in {cluster.log_directory}" if cluster.log_directory else ""

@@ -21,9 +21,9 @@ class Ending:
 
 @dataclass(frozen=True)
 class Drain:
-    """One worker shall leave."""
+    """One worker or router shall leave."""
 
-    incarnation: str  # of the worker that leaves
+    incarnation: str  # of the process that leaves
     timeout_s: float  # from the start of its drain until it is killed
     refill: bool  # its place is filled when it has gone
     successor: str  # name of the slot that it waits for before it drains; empty: it waits for none
@@ -34,7 +34,7 @@ class Intent:
     """What a later supervisor must know and the processes cannot tell it."""
 
     wanted: dict[Role, int]  # sizes of the pools
-    drains: dict[str, Drain] = field(default_factory=dict)  # of the workers that leave, by name
+    drains: dict[str, Drain] = field(default_factory=dict)  # of those that leave, by name
     failures: dict[str, int] = field(default_factory=dict)  # of late, by slot: a crash loop stays backed off
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
 
@@ -95,7 +95,7 @@ class WantedChanged:
 
 @dataclass(frozen=True)
 class DrainOrdered:
-    """Replace this worker; it must be ready and not be leaving already, or nothing happens."""
+    """Replace this worker or router; it must be ready and not be leaving already, or nothing happens."""
 
     name: str
     replace_first: bool  # start its successor before it drains
@@ -121,6 +121,7 @@ class Started(OfProcess):
     address: str  # of its control service
     placement: Placement
     url: str = ""  # where clients of a router go
+    draining: bool = False  # an earlier supervisor has told it to
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ class StartProcess(OfProcess):
 
 
 @dataclass(frozen=True)
-class DrainWorker(OfProcess):
-    """Let it finish what it holds; report `Drained`."""
+class DrainProcess(OfProcess):
+    """Let it finish what it holds; report `Drained`. A router leaves new connections to the others."""
 
 
 @dataclass(frozen=True)
@@ -247,4 +248,4 @@ class PublishMembership(OfProcess):
     num_routers: int  # that serve, this one included: what is bounded for the cluster is shared among them
 
 
-Instruction = StartProcess | StopProcess | KillProcess | DrainWorker | NoteEnded | PublishMembership
+Instruction = StartProcess | StopProcess | KillProcess | DrainProcess | NoteEnded | PublishMembership

@@ -17,7 +17,7 @@ class ProcessState:
     address: str  # of its control service; empty until it listens
     url: str  # where clients of a router go; empty until it listens
     placement: Placement
-    draining: bool
+    draining: bool  # it was told to, by this supervisor or an earlier one
 
 
 class ProcessHandle(Protocol):
@@ -66,7 +66,8 @@ class Memory:
 class Launcher(Protocol):
     """Starts processes and finds those of an earlier supervisor. Every call blocks."""
 
-    def start(self, role: Role, name: str, incarnation: str) -> ProcessHandle: ...
+    def start(self, role: Role, name: str, incarnation: str, beside: Sequence[str]) -> ProcessHandle:
+        """`beside`: the others of its pool that stay; routers are spread over nodes with regard to them."""
 
     def find(self) -> Found: ...
 

@@ -7,14 +7,15 @@ A *slot* is a place in a pool (`prefill-0`, `router-0`); it outlives the process
                        │                  │
                        └──────Exited──────┴──> STARTING again, at once or after WAITING
 
-A router goes the same way without DRAINING. A worker leaves because its pool was made smaller, or by an order
-(`tandem drain`): then another slot takes its place, as a rule one that is READY before the old one drains.
+A router goes the same way. A process leaves because its pool was made smaller, or by an order (`tandem drain`): then
+another slot takes its place, as a rule one that is READY before the old one drains.
 
 An event that names another incarnation than the slot's present one is stale and changes nothing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,15 +42,16 @@ class PoolState:
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event at `now` (seconds on any steady clock) and say what shall be done, in order."""
         out = self._dispatch(event, now) + self._relieve(now)
-        ready = [router for router in self.routers.values() if router.phase is Phase.READY]
-        now_published = tuple(slot.member for slot in self.workers.values()), max(1, len(ready))
+        routers = [router for router in self.routers.values() if router.listens]  # one that drains serves requests too
+        num_ready = sum(router.phase is Phase.READY for router in routers)
+        now_published = tuple(slot.member for slot in self.workers.values()), max(1, num_ready)
         if now_published != self._published:
             self._published, self.version = now_published, self.version + 1
         elif isinstance(event, ev.Started):
-            ready = [router for router in ready if router.incarnation == event.incarnation]
+            routers = [router for router in routers if router.incarnation == event.incarnation]
         else:
             return out
-        return out + [ev.PublishMembership(r.name, r.incarnation, self.version, *now_published) for r in ready]
+        return out + [ev.PublishMembership(r.name, r.incarnation, self.version, *now_published) for r in routers]
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
@@ -68,7 +70,7 @@ class PoolState:
         """What the next supervisor must be told if this one dies now."""
         drains = {
             slot.name: ev.Drain(slot.incarnation, slot.drain_s, slot.refill, slot.successor)
-            for slot in self.workers.values()
+            for slot in self.slots.values()
             if slot.leaving and slot.phase is not Phase.STOPPING
         }
         failures = {slot.name: slot.failures for slot in self.slots.values() if slot.failures}
@@ -78,6 +80,11 @@ class PoolState:
     def closing(self) -> bool:
         """A shutdown was asked for."""
         return self.closing_s is not None
+
+    def staying_beside(self, name: str) -> list[str]:
+        """The other slots of its pool that are not leaving."""
+        role = place_of(name)[0]
+        return [slot.name for slot in self._of(role) if slot.name != name and not slot.leaving]
 
     @property
     def settled(self) -> bool:
@@ -126,10 +133,10 @@ class PoolState:
     def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
         self.wanted, self.closing_s = dict(intent.wanted), intent.closing_s
         out: list[ev.Instruction] = []
-        for worker_id, order in intent.drains.items():
-            worker = self.workers.get(worker_id)
-            if worker is not None and worker.incarnation == order.incarnation:
-                out += self._resume_drain(worker, order, now)
+        for name, order in intent.drains.items():
+            leaving = self.slots.get(name)
+            if leaving is not None and leaving.incarnation == order.incarnation:
+                out += self._resume_drain(leaving, order, now)
         for slot in self.slots.values():
             slot.failures = intent.failures.get(slot.name, 0)
         if self.closing:  # what is missing has been stopped already, or will not be missed
@@ -153,9 +160,12 @@ class PoolState:
                 slot.retry_at = now + self.policy.delay(slot.failures)
             self._hurry(role, now)
             return self._start_due(now)
-        # Those that hold least go first; of equals the latest, so that low numbers stay.
-        counted.sort(key=lambda slot: (_DISMISSAL_ORDER[slot.phase], slot.num_requests, -slot.index))
-        return [step for slot in counted[:-missing] for step in self._dismiss(slot, now)]
+        out = []
+        for _ in range(-missing):
+            surplus = _surplus(counted)
+            counted.remove(surplus)
+            out += self._dismiss(surplus, now)
+        return out
 
     def _dismiss(self, slot: Slot, now: float) -> list[ev.Instruction]:
         """The pool needs it no more."""
@@ -168,8 +178,6 @@ class PoolState:
             return []
         if slot.phase is Phase.STARTING:  # holds nothing yet
             return self._stop(slot, now, kill="the pool was made smaller while it started")
-        if slot.role is Role.ROUTER:
-            return self._stop(slot, now)
         slot.drain_s = self.policy.drain_s
         return self._drain(slot, now)
 
@@ -182,10 +190,10 @@ class PoolState:
     def _of(self, role: Role) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.role is role]
 
-    # --- replacing one worker by an order ------------------------------------------------------------------------
+    # --- replacing one process by an order -----------------------------------------------------------------------
 
     def _order_drain(self, order: ev.DrainOrdered, now: float) -> list[ev.Instruction]:
-        slot = self.workers.get(order.name)
+        slot = self.slots.get(order.name)
         if slot is None or slot.leaving or slot.phase is not Phase.READY:
             return []
         slot.leaving, slot.drain_s, slot.note = True, order.timeout_s, ""
@@ -193,7 +201,7 @@ class PoolState:
             slot.refill = True
             return self._drain(slot, now)
         successor = self._new_slot(slot.role)
-        slot.successor, slot.place_by = successor.name, now + self.policy.place_s
+        slot.wait_for(successor.name, now, self.policy)
         return [self._start(successor)]
 
     def _resume_drain(self, slot: Slot, order: ev.Drain, now: float) -> list[ev.Instruction]:
@@ -209,14 +217,14 @@ class PoolState:
         """Drain a worker that an earlier supervisor let leave: at once, or once its successor is ready."""
         if not slot.successor:
             return self._drain(slot, now)
-        slot.place_by = now + self.policy.place_s
+        slot.wait_for(slot.successor, now, self.policy)
         return []
 
     def _relieve(self, now: float) -> list[ev.Instruction]:
-        """Drain workers whose successor is ready, or finds no node; keep those whose successor cannot start."""
+        """Drain those whose successor is ready, or finds no node; keep those whose successor cannot start."""
         out: list[ev.Instruction] = []
-        for slot in [slot for slot in self.workers.values() if slot.successor and slot.phase is Phase.READY]:
-            successor = self.workers.get(slot.successor)
+        for slot in [slot for slot in self.slots.values() if slot.successor and slot.phase is Phase.READY]:
+            successor = self.slots.get(slot.successor)
             if successor is None or successor.leaving or successor.phase is Phase.READY:
                 out += self._drain(slot, now)
             elif successor.failures >= self.policy.max_successor_failures:
@@ -234,7 +242,7 @@ class PoolState:
     def _drain(self, slot: Slot, now: float) -> list[ev.Instruction]:
         slot.phase, slot.deadline = Phase.DRAINING, now + slot.drain_s
         slot.successor, slot.place_by = "", None
-        return [ev.DrainWorker(slot.name, slot.incarnation)]
+        return [ev.DrainProcess(slot.name, slot.incarnation)]
 
     # --- one life ------------------------------------------------------------------------------------------------
 
@@ -257,6 +265,8 @@ class PoolState:
             case ev.Started() if slot.phase is Phase.STARTING:
                 slot.address, slot.url, slot.placement = event.address, event.url, event.placement
                 slot.ready(now)
+                if event.draining and not slot.leaving:
+                    return self._dismiss(slot, now) + self._reconcile(slot.role, now)
                 return self._remind(slot) + (self._go_on_leaving(slot, now) if slot.leaving else [])
             case ev.LoadReported():
                 slot.heard_at, slot.num_requests = now, event.num_requests
@@ -331,3 +341,17 @@ class PoolState:
             elif slot.phase is not Phase.STOPPING:
                 out += self._stop(slot, now, kill="the cluster stops" if slot.phase is Phase.STARTING else "")
         return out
+
+
+def _surplus(slots: list[Slot]) -> Slot:
+    """Which of a pool is needed least: who holds least goes first; of equals the latest, so that low numbers stay.
+
+    Of routers one goes that has another on its node, where there is such a one: each node has a port of its own.
+    """
+    crowds = Counter(slot.placement.node for slot in slots if slot.role is Role.ROUTER and slot.placement is not None)
+
+    def need(slot: Slot) -> tuple[int, int, int, int]:
+        num_together = crowds[slot.placement.node] if slot.placement is not None else 0
+        return _DISMISSAL_ORDER[slot.phase], -num_together, slot.num_requests, -slot.index
+
+    return min(slots, key=need)

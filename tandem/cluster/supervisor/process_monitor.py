@@ -126,7 +126,8 @@ class FollowedProcess(ABC, Generic[_Stub]):
             state = await self._handle.start()
             starting.cancel()
             async with self._connected(state.address):
-                self._feed(ev.Started(self.name, self.incarnation, state.address, state.placement, state.url))
+                told = state.address, state.placement, state.url, state.draining
+                self._feed(ev.Started(self.name, self.incarnation, *told))
                 await self._handle.wait_closed()
         except TandemError as error:
             return self._exited(error)

@@ -44,6 +44,11 @@ class FollowedRouter(FollowedProcess[_Stub]):
         self.errors_at = -math.inf  # when `errors` changed, by the event loop's clock
         self._newest: ev.PublishMembership | None = None  # the last one to push
         self._to_publish = asyncio.Event()
+        self._to_leave = asyncio.Event()
+
+    def leave(self) -> None:
+        """Let it take no new connections, as others do; `Drained` is fed once it has none any more."""
+        self._to_leave.set()
 
     def publish(self, instruction: ev.PublishMembership) -> None:
         self._newest = instruction
@@ -62,7 +67,13 @@ class FollowedRouter(FollowedProcess[_Stub]):
         return control_pb2_grpc.RouterControlStub(channel)
 
     def _works(self, stub: _Stub) -> list[Coroutine[Any, Any, None]]:
-        return [*super()._works(stub), self._publish_for_ever(stub)]
+        return [*super()._works(stub), self._publish_for_ever(stub), self._leave_when_asked(stub)]
+
+    async def _leave_when_asked(self, stub: _Stub) -> None:
+        await self._to_leave.wait()
+        order = control_pb2.DrainRouterRequest(others_serve=True)
+        if await self._is_answered(lambda: stub.DrainRouter(order), "drain"):
+            self._feed(ev.Drained(self.name, self.incarnation))
 
     async def _ask_status(self, stub: _Stub) -> None:
         status = await stub.RouterStatus(control_pb2.RouterStatusRequest(), timeout=self._heartbeat_s)

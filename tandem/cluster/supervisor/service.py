@@ -10,7 +10,7 @@ import grpc
 
 from tandem.cluster.spec import ClusterSpec
 from tandem.cluster.supervisor.supervisor import Supervisor
-from tandem.cluster.supervisor.wire import fill_cluster
+from tandem.cluster.supervisor.wire import RouterReport, fill_cluster
 from tandem.cluster.waits import check_wait
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
@@ -74,11 +74,11 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
             ray_address=self._spec.ray_address,
             pid=os.getpid(),
         )
-        fill_cluster(message, self._supervisor.cluster, self._supervisor.loads, self._supervisor.now)
-        if message.HasField("router"):
-            message.router.num_under_way = self._supervisor.num_under_way
-            if (errors := self._supervisor.request_errors) is not None:
-                message.router.errors.CopyFrom(errors)
+        supervisor = self._supervisor
+        told = {
+            router.name: RouterReport(router.num_under_way, router.errors) for router in supervisor.routers.values()
+        }
+        fill_cluster(message, supervisor.cluster, supervisor.loads, told, supervisor.now)
         return message
 
 

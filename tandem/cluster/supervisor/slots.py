@@ -55,8 +55,7 @@ def place_of(name: str) -> tuple[Role, int]:
 class Slot:
     """A place in a pool, and the life that fills it now.
 
-    A router's slot has fewer phases than a worker's and leaves more fields as they are: nobody keeps pages for a
-    router, so none drains or has a successor, and none is told of endings.
+    A router is told of no endings: nobody keeps pages for it.
     """
 
     role: Role
@@ -77,7 +76,7 @@ class Slot:
     leaving: bool = False  # it is not filled again when its process ends
     refill: bool = False  # it is leaving, and another slot takes its place when it has gone
     successor: str = ""  # it is leaving once this slot is ready, and serves until then; empty: it waits for none
-    place_by: float | None = None  # it waits so long for its successor to be placed; set exactly while there is one
+    place_by: float | None = None  # it waits so long for its successor to be placed
     drain_s: float = 0.0  # how long its drain may take
     untold: dict[str, None] = field(default_factory=dict)  # incarnations whose ends it must be told of, oldest first
     note: str = ""  # for people: what became of an order
@@ -157,6 +156,11 @@ class Slot:
             self.deadline += seconds
         if self.place_by is not None:
             self.place_by += seconds
+
+    def wait_for(self, successor: str, now: float, policy: Policy) -> None:
+        """It leaves once that slot is ready. A router needs no free place on a node: it is awaited however long."""
+        self.successor = successor
+        self.place_by = now + policy.place_s if self.role is not Role.ROUTER else None
 
     def stay(self) -> None:
         """Take back that it leaves."""

@@ -21,7 +21,6 @@ from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
 from tandem.cluster.supervisor.router_monitor import FollowedRouter
 from tandem.cluster.supervisor.slots import Phase, Policy
-from tandem.cluster.supervisor.wire import joined_errors
 from tandem.cluster.supervisor.worker_monitor import FollowedWorker
 from tandem.core import fault_points
 from tandem.core.config import MAX_POOL
@@ -98,19 +97,9 @@ class Supervisor:
         return {p.name: p.load for p in self._processes.values() if isinstance(p, FollowedWorker) and p.load}
 
     @property
-    def _routers(self) -> list[FollowedRouter]:
-        return [process for process in self._processes.values() if isinstance(process, FollowedRouter)]
-
-    @property
-    def num_under_way(self) -> int:
-        """Requests that the routers have, as of their last heartbeats."""
-        return sum(router.num_under_way for router in self._routers)
-
-    @property
-    def request_errors(self) -> common_pb2.RequestErrors | None:
-        """What the routers that live have told of their requests; the newest is of the one that told last."""
-        told = sorted(self._routers, key=lambda router: router.errors_at)
-        return joined_errors([router.errors for router in told if router.errors is not None])
+    def routers(self) -> dict[str, FollowedRouter]:
+        """Each router that lives, by name, with what it has told of its requests."""
+        return {p.name: p for p in self._processes.values() if isinstance(p, FollowedRouter)}
 
     async def scale(self, wanted: dict[Role, int]) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
@@ -120,10 +109,11 @@ class Supervisor:
         """
         self._check_open()
         for role, workers in wanted.items():
+            option = "--routers" if role is Role.ROUTER else f"--{role}"
             if workers < 1:
-                raise ConfigError(f"--{role} is {workers}, must be at least 1; `tandem stop` ends all", key=str(role))
+                raise ConfigError(f"{option} is {workers}, must be at least 1; `tandem stop` ends all", key=str(role))
             if workers > MAX_POOL:
-                raise ConfigError(f"--{role} is {workers}, must be at most {MAX_POOL}", key=str(role))
+                raise ConfigError(f"{option} is {workers}, must be at most {MAX_POOL}", key=str(role))
         added = {role: workers - self.cluster.wanted[role] for role, workers in wanted.items()}
         if more := {role: count for role, count in added.items() if count > 0}:
             await asyncio.to_thread(self._check_room, more)
@@ -132,19 +122,19 @@ class Supervisor:
         await self._remember()
 
     async def drain(self, worker_id: str, *, replace_first: bool, timeout_s: float) -> None:
-        """Replace one worker; takes effect at once, ends later.
+        """Replace one worker or router; takes effect at once, ends later.
 
         Args:
             replace_first: start the successor first, where there is room for both.
             timeout_s: seconds that its drain may take before it is killed.
 
         Raises:
-            ConfigError: there is no such worker, or it is not ready.
+            ConfigError: there is no such worker or router, or it is not ready.
         """
         self._check_open()
-        slot = self.cluster.workers.get(worker_id)
+        slot = self.cluster.slots.get(worker_id)
         if slot is None:
-            known = ", ".join(sorted(self.cluster.workers))
+            known = ", ".join(sorted(self.cluster.slots))
             raise ConfigError(f"there is no worker {worker_id}; there are {known}", key="worker_id")
         if slot.leaving:
             raise ConfigError(f"{worker_id} is leaving already; `tandem status` shows its progress", key="worker_id")
@@ -195,7 +185,7 @@ class Supervisor:
                 async for _ in self.changes():
                     if all(router.phase is not Phase.STARTING for router in self.cluster.routers.values()):
                         break
-                await asyncio.gather(*(router.drain(grace_s) for router in self._routers))
+                await asyncio.gather(*(router.drain(grace_s) for router in self.routers.values()))
         except TimeoutError:
             _log.warning("requests were still under way after %.0f s", grace_s)
 
@@ -257,8 +247,10 @@ class Supervisor:
         match instruction, self._processes.get((instruction.name, instruction.incarnation)):
             case ev.StartProcess() as start, _:
                 self._spawn(self._start(start))
-            case ev.DrainWorker(), FollowedWorker() as worker:
+            case ev.DrainProcess(), FollowedWorker() as worker:
                 worker.drain()
+            case ev.DrainProcess(), FollowedRouter() as router:
+                router.leave()
             case ev.NoteEnded() as note, FollowedWorker() as worker:
                 self._spawn(worker.note_ended(note.ended))
             case ev.PublishMembership() as news, FollowedRouter() as router:
@@ -338,7 +330,8 @@ class Supervisor:
     async def _start(self, start: ev.StartProcess) -> None:
         if start.role in WORKER_ROLES:
             fault_points.reach("supervisor.start_worker")
-        handle = await asyncio.to_thread(self._launcher.start, start.role, start.name, start.incarnation)
+        beside = self.cluster.staying_beside(start.name)
+        handle = await asyncio.to_thread(self._launcher.start, start.role, start.name, start.incarnation, beside)
         slot = self.cluster.slots.get(start.name)
         if slot is not None and slot.incarnation == start.incarnation and slot.phase is Phase.STARTING:
             self._take(handle)

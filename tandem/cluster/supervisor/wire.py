@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from tandem.cluster.supervisor.events import Ending, PublishMembership
 from tandem.cluster.supervisor.events import Member as MemberState
@@ -22,10 +22,27 @@ def membership(instruction: PublishMembership) -> control_pb2.Membership:
     )
 
 
+@dataclass(frozen=True)
+class RouterReport:
+    """What a router has told of its requests, as of its last heartbeat."""
+
+    num_under_way: int = 0
+    errors: common_pb2.RequestErrors | None = None
+
+
 def fill_cluster(
-    message: supervisor_pb2.Cluster, cluster: PoolState, loads: Mapping[str, common_pb2.WorkerStatus], now: float
+    message: supervisor_pb2.Cluster,
+    cluster: PoolState,
+    loads: Mapping[str, common_pb2.WorkerStatus],
+    told: Mapping[str, RouterReport],
+    now: float,
 ) -> None:
-    """Lay the state over `message`, which holds what does not change (version, model, log directory …)."""
+    """Lay the state over `message`, which holds what does not change (version, model, log directory …).
+
+    Args:
+        loads: the last report of each worker that lives, by name.
+        told: the same of the routers.
+    """
     message.membership_version = cluster.version
     message.settled, message.stopping = cluster.settled, cluster.closing
     for role in WORKER_ROLES:
@@ -33,21 +50,41 @@ def fill_cluster(
         message.pools.append(supervisor_pb2.Pool(role=ROLE_TO_PROTO[role], wanted=cluster.wanted[role], ready=ready))
     for slot in sorted(cluster.workers.values(), key=lambda slot: (slot.role != Role.PREFILL, slot.index)):
         message.workers.append(_worker(slot, loads.get(slot.name), now))
-    if cluster.routers:  # the message has room for one, as there is one HTTP port: see `supervisor_process`
-        first = min(cluster.routers.values(), key=lambda router: router.index)
-        message.router.CopyFrom(_router(first, closing=cluster.closing))
+    for slot in sorted(cluster.routers.values(), key=lambda slot: slot.index):
+        report = told.get(slot.name, RouterReport())
+        message.routers.append(_router(slot, report, now, closing=cluster.closing))
+    message.wanted_routers = cluster.wanted[Role.ROUTER]
+    if message.routers:
+        message.router.CopyFrom(message.routers[0])
 
 
-def _router(slot: Slot, *, closing: bool) -> supervisor_pb2.ClusterRouter:
+def _router(slot: Slot, report: RouterReport, now: float, *, closing: bool) -> supervisor_pb2.ClusterRouter:
+    node, pid = (slot.placement.node, slot.placement.pid) if slot.placement else ("", 0)
     return supervisor_pb2.ClusterRouter(
+        name=slot.name,
+        node=node,
+        pid=pid,
+        leaving=slot.leaving,
+        retry_in_s=_retry_in_s(slot, now),
+        num_under_way=report.num_under_way,
+        errors=report.errors,
         state="draining" if closing and slot.phase is Phase.READY else slot.phase.value,
         url=slot.url,
         control_address=slot.address,
         incarnation=slot.incarnation,
-        detail=slot.last_error.message if slot.last_error else "",
+        detail=_router_detail(slot),
         last_error=_error(slot.last_error),
         failures=slot.failures,
     )
+
+
+def _router_detail(slot: Slot) -> str:
+    """What it waits for, or why its last life ended."""
+    if slot.note and slot.listens:
+        return slot.note
+    if slot.phase is Phase.READY and slot.successor:
+        return f"drains when {slot.successor} is ready"
+    return slot.last_error.message if slot.last_error else ""
 
 
 def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> supervisor_pb2.ClusterWorker:
@@ -55,11 +92,15 @@ def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> sup
         member=_member(slot.member),
         detail=_detail(slot),
         failures=slot.failures,
-        retry_in_s=max(0.0, slot.retry_at - now) if slot.retry_at is not None else 0.0,
+        retry_in_s=_retry_in_s(slot, now),
         load=load,
         last_error=_error(slot.last_error),
         leaving=slot.leaving,
     )
+
+
+def _retry_in_s(slot: Slot, now: float) -> float:
+    return max(0.0, slot.retry_at - now) if slot.retry_at is not None else 0.0
 
 
 def _detail(slot: Slot) -> str:
@@ -93,16 +134,3 @@ def _member(member: MemberState) -> control_pb2.Member:
 
 def _error(ending: Ending | None) -> common_pb2.Error | None:
     return common_pb2.Error(code=ending.code, message=ending.message) if ending else None
-
-
-def joined_errors(told: Sequence[common_pb2.RequestErrors]) -> common_pb2.RequestErrors | None:
-    """What several routers have told, the newest last, as one; `None`: nobody has."""
-    if not told:
-        return None
-    counts: Counter[tuple[str, int]] = Counter()
-    for errors in told:
-        for entry in errors.counts:
-            counts[entry.code, entry.http_status] += entry.count
-    newest = next((errors.newest for errors in reversed(told) if errors.HasField("newest")), None)
-    joined = [common_pb2.ErrorCount(code=code, http_status=s, count=count) for (code, s), count in counts.items()]
-    return common_pb2.RequestErrors(counts=joined, newest=newest)

@@ -105,12 +105,19 @@ Global___MembershipReply: _TypeAlias = MembershipReply  # noqa: Y015
 class DrainRouterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OTHERS_SERVE_FIELD_NUMBER: _builtins.int
+    others_serve: _builtins.bool
+    """Others serve: new connections are left to them, and what comes on open ones is served until they have ended. Else
+    new requests are refused.
+    """
     def __init__(
         self,
+        *,
+        others_serve: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["others_serve", b"others_serve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

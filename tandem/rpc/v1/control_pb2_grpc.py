@@ -68,7 +68,7 @@ class RouterControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainRouter(self, request, context):
-        """Take no new requests, finish those under way, then answer.
+        """Take no new requests or connections, finish those under way, then answer. Asking again changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

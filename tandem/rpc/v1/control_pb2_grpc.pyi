@@ -35,7 +35,7 @@ class RouterControlStub:
     SetMembership: _grpc.UnaryUnaryMultiCallable[_control_pb2.Membership, _control_pb2.MembershipReply]
     """Replace the membership. Pushed whenever it changes and again to a router that has started anew."""
     DrainRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]
-    """Take no new requests, finish those under way, then answer."""
+    """Take no new requests or connections, finish those under way, then answer. Asking again changes nothing."""
     StopRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]
     """The router shall end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]
@@ -49,7 +49,7 @@ class RouterControlAsyncStub(RouterControlStub):
     SetMembership: _aio.UnaryUnaryMultiCallable[_control_pb2.Membership, _control_pb2.MembershipReply]  # type: ignore[assignment]
     """Replace the membership. Pushed whenever it changes and again to a router that has started anew."""
     DrainRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRouterRequest, _control_pb2.DrainRouterReply]  # type: ignore[assignment]
-    """Take no new requests, finish those under way, then answer."""
+    """Take no new requests or connections, finish those under way, then answer. Asking again changes nothing."""
     StopRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRouterRequest, _control_pb2.StopRouterReply]  # type: ignore[assignment]
     """The router shall end. Answers at once; whoever started the router sees its end."""
     RouterStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.RouterStatusRequest, _control_pb2.RouterStatusReply]  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class RouterControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainRouterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainRouterReply, _abc.Awaitable[_control_pb2.DrainRouterReply]]:
-        """Take no new requests, finish those under way, then answer."""
+        """Take no new requests or connections, finish those under way, then answer. Asking again changes nothing."""
 
     @_abc_1.abstractmethod
     def StopRouter(

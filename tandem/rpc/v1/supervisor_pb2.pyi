@@ -130,7 +130,7 @@ Global___ClusterWorker: _TypeAlias = ClusterWorker  # noqa: Y015
 
 @_typing.final
 class ClusterRouter(_message.Message):
-    """The process that speaks HTTP."""
+    """A process that speaks HTTP."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -143,6 +143,11 @@ class ClusterRouter(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     NUM_UNDER_WAY_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    RETRY_IN_S_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"starting", "ready", "draining", "stopping", "failed" """
     url: _builtins.str
@@ -156,6 +161,14 @@ class ClusterRouter(_message.Message):
     """ends in a row without a stable run between them"""
     num_under_way: _builtins.int
     """requests, as of its last heartbeat"""
+    name: _builtins.str
+    node: _builtins.str
+    pid: _builtins.int
+    """0: not placed yet"""
+    leaving: _builtins.bool
+    """it is not replaced when it ends"""
+    retry_in_s: _builtins.float
+    """seconds until it is started again; 0 unless it waits for that"""
     @_builtins.property
     def last_error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -174,10 +187,15 @@ class ClusterRouter(_message.Message):
         failures: _builtins.int = ...,
         num_under_way: _builtins.int = ...,
         errors: _common_pb2.RequestErrors | None = ...,
+        name: _builtins.str = ...,
+        node: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
+        retry_in_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "last_error", b"last_error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "detail", b"detail", "errors", b"errors", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "num_under_way", b"num_under_way", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "detail", b"detail", "errors", b"errors", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "leaving", b"leaving", "name", b"name", "node", b"node", "num_under_way", b"num_under_way", "pid", b"pid", "retry_in_s", b"retry_in_s", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,6 +218,8 @@ class Cluster(_message.Message):
     LOG_DIRECTORY_FIELD_NUMBER: _builtins.int
     RAY_ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
+    WANTED_ROUTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """of the Tandem package"""
     model: _builtins.str
@@ -207,7 +227,7 @@ class Cluster(_message.Message):
     membership_version: _builtins.int
     """the last that was pushed to the router"""
     settled: _builtins.bool
-    """every pool has exactly its wanted workers, all ready, and the router is ready"""
+    """every pool has exactly its wanted processes, all ready"""
     stopping: _builtins.bool
     """a shutdown was asked for; requests under way may still end"""
     log_directory: _builtins.str
@@ -216,12 +236,17 @@ class Cluster(_message.Message):
     """of the Ray cluster, host:port"""
     pid: _builtins.int
     """of the supervisor"""
+    wanted_routers: _builtins.int
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterWorker]: ...
     @_builtins.property
-    def router(self) -> Global___ClusterRouter: ...
+    def router(self) -> Global___ClusterRouter:
+        """the first of `routers`"""
+
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterRouter]: ...
     def __init__(
         self,
         *,
@@ -236,10 +261,12 @@ class Cluster(_message.Message):
         log_directory: _builtins.str = ...,
         ray_address: _builtins.str = ...,
         pid: _builtins.int = ...,
+        routers: _abc.Iterable[Global___ClusterRouter] | None = ...,
+        wanted_routers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_directory", b"log_directory", "membership_version", b"membership_version", "model", b"model", "pid", b"pid", "pools", b"pools", "ray_address", b"ray_address", "router", b"router", "settled", b"settled", "stopping", b"stopping", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_directory", b"log_directory", "membership_version", b"membership_version", "model", b"model", "pid", b"pid", "pools", b"pools", "ray_address", b"ray_address", "router", b"router", "routers", b"routers", "settled", b"settled", "stopping", b"stopping", "version", b"version", "wanted_routers", b"wanted_routers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,27 +278,34 @@ class ScaleRequest(_message.Message):
 
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
     prefill: _builtins.int
     """absent: leave the pool as it is"""
     decode: _builtins.int
+    router: _builtins.int
     def __init__(
         self,
         *,
         prefill: _builtins.int | None = ...,
         decode: _builtins.int | None = ...,
+        router: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "_router", b"_router", "decode", b"decode", "prefill", b"prefill", "router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "_router", b"_router", "decode", b"decode", "prefill", b"prefill", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
     _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    _WhichOneofReturnType__router: _TypeAlias = _typing.Literal["router"]  # noqa: Y015
+    _WhichOneofArgType__router: _TypeAlias = _typing.Literal["_router", b"_router"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__router) -> _WhichOneofReturnType__router | None: ...
 
 Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
 
@@ -309,6 +343,7 @@ class DrainRequest(_message.Message):
     REPLACE_FIRST_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
+    """or the name of a router"""
     replace_first: _builtins.bool
     """start the successor before the worker drains, where there is room for both"""
     timeout_s: _builtins.float

@@ -80,23 +80,23 @@ class SupervisorControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done.
+        """Change how many processes each pool shall have. Answers at once; WatchCluster tells when it is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
-        its place. Answers at once; WatchCluster tells when it is done.
+        """Replace one worker or router in order: it takes no new work, finishes or hands over what it holds, and leaves;
+        another takes its place. Answers at once; WatchCluster tells when it is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Shutdown(self, request, context):
-        """Finish what is under way (within `grace_s`), then stop router, workers and supervisor. Answers when the
-        router and all workers have stopped; the supervisor's own process ends right after.
+        """Finish what is under way (within `grace_s`), then stop routers, workers and supervisor. Answers when all routers
+        and workers have stopped; the supervisor's own process ends right after.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

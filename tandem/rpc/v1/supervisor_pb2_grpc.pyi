@@ -38,14 +38,14 @@ class SupervisorControlStub:
     with the cluster.
     """
     Scale: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleReply]
-    """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
+    """Change how many processes each pool shall have. Answers at once; WatchCluster tells when it is done."""
     Drain: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.DrainRequest, _supervisor_pb2.DrainReply]
-    """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
-    its place. Answers at once; WatchCluster tells when it is done.
+    """Replace one worker or router in order: it takes no new work, finishes or hands over what it holds, and leaves;
+    another takes its place. Answers at once; WatchCluster tells when it is done.
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ShutdownRequest, _supervisor_pb2.ShutdownReply]
-    """Finish what is under way (within `grace_s`), then stop router, workers and supervisor. Answers when the
-    router and all workers have stopped; the supervisor's own process ends right after.
+    """Finish what is under way (within `grace_s`), then stop routers, workers and supervisor. Answers when all routers
+    and workers have stopped; the supervisor's own process ends right after.
     """
 
 @_typing.type_check_only
@@ -58,14 +58,14 @@ class SupervisorControlAsyncStub(SupervisorControlStub):
     with the cluster.
     """
     Scale: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleReply]  # type: ignore[assignment]
-    """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
+    """Change how many processes each pool shall have. Answers at once; WatchCluster tells when it is done."""
     Drain: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.DrainRequest, _supervisor_pb2.DrainReply]  # type: ignore[assignment]
-    """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
-    its place. Answers at once; WatchCluster tells when it is done.
+    """Replace one worker or router in order: it takes no new work, finishes or hands over what it holds, and leaves;
+    another takes its place. Answers at once; WatchCluster tells when it is done.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ShutdownRequest, _supervisor_pb2.ShutdownReply]  # type: ignore[assignment]
-    """Finish what is under way (within `grace_s`), then stop router, workers and supervisor. Answers when the
-    router and all workers have stopped; the supervisor's own process ends right after.
+    """Finish what is under way (within `grace_s`), then stop routers, workers and supervisor. Answers when all routers
+    and workers have stopped; the supervisor's own process ends right after.
     """
 
 class SupervisorControlServicer(metaclass=_abc_1.ABCMeta):
@@ -93,7 +93,7 @@ class SupervisorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_pb2.ScaleReply, _abc.Awaitable[_supervisor_pb2.ScaleReply]]:
-        """Change how many workers each pool shall have. Answers at once; WatchCluster tells when it is done."""
+        """Change how many processes each pool shall have. Answers at once; WatchCluster tells when it is done."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -101,8 +101,8 @@ class SupervisorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_pb2.DrainReply, _abc.Awaitable[_supervisor_pb2.DrainReply]]:
-        """Replace one worker in order: it takes no new work, finishes or hands over what it holds, and leaves; another takes
-        its place. Answers at once; WatchCluster tells when it is done.
+        """Replace one worker or router in order: it takes no new work, finishes or hands over what it holds, and leaves;
+        another takes its place. Answers at once; WatchCluster tells when it is done.
         """
 
     @_abc_1.abstractmethod
@@ -111,8 +111,8 @@ class SupervisorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_pb2.ShutdownRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_pb2.ShutdownReply, _abc.Awaitable[_supervisor_pb2.ShutdownReply]]:
-        """Finish what is under way (within `grace_s`), then stop router, workers and supervisor. Answers when the
-        router and all workers have stopped; the supervisor's own process ends right after.
+        """Finish what is under way (within `grace_s`), then stop routers, workers and supervisor. Answers when all routers
+        and workers have stopped; the supervisor's own process ends right after.
         """
 
 def add_SupervisorControlServicer_to_server(servicer: SupervisorControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -94,7 +94,7 @@ def test_a_router_that_is_gone_or_hangs_is_replaced_at_its_url(serving: RaySite,
     cluster = serving.prepare()
     census = serving.census()
     router = psutil.Process(serving.pid(cluster, "router"))
-    serving.points.arm("router", case.point, signal, case.nth)
+    serving.points.arm("router-0", case.point, signal, case.nth)
     began = time.time()
     answer = ask(serving.url, story(str(case)), streamed=True, max_tokens=MAX_TOKENS, **case.fields)
     assert answer.broken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,17 @@ def worker(worker_id: str, state: str, detail: str = "", pid: int = 7, **more: A
     return supervisor_pb2.ClusterWorker(member=member, detail=detail, **more)
 
 
-def cluster(*workers: supervisor_pb2.ClusterWorker, settled: bool = False) -> supervisor_pb2.Cluster:
+def router(name: str, state: str = "ready", **more: Any) -> supervisor_pb2.ClusterRouter:
+    url = "http://127.0.0.1:8000"
+    return supervisor_pb2.ClusterRouter(name=name, state=state, incarnation=f"{name}-a", url=url, **more)
+
+
+def cluster(
+    *workers: supervisor_pb2.ClusterWorker,
+    routers: Sequence[supervisor_pb2.ClusterRouter] = (router("router-0"),),
+    wanted_routers: int = 1,
+    settled: bool = False,
+) -> supervisor_pb2.Cluster:
     pools = []
     for role in (PREFILL, DECODE):
         own = [w for w in workers if w.member.role == role]
@@ -37,7 +47,9 @@ def cluster(*workers: supervisor_pb2.ClusterWorker, settled: bool = False) -> su
         model="m",
         pools=pools,
         workers=workers,
-        router=supervisor_pb2.ClusterRouter(state="ready", url="http://127.0.0.1:8000"),
+        router=routers[0],
+        routers=routers,
+        wanted_routers=wanted_routers,
         settled=settled,
         ray_address="10.0.0.1:6379",
     )
@@ -59,11 +71,13 @@ class Scripted(supervisor_pb2_grpc.SupervisorControlServicer):
     def __init__(self) -> None:
         self._over = threading.Event()
         self._watches = 0
+        self.asked = supervisor_pb2.ScaleRequest()
 
     def GetCluster(self, request: Any, context: Any) -> supervisor_pb2.Cluster:
         return self.told
 
-    def Scale(self, request: Any, context: Any) -> supervisor_pb2.ScaleReply:
+    def Scale(self, request: supervisor_pb2.ScaleRequest, context: Any) -> supervisor_pb2.ScaleReply:
+        self.asked = request
         return supervisor_pb2.ScaleReply(cluster=self.told)
 
     def Drain(self, request: Any, context: Any) -> supervisor_pb2.DrainReply:
@@ -144,6 +158,53 @@ def test_a_drain_that_takes_too_long_says_what_is_left(scripted: Scripted, capsy
     assert cli.main(["drain", "decode-0", "--timeout", "0.5"]) == 1
     error = capsys.readouterr().err
     assert "after 1 s the cluster has not reached its wanted state: decode-0 drains when decode-1 is ready." in error
+
+
+PAIR = worker("prefill-0", "ready"), worker("decode-0", "ready")
+TWO_ROUTERS = router("router-0", num_under_way=3, node="10.0.0.1", pid=11), router("router-1", "starting")
+
+
+def test_status_shows_every_router(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted.told = cluster(*PAIR, routers=TWO_ROUTERS, wanted_routers=2)
+    assert cli.main(["status"]) == 0
+    said = capsys.readouterr().out
+    assert "decode 1/1 ready, routers 1/2 ready" in said
+    assert "requests go to http://127.0.0.1:8000; Ray at" in said
+    rows = [line.split() for line in said.splitlines() if line.startswith("router-")]
+    assert [row[:5] for row in rows] == [
+        ["router-0", "ready", "11", "10.0.0.1", "3"],
+        ["router-1", "starting", "-", "-", "0"],
+    ]
+    assert cli.main(["status", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told["routers"]] == ["router-0", "router-1"]
+    assert told["router"] == told["routers"][0]
+    assert (told["wanted_routers"], told["router"]["num_under_way"]) == (2, 3)
+
+
+def test_scale_of_routers_says_who_is_late(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted.told = cluster(*PAIR, routers=TWO_ROUTERS, wanted_routers=2)
+    assert cli.main(["scale", "--routers", "2"]) == 1
+    assert "has not reached its wanted state: router-1 starting." in capsys.readouterr().err
+    assert scripted.asked.router == 2
+    assert not scripted.asked.HasField("prefill")
+
+
+def test_a_router_is_drained_like_a_worker(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    leaving = router("router-0", "draining", leaving=True)
+    scripted.told = cluster(*PAIR, routers=[leaving, router("router-1")])
+    scripted.later = cluster(*PAIR, routers=[router("router-1")], settled=True)
+    scripted.num_watches = 1
+    assert cli.main(["drain", "router-0"]) == 0
+    assert "Done: router-0 has been replaced; prefill 1/1 ready, decode 1/1 ready" in capsys.readouterr().out
+
+
+def test_a_router_whose_successor_cannot_start_stays_and_says_why(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.told = cluster(*PAIR, routers=[router("router-0", detail="it stays: no file")])
+    assert cli.main(["drain", "router-0"]) == 1
+    assert "router-0 was not drained; it stays: no file" in capsys.readouterr().err
 
 
 def test_status_as_json_is_plain(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:

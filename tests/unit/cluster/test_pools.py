@@ -15,7 +15,7 @@ from tandem.cluster.supervisor.events import (
     Drain,
     Drained,
     DrainOrdered,
-    DrainWorker,
+    DrainProcess,
     Ending,
     EndingsTaken,
     Event,
@@ -321,10 +321,10 @@ def test_scale_down_drains_the_least_loaded_and_of_equals_the_latest() -> None:
     story.load("decode-1", 1)
     story.load("decode-2", 2)
     story.load("decode-3", 1)
-    drains = of(DrainWorker, story.feed(WantedChanged(Role.DECODE, 3)))
-    assert [step.name for step in drains if isinstance(step, DrainWorker)] == ["decode-3"]
-    drains = of(DrainWorker, story.feed(WantedChanged(Role.DECODE, 1)))
-    assert [step.name for step in drains if isinstance(step, DrainWorker)] == ["decode-1", "decode-2"]
+    drains = of(DrainProcess, story.feed(WantedChanged(Role.DECODE, 3)))
+    assert [step.name for step in drains if isinstance(step, DrainProcess)] == ["decode-3"]
+    drains = of(DrainProcess, story.feed(WantedChanged(Role.DECODE, 1)))
+    assert [step.name for step in drains if isinstance(step, DrainProcess)] == ["decode-1", "decode-2"]
     assert story.phases()["decode-0"] is Phase.READY
 
 
@@ -348,7 +348,7 @@ def test_scale_down_takes_what_does_not_serve_first() -> None:
 def test_a_removed_worker_drains_then_stops_then_is_gone() -> None:
     story = Story(2, 1)
     out = story.feed(WantedChanged(Role.PREFILL, 1))
-    assert [type(step) for step in out] == [DrainWorker, PublishMembership]
+    assert [type(step) for step in out] == [DrainProcess, PublishMembership]
     life = story.life("prefill-1")
     published = out[1]
     assert isinstance(published, PublishMembership)
@@ -486,7 +486,7 @@ def test_a_restarted_supervisor_adopts_and_starts_only_what_is_missing() -> None
 def test_an_adopted_worker_that_drains_goes_on_draining() -> None:
     cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")
     adopted = Adopted("decode-1", "old", "127.0.0.1:1", HERE, draining=True)
-    assert cluster.handle(adopted, 0.0) == [DrainWorker("decode-1", "old")]
+    assert cluster.handle(adopted, 0.0) == [DrainProcess("decode-1", "old")]
     out = cluster.handle(ClusterOpened(wanting()), 0.0)
     assert [step.name for step in of_workers(StartProcess, out)] == ["prefill-0", "decode-0"]
 
@@ -511,8 +511,8 @@ def test_an_order_starts_the_successor_and_the_old_one_serves_until_it_is_ready(
     assert start.name == "decode-1"
     assert story.phases()["decode-0"] is Phase.READY
     assert not story.cluster.settled
-    (drain,) = of(DrainWorker, story.start("decode-1"))
-    assert drain == DrainWorker("decode-0", story.life("decode-0"))
+    (drain,) = of(DrainProcess, story.start("decode-1"))
+    assert drain == DrainProcess("decode-0", story.life("decode-0"))
     assert not of_workers(StartProcess, drain_to_the_end(story, "decode-0"))
     assert story.phases() == {"prefill-0": Phase.READY, "decode-1": Phase.READY}
     assert story.cluster.settled
@@ -520,7 +520,7 @@ def test_an_order_starts_the_successor_and_the_old_one_serves_until_it_is_ready(
 
 def test_without_replace_first_the_place_is_filled_when_it_is_empty() -> None:
     story = Story()
-    assert [type(step) for step in order(story, "decode-0", replace_first=False)] == [DrainWorker, PublishMembership]
+    assert [type(step) for step in order(story, "decode-0", replace_first=False)] == [DrainProcess, PublishMembership]
     (start,) = of_workers(StartProcess, drain_to_the_end(story, "decode-0"))
     assert isinstance(start, StartProcess)
     assert start.name == "decode-0"
@@ -532,10 +532,10 @@ def test_a_successor_that_finds_no_node_in_time_comes_after() -> None:
     story = Story()
     order(story, "decode-0")
     place_s = story.cluster.policy.place_s
-    assert not of(DrainWorker, story.pass_time(place_s - 1))
+    assert not of(DrainProcess, story.pass_time(place_s - 1))
     assert story.cluster.wake_at() == story.now + 1
-    (drain,) = of(DrainWorker, story.pass_time(1))
-    assert drain == DrainWorker("decode-0", story.life("decode-0"))
+    (drain,) = of(DrainProcess, story.pass_time(1))
+    assert drain == DrainProcess("decode-0", story.life("decode-0"))
     assert "no node has room" in story.cluster.workers["decode-0"].note
     assert not of_workers(StartProcess, drain_to_the_end(story, "decode-0"))  # it waits in Ray already
     story.start("decode-1")
@@ -546,7 +546,7 @@ def test_a_successor_that_loads_for_long_is_awaited() -> None:
     story = Story()
     order(story, "decode-0")
     story.feed(Placed("decode-1", story.life("decode-1"), HERE))
-    assert not of(DrainWorker, story.pass_time(10 * story.cluster.policy.place_s))
+    assert not of(DrainProcess, story.pass_time(10 * story.cluster.policy.place_s))
     assert story.phases()["decode-0"] is Phase.READY
 
 
@@ -558,7 +558,7 @@ def test_a_successor_that_cannot_start_leaves_all_as_it_was() -> None:
         story.feed(Exited("decode-1", story.life("decode-1"), Ending("model_load", "no such file")))
     assert story.phases() == {"prefill-0": Phase.READY, "decode-0": Phase.READY}
     assert "decode-1 cannot start (no such file)" in story.cluster.workers["decode-0"].note
-    assert not of(DrainWorker, story.pass_time(1000))
+    assert not of(DrainProcess, story.pass_time(1000))
     assert story.cluster.settled
     assert of_workers(StartProcess, story.exit("decode-0"))  # it is replaced as ever when it ends
 
@@ -568,7 +568,7 @@ def test_a_successor_that_crashes_once_while_it_starts_is_awaited_again() -> Non
     order(story, "decode-0")
     assert of_workers(StartProcess, story.exit("decode-1"))
     assert story.phases()["decode-0"] is Phase.READY
-    assert of(DrainWorker, story.start("decode-1"))
+    assert of(DrainProcess, story.start("decode-1"))
 
 
 def test_a_worker_that_crashes_while_its_successor_starts_is_not_started_again() -> None:
@@ -606,7 +606,7 @@ def test_a_pool_made_smaller_during_a_drain_takes_the_successor_back() -> None:
     order(story, "decode-1")
     out = story.feed(WantedChanged(Role.DECODE, 1))
     assert [step.name for step in of_workers(KillProcess, out)] == ["decode-2"]
-    assert [step.name for step in out if isinstance(step, DrainWorker)] == ["decode-1"]
+    assert [step.name for step in out if isinstance(step, DrainProcess)] == ["decode-1"]
     story.exit("decode-2")
     drain_to_the_end(story, "decode-1")
     assert story.cluster.settled
@@ -638,7 +638,7 @@ def test_two_drains_at_once_have_a_successor_each() -> None:
     order(story, "decode-0")
     order(story, "decode-1")
     assert set(story.phases()) == {"prefill-0", "decode-0", "decode-1", "decode-2", "decode-3"}
-    assert [s.name for s in of(DrainWorker, story.start("decode-3")) if isinstance(s, DrainWorker)] == ["decode-1"]
+    assert [s.name for s in of(DrainProcess, story.start("decode-3")) if isinstance(s, DrainProcess)] == ["decode-1"]
     story.start("decode-2")
     drain_to_the_end(story, "decode-0")
     drain_to_the_end(story, "decode-1")
@@ -662,7 +662,7 @@ def test_shutdown_ends_a_drain_too() -> None:
     assert [step.name for step in of_workers(KillProcess, out)] == ["decode-1"]
     for worker_id in list(story.cluster.workers):
         assert not of_workers(StartProcess, story.exit(worker_id, error=None))
-    assert not of(DrainWorker, story.last)
+    assert not of(DrainProcess, story.last)
 
 
 def adopt(story: Story, *, draining: tuple[str, ...] = ()) -> tuple[PoolState, list[Instruction]]:
@@ -686,7 +686,7 @@ def test_a_drain_that_waits_for_its_successor_survives_the_supervisor() -> None:
     assert not of_workers(KillProcess, out)
     assert not of_workers(StartProcess, out)
     out = later.handle(Started("decode-2", story.life("decode-2"), "127.0.0.1:3", HERE), story.now)
-    assert [step.name for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
+    assert [step.name for step in out if isinstance(step, DrainProcess)] == ["decode-0"]
     assert later.workers["decode-0"].drain_s == 77.0
 
 
@@ -698,7 +698,7 @@ def test_a_drain_under_way_survives_the_supervisor(told: bool, replace_first: bo
     if replace_first:
         story.start("decode-2")
     later, out = adopt(story, draining=("decode-0",) if told else ())
-    assert [step.name for step in out if isinstance(step, DrainWorker)] == ["decode-0"]
+    assert [step.name for step in out if isinstance(step, DrainProcess)] == ["decode-0"]
     assert later.workers["decode-0"].deadline == story.now + 77.0
     life = story.life("decode-0")
     later.handle(Drained("decode-0", life), story.now)
@@ -903,7 +903,7 @@ def test_one_that_was_to_leave_and_is_adopted_late_leaves_when_it_answers(refill
     later.handle(ClusterOpened(replace(wanting(1, 1), drains={"decode-0": drain})), 0.0)
     assert later.intent.drains == {"decode-0": drain}
     out = later.handle(Started("decode-0", "old", "127.0.0.1:1", HERE), 1.0)
-    assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
+    assert of(DrainProcess, out) == [DrainProcess("decode-0", "old")]
     assert later.workers["decode-0"].deadline == 78.0
 
 
@@ -913,10 +913,10 @@ def test_one_that_waits_for_its_successor_and_is_adopted_late_waits_on() -> None
         later.handle(Adopted(worker_id, "old", "", HERE, draining=False), 0.0)
     drain = Drain("old", 77.0, refill=False, successor="decode-1")
     later.handle(ClusterOpened(replace(wanting(0, 1), drains={"decode-0": drain})), 0.0)
-    assert not of(DrainWorker, later.handle(Started("decode-0", "old", "127.0.0.1:1", HERE), 1.0))
+    assert not of(DrainProcess, later.handle(Started("decode-0", "old", "127.0.0.1:1", HERE), 1.0))
     assert later.workers["decode-0"].place_by == 1.0 + later.policy.place_s
     out = later.handle(Started("decode-1", "old", "127.0.0.1:2", HERE), 2.0)
-    assert of(DrainWorker, out) == [DrainWorker("decode-0", "old")]
+    assert of(DrainProcess, out) == [DrainProcess("decode-0", "old")]
 
 
 def test_a_shutdown_survives_the_supervisor_and_brings_nothing_back() -> None:
@@ -1078,10 +1078,102 @@ def test_a_pool_of_routers_grows_and_shrinks() -> None:
     assert start.name == "router-1"
     story.start_router("router-1")
     assert story.cluster.settled
-    (stop,) = of(StopProcess, story.feed(WantedChanged(Role.ROUTER, 1)))
+    (drain,) = of(DrainProcess, story.feed(WantedChanged(Role.ROUTER, 1)))
+    assert drain.name == "router-1"
+    (stop,) = of(StopProcess, story.feed(Drained("router-1", drain.incarnation)))
     assert stop.name == "router-1"
     assert not of(StartProcess, story.exit_router("router-1", None))
     assert story.cluster.settled
+
+
+def test_a_router_that_drains_hears_of_the_workers_and_has_no_share() -> None:
+    story = Story(routers=2)
+    out = story.feed(WantedChanged(Role.ROUTER, 1))
+    assert [(step.name, step.num_routers) for step in of(PublishMembership, out)] == [("router-0", 1), ("router-1", 1)]
+    out = story.exit("decode-0")
+    assert [step.name for step in of(PublishMembership, out)] == ["router-0", "router-1"]
+
+
+def test_a_router_is_replaced_by_an_order_and_drains_once_its_successor_serves() -> None:
+    story = Story()
+    (start,) = of(StartProcess, order(story, "router-0", timeout_s=60.0))
+    assert (start.role, start.name) == (Role.ROUTER, "router-1")
+    assert story.cluster.staying_beside("router-1") == [], "its place is that of the one that leaves"
+    for _ in range(5):
+        assert not of(DrainProcess, story.pass_time(story.cluster.policy.place_s / 4)), "it needs no free node"
+    old = story.router("router-0").incarnation
+    (drain,) = of(DrainProcess, story.start_router("router-1"))
+    assert (drain.name, drain.incarnation) == ("router-0", old)
+    story.feed(Drained("router-0", old))
+    assert not of(StartProcess, story.exit_router("router-0", None))
+    assert set(story.cluster.routers) == {"router-1"}
+    assert story.cluster.settled
+
+
+def test_the_only_router_stays_where_its_successor_cannot_start() -> None:
+    story = Story()
+    order(story, "router-0")
+    for _ in range(story.cluster.policy.max_successor_failures):
+        story.exit_router("router-1")
+        retry_at = story.router("router-1").retry_at if "router-1" in story.cluster.routers else None
+        if retry_at is not None:
+            story.now = max(story.now, retry_at)
+            story.feed(Tick())
+    slot = story.router("router-0")
+    assert (slot.phase, slot.leaving) == (Phase.READY, False)
+    assert "router-1 cannot start" in slot.note
+
+
+def test_a_router_that_does_not_drain_in_time_is_killed() -> None:
+    story = Story(routers=2)
+    story.feed(WantedChanged(Role.ROUTER, 1))
+    drain_s = story.cluster.policy.drain_s
+    for _ in range(30):
+        story.pass_time(drain_s / 31)
+    (kill,) = of_routers(KillProcess, story.pass_time(drain_s / 31 + 0.1))
+    assert (kill.name, kill.reason) == ("router-1", f"it did not drain within {drain_s:.0f} s")
+
+
+def test_of_two_routers_on_one_node_one_goes_before_the_only_one_of_another() -> None:
+    """Each node has a port of its own, whose clients find nobody once its last router has gone."""
+    story = Story(routers=3, ready=False)
+    for name, node in (("router-0", "a"), ("router-1", "a"), ("router-2", "b")):
+        life = story.router(name).incarnation
+        story.feed(Started(name, life, f"{node}:2", Placement(node, 1), f"http://{node}:8000"))
+    story.feed(LoadReported("router-1", story.router("router-1").incarnation, 9))
+    story.feed(LoadReported("router-0", story.router("router-0").incarnation, 10))
+    (drain,) = of(DrainProcess, story.feed(WantedChanged(Role.ROUTER, 2)))
+    assert drain.name == "router-1"
+    (drain,) = of(DrainProcess, story.feed(WantedChanged(Role.ROUTER, 1)))
+    assert drain.name == "router-2", "it holds less"
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told to drain", "not told yet"])
+def test_the_drain_of_a_router_survives_the_supervisor(told: bool) -> None:
+    story = Story(routers=2)
+    story.feed(WantedChanged(Role.ROUTER, 1))
+    life = story.router("router-1").incarnation
+    later = PoolState(policy=Policy(), new_incarnation=lambda: "new")
+    for name in ("router-0", "router-1"):
+        later.handle(Adopted(name, story.router(name).incarnation), 0.0)
+    later.handle(ClusterOpened(story.cluster.intent), 0.0)
+    later.handle(Started("router-0", story.router("router-0").incarnation, "a:1", HERE, "http://a"), 0.0)
+    out = later.handle(Started("router-1", life, "b:1", HERE, "http://b", draining=told), 0.0)
+    assert [step.name for step in of(DrainProcess, out)] == ["router-1"]
+    assert later.slots["router-1"].drain_s == story.cluster.policy.drain_s
+    assert of_routers(StopProcess, later.handle(Drained("router-1", life), 1.0))
+    later.handle(Exited("router-1", life, None), 2.0)
+    assert set(later.routers) == {"router-0"}
+
+
+def test_a_router_that_drains_though_nobody_remembers_why_is_replaced() -> None:
+    """The supervisor that ordered it died before it could keep the order; the router takes no new connections."""
+    cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")
+    cluster.handle(Adopted("router-0", "old"), 0.0)
+    cluster.handle(ClusterOpened(wanting(0, 0)), 0.0)
+    out = cluster.handle(Started("router-0", "old", "a:1", HERE, "http://a", draining=True), 1.0)
+    assert [step.name for step in of(DrainProcess, out)] == ["router-0"]
+    assert [step.name for step in of(StartProcess, out)] == ["router-1"]
 
 
 def test_a_restarted_supervisor_adopts_every_router_that_it_finds() -> None:

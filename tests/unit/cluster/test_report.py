@@ -8,13 +8,17 @@ from tandem.cluster.serve.report import Reporter, RequestNews, cluster_table
 from tandem.rpc.v1 import common_pb2, supervisor_pb2
 
 
-def cluster(incarnation: str, **counts: int) -> supervisor_pb2.Cluster:
+def router(incarnation: str, **counts: int) -> supervisor_pb2.ClusterRouter:
     statuses = {"overloaded": 429, "worker_lost": 502}
     errors = common_pb2.RequestErrors(
         counts=[common_pb2.ErrorCount(code=c, http_status=statuses[c], count=n) for c, n in counts.items()],
         newest=common_pb2.Error(code="overloaded", message="too many wait", request_id="r-1"),
     )
-    return supervisor_pb2.Cluster(router=supervisor_pb2.ClusterRouter(incarnation=incarnation, errors=errors))
+    return supervisor_pb2.ClusterRouter(name="router-0", incarnation=incarnation, errors=errors)
+
+
+def cluster(incarnation: str, **counts: int) -> supervisor_pb2.Cluster:
+    return supervisor_pb2.Cluster(routers=[router(incarnation, **counts)])
 
 
 def test_one_line_for_what_is_new_by_kind() -> None:
@@ -32,7 +36,7 @@ def test_one_line_for_what_is_new_by_kind() -> None:
 def test_a_new_supervisor_that_knows_nothing_yet_makes_nothing_new() -> None:
     news = RequestNews()
     news.lines(cluster("a", overloaded=3))
-    news.lines(supervisor_pb2.Cluster(router=supervisor_pb2.ClusterRouter(incarnation="a")))
+    news.lines(supervisor_pb2.Cluster(routers=[supervisor_pb2.ClusterRouter(incarnation="a")]))
     assert news.lines(cluster("a", overloaded=3)) == []
 
 
@@ -41,6 +45,14 @@ def test_a_new_router_counts_anew() -> None:
     news.lines(cluster("a", overloaded=3))
     ((line, _),) = news.lines(cluster("b", overloaded=1))
     assert "1 × 429" in line
+
+
+def test_what_several_routers_tell_is_told_once_and_as_one() -> None:
+    news = RequestNews()
+    news.lines(supervisor_pb2.Cluster(routers=[router("a", overloaded=3), router("b", overloaded=2, worker_lost=1)]))
+    restarted = supervisor_pb2.Cluster(routers=[router("c", worker_lost=1), router("b", overloaded=3, worker_lost=1)])
+    ((line, _),) = news.lines(restarted)
+    assert "refused or failed: 1 × 429 overloaded, 1 × 502 worker_lost;" in line
 
 
 def test_what_looks_like_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from tandem.core.errors import ConfigError
 config = from_dict({"http": {"host": sys.argv[1], "port": 18766}, "model": {"served_names": ["*"]}})
 spec = ClusterSpec(config, "m", "", {}, {}, True, 1, "", "", "")
 try:
-    RouterActor(spec, frozenset()).start(0)
+    RouterActor(spec, "router-0", frozenset()).start(0)
 except ConfigError as error:
     print(error.message)
 """

@@ -161,7 +161,7 @@ class Opened:
         self.opened.set()
         self.cluster = PoolState(Policy(), new_incarnation=str)
         self.loads: dict[str, Any] = {}
-        self.request_errors = None
+        self.routers: dict[str, Any] = {}
         self.now = 0.0
 
 

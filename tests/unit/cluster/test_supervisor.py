@@ -13,7 +13,6 @@ from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase
 from tandem.cluster.supervisor.supervisor import Supervisor
-from tandem.cluster.supervisor.wire import joined_errors
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError, ModelLoadError, WorkerLostError
 from tandem.core.identity import Role
@@ -192,12 +191,14 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) ->
 
 async def test_watchers_hear_of_errors_of_requests_once_a_second_at_most(world: World) -> None:
     async with supervising(world) as supervisor:
-        await until_change(supervisor, lambda: supervisor.cluster.settled and supervisor.request_errors is not None)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        router = supervisor.routers["router-0"]
+        await until_change(supervisor, lambda: router.errors is not None)
         heard: list[tuple[float, int]] = []
         async with asyncio.timeout(10):
             async for _ in supervisor.changes():
-                assert supervisor.request_errors is not None
-                told = sum(kind.count for kind in supervisor.request_errors.counts)
+                assert router.errors is not None
+                told = sum(kind.count for kind in router.errors.counts)
                 if told != (heard[-1][1] if heard else 0):
                     heard.append((supervisor.now, told))
                 if told == 2:
@@ -450,16 +451,3 @@ async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: Wo
     await asyncio.wait_for(task, 5)
     assert world.workers == old
     assert all(worker.ended.done() for worker in old)
-
-
-def test_what_several_routers_tell_of_their_requests_is_told_as_one() -> None:
-    def told(newest: str | None, **counts: int) -> common_pb2.RequestErrors:
-        error = common_pb2.Error(code=newest) if newest else None
-        kinds = [common_pb2.ErrorCount(code=code, http_status=429, count=count) for code, count in counts.items()]
-        return common_pb2.RequestErrors(counts=kinds, newest=error)
-
-    joined = joined_errors([told("deadline", overloaded=2, deadline=1), told("overloaded", overloaded=3), told(None)])
-    assert joined is not None
-    assert {kind.code: kind.count for kind in joined.counts} == {"overloaded": 5, "deadline": 1}
-    assert joined.newest.code == "overloaded", "of the one that told last of any"
-    assert joined_errors([]) is None

@@ -454,3 +454,42 @@ def test_after_an_overload_credit_for_bursts_comes_back() -> None:
     cluster.settle()
     cluster.run(1_000_000.0, 0.000_04)
     assert cluster.num_refused == 0
+
+
+# -- several routers
+
+
+def test_each_router_lets_its_share_of_the_clusters_queue_wait() -> None:
+    num_routers = 3
+    routers = [Admission(8, VirtualClock(), num_routers=lambda: num_routers) for _ in range(3)]
+    for admission in routers:
+        for _ in range(3):  # the share is rounded up
+            admission.enter()
+        with pytest.raises(OverloadedError, match="bound is 3"):
+            admission.enter()
+    num_routers = 1  # the others are gone
+    for _ in range(5):
+        routers[0].enter()
+    with pytest.raises(OverloadedError, match="bound is 8"):
+        routers[0].enter()
+
+
+def test_with_more_routers_than_places_in_the_queue_each_still_has_one() -> None:
+    admission = Admission(2, VirtualClock(), num_routers=lambda: 8)
+    admission.enter()
+    with pytest.raises(OverloadedError):
+        admission.enter()
+
+
+def test_all_prompts_of_one_request_are_let_in_where_nobody_waits_however_small_the_share() -> None:
+    """It fits the cluster's bound, so it must not be refused for ever."""
+    admission = Admission(8, VirtualClock(), num_routers=lambda: 4)
+    admission.enter(6)
+    with pytest.raises(OverloadedError):
+        admission.enter()
+    for _ in range(6):
+        admission.leave()
+        admission.end(1.0)
+    admission.enter()
+    with pytest.raises(OverloadedError):
+        admission.enter(6)

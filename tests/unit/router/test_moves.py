@@ -50,3 +50,18 @@ def test_no_more_than_allowed_move_and_nobody_is_forgotten(steps: list[tuple[boo
         wanting = [n for n in wanting if n not in told]
         moving |= told
         assert len(moving) <= max_at_once
+
+
+def test_all_routers_together_move_no_more_than_one_would() -> None:
+    routers = [MigrationSlots(4, lambda: 2) for _ in range(2)]
+    inboxes = [[Mailbox[Event]() for _ in range(4)] for _ in routers]
+    for moves, own in zip(routers, inboxes, strict=True):
+        for inbox in own:
+            moves.ask(inbox)
+    assert [turns(*own) for own in inboxes] == [[1, 1, 0, 0]] * 2
+
+
+def test_each_of_many_routers_may_move_one() -> None:
+    moves, inbox = MigrationSlots(4, lambda: 8), Mailbox[Event]()
+    moves.ask(inbox)
+    assert turns(inbox) == [1]

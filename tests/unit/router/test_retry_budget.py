@@ -104,3 +104,8 @@ def test_retries_stay_within_the_share_of_requests_the_burst_and_the_time(
             num_retries += budget.draw()
         assert 0 <= budget.num_left <= burst
         assert num_retries <= burst + share * num_requests + clock.now() * (3 / 60 if share > 0 else 0) + 1e-6
+
+
+def test_with_more_routers_than_retries_each_still_has_one() -> None:
+    budgets = [RetryBudget(0.1, 10, VirtualClock(), lambda: 64) for _ in range(64)]
+    assert [spend(budget) for budget in budgets] == [1] * 64

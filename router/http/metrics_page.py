@@ -1,0 +1,47 @@
+"""What `GET /metrics` says: the figures of every router that shares this port, whichever of them is asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from router.http.siblings import Siblings
+from tandem.core.metrics import RouterMetrics
+
+_FAMILY = re.compile(rb"(?m)^(?=# HELP )")
+_ANSWERS = """\
+# HELP tandem_router_answers Whether the figures of this router, one of those that share the port, are here
+# TYPE tandem_router_answers gauge
+"""
+
+
+class MetricsPage:
+    """The exposition of one router, with those of its siblings where it has a name and they share its port."""
+
+    def __init__(self, metrics: RouterMetrics, name: str) -> None:
+        self._metrics, self._name = metrics, name
+        self.siblings: Siblings | None = None  # once it listens
+
+    def own(self) -> bytes:
+        """In the event loop, like all that counts."""
+        return self._metrics.exposition(self._name)
+
+    async def text(self) -> bytes:
+        if self.siblings is None:
+            return self.own()
+        told: Mapping[str, bytes | None] = {self._name: self.own(), **await self.siblings.ask_figures()}
+        texts = [text for text in told.values() if text is not None]
+        answers = (f'tandem_router_answers{{router="{name}"}} {int(text is not None)}\n' for name, text in told.items())
+        return merged([(_ANSWERS + "".join(answers)).encode(), *texts])
+
+
+def merged(texts: Iterable[bytes]) -> bytes:
+    """Several expositions as one: each family stands once, with the samples of all."""
+    families: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        for family in _FAMILY.split(text):
+            if not family:
+                continue
+            help_line, type_line, samples = family.split(b"\n", 2)
+            families.setdefault(help_line + b"\n" + type_line + b"\n", []).append(samples)
+    return b"".join(head + b"".join(samples) for head, samples in families.items())

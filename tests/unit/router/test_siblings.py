@@ -1,0 +1,242 @@
+"""Routers of one host that share a port, as real processes: one is stopped, killed, drained, or has just started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from router.http.siblings import Siblings
+from tandem.core.errors import ConfigError
+from tests.support.shared_port import BODY, SharedPort, SteadyLoad
+from tests.support.waiting import wait_until
+
+ANSWER_S = 5.0
+
+
+# -- the socket, without routers
+
+
+def bound() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def never() -> socket.socket:
+    raise AssertionError("the port is bound a second time")
+
+
+@pytest.fixture
+def sibling(tmp_path: Path) -> Iterator[Callable[[str], Siblings]]:
+    made: list[Siblings] = []
+
+    def make(name: str) -> Siblings:
+        made.append(Siblings(tmp_path / "siblings", name, lambda: f"figures of {name}".encode()))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_the_first_binds_and_the_others_get_the_same_socket(sibling: Callable[[str], Siblings]) -> None:
+    first, first_shares = sibling("router-0").take_listener(bound)
+    second, second_shares = sibling("router-1").take_listener(never)
+    assert (first_shares, second_shares) == (False, True)
+    assert os.fstat(first.fileno()).st_ino == os.fstat(second.fileno()).st_ino
+    assert not second.get_inheritable()
+    first.close()
+    with socket.create_connection(second.getsockname(), 5):
+        second.accept()[0].close()
+    second.close()
+
+
+def test_it_is_to_be_had_as_long_as_one_has_it(sibling: Callable[[str], Siblings]) -> None:
+    first, second = sibling("router-0"), sibling("router-1")
+    first.take_listener(bound)[0].close()
+    second.take_listener(never)[0].close()
+    first.leave()
+    third = sibling("router-2")
+    third.take_listener(never)[0].close()
+    for each in (second, third):
+        each.leave()
+    listener, is_shared = sibling("router-3").take_listener(bound)
+    assert not is_shared
+    listener.close()
+
+
+def test_of_many_that_start_together_one_binds(sibling: Callable[[str], Siblings]) -> None:
+    routers = [sibling(f"router-{n}") for n in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        taken = list(threads.map(lambda each: each.take_listener(bound), routers, timeout=20))
+    assert sorted(is_shared for _, is_shared in taken) == [False] + [True] * 7
+    assert len({os.fstat(listener.fileno()).st_ino for listener, _ in taken}) == 1
+    for listener, _ in taken:
+        listener.close()
+
+
+async def test_figures_are_to_be_had_of_one_that_leaves_too_until_it_ends(sibling: Callable[[str], Siblings]) -> None:
+    first, second = sibling("router-0"), sibling("router-1")
+    for each in (first, second):
+        each.take_listener(bound)[0].close()
+    second.leave()
+    assert await first.ask_figures() == {"router-1": b"figures of router-1"}
+    second.close()
+    assert await first.ask_figures() == {}
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "siblings").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="others may enter"):
+        Siblings(tmp_path / "siblings", "router-0", bytes)
+
+
+# -- processes
+
+
+@pytest.fixture
+def shared(checkpoint: Path, tmp_path: Path) -> Iterator[SharedPort]:
+    port = SharedPort(tmp_path, checkpoint)
+    yield port
+    port.close()
+
+
+def stream_of(client: httpx.Client, outcome: list[str]) -> threading.Thread:
+    """A stream that has begun; `outcome` gets its last line or why it broke."""
+    begun = threading.Event()
+
+    def read() -> None:
+        try:
+            with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 40, "stream": True}) as answer:
+                for line in answer.iter_lines():
+                    begun.set()
+                    last = line or last  # noqa: F821 - an empty line comes after the first
+            outcome.append(last)
+        except httpx.HTTPError as error:
+            outcome.append(f"broken: {error!r}")
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    assert begun.wait(20)
+    return thread
+
+
+@pytest.mark.processes
+def test_a_stopped_router_strands_only_the_connections_that_it_had_accepted(shared: SharedPort) -> None:
+    first, second = shared.start("router-0"), shared.start("router-1")
+    with shared.accepted_by(first, second) as own, shared.accepted_by(second, first) as stranded:
+        psutil.Process(second.pid).suspend()
+        for _ in range(20):
+            assert httpx.post(f"{shared.url}/v1/completions", json=BODY, timeout=ANSWER_S).status_code == 200
+        assert own.get("/health").status_code == 200
+        with pytest.raises(httpx.ReadTimeout):
+            stranded.get("/health", timeout=1.0)
+        assert 'tandem_router_answers{router="router-1"} 0' in shared.metrics()
+        psutil.Process(second.pid).resume()
+
+
+@pytest.mark.processes
+def test_a_killed_router_breaks_its_own_streams_and_its_successor_takes_connections(shared: SharedPort) -> None:
+    first, second = shared.start("router-0"), shared.start("router-1")
+    shared.decode.token_gap_s = 0.1
+    goes_on, breaks = list[str](), list[str]()
+    with shared.accepted_by(first, second) as own, shared.accepted_by(second, first) as other:
+        streams = [stream_of(own, goes_on), stream_of(other, breaks)]
+        second.end()
+        for _ in range(10):
+            assert httpx.get(f"{shared.url}/health", timeout=ANSWER_S).status_code == 200
+        for stream in streams:
+            stream.join(30)
+    assert goes_on == ["data: [DONE]"]
+    assert breaks[0].startswith("broken: ")
+    successor = shared.start("router-1")
+    with shared.accepted_by(successor, first) as client:
+        assert client.post("/v1/completions", json={**BODY}).status_code == 200
+
+
+@pytest.mark.processes
+def test_a_router_that_leaves_under_load_fails_no_request_and_ends_its_streams(shared: SharedPort) -> None:
+    first, second = shared.start("router-0"), shared.start("router-1")
+    shared.decode.token_gap_s = 0.05
+    ends: list[str] = []
+    with SteadyLoad(shared.url, 6) as load, shared.accepted_by(second, first) as client:
+        stream = stream_of(client, ends)
+        load.wait_for(10)
+        left = second.leave()
+        wait_until(lambda: "the router leaves" in second.log.read_text(), "its leaving")
+        load.wait_for(20)
+        left.result(60)
+        assert not second.ports()
+        assert second.stop() == 0
+        stream.join(30)
+        load.wait_for(20)
+    assert not load.failures
+    assert ends == ["data: [DONE]"]
+
+
+@pytest.mark.processes
+def test_a_router_that_has_just_started_takes_no_connection_before_it_knows_the_workers(shared: SharedPort) -> None:
+    shared.start("router-0")
+    with SteadyLoad(shared.url, 4) as load:
+        second = shared.start("router-1", told=False)
+        load.wait_for(30)
+        assert not second.ports()
+        second.pool.add(*shared.workers)
+        wait_until(second.ports, "connections of the second router", 20)
+        load.wait_for(10)
+    assert not load.failures
+
+
+@pytest.mark.processes
+def test_one_port_grows_to_three_routers_and_shrinks_to_one_under_load(shared: SharedPort) -> None:
+    first = shared.start("router-0")
+    with SteadyLoad(shared.url, 6) as load:
+        others = [shared.start(f"router-{n}") for n in (1, 2)]
+        load.wait_for(20)
+        for router in others:
+            router.leave().result(60)
+            assert router.stop() == 0
+        load.wait_for(10)
+    assert not load.failures
+    assert first.popen.poll() is None
+
+
+@pytest.mark.processes
+def test_one_scrape_has_the_figures_of_all(shared: SharedPort) -> None:
+    first, second = shared.start("router-0"), shared.start("router-1")
+    with shared.accepted_by(first, second) as one, shared.accepted_by(second, first) as other:
+        for client, num in ((one, 1), (other, 2)):
+            for _ in range(num):
+                assert client.post("/v1/completions", json=BODY).status_code == 200
+        for client in (one, other):
+            text = client.get("/metrics").text
+            for number in (0, 1):
+                line = f'tandem_requests_total{{outcome="finished",router="router-{number}"}} {number + 1}.0'
+                assert line in text
+                assert f'tandem_router_answers{{router="router-{number}"}} 1' in text
+            assert text.count("# TYPE tandem_requests_total counter") == 1
+
+
+@pytest.mark.processes
+def test_where_the_only_other_router_is_stopped_the_error_names_it(shared: SharedPort) -> None:
+    first = shared.start("router-0")
+    first.popen.send_signal(signal.SIGSTOP)
+    run = subprocess.run(
+        shared.command("router-1", shared.directory / "never.json"), capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 2
+    assert "router-0 may have it, and did not answer" in run.stderr
+    assert json.loads((shared.directory / "tandem.yaml").read_text())
+    first.popen.send_signal(signal.SIGCONT)
+    second = shared.start("router-1")
+    with shared.accepted_by(second, first) as client:
+        assert client.get("/health").status_code == 200

@@ -15,6 +15,7 @@ class ScriptedPool:
     def __init__(self, control_address: str) -> None:
         self.workers: list[ScriptedWorker] = []
         self.states: dict[str, str] = {}
+        self.num_routers = 1
         self._version = 0
         self._channel = grpc.insecure_channel(control_address)
         self.control = RouterControlStub(self._channel)
@@ -42,7 +43,8 @@ class ScriptedPool:
             )
             for w in self.workers
         ]
-        self.control.SetMembership(control_pb2.Membership(version=self._version, members=members), timeout=WAIT_S)
+        membership = control_pb2.Membership(version=self._version, members=members, num_routers=self.num_routers)
+        self.control.SetMembership(membership, timeout=WAIT_S)
 
     def close(self) -> None:
         self._channel.close()

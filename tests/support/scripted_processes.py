@@ -120,6 +120,7 @@ class World:
     def __init__(self) -> None:
         self.workers: list[ScriptedWorkerProcess] = []
         self.routers: list[ScriptedRouterProcess] = []
+        self.started_beside: dict[str, list[str]] = {}  # by slot: who of its pool was to stay
         self.found = Found([], [])
         self.memory = Memory(1, None)
         self.remembered = Intent({})
@@ -160,6 +161,7 @@ class World:
             self.routers.append(await self.serve(ScriptedRouterProcess(name=name, incarnation=incarnation)))
             return self.routers[-1]
 
+        self.started_beside[name] = list(beside)
         if role is not Role.ROUTER:
             self.takes_orders.wait()
         make = make_router() if role is Role.ROUTER else make_worker()

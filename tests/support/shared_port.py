@@ -76,7 +76,7 @@ class SharedPort:
     def __post_init__(self) -> None:
         self.workers = (ScriptedPrefill("prefill-0"), ScriptedDecode("decode-0"))
         self.meeting_place = self.directory / "siblings"
-        (self.directory / "tandem.yaml").write_text(json.dumps({"transport": {"lease_s": 2.0}}))
+        (self.directory / "tandem.yaml").write_text(json.dumps({"transport": {"lease_s": 30.0}}))
 
     @property
     def url(self) -> str:
@@ -176,7 +176,7 @@ class SteadyLoad:
             try:
                 answer = client.post("/v1/completions", json=self._body)
                 what = "" if answer.status_code == 200 else f"{answer.status_code} {answer.text}"
-                if not what and len(answer.json()["choices"][0]["text"]) != self._body["max_tokens"]:
+                if not what and answer.json()["usage"]["completion_tokens"] != self._body["max_tokens"]:
                     what = f"a short answer: {answer.text}"
             except httpx.HTTPError as error:
                 what = f"{error!r} after {time.monotonic() - began:.3f} s"

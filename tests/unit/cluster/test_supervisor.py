@@ -77,6 +77,33 @@ async def test_a_shutdown_lets_requests_end_at_every_router(world: World) -> Non
         await asyncio.wait_for(asyncio.gather(asking, run), 5)
 
 
+async def test_a_removed_router_goes_only_when_its_last_connection_has_ended(world: World) -> None:
+    async with supervising(world, routers=2) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        await supervisor.scale({Role.ROUTER: 1})
+        leaving = next(router for router in world.routers if router.name == "router-1")
+        await until_change(supervisor, lambda: leaving.draining)
+        assert not leaving.ended.done()
+        assert not leaving.asked_to_drain.is_set(), "it refuses nobody"
+        leaving.left.set()
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        assert leaving.ended.result() is None  # stopped in order
+        assert world.remembered.wanted[Role.ROUTER] == 1
+
+
+async def test_a_drained_router_is_replaced_by_one_on_its_own_node(world: World) -> None:
+    async with supervising(world, routers=2) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        await supervisor.drain("router-0", replace_first=True, timeout_s=60)
+        await until_change(supervisor, lambda: "router-2" in world.started_beside)
+        assert world.started_beside["router-2"] == ["router-1"], "the one that leaves is not counted"
+        old = next(router for router in world.routers if router.name == "router-0")
+        await until_change(supervisor, lambda: old.draining)
+        old.left.set()
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        assert set(supervisor.cluster.routers) == {"router-1", "router-2"}
+
+
 async def test_a_dead_worker_is_replaced(world: World) -> None:
     async with supervising(world) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -17,7 +20,12 @@ import psutil
 import pytest
 
 from router.http.siblings import Siblings
+from router.server import RouterServer
+from tandem.core import config as configuration
 from tandem.core.errors import ConfigError
+from tandem.rpc.v1.control_pb2 import DrainRouterRequest
+from tests.support.ports import free_port
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPool, ScriptedPrefill
 from tests.support.shared_port import BODY, SharedPort, SteadyLoad
 from tests.support.waiting import wait_until
 
@@ -240,3 +248,64 @@ def test_where_the_only_other_router_is_stopped_the_error_names_it(shared: Share
     second = shared.start("router-1")
     with shared.accepted_by(second, first) as client:
         assert client.get("/health").status_code == 200
+
+
+# -- eight of them
+
+
+@dataclass
+class Routers:
+    """Routers of one port in this process, each with a loop and a thread of its own, before two pairs of workers."""
+
+    checkpoint: Path
+    meeting_place: Path
+    port: int = field(default_factory=free_port)
+    servers: list[RouterServer] = field(default_factory=list)
+    pools: list[ScriptedPool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = configuration.load(None, {"transport.lease_s": 30.0})
+        self.workers = [kind(f"{kind.kind}-{n}") for kind in (ScriptedPrefill, ScriptedDecode) for n in range(2)]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, number: int) -> None:
+        name = f"router-{number}"
+        place = {"name": name, "siblings": self.meeting_place, "http_port": self.port}
+        server = RouterServer(self.config, model_dir=self.checkpoint, **place)
+        self.pools.append(ScriptedPool(server.start().control_address))
+        self.pools[-1].num_routers = 8
+        self.pools[-1].add(*self.workers)
+        self.servers.append(server)
+
+    def drain(self, number: int) -> None:
+        self.pools[number].control.DrainRouter(DrainRouterRequest(others_serve=True), timeout=60)
+        self.servers[number].stop(drain_s=1.0)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop(drain_s=0.2)
+        for pool in self.pools:
+            pool.workers = []
+            pool.close()
+        for worker in self.workers:
+            worker.kill()
+
+
+def test_eight_routers_serve_side_by_side_and_seven_leave_under_load(checkpoint: Path, tmp_path: Path) -> None:
+    with closing(Routers(checkpoint, tmp_path / "siblings")) as routers:
+        for number in range(8):
+            routers.start(number)
+        with SteadyLoad(routers.url, 16) as load:
+            load.wait_for(200)
+            text = httpx.get(f"{routers.url}/metrics", timeout=30).text
+            assert len(re.findall(r'tandem_router_answers{router="router-\d"} 1', text)) == 8
+            served = re.findall(r'tandem_requests_total{outcome="finished",router="(router-\d)"} \d+', text)
+            assert len(served) >= 2, "one router has taken all connections"
+            for number in range(1, 8):
+                routers.drain(number)
+                load.wait_for(5)
+        assert not load.failures
+        assert not any(server.has_failed for server in routers.servers)

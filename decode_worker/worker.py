@@ -18,13 +18,12 @@ from decode_worker.events import Event, WriterSuspected
 from decode_worker.receiver_driver import Answer, ReceiverDriver
 from decode_worker.role import DecodeRole
 from decode_worker.wire import make_events
-from kvtransfer.layout import check_compatible
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
 from kvtransfer.transports.events import MessageArrived, ThreadEvent
-from kvtransfer.wire import kv_format
+from kvtransfer.wire import check_pair
 from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
@@ -177,7 +176,7 @@ class DecodeWorker:
             TransportError: its metadata cannot be used.
             WorkerLostError: its process has ended.
         """
-        check_compatible(kv_format(prefill), prefill.worker_id, kv_format(self.parts.info), self.parts.worker_id)
+        protocol = check_pair(prefill, self.parts.info)
         incarnation, metadata = prefill.incarnation, prefill.transport_metadata
         described = unpack(metadata, prefill.transport)[0].agent_name
         if described != incarnation:  # or its end would be taken for that of whoever the description is of
@@ -191,6 +190,7 @@ class DecodeWorker:
             raise
         # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
         self._writers[incarnation] = prefill
+        _log.info("paired with %s (%s) by protocol %d", prefill.worker_id, incarnation, protocol)
         if prefill.host_id == self.parts.info.host_id:
             self.parts.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
 

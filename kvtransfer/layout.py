@@ -7,9 +7,6 @@ from dataclasses import dataclass, fields
 from tandem.core.dtypes import DTYPE_BYTES
 from tandem.core.errors import IncompatibleError
 
-# 2: parts and commits come behind the pages; answers name the grant.
-PROTOCOL_VERSION = 2
-
 # Beyond what weights may have: KV that is quantised.
 _ITEM_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -33,7 +30,6 @@ class LayoutId:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    protocol_version: int = PROTOCOL_VERSION
     digest: str = "xxh3_64"
 
     @property

@@ -14,11 +14,11 @@ import grpc
 from grpc import aio
 
 from kvtransfer.extents import ArenaShape
-from kvtransfer.layout import LayoutId, check_compatible
+from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.messages import Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.events import PeerId
-from kvtransfer.wire import kv_format
+from kvtransfer.wire import check_pair, kv_format
 from prefill_worker.commit_stream import CommitStream
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
@@ -43,6 +43,7 @@ class Peer:
     info: pb.WorkerInfo
     name: PeerId
     layout: LayoutId
+    protocol: int  # the number that both speak
     shape: ArenaShape
     channel: aio.Channel
     stub: decode_pb2_grpc.DecodeServiceAsyncStub
@@ -127,7 +128,7 @@ class DecodePeers:
         self._paired(peer)
         if info.incarnation in self._ended:  # seen by whoever looks at its process from now on
             raise WorkerLostError(f"{info.worker_id} ({info.incarnation}) has ended since it answered")
-        _log.info("paired with %s (%s)", info.worker_id, info.incarnation)
+        _log.info("paired with %s (%s) by protocol %d", info.worker_id, info.incarnation, peer.protocol)
         return peer
 
     async def _agree(
@@ -142,9 +143,8 @@ class DecodePeers:
         info = reply.decode
         if info.incarnation != wanted.incarnation:
             raise WorkerLostError(f"{wanted.worker_id} is not {wanted.incarnation} any more, but {info.incarnation}")
-        theirs = kv_format(info)
-        check_compatible(kv_format(self._info), self._info.worker_id, theirs, info.worker_id)
-        layout = theirs.layout
+        protocol = check_pair(self._info, info)
+        layout = kv_format(info).layout
         shape = ArenaShape(layout.num_layers, info.num_pages, layout.extent_bytes)
         commits = CommitStream(
             stub,
@@ -156,7 +156,7 @@ class DecodePeers:
         await commits.open()
         # Last, because the transport forgets only what has become a peer.
         name = await self._connect(info.transport_metadata)
-        return Peer(info, name, layout, shape, channel, stub, commits)
+        return Peer(info, name, layout, protocol, shape, channel, stub, commits)
 
     def ended(self, incarnation: str) -> None:
         """The process of this incarnation has ended: drop all that was kept for it. Idempotent."""

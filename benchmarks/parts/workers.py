@@ -27,7 +27,9 @@ import uvloop
 from google.protobuf.message import Message
 from grpc import aio
 
+from kvtransfer.wire import protocols_to_proto
 from tandem.core.errors import ConfigError
+from tandem.core.protocols import Protocols
 from tandem.core.ready_file import write_ready_file
 from tandem.core.tokenizer import Tokenizer
 from tandem.rpc.channel import bind, make_server
@@ -281,6 +283,7 @@ def _info(worker_id: str, role: pb.Role.ValueType, address: str, vocab_size: int
         num_pages=_NUM_PAGES,
         max_context=_MAX_CONTEXT,
         vocab_size=vocab_size,
+        protocols=protocols_to_proto(Protocols()),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtransfer.layout import mismatch
+from kvtransfer.wire import protocols_of
 from router.policy.snapshot import Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
@@ -251,6 +252,8 @@ def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
         "address": member.address,
         "transport": info.transport,
         "version": info.version,
+        "protocols": str(protocols_of(info)) if info.worker_id else "",
+        "unreached": session.why_unreached if session is not None else "",
         "layout": asdict(session.kv_format.layout) if session is not None and info.worker_id else None,
         "num_running": status.num_running,
         "num_queued": status.num_queued,

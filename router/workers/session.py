@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from kvtransfer.wire import kv_format
+from kvtransfer.wire import kv_format, protocols_of
 from router.policy.snapshot import WorkerLoad
 from router.request.events import DecodeLeaves, Event, WorkerLost
 from router.request.mailbox import Mailbox
@@ -26,6 +26,7 @@ from router.workers import wire
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
+from tandem.core.protocols import Protocols, agree
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.duplex import writing
@@ -91,7 +92,7 @@ class WorkerSession:
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._is_retired = False
         self._has_died = False
-        self._why_unreached = ""  # as it was last logged, since the stream was last open
+        self.why_unreached = ""  # as it was last logged, since the stream was last open
         self._task: asyncio.Task[None] | None = None
 
     # -- for the registry
@@ -236,8 +237,8 @@ class WorkerSession:
                 _log.warning("worker %s lost with %d requests that it held: %s", self.key, len(self._held), error)
                 self._note_death()
                 self._set_state(SessionState.LOST)
-            elif error.message != self._why_unreached:
-                self._why_unreached = error.message
+            elif error.message != self.why_unreached:
+                self.why_unreached = error.message
                 _log.warning("worker %s not reached, trying again: %s", self.key, error.message)
             self._tell_lost(error)
             if self._is_retired:
@@ -290,10 +291,13 @@ class WorkerSession:
             raise WorkerLostError(
                 f"{self.member.address} answers as {info.worker_id}/{info.incarnation}, not as {self.key}"
             )
-        self._why_unreached = ""
+        protocol = agree(Protocols(), "this router", protocols_of(info), str(self.key))
+        self.why_unreached = ""
         self.info = info
         self.kv_format = kv_format(info)
-        _log.info("worker %s connected at %s as process %d", self.key, self.member.address, info.pid)
+        _log.info(
+            "worker %s connected at %s as process %d, by protocol %d", self.key, self.member.address, info.pid, protocol
+        )
         self._set_state(SessionState.OPEN)
 
     def _tell_lost(self, error: TandemError) -> None:

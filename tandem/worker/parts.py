@@ -20,11 +20,12 @@ from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import ThreadEvent
 from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
-from kvtransfer.wire import layout_to_proto
+from kvtransfer.wire import layout_to_proto, protocols_to_proto
 from tandem.core.config import Config
 from tandem.core.identity import Role
 from tandem.core.pages import PagePool
 from tandem.core.pidfd import ExitWatch, host_id
+from tandem.core.protocols import Protocols
 from tandem.core.version import version
 from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
@@ -263,4 +264,5 @@ def _describe(
         version=version(),
         host_id=host_id(),
         mixed_step_tokens=mixed_step_tokens(config, site),
+        protocols=protocols_to_proto(Protocols()),
     )

@@ -18,6 +18,8 @@ from typing import Any
 
 import grpc
 
+from kvtransfer.wire import protocols_to_proto
+from tandem.core.protocols import Protocols
 from tandem.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.rpc.v1.decode_pb2_grpc import (
@@ -69,6 +71,7 @@ class ScriptedWorker:
             max_context=256,
             vocab_size=512,
             mixed_step_tokens=12 if self.kind == "decode" else 0,
+            protocols=protocols_to_proto(Protocols()),
         )
 
     role: Any

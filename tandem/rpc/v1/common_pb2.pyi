@@ -171,7 +171,6 @@ class Layout(_message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     weights_sha256: _builtins.str
     dtype: _builtins.str
@@ -181,7 +180,6 @@ class Layout(_message.Message):
     head_dim: _builtins.int
     page_size: _builtins.int
     """token slots in a page"""
-    protocol_version: _builtins.int
     digest: _builtins.str
     """"xxh3_64" """
     def __init__(
@@ -193,16 +191,39 @@ class Layout(_message.Message):
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         page_size: _builtins.int = ...,
-        protocol_version: _builtins.int = ...,
         digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "protocol_version", b"protocol_version", "weights_sha256", b"weights_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "weights_sha256", b"weights_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Layout: _TypeAlias = Layout  # noqa: Y015
+
+@_typing.final
+class Protocols(_message.Message):
+    """The numbers of the protocol that a process speaks. Two processes speak the highest that both do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OLDEST_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    oldest: _builtins.int
+    newest: _builtins.int
+    def __init__(
+        self,
+        *,
+        oldest: _builtins.int = ...,
+        newest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Protocols: _TypeAlias = Protocols  # noqa: Y015
 
 @_typing.final
 class WorkerInfo(_message.Message):
@@ -226,6 +247,7 @@ class WorkerInfo(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     MIXED_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """stable name, e.g. "prefill-0" """
     incarnation: _builtins.str
@@ -254,6 +276,8 @@ class WorkerInfo(_message.Message):
     def layout(self) -> Global___Layout: ...
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def protocols(self) -> Global___Protocols: ...
     def __init__(
         self,
         *,
@@ -273,10 +297,11 @@ class WorkerInfo(_message.Message):
         version: _builtins.str = ...,
         host_id: _builtins.str = ...,
         mixed_step_tokens: _builtins.int = ...,
+        protocols: Global___Protocols | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "mixed_step_tokens", b"mixed_step_tokens", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "mixed_step_tokens", b"mixed_step_tokens", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "protocols", b"protocols", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,10 +105,10 @@ def test_workers_on_another_transport_do_not_pair() -> None:
 def test_what_a_worker_says_of_its_pages_has_every_field_of_the_wire() -> None:
     assert [f.name for f in fields(LayoutId)] == [f.name for f in Layout.DESCRIPTOR.fields]
     info = WorkerInfo(worker_id="x", transport="ucx", num_pages=5, version="1", layout=Layout(page_size=32))
-    other = WorkerInfo(worker_id="y", transport="nccl", num_pages=7, version="2", layout=Layout(protocol_version=2))
+    other = WorkerInfo(worker_id="y", transport="nccl", num_pages=7, version="2", layout=Layout(dtype="float32"))
     assert mismatch(kv_format(info), "x", kv_format(other), "y") == [
+        "dtype: x has '', y has 'float32'",
         "page_size: x has 32, y has 0",
-        "protocol_version: x has 0, y has 2",
         "transport: x has 'ucx', y has 'nccl'",
     ]
     assert kv_format(info) == kv_format(WorkerInfo(transport="ucx", layout=Layout(page_size=32)))

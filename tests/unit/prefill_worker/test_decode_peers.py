@@ -12,9 +12,10 @@ from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.messages import AttemptKey, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
 from kvtransfer.transports.events import PeerId
-from kvtransfer.wire import layout_to_proto
+from kvtransfer.wire import layout_to_proto, protocols_to_proto
 from prefill_worker.peers import DecodePeers, Peer
 from tandem.core.errors import WorkerLostError
+from tandem.core.protocols import Protocols
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tests.support.scripted_worker import ScriptedDecode
@@ -43,8 +44,9 @@ class Site:
             return PeerId(self.decode.info.incarnation)
 
         mine = pb.WorkerInfo(
-            worker_id="prefill-0", incarnation="prefill-0#1", transport="ucx", layout=layout_to_proto(LAYOUT)
-        )
+            worker_id="prefill-0", incarnation="prefill-0#1", transport="ucx", layout=layout_to_proto(LAYOUT),
+            protocols=protocols_to_proto(Protocols()),
+        )  # fmt: skip
         peers = DecodePeers(
             mine,
             connect,
@@ -76,6 +78,7 @@ def describe(port: int, incarnation: str) -> pb.WorkerInfo:
         layout=layout_to_proto(LAYOUT),
         transport="ucx",
         num_pages=4,
+        protocols=protocols_to_proto(Protocols()),
     )
 
 

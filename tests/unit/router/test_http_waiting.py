@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from tandem.core.protocols import NEWEST
+from tandem.rpc.v1.common_pb2 import Protocols
 from tests.support.router_site import Site, cluster, in_background
 from tests.support.scripted_worker import ScriptedDecode
+from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
 
@@ -74,13 +77,13 @@ def test_an_empty_pool_is_refused_at_once(patient: Site) -> None:
 
 def test_workers_that_do_not_pair_are_waited_for_only_while_one_is_coming(make_site: MakeSite) -> None:
     site = make_site(with_workers=False)
-    site.decode.info.layout.protocol_version = 2
+    site.decode.info.layout.dtype = "bfloat16"
     site.add(site.prefill, site.decode)
     began_s = time.monotonic()
     refused = site.post(prompt="x").json()["error"]
     assert time.monotonic() - began_s < 1
     assert refused["code"] == "incompatible"
-    assert "protocol_version: prefill-0/1 has 0, decode-0/1 has 2" in refused["message"]
+    assert "dtype: prefill-0/1 has 'float32', decode-0/1 has 'bfloat16'" in refused["message"]
     heir = ScriptedDecode("decode-1")
     site.pool.states["decode-1"] = "starting"
     site.pool.add(heir)
@@ -90,6 +93,23 @@ def test_workers_that_do_not_pair_are_waited_for_only_while_one_is_coming(make_s
     site.pool.push()
     assert under_way.result().status_code == 200
     assert site.decode.count("reserve") == 0
+
+
+def test_a_worker_of_a_version_too_far_away_is_not_connected_and_says_why(make_site: MakeSite) -> None:
+    site = make_site(with_workers=False)
+    site.decode.info.protocols.CopyFrom(Protocols(oldest=NEWEST + 1, newest=NEWEST + 2))
+    site.pool.add(site.prefill, site.decode)
+    (decode,) = wait_until(lambda: [worker for worker in cluster(site)["decode"] if worker["unreached"]], "its refusal")
+    assert f"decode-0/1 speaks {NEWEST + 1} to {NEWEST + 2}" in decode["unreached"]
+    site.wait_ready(503)
+
+
+def test_a_worker_of_the_next_version_serves(make_site: MakeSite) -> None:
+    site = make_site(with_workers=False)
+    site.decode.info.protocols.CopyFrom(Protocols(oldest=NEWEST, newest=NEWEST + 1))
+    site.add(site.prefill, site.decode)
+    site.wait_ready(200)
+    assert site.post(prompt="x").status_code == 200
 
 
 def test_a_client_that_goes_away_leaves_the_wait(patient: Site) -> None:

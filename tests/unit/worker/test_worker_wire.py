@@ -45,7 +45,7 @@ from tandem.worker.wire import (
     token_to_proto,
 )  # fmt: skip
 
-LAYOUT = LayoutId("ab" * 32, "bfloat16", 3, 2, 16, 32, protocol_version=7, digest="other")
+LAYOUT = LayoutId("ab" * 32, "bfloat16", 3, 2, 16, 32, digest="other")
 KEY = AttemptKey("request", 4)
 
 

@@ -25,7 +25,7 @@ IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 # For those that start processes, and wait for them most of the time: two files at a time, the folders in their order.
 BY_FILE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: help setup serve bench quick test test-faults soak check stubs docs wheel lock clean distclean
+.PHONY: help setup serve bench quick test test-faults test-hosts soak check stubs docs wheel lock clean distclean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,13 +49,13 @@ bench: $(STAMP)  ## measure Tandem and, with PEER_VENV=DIR, vLLM, in turn on the
 	@$(BIN)/python -m benchmarks.peers --json $(FIGURES)/peers.json $(ARGS)
 
 quick: $(STAMP)  ## run the tests that start no process and take no seconds
-	@$(IN_PAIRS) -m "not processes and not long and not faults and not soak" $(TESTS) $(ARGS)
+	@$(IN_PAIRS) -m "not processes and not long and not faults and not soak and not hosts" $(TESTS) $(ARGS)
 
 test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is none)
 	@codes=; \
-		$(IN_PAIRS) -m "not processes and not faults and not soak" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
-		$(BY_FILE) -m "processes and not alone and not faults and not soak" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
-		$(BIN)/python -m pytest --durations=15 -m "alone and not faults and not soak" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
+		$(IN_PAIRS) -m "not processes and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
+		$(BY_FILE) -m "processes and not alone and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
+		$(BIN)/python -m pytest --durations=15 -m "alone and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
 		case $$codes in 555 | *[!05]*) exit 1 ;; esac  # 5: there was none to run
 
 test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
@@ -63,6 +63,9 @@ test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; pr
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
 		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status
+
+test-hosts: $(STAMP)  ## bring up clusters on test hosts by `ray up`, and break hosts and networks (75 minutes; needs root)
+	@HOST_FAULTS=$(FIGURES)/host_faults.json $(BIN)/python -m pytest -m "" --durations=15 tests/hosts $(ARGS)
 
 soak: $(STAMP)  ## ten minutes of mixed load on 2P2D with a random fault every five seconds
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_REPORT=$(FIGURES)/soak.json $(BIN)/python -m pytest -s -m soak tests/soak $(ARGS)

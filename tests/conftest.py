@@ -57,7 +57,7 @@ class OneLaneForClusters(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "tests/cluster" if file.startswith("tests/cluster/") else file
+        return "clusters" if file.startswith(("tests/cluster/", "tests/hosts/")) else file
 
 
 @pytest.hookimpl(optionalhook=True)

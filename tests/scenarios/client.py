@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,22 +53,38 @@ class Answer:
             self.token_times.append(time.time())
 
 
-def ask(url: str, prompt: str | list[int], *, streamed: bool, timeout_s: float = TIMEOUT_S, **fields: Any) -> Answer:
+def ask(
+    url: str,
+    prompt: str | list[int],
+    *,
+    streamed: bool,
+    timeout_s: float = TIMEOUT_S,
+    key: str = "",
+    on_token: Callable[[], object] | None = None,
+    **fields: Any,
+) -> Answer:
     """`POST /v1/completions`; errors and broken connections are part of the answer.
+
+    Args:
+        key: of the API, if it needs one.
+        on_token: called when an event of a stream has brought tokens.
 
     Raises:
         httpx.TimeoutException: nothing was heard for `timeout_s`.
     """
     answer = Answer.empty(fields.get("n", 1))
     body = _body(prompt, fields, streamed=streamed)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout_s) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s) as response:
             answer.status = response.status_code
             if response.status_code != 200 or not streamed:
                 _take_whole(answer, json.loads(response.read()))
             else:
                 for event in _events(response):
                     _take_event(answer, event)
+                    if on_token is not None and answer.token_times:
+                        on_token()
     except httpx.TimeoutException:
         raise
     except httpx.TransportError as error:

@@ -1,0 +1,54 @@
+"""Streams under way, a fault, its end: what the clients saw, and how long it took until all was as before."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+
+from tests.hosts.cluster import HostCluster
+from tests.hosts.oracle import assert_right_or_typed_error, expected
+from tests.hosts.report import Seen
+from tests.scenarios.client import Answer
+from tests.scenarios.faults.site import story
+
+NUM_STREAMS = 4
+PROMPT, TOKENS = 300, 700
+WHOLE_S, IDLE_S = 240.0, 120.0
+
+
+def strike(
+    cluster: HostCluster, fault: str, begin: Callable[[], object], end: Callable[[], object], lasts_s: float
+) -> Seen:
+    """Strike a cluster that is whole and idle, and wait until it is so again.
+
+    Every answer has all tokens of the model itself, or a typed error behind the first of them.
+    """
+    prompts = [story(f"{fault} {number} {time.time_ns()}", PROMPT) for number in range(NUM_STREAMS)]
+    right = [expected(prompt, TOKENS) for prompt in prompts]
+    streams = [cluster.asking(prompt, max_tokens=TOKENS, ignore_eos=True) for prompt in prompts]
+    streams[0].wait_for_token()
+    struck_at = time.time()
+    begin()
+    time.sleep(lasts_s)
+    end()
+    ended_at = time.time()
+    answers = [stream.answer(timeout_s=240) for stream in streams]
+    cluster.wait_ready(WHOLE_S)
+    whole_at = time.time()
+    cluster.wait_idle(IDLE_S)
+    saw = [assert_right_or_typed_error(*each) for each in zip(answers, right, strict=True)]
+    return Seen(
+        fault,
+        dict(Counter(saw)),
+        round(max(longest_wait_s(answer, struck_at) for answer in answers), 2),
+        round(whole_at - ended_at, 2),
+        round(time.time() - whole_at, 2),
+    )
+
+
+def longest_wait_s(answer: Answer, since: float) -> float:
+    """For a token or the end, from a time on."""
+    times = [since, *(at for at in (*answer.token_times, answer.ended) if at > since)]
+    return max((later - earlier for earlier, later in pairwise(times)), default=0.0)

@@ -1,0 +1,86 @@
+"""A head, two prefill and two decode hosts: each fault of a host or of the network, and its end.
+
+Whatever it is: the same tokens or a typed error, and afterwards all workers serve and nothing is held for anybody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import report
+from tests.hosts.cluster import HostCluster
+from tests.hosts.conftest import StartHosts
+from tests.hosts.host import Host
+from tests.hosts.strike import strike
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
+
+_FIGURES = "HOST_FAULTS"
+"""Names the file that the figures of the run go to; without it they are not kept."""
+
+Sides = Callable[[HostCluster], tuple[list[Host], list[Host]]]
+
+PARTITIONS: dict[str, Sides] = {
+    "prefill hosts from decode hosts": lambda c: (c.prefill, c.decode),
+    "one prefill host from one decode host": lambda c: (c.prefill[:1], c.decode[:1]),
+    "the head from prefill hosts": lambda c: ([c.head], c.prefill),
+    "the head from decode hosts": lambda c: ([c.head], c.decode),
+    "one prefill host from all": lambda c: (c.prefill[:1], [c.head, *c.prefill[1:], *c.decode]),
+    "one decode host from all": lambda c: (c.decode[:1], [c.head, *c.prefill, *c.decode[1:]]),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(start_hosts: StartHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
+    cluster = HostCluster(start_hosts(), 2, 2, limits={"retry_budget": 1.0})
+    try:
+        cluster.start_hosts()
+        cluster.prepare()
+        cluster.up()
+        cluster.serve()
+        cluster.wait_ready()
+        yield cluster
+    finally:
+        cluster.save_logs(tmp_path_factory.getbasetemp() / "logs-of-two-of-each")
+
+
+def keep(seen: report.Seen) -> None:
+    if target := os.environ.get(_FIGURES):
+        report.save(Path(target), [seen])
+
+
+@pytest.mark.parametrize("lasts_s", [1, 5, 15, 60])
+@pytest.mark.parametrize("between", PARTITIONS)
+def test_a_partition(cluster: HostCluster, between: str, lasts_s: int) -> None:
+    fault = f"{between} for {lasts_s} s"
+    keep(strike(cluster, fault, lambda: cluster.hosts.part(*PARTITIONS[between](cluster)), cluster.hosts.heal, lasts_s))
+
+
+def test_connections_between_two_living_workers_break(cluster: HostCluster) -> None:
+    pair = cluster.prefill[0], cluster.decode[0]
+    keep(strike(cluster, "all connections of a pair reset", lambda: cluster.hosts.reset(*pair), lambda: None, 0))
+
+
+def test_one_packet_in_a_hundred_is_lost(cluster: HostCluster) -> None:
+    everyone = [cluster.head, *cluster.prefill, *cluster.decode]
+
+    def lose(percent: float) -> None:
+        for host in everyone:
+            cluster.hosts.lose(host, percent)
+
+    keep(strike(cluster, "1 % of all packets lost for 15 s", lambda: lose(1), lambda: lose(0), 15))
+
+
+def test_a_slow_link(cluster: HostCluster) -> None:
+    slow = cluster.prefill[0]
+    keep(strike(cluster, "a prefill host sends 2 Mbit/s for 30 s", lambda: slow.shape("2mbit"), lambda: slow.shape("off"), 30))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_host_dies_and_comes_back_unasked(cluster: HostCluster, role: str) -> None:
+    victim = getattr(cluster, role)[-1]
+    keep(strike(cluster, f"a {role} host dies, and is back after 20 s", victim.kill, lambda: cluster.hosts.add(victim.number), 20))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.hosts.hosts import Hosts
+from tests.hosts.leftovers import left_of
 from tests.hosts.needs import missing
 
 StartHosts = Callable[..., Hosts]
@@ -29,14 +28,4 @@ def start_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartHosts
     yield start
     for hosts in started:
         hosts.stop()
-        assert_nothing_is_left(hosts.directory)
-
-
-def assert_nothing_is_left(directory: Path) -> None:
-    """No process, mount, network link or file of a rack."""
-    named = str(directory)
-    left = [p for p in psutil.process_iter(["cmdline"]) if any(named in word for word in p.info["cmdline"] or ())]
-    assert not left
-    assert named not in Path("/proc/self/mountinfo").read_text()
-    assert not any(line.strip().startswith(("port", "lan")) for line in Path("/proc/net/dev").read_text().splitlines())
-    assert not any((directory / "rack").iterdir())
+    assert not [left for hosts in started for left in left_of(hosts.directory)]

@@ -102,13 +102,18 @@ class Host:
         self.run(f"mkdir -p $(dirname {shlex.quote(path)}) && cat > {shlex.quote(path)}", given=text)
 
     def fetch(self, path: str, target: Path) -> None:
-        """Copy a file or directory out here, into the directory `target`."""
+        """Copy a file or directory out here, into the directory `target`.
+
+        Raises:
+            HostsError: it is not there.
+        """
         target.mkdir(parents=True, exist_ok=True)
         parent, name = os.path.split(path.rstrip("/"))
-        send = subprocess.Popen(self.line(f"tar -C {shlex.quote(parent or '.')} -chf - {shlex.quote(name)}", "root"),
-                                stdout=subprocess.PIPE)  # fmt: skip
-        subprocess.run(["tar", "-C", str(target), "--no-same-owner", "-xf", "-"], stdin=send.stdout, check=True)
-        send.wait()
+        line = self.line(f"tar -C {shlex.quote(parent or f'/home/{USER}')} -chf - {shlex.quote(name)}", "root")
+        sent = subprocess.run(line, capture_output=True, check=False)
+        if sent.returncode > 1:  # 1: a file grew meanwhile
+            raise HostsError(f"{self.name}: {path}: {sent.stderr.decode()}")
+        subprocess.run(["tar", "-C", str(target), "--no-same-owner", "-xf", "-"], input=sent.stdout, check=True)
 
     # -- its end, and its network
 

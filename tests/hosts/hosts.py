@@ -33,6 +33,7 @@ class Hosts:
     def __init__(self, directory: Path, pid: int, options: dict[str, Any], faults: Faults) -> None:
         self.directory, self.faults = directory, faults
         self._pid, self._options = pid, options
+        self._out_here: dict[int, int] = {}  # of processes in the rack: their ids here
 
     @classmethod
     def start(
@@ -169,11 +170,14 @@ class Hosts:
         Raises:
             HostsError: it has ended.
         """
+        if pid in self._out_here:
+            return self._out_here[pid]
         for process in psutil.Process(self._pid).children(recursive=True):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 ids = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
                 if len(ids) > 1 and ids[1] == str(pid):
+                    self._out_here[pid] = process.pid
                     return process.pid
         raise HostsError(f"no process {pid} is in the rack")
 

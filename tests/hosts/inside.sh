@@ -201,6 +201,9 @@ checkout() {
     mkdir -p ".$CHECKOUT" "$disk/checkout" "$disk/checkout.work"
     chown $USER_ID:$USER_ID "$disk/checkout"
     mount -t overlay -o "lowerdir=$CHECKOUT,upperdir=$disk/checkout,workdir=$disk/checkout.work" overlay ".$CHECKOUT"
+    # What was built out here is not the desk's; its environment is whole, and `make` could get nothing new.
+    rm -rf ".$CHECKOUT"/{build,dist} ".$CHECKOUT"/*.egg-info
+    [ ! -d ".$PREFIX" ] || find ".$PREFIX" -maxdepth 1 -name '.stamp-*' -exec touch {} +
     for place in ${SITES//:/ } "$PREFIX"; do mirror "$place"; done
 }
 

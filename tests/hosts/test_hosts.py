@@ -6,20 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.conftest import StartHosts, assert_nothing_is_left
 from tests.hosts.environment import ROOT
 from tests.hosts.host import Host
 from tests.hosts.hosts import Hosts
+from tests.hosts.leftovers import left_of
 from tests.hosts.needs import missing
-from tests.support.waiting import wait_until
+from tests.support.waiting import nothing, wait_until
 
 
 @pytest.fixture(scope="module")
-def hosts(start_hosts: StartHosts) -> Hosts:
+def hosts(start_hosts: Callable[..., Hosts]) -> Hosts:
     """Two hosts with two networks."""
     hosts = start_hosts(second=True)
     hosts.add(1)
@@ -152,7 +153,7 @@ def test_a_reset_ends_connections_between_two_hosts(hosts: Hosts, tmp_path: Path
     assert "ended" in log.read_text()
 
 
-def test_debians_habit_gives_a_host_its_own_name_as_a_loopback_address(start_hosts: StartHosts) -> None:
+def test_debians_habit_gives_a_host_its_own_name_as_a_loopback_address(start_hosts: Callable[..., Hosts]) -> None:
     hosts = start_hosts(loopback_name=True)
     one = hosts.add(1)
     assert one.run("getent hosts host1").stdout.split()[0] == "127.0.1.1"
@@ -163,6 +164,7 @@ OWNER = """
 import signal, sys
 from pathlib import Path
 from tests.hosts.hosts import Hosts
+from tests.hosts.leftovers import left_of
 hosts = Hosts.start(Path(sys.argv[1]))
 hosts.add(1).start("sleep 1000", Path(sys.argv[1]) / "log")
 print("up", flush=True)
@@ -180,12 +182,4 @@ def test_hosts_end_with_whoever_started_them(number: signal.Signals, tmp_path: P
         assert owner.stdout
         assert owner.stdout.readline() == "up\n"
         owner.send_signal(number)
-    wait_until(lambda: _is_left(directory), "the end of all hosts", 20, wanted=lambda seen: not seen)
-
-
-def _is_left(directory: Path) -> str:
-    try:
-        assert_nothing_is_left(directory)
-    except AssertionError as error:
-        return str(error) or "something"
-    return ""
+    wait_until(lambda: left_of(directory), "the end of all hosts", 20, wanted=nothing)

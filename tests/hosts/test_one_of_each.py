@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.cluster import HostCluster
-from tests.hosts.conftest import StartHosts
+from tests.hosts.hosts import Hosts
 from tests.hosts.oracle import assert_right_or_typed_error, expected
 from tests.scenarios.faults.site import story
 from tests.support.waiting import wait_until
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def cluster(start_hosts: StartHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
+def cluster(start_hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
     cluster = HostCluster(start_hosts(), 1, 1)
     try:
         cluster.start_hosts()

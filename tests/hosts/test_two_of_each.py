@@ -13,8 +13,8 @@ import pytest
 
 from tests.hosts import report
 from tests.hosts.cluster import HostCluster
-from tests.hosts.conftest import StartHosts
 from tests.hosts.host import Host
+from tests.hosts.hosts import Hosts
 from tests.hosts.strike import strike
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
@@ -35,7 +35,7 @@ PARTITIONS: dict[str, Sides] = {
 
 
 @pytest.fixture(scope="module")
-def cluster(start_hosts: StartHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
+def cluster(start_hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
     cluster = HostCluster(start_hosts(), 2, 2, limits={"retry_budget": 1.0})
     try:
         cluster.start_hosts()

@@ -1,15 +1,16 @@
 """Test hosts on one Linux machine: what Ray's launcher and Tandem reach by the network as they would reach machines.
 
-Each is a network, process, mount, UTS and IPC namespace of its own: own processes, addresses, host name, boot id, /tmp,
-/dev/shm, /etc, /home, and an sshd. Shared are the kernel, its cores and its clock, and /usr to read. All hosts lie in one
-namespace more, the rack, with the switch between them: whoever ends the rack ends all, and nothing is left. Two racks know
-nothing of each other, so their addresses are the same: 10.77.0.11 is host 1 (fd77::11 too), 10.77.0.12 host 2, and so on.
+Each is a network, process, mount, UTS and IPC namespace of its own: own processes, addresses, host name, boot id,
+/tmp, /dev/shm, /etc, /home, and an sshd. Shared are the kernel, its cores and its clock, and /usr to read. All hosts
+lie in one namespace more, the rack, with the switch between them: whoever ends the rack ends all, and nothing is left.
+Two racks know nothing of each other, so their addresses are the same: host 1 is 10.77.0.11 and fd77::11, host 2 is
+10.77.0.12, and so on.
 
 As root, and with Debian's packages of `tests.hosts.needs` (it says which are missing). By hand, from the checkout:
 
     python -m tests.hosts up 3                        hosts 1 to 3, and the desk: where `ray up` is called
-    python -m tests.hosts exec desk 'make wheel'      as the user `tandem`; there the checkout is at its own path, with its
-                                                      environment, and writable: what is written stays in the rack
+    python -m tests.hosts exec desk 'make wheel'      as the user `tandem`; there the checkout is at its own path, with
+                                                      its environment: what is written there stays in the rack
     python -m tests.hosts exec 1 --user root 'ip a'   on host 1: what `ray up` installs is in ~/tandem/venv, where all
                                                       packages of this environment lie already, but not Tandem
     python -m tests.hosts kill 2                      power loss: its processes end at once, without a FIN or RST
@@ -23,8 +24,8 @@ As root, and with Debian's packages of `tests.hosts.needs` (it says which are mi
     python -m tests.hosts list
     python -m tests.hosts down
 
-`--name` before the command names a rack where you want several; `up --loopback-name` gives hosts their own name as 127.0.1.1,
-as Debian and Ubuntu do; `up --second` a second network (10.78.0.x, eth1). The desk is 10.77.0.10.
+`--name` before the command names a rack where you want several; `up --loopback-name` gives hosts their own name as
+127.0.1.1, as Debian and Ubuntu do; `up --second` a second network (10.78.0.x, eth1). The desk is 10.77.0.10.
 
 Processes of the hosts show in this machine's process list: a `ray stop` out here would end their Ray.
 """

@@ -185,7 +185,8 @@ def cluster_file(head: Host, prefill: Sequence[Host], decode: Sequence[Host]) ->
     text = re.sub(r"(    - 192\.168\.1\.\d+\n)+", listed, text)
     for role, its in (("prefill", prefill), ("decode", decode)):
         cases = "|".join(f'*" {host.address} "*' for host in its)
-        text = re.sub(rf"""\*" 192[^)]*\) resources='{{"{role}": 1}}'""", f"""{cases}) resources='{{"{role}": 1}}'""", text)
+        resources = f"""resources='{{"{role}": 1}}'"""
+        text = re.sub(rf"""\*" 192[^)]*\) {resources}""", f"{cases}) {resources}", text)
     text = re.sub(r"(m\w+_workers): 4", rf"\1: {len(workers)}", text)
     assert "192.168" not in text, text
     return text

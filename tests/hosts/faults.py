@@ -40,7 +40,7 @@ class Faults:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Faults:
-        return cls(set(tree["cut"]), {(a, b) for a, b in tree["parted"]}, {a: b for a, b in tree["lost"]})
+        return cls(set(tree["cut"]), {(a, b) for a, b in tree["parted"]}, dict(tree["lost"]))
 
 
 def _ports(host: int) -> str:

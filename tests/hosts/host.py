@@ -69,7 +69,7 @@ class Host:
         }  # fmt: skip
         return [
             *self.hosts.enter(),
-            "nsenter", f"--target={self.pid()}", "--pid", "--mount", "--net", "--uts", "--ipc", "--root", "--wd=/",
+            "nsenter", f"--target={self.pid()}", "--pid", "--mount", "--net", "--uts", "--ipc", "--root", "--wd",
             "setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups",
             "env", "-i", *(f"{name}={value}" for name, value in variables.items()),
             "bash", "-c", f"cd {shlex.quote(str(start))} && {command}",

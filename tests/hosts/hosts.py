@@ -98,7 +98,7 @@ class Hosts:
         host = self.host(number)
         self.faults.cut.discard(number)
         self.set_faults()
-        variables = {"NUMBER": str(host.last), "CHECKOUT": str(ROOT) if number == DESK else ""}
+        variables = {"NUMBER": str(host.last), "PORT": str(number), "CHECKOUT": str(ROOT) if number == DESK else ""}
         self._run(str(INSIDE), "add", host.name, **variables)
         return host
 

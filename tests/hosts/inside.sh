@@ -6,7 +6,7 @@
 #   inside.sh boot NAME  as PID 1 of the host: build its file system, go into it, and start its sshd
 #
 # RACK           a directory; a tmpfs that only the rack sees is mounted there, with the disks of all hosts
-# NUMBER         of the host: the last part of its addresses and of its MAC
+# NUMBER, PORT   of the host: the last part of its addresses and of its MAC; of its port at the switch
 # NET, NET6      what comes before it;  NET_TWO: the same on the second network, empty: there is none
 # NAMES          lines for /etc/hosts
 # LOOPBACK_NAME  not empty: a host's own name is 127.0.1.1, as Debian and Ubuntu have it
@@ -54,8 +54,8 @@ add() {
     local parent=$! child='' tries
     for tries in $(seq 200); do
         if [ -z "$child" ] && child=$(pgrep -P "$parent"); then
-            plug "port$NUMBER" lan0 eth0 "$child" 00
-            [ -z "$NET_TWO" ] || plug "port${NUMBER}b" lan1 eth1 "$child" 01
+            plug "port$PORT" lan0 eth0 "$child" 00
+            [ -z "$NET_TWO" ] || plug "port${PORT}b" lan1 eth1 "$child" 01
             echo "$child" > "$host/pid"
         fi
         [ -n "$child" ] && answers && return

@@ -52,7 +52,7 @@ def test_hosts_reach_each_other_by_name_both_families_and_ssh(hosts: Hosts) -> N
 def test_the_environment_has_all_packages_but_tandem_and_can_be_written(hosts: Hosts) -> None:
     one, two = hosts.host(1), hosts.host(2)
     code = "import importlib.util as u; print(u.find_spec('yaml').origin, u.find_spec('tandem'))"
-    assert one.run(f'python -c "{code}"').stdout.split() == [
+    assert one.run(f'python -I -c "{code}"').stdout.split() == [
         f"/home/tandem/tandem/venv/lib/python3.{sys.version_info.minor}/site-packages/yaml/__init__.py",
         "None",
     ]

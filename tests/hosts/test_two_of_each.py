@@ -76,11 +76,12 @@ def test_one_packet_in_a_hundred_is_lost(cluster: HostCluster) -> None:
 
 
 def test_a_slow_link(cluster: HostCluster) -> None:
-    slow = cluster.prefill[0]
-    keep(strike(cluster, "a prefill host sends 2 Mbit/s for 30 s", lambda: slow.shape("2mbit"), lambda: slow.shape("off"), 30))
+    fault, slow = "a prefill host sends 2 Mbit/s for 30 s", cluster.prefill[0]
+    keep(strike(cluster, fault, lambda: slow.shape("2mbit"), lambda: slow.shape("off"), 30))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_host_dies_and_comes_back_unasked(cluster: HostCluster, role: str) -> None:
-    victim = getattr(cluster, role)[-1]
-    keep(strike(cluster, f"a {role} host dies, and is back after 20 s", victim.kill, lambda: cluster.hosts.add(victim.number), 20))
+    victim: Host = getattr(cluster, role)[-1]
+    fault = f"a {role} host dies, and is back after 20 s"
+    keep(strike(cluster, fault, victim.kill, lambda: cluster.hosts.add(victim.number), 20))

@@ -187,6 +187,8 @@ def cluster_file(head: Host, prefill: Sequence[Host], decode: Sequence[Host]) ->
         cases = "|".join(f'*" {host.address} "*' for host in its)
         resources = f"""resources='{{"{role}": 1}}'"""
         text = re.sub(rf"""\*" 192[^)]*\) {resources}""", f"{cases}) {resources}", text)
+    if "RAY_enable_autoscaler_v2" not in text:  # the second one counts the head among the workers
+        text = text.replace("ray start --head", "export RAY_enable_autoscaler_v2=0;\n    ray start --head")
     text = re.sub(r"(m\w+_workers): 4", rf"\1: {len(workers)}", text)
     assert "192.168" not in text, text
     return text

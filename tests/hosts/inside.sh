@@ -203,6 +203,7 @@ checkout() {
     mount -t overlay -o "lowerdir=$CHECKOUT,upperdir=$disk/checkout,workdir=$disk/checkout.work" overlay ".$CHECKOUT"
     # What was built out here is not the desk's; its environment is whole, and `make` could get nothing new.
     rm -rf ".$CHECKOUT"/{build,dist} ".$CHECKOUT"/*.egg-info
+    find ".$CHECKOUT" -maxdepth 1 -type f -exec chown $USER_ID:$USER_ID {} +  # for a person to edit
     [ ! -d ".$PREFIX" ] || find ".$PREFIX" -maxdepth 1 -name '.stamp-*' -exec touch {} +
     for place in ${SITES//:/ } "$PREFIX"; do mirror "$place"; done
 }

@@ -21,6 +21,11 @@ def _model() -> Any:
 
 def expected(prompt: list[int], num_tokens: int) -> list[int]:
     """The tokens behind a prompt."""
+    return _expected(tuple(prompt), num_tokens)
+
+
+@functools.cache
+def _expected(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     with torch.no_grad():
         out = _model().generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)
     return list(out[0, len(prompt) :].tolist())

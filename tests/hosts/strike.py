@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
-from tests.hosts.cluster import HostCluster
+from tests.hosts.cluster import Asking, HostCluster
 from tests.hosts.oracle import assert_right_or_typed_error, expected
 from tests.hosts.report import Seen
 from tests.scenarios.client import Answer
 from tests.scenarios.faults.site import story
 
-NUM_STREAMS = 4
-PROMPT, TOKENS = 300, 700
+NUM_BEFORE, NUM_DURING = 4, 2
+PROMPT, TOKENS = 300, 600
 WHOLE_S, IDLE_S = 240.0, 120.0
 
 
@@ -23,15 +23,19 @@ def strike(
 ) -> Seen:
     """Strike a cluster that is whole and idle, and wait until it is so again.
 
-    Every answer has all tokens of the model itself, or a typed error behind the first of them.
+    Some requests are under way when the fault begins, others come while it lasts. Every answer has all tokens of the
+    model itself, or a typed error behind the first of them. The prompts are the same for each fault: the cluster is to
+    keep none.
     """
-    prompts = [story(f"{fault} {number} {time.time_ns()}", PROMPT) for number in range(NUM_STREAMS)]
+    prompts = [story(f"under way {number}", PROMPT) for number in range(NUM_BEFORE + NUM_DURING)]
     right = [expected(prompt, TOKENS) for prompt in prompts]
-    streams = [cluster.asking(prompt, max_tokens=TOKENS, ignore_eos=True) for prompt in prompts]
+    streams = [_stream(cluster, prompt) for prompt in prompts[:NUM_BEFORE]]
     streams[0].wait_for_token()
     struck_at = time.time()
     begin()
-    time.sleep(lasts_s)
+    time.sleep(lasts_s / 2)
+    streams += [_stream(cluster, prompt) for prompt in prompts[NUM_BEFORE:]]
+    time.sleep(lasts_s / 2)
     end()
     ended_at = time.time()
     answers = [stream.answer(timeout_s=240) for stream in streams]
@@ -42,10 +46,14 @@ def strike(
     return Seen(
         fault,
         dict(Counter(saw)),
-        round(max(longest_wait_s(answer, struck_at) for answer in answers), 2),
+        round(max(longest_wait_s(answer, struck_at) for answer in answers[:NUM_BEFORE]), 2),
         round(whole_at - ended_at, 2),
         round(time.time() - whole_at, 2),
     )
+
+
+def _stream(cluster: HostCluster, prompt: list[int]) -> Asking:
+    return cluster.asking(prompt, max_tokens=TOKENS, ignore_eos=True, timeout_s=200.0)
 
 
 def longest_wait_s(answer: Answer, since: float) -> float:

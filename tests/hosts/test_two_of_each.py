@@ -22,6 +22,9 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
 _FIGURES = "HOST_FAULTS"
 """Names the file that the figures of the run go to; without it they are not kept."""
 
+KEEP_NOTHING = {"cache": {"memory_bytes": 64 << 20, "prefix_cache": False}}
+"""Each fault strikes the same prompts, whose answers are known; they are computed and handed off each time."""
+
 Sides = Callable[[HostCluster], tuple[list[Host], list[Host]]]
 
 PARTITIONS: dict[str, Sides] = {
@@ -36,7 +39,7 @@ PARTITIONS: dict[str, Sides] = {
 
 @pytest.fixture(scope="module")
 def cluster(start_hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
-    cluster = HostCluster(start_hosts(), 2, 2, limits={"retry_budget": 1.0})
+    cluster = HostCluster(start_hosts(), 2, 2, limits={"retry_budget": 1.0}, **KEEP_NOTHING)
     try:
         cluster.start_hosts()
         cluster.prepare()

@@ -22,7 +22,7 @@ from tests.support.waiting import nothing, wait_until
 
 HEAD = 1
 SERVE = "tandem serve --address auto --config ~/tandem/tandem.yaml"
-START_S = 480.0
+START_S = 900.0
 """All hosts share this machine's cores, and nothing that they compile or import is there yet."""
 
 SETTINGS: dict[str, Any] = {

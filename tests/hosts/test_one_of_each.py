@@ -14,7 +14,7 @@ from tests.hosts.oracle import assert_right_or_typed_error, expected
 from tests.scenarios.faults.site import story
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.hosts.host import Host
 from tests.hosts.hosts import Hosts
 from tests.hosts.strike import strike
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(2400)]
 
 _FIGURES = "HOST_FAULTS"
 """Names the file that the figures of the run go to; without it they are not kept."""

@@ -88,6 +88,7 @@ docs: $(STAMP)  ## generate tandem.yaml, docs/configuration.md and docs/benchmar
 wheel: $(STAMP)  ## build the wheel into dist/
 	@rm -rf build dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	@cd dist && ls *.whl > wheel.txt  # the one that the hosts of a cluster install
 
 lock: $(STAMP)  ## resolve all pins anew and write requirements/lock.txt
 	@VENV="$(VENV)" bash tools/lock.sh

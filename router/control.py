@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from router.lifecycle.context import RouterContext
+from tandem.core.addresses import join_address
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.guard import RoleGuard
@@ -69,6 +70,7 @@ async def serve_control(control: RouterControl, guard: RoleGuard, host: str, por
     try:
         bound = bind(server, host, port)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"cannot listen on {host}:{port} for control: {error}", key="control_port") from error
+        where = join_address(host, port)
+        raise ConfigError(f"cannot listen on {where} for control: {error}", key="control_port") from error
     await server.start()
     return server, bound

@@ -29,6 +29,7 @@ from router.policy.retry_budget import RetryBudget
 from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
 from tandem.core import fault_points
+from tandem.core.addresses import ANY_HOST, join_address, url_host
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
 from tandem.core.metrics import RouterMetrics
@@ -191,7 +192,7 @@ class RouterServer:
         try:
             info = RouterInfo(
                 http_url=f"http://{_for_url(self._host)}:{listener.getsockname()[1]}",
-                control_address=f"{self._control_host}:{control_port}",
+                control_address=join_address(self._control_host, control_port),
             )
             _log.info("the router listens on %s, its control service on %s", *astuple(info))
             self._listens.set_result(info)
@@ -249,5 +250,6 @@ class RouterServer:
 
 
 def _for_url(host: str) -> str:
-    host = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host
-    return f"[{host}]" if ":" in host else host
+    if host in ANY_HOST:
+        host = "::1" if host == "::" else "127.0.0.1"
+    return url_host(host)

@@ -1,16 +1,21 @@
-"""The command line: `tandem serve | status | scale | drain | stop | doctor | certs | bench | version`."""
+"""The command line: `tandem serve | status | scale | drain | stop | logs | hosts | up | down | doctor | …`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tandem.cluster.launch.arguments import add_commands as add_launch_commands
 from tandem.core.arguments import Parser, port, whole
 from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.errors import TandemError
+
+if TYPE_CHECKING:
+    from tandem.cluster.client import Where
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -65,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_drain(commands)
     _add_stop(commands)
+    _add_logs(commands)
+    add_launch_commands(commands, add_command, _add_serving_options)
     _add_doctor(commands)
     _add_certs(commands)
     _add_bench(commands)
@@ -96,12 +103,33 @@ def _add_serve(commands: Any) -> None:
         _serve,
     )
     _add_config_options(command)
+    command.add_argument(
+        "--detach", action="store_true",
+        help="go on without this terminal: return when the cluster is ready; `tandem stop` ends it",
+    )
+    command.add_argument(
+        "--log", type=Path, metavar="FILE",
+        help="where the output goes with --detach (default: ~/.local/state/tandem/serve-PORT.log)",
+    )
 
 
 def _add_config_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config", type=Path, metavar="FILE", help="read this tandem.yaml; the options below override it"
     )
+    _add_serving_options(command)
+    command.add_argument(
+        "--api-keys-file", metavar="FILE", help="file with API keys, one a line (default: http.api_keys_file)"
+    )
+    command.add_argument(
+        "--certificates", metavar="DIR", help="directory with the certificates (default: security.certificates)"
+    )
+    command.add_argument(
+        "--address", metavar="RAY", help="join the Ray cluster at this address; `auto`: that of this host"
+    )
+
+
+def _add_serving_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", metavar="DIR_OR_HUB_ID", help="checkpoint directory or hub id (default: the embedded model)"
     )
@@ -114,15 +142,16 @@ def _add_config_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prefill", type=_workers, metavar="N", help="number of prefill workers (default: 1)")
     command.add_argument("--decode", type=_workers, metavar="N", help="number of decode workers (default: 1)")
     command.add_argument("--routers", type=_workers, metavar="N", help="number of routers (default: 1)")
-    command.add_argument(
-        "--address", metavar="RAY", help="join the Ray cluster at this address; `auto`: that of this host"
-    )
 
 
 def _add_target_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=port, metavar="N", help="HTTP port of the cluster; needed if several run here")
     command.add_argument(
         "--address", metavar="RAY", help="look in the Ray cluster at this address; `auto`: that of this host"
+    )
+    command.add_argument(
+        "--certificates", type=Path, metavar="DIR",
+        help="directory with the client's certificate, if it lies elsewhere here than on the cluster's hosts",
     )
 
 
@@ -186,6 +215,25 @@ def _add_stop(commands: Any) -> None:
     )
 
 
+def _add_logs(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "logs",
+        "show what the processes of a cluster have written, on whatever host they run",
+        "tandem logs\ntandem logs decode-0 --follow",
+        _logs,
+    )
+    _add_target_options(command)
+    command.add_argument(
+        "worker", nargs="?", default="", metavar="WORKER",
+        help="a worker's name, router or supervisor (default: all of them)",
+    )
+    command.add_argument("--follow", action="store_true", help="go on with what comes, until Ctrl-C")
+    command.add_argument(
+        "--tail", type=whole(0), metavar="N", help="last lines of each (default: 100 of one, 10 of all)"
+    )
+
+
 def _add_doctor(commands: Any) -> None:
     command = add_command(
         commands,
@@ -212,6 +260,10 @@ def _add_certs(commands: Any) -> None:
         "--days", type=int, default=365, metavar="N", help="days for which they are valid (default: 365)"
     )
     command.add_argument(
+        "--ca-key", type=Path, metavar="FILE",
+        help="file of the authority's key, which signs members and goes to no host (default: DIR-ca/ca.key)",
+    )
+    command.add_argument(
         "--force", action="store_true",
         help="replace existing ones; sign with the existing authority if its key is there",
     )
@@ -236,23 +288,32 @@ def _add_bench(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from tandem.cluster.serve.serve import serve
+    config = _config(options)
+    if not options.detach:
+        from tandem.cluster.serve.serve import serve
 
-    return serve(_config(options), options.address)
+        return serve(config, options.address)
+    from tandem.cluster.serve.detach import default_log, serve_detached
+
+    def run_there(on_ready: Callable[[], None]) -> int:
+        from tandem.cluster.serve.serve import serve
+
+        return serve(config, options.address, on_ready)
+
+    return serve_detached(run_there, options.log or default_log(config.http.port))
 
 
 def _status(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
-    return commands.status(options.port, options.address, as_json=options.json)
+    return commands.status(_where(options), as_json=options.json)
 
 
 def _scale(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
     return commands.scale(
-        options.port,
-        options.address,
+        _where(options),
         prefill=options.prefill,
         decode=options.decode,
         routers=options.routers,
@@ -264,8 +325,7 @@ def _drain(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
     return commands.drain(
-        options.port,
-        options.address,
+        _where(options),
         options.worker,
         replace_first=not options.no_replace_first,
         timeout_s=options.timeout,
@@ -276,7 +336,14 @@ def _drain(options: argparse.Namespace) -> int:
 def _stop(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
-    return commands.stop(options.port, options.address, now=options.now, grace_s=options.grace)
+    return commands.stop(_where(options), now=options.now, grace_s=options.grace)
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from tandem.cluster.logs import logs
+
+    num_lines = options.tail if options.tail is not None else 100 if options.worker else 10
+    return logs(_where(options), options.worker, num_lines=num_lines, follow=options.follow)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -288,7 +355,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _certs(options: argparse.Namespace) -> int:
     from tandem.cluster import certs
 
-    return certs.run(options.directory, days=options.days, force=options.force)
+    return certs.run(options.directory, days=options.days, force=options.force, authority_key=options.ca_key)
 
 
 def _version(_options: argparse.Namespace) -> int:
@@ -296,6 +363,12 @@ def _version(_options: argparse.Namespace) -> int:
 
     print(f"tandem {version()}")
     return 0
+
+
+def _where(options: argparse.Namespace) -> Where:
+    from tandem.cluster.client import Where
+
+    return Where(options.port, options.address, options.certificates)
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -306,6 +379,8 @@ def _config(options: argparse.Namespace) -> Config:
         "model.dtype": options.dtype,
         "http.host": options.host,
         "http.port": options.port,
+        "http.api_keys_file": options.api_keys_file,
+        "security.certificates": options.certificates,
         "pools.prefill.workers": options.prefill,
         "pools.decode.workers": options.decode,
         "pools.routers": options.routers,

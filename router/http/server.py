@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router.http.protocol import MAX_HEAD_BYTES, BoundedProtocol
+from tandem.core.addresses import bare_host, join_address
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import ConfigError
 
@@ -31,12 +32,13 @@ _CLOSE = (b"connection", b"close")
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `ConfigError` where the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    host = bare_host(host)
     try:
+        family = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another port", key="http.port"
+            f"cannot listen on {join_address(host, port)}: {error.strerror}; choose another port", key="http.port"
         ) from error
     # Accepted connections inherit these.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,8 +1,9 @@
 """`tandem certs DIR`: an authority for one cluster, and a certificate with its key for each role.
 
-The authority's key is needed again only to renew: with it in the directory `--force` signs new certificates by the
-same authority, so that old and new processes go on trusting each other; without it everything is made anew, and the
-whole cluster has to be stopped and started.
+The directory goes to the hosts; the authority's key, which signs members, lies elsewhere and stays where it was made.
+It is needed again only to renew: with it `--force` signs new certificates by the same authority, so that old and new
+processes go on trusting each other; without it everything is made anew, and the whole cluster has to be stopped and
+started.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Made:
     """What `make_certificates` did; `renewed`: by the authority that was there."""
 
     directory: Path
+    authority_key: Path
     expires: datetime
     renewed: bool
 
@@ -45,12 +47,22 @@ class _Authority:
     key: ec.EllipticCurvePrivateKey
 
 
-def make_certificates(directory: Path, *, days: int, force: bool = False) -> Made:
-    """Write everything into `directory` (mode 0700; files 0600), each file whole or not at all.
+def default_authority_key(directory: Path) -> Path:
+    """Beside `directory`, never in it: what lies there is copied to hosts."""
+    whole = directory.expanduser().absolute()
+    return whole.parent / f"{whole.name}-ca" / AUTHORITY_KEY_FILE
+
+
+def make_certificates(
+    directory: Path, *, days: int, force: bool = False, authority_key: Path | None = None
+) -> Made:
+    """Write the certificates into `directory` and the authority's key elsewhere (directories 0700, files 0600), each
+    file whole or not at all.
 
     Args:
         days: how long the roles' certificates are valid; the authority's own is for ten years.
         force: replace what an earlier run left there.
+        authority_key: file of the authority's key (default: `default_authority_key`).
 
     Raises:
         ConfigError: the directory holds certificates and `force` is not set, `days` makes no sense, or the directory
@@ -61,40 +73,55 @@ def make_certificates(directory: Path, *, days: int, force: bool = False) -> Mad
         raise ConfigError(f"--days is {days}, must be 1 to {_AUTHORITY_LIFE.days}", key="--days")
     if not force and directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; choose another directory, or replace it with --force", key="DIR")
+    key = authority_key or default_authority_key(directory)
+    _check_key(directory, key, force=force)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = _find_authority(directory, now + timedelta(days=days))
+        for folder in (directory, key.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = _find_authority(directory, key, now + timedelta(days=days))
         authority = found or _make_authority(now)
         files = _role_files(directory, authority, now, now + timedelta(days=days))
         if found is None:
             files[directory / AUTHORITY_FILE] = _certificate_pem(authority.certificate)
-            files[directory / AUTHORITY_KEY_FILE] = _key_pem(authority.key)
+            files[key] = _key_pem(authority.key)
         for path, content in files.items():
             _write_private(path, content)
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be written: {error.strerror}", key="DIR") from error
+        raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror}", key="DIR") from error
     expires = min(load_identity(directory, role).expires for role in PeerRole)
-    return Made(directory, expires, renewed=found is not None)
+    return Made(directory, key, expires, renewed=found is not None)
 
 
-def run(directory: Path, *, days: int, force: bool) -> int:
+def run(directory: Path, *, days: int, force: bool, authority_key: Path | None) -> int:
     """The command; returns the exit code."""
-    made = make_certificates(directory, days=days, force=force)
-    key = directory / AUTHORITY_KEY_FILE
+    made = make_certificates(directory, days=days, force=force, authority_key=authority_key)
     print(f"{'Renewed' if made.renewed else 'Made'} certificates for {', '.join(PeerRole)} in {directory}.")
     print(f"They expire on {made.expires:%Y-%m-%d}; `tandem doctor` warns {WARN_BEFORE.days} days before.")
     print(
-        f"\n{key} can sign members of this cluster. Keep it off the nodes: move it to a safe place, to be put"
-        "\nback for a renewal (--force), or delete it."
+        f"\n{made.authority_key} can sign members of this cluster. Keep it off the nodes; a renewal (--force) needs it"
+        "\nagain. Whoever does not want to renew may delete it."
         "\n\nTo use them, copy ca.pem and each node's own ROLE.pem and ROLE.key to the same path on every node, and set"
         f"\n\n  security: {{certificates: {directory.resolve()}}}"
     )
     return 0
 
 
-def _find_authority(directory: Path, until: datetime) -> _Authority | None:
-    """The one that an earlier run made, where its key is still here and it outlives `until`."""
-    key_path, path = directory / AUTHORITY_KEY_FILE, directory / AUTHORITY_FILE
+def _check_key(directory: Path, key: Path, *, force: bool) -> None:
+    """Raises `ConfigError`: the file of the authority's key is taken, or another lies among the certificates."""
+    if not force and key.exists():
+        raise ConfigError(f"{key} is there already, an authority's key; replace it with --force", key="--ca-key")
+    among = directory / AUTHORITY_KEY_FILE
+    if among.exists() and among.absolute() != key.absolute():
+        raise ConfigError(
+            f"{among} lies among the certificates, which are copied to hosts; move it to {key}, or delete it to make a "
+            "new authority",
+            key="--ca-key",
+        )
+
+
+def _find_authority(directory: Path, key_path: Path, until: datetime) -> _Authority | None:
+    """The one that an earlier run made, where its key is still there and it outlives `until`."""
+    path = directory / AUTHORITY_FILE
     if not key_path.exists() or not path.exists():
         return None
     try:

@@ -1,16 +1,21 @@
-"""Finds a running cluster and talks to its supervisor. Blocks; needs Ray only where no state file says where it is."""
+"""Finds a running cluster and talks to its supervisor. Blocks.
+
+The state files of this host say where a cluster is, or Ray's control store. Any host that reaches that one and has
+Ray's token may ask it: it need not be a node of Ray.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
 
 import grpc
 
 from tandem.cluster import statefile
-from tandem.cluster.spec import NAMESPACE, SUPERVISOR_NAME, SupervisorFace
 from tandem.cluster.statefile import ClusterFile, Stage
 from tandem.core.config import SecurityConfig
 from tandem.core.errors import ConfigError, ForbiddenError, WorkerLostError
@@ -20,6 +25,28 @@ from tandem.rpc.security import Security
 from tandem.rpc.v1 import supervisor_pb2_grpc
 
 TIMEOUT_S = 10.0
+
+_LOOK_S = 0.2  # again at Ray's control store, for a supervisor that starts
+
+
+@dataclass(frozen=True)
+class Where:
+    """What the user says about the cluster that is meant.
+
+    Attributes:
+        port: its HTTP port, on this host.
+        address: of its Ray; `auto`: of this host.
+        certificates: the directory with the client's, where it lies elsewhere here than on the cluster's hosts.
+    """
+
+    port: int | None = None
+    address: str | None = None
+    certificates: Path | None = None
+
+    def __str__(self) -> str:
+        """As options."""
+        given = {"port": self.port, "address": self.address, "certificates": self.certificates}
+        return "".join(f" --{name} {value}" for name, value in given.items() if value)
 
 
 @dataclass(frozen=True)
@@ -36,9 +63,9 @@ class Target:
         return self.file.stage if self.file and self.file.serve_process else None
 
 
-def find_started(port: int | None, address: str | None) -> Target:
+def find_started(where: Where) -> Target:
     """As `find_cluster`, but raises `ConfigError` for a cluster that still starts, and says what that waits for."""
-    target = find_cluster(port, address)
+    target = find_cluster(where)
     if target.file and target.stage is Stage.STARTING:
         raise ConfigError(
             f"the cluster on port {target.file.port} is {target.file.describe()}; try again when it is ready"
@@ -46,15 +73,21 @@ def find_started(port: int | None, address: str | None) -> Target:
     return target
 
 
-def find_cluster(port: int | None, address: str | None) -> Target:
-    """The cluster on HTTP `port` of this host, the one in the Ray at `address`, or the only one there is.
+def find_cluster(where: Where) -> Target:
+    """The cluster on that HTTP port of this host, the one in that Ray, or the only one there is.
 
     Raises:
         ConfigError: there is none, or more than one to choose from.
         WorkerLostError: its supervisor takes too long to start, or has ended.
     """
-    if address:
-        return _ask_ray(address)
+    found = _ask_ray(where.address) if where.address else _on_this_host(where.port)
+    if where.certificates is None:
+        return found
+    path = str(where.certificates.expanduser().absolute())
+    return dataclasses.replace(found, security=dataclasses.replace(found.security, certificates=path))
+
+
+def _on_this_host(port: int | None) -> Target:
     clusters = statefile.running()
     chosen = [cluster for cluster in clusters if port in (None, cluster.port)]
     if len(chosen) == 1:
@@ -97,30 +130,23 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
 
 
 def _ask_ray(address: str) -> Target:
-    from tandem.cluster.ray.home import join_ray, leave_ray
+    from tandem.cluster.ray import kv_store
+    from tandem.cluster.ray.home import open_store
 
-    join_ray(address, remedy="name the address that `ray status` or `tandem serve` tells, or leave --address out")
-    import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
-
-    from tandem.cluster.ray.kv_store import recall_face
-
-    try:
-        actor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)
-        face = recall_face()
-        if face is None or not statefile.listens(face.address):  # it is being started, perhaps again
-            face = cast(SupervisorFace, ray.get(actor.wait_ready.remote(), timeout=TIMEOUT_S))
-        return Target(face.address, face.security)
-    except GetTimeoutError as error:
-        late = f"the supervisor in the Ray cluster at {address} has not started within {TIMEOUT_S:g} s"
-        raise WorkerLostError(late) from error
-    except RayActorError as error:
-        raise WorkerLostError(f"the supervisor in the Ray cluster at {address} has ended") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"no Tandem cluster runs in the Ray cluster at {address}; "
-            f"start one with `tandem serve --address {address}`",
-            key="--address",
-        ) from error
-    finally:
-        leave_ray()
+    remedy = "name the address that `ray status` or `tandem serve` tells, or leave --address out"
+    with open_store(address, remedy=remedy):
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while kept := kv_store.recall():
+            face = kv_store.face_of(kept)
+            if face is not None and statefile.listens(face.address, TIMEOUT_S):
+                return Target(face.address, face.security)
+            if time.monotonic() > deadline_s:
+                where = f"; it was at {face.address}, which this host may be unable to reach" if face else ""
+                raise WorkerLostError(
+                    f"the supervisor in the Ray cluster at {address} has not started within {TIMEOUT_S:g} s{where}"
+                )
+            time.sleep(_LOOK_S)
+    raise ConfigError(
+        f"no Tandem cluster runs in the Ray cluster at {address}; start one with `tandem serve --address {address}`",
+        key="--address",
+    )

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.cluster import statefile
-from tandem.cluster.client import TIMEOUT_S, Target, find_cluster, find_started, supervisor
+from tandem.cluster.client import TIMEOUT_S, Target, Where, find_cluster, find_started, supervisor
 from tandem.cluster.following import Following, node_advice, unfinished
 from tandem.cluster.plain import plain
 from tandem.cluster.serve.processes import wait_for_exit
@@ -35,8 +35,8 @@ SERVE_END_TIMEOUT_S = 30.0
 _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-def status(port: int | None, address: str | None, *, as_json: bool) -> int:
-    target = find_cluster(port, address)
+def status(where: Where, *, as_json: bool) -> int:
+    target = find_cluster(where)
     cluster = _ask(target)
     state, detail = _state(target, cluster)
     if as_json:
@@ -80,12 +80,10 @@ def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str,
     return state, state
 
 
-def scale(
-    port: int | None, address: str | None, *, prefill: int | None, decode: int | None, routers: int | None, wait: bool
-) -> int:
+def scale(where: Where, *, prefill: int | None, decode: int | None, routers: int | None, wait: bool) -> int:
     if prefill is None and decode is None and routers is None:
         raise ConfigError("say how many: --prefill N, --decode N, --routers N, or several of them")
-    target = find_started(port, address)
+    target = find_started(where)
     with Reporter() as reporter, supervisor(target) as stub:
         request = supervisor_pb2.ScaleRequest(prefill=prefill, decode=decode, router=routers)
         reply = stub.Scale(request, timeout=TIMEOUT_S)
@@ -98,7 +96,7 @@ def scale(
         following = Following(stub, reporter)
         if not following.until(lambda cluster: cluster.settled, NODE_WAIT_S):
             is_local = target.file is not None and target.file.local  # its Ray has room for any number
-            for line in [] if is_local else node_advice(following.cluster, _target_options(port, address)):
+            for line in [] if is_local else node_advice(following.cluster, str(where)):
                 reporter.line(line)
             if not following.until(lambda cluster: cluster.settled, SETTLE_TIMEOUT_S):
                 raise NoWorkerError(_not_yet(following.cluster, NODE_WAIT_S + SETTLE_TIMEOUT_S))
@@ -107,11 +105,9 @@ def scale(
     return 0
 
 
-def drain(
-    port: int | None, address: str | None, worker_id: str, *, replace_first: bool, timeout_s: float, wait: bool
-) -> int:
+def drain(where: Where, worker_id: str, *, replace_first: bool, timeout_s: float, wait: bool) -> int:
     check_wait(timeout_s, "--timeout", least_s=1e-3)
-    target = find_started(port, address)
+    target = find_started(where)
     request = supervisor_pb2.DrainRequest(worker_id=worker_id, replace_first=replace_first, timeout_s=timeout_s)
     with Reporter() as reporter, supervisor(target) as stub:
         reply = stub.Drain(request, timeout=TIMEOUT_S)
@@ -138,9 +134,9 @@ def drain(
     return 0
 
 
-def stop(port: int | None, address: str | None, *, now: bool, grace_s: float) -> int:
+def stop(where: Where, *, now: bool, grace_s: float) -> int:
     check_wait(grace_s, "--grace")
-    target = find_cluster(port, address)
+    target = find_cluster(where)
     reporter = Reporter()
     if target.stage is Stage.STARTING:
         reporter.line("Stopping what has been started.")
@@ -177,11 +173,6 @@ def _not_yet(cluster: supervisor_pb2.Cluster, waited_s: float) -> str:
         f"after {waited_s:g} s the cluster has not reached its wanted state: {unfinished(cluster)}. It keeps trying, "
         "and everything else goes on; `tandem status` shows its progress, `tandem scale` takes a size back"
     )
-
-
-def _target_options(port: int | None, address: str | None) -> str:
-    """Those by which the user has named the cluster."""
-    return (f" --port {port}" if port else "") + (f" --address {address}" if address else "")
 
 
 def _find(cluster: supervisor_pb2.Cluster, name: str) -> tuple[str, bool, str]:

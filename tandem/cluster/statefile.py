@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from tandem.core.addresses import split_address
 from tandem.core.errors import ConfigError
 from tandem.core.pidfd import started_at
 
@@ -143,9 +144,15 @@ def forget(cluster: ClusterFile) -> None:
 
 
 def runtime_directory() -> Path:
-    """Private to this user: `$XDG_RUNTIME_DIR/tandem`, else `tandem-<uid>` in the temporary directory."""
+    """Private to this user: `$XDG_RUNTIME_DIR/tandem`, else `tandem-<uid>` in the temporary directory.
+
+    Not in the login manager's, which it removes when the user's last session ends: a cluster may go on.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(base) / "tandem" if base else Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
+    if base and Path(base) != Path(f"/run/user/{os.getuid()}"):
+        directory = Path(base) / "tandem"
+    else:
+        directory = Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise PermissionError(f"{directory} belongs to another user; remove it or set XDG_RUNTIME_DIR")
@@ -154,9 +161,8 @@ def runtime_directory() -> Path:
 
 def listens(address: str, timeout_s: float = 5.0) -> bool:
     """Whether something accepts connections at host:port within `timeout_s`; it need not answer."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        socket.create_connection(split_address(address), timeout_s).close()
     except OSError:
         return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 from grpc import aio
 
+from tandem.core.addresses import bare_host, join_address
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import SERVER_NAME
 from tandem.rpc.security import Security, current
@@ -86,13 +87,13 @@ def bind(server: aio.Server, host: str, port: int, security: Security | None = N
         ConfigError: `host` is beyond loopback, and there are no certificates.
     """
     credentials = (security or current()).server_credentials(host)
-    where = f"{host}:{port}"
+    where = join_address(host, port)
     bound = server.add_insecure_port(where) if credentials is None else server.add_secure_port(where, credentials)
     if bound == 0:
-        raise OSError(f"cannot listen on {host}:{port}")
+        raise OSError(f"cannot listen on {where}")
     return bound
 
 
 def host_of(address: str) -> str:
-    """`10.0.0.5` of `10.0.0.5:7001`."""
-    return address.rpartition(":")[0]
+    """`10.0.0.5` of `10.0.0.5:7001`, `fd00::5` of `[fd00::5]:7001`."""
+    return bare_host(address.rpartition(":")[0])

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from grpc import aio
 
 from kvtransfer.transports.events import ThreadEvent
+from tandem.core.addresses import join_address
 from tandem.core.config import Config
 from tandem.core.errors import CancelledError
 from tandem.core.identity import Role
@@ -171,7 +172,7 @@ class WorkerProcess(Generic[W]):
         self.life.spawn(self.worker.hub.beat())
         threads = {"runner": lambda: parts.runner.busy_since_s, "transfer": lambda: parts.transfer.busy_since_s}
         self.life.spawn(watch_threads(threads, self._config.scheduling.max_step_s))
-        return f"{place.host}:{port}"
+        return join_address(place.host, port)
 
     # -- the end
 

@@ -111,17 +111,19 @@ def test_a_command_does_not_wait_for_the_supervisors_actor_which_rests(serve: Se
 
 
 STATUS_OF_THE_NEXT = """
-import sys, psutil
+import contextlib, sys, psutil
 from tandem import cli
 from tandem.cluster.ray import home
 address, pid = sys.argv[1], int(sys.argv[2])
-join_ray = home.join_ray
-def join_and_kill(*args, **options):
-    join_ray(*args, **options)
-    supervisor = psutil.Process(pid)
-    supervisor.kill()
-    supervisor.wait(10)
-home.join_ray = join_and_kill
+open_store = home.open_store
+@contextlib.contextmanager
+def open_and_kill(*args, **options):
+    with open_store(*args, **options):
+        supervisor = psutil.Process(pid)
+        supervisor.kill()
+        supervisor.wait(10)
+        yield
+home.open_store = open_and_kill
 sys.exit(cli.main(["status", "--json", "--address", address]))
 """
 
@@ -210,7 +212,7 @@ def _lives(members: dict[str, dict[str, Any]]) -> set[str]:
 
 def _supervisor_log(serve: Serve) -> str:
     directory = Path(next(line for line in serve.lines if "logs in" in line).rpartition("logs in ")[2])
-    return "".join(file.read_text() for file in directory.glob("worker-*") if "supervisor" in file.read_text())
+    return (directory / "supervisor.log").read_text()
 
 
 def _is_actor(pid: int) -> bool:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from tandem.bench.load.http_answer import AnswerReader, MalformedAnswerError
 from tandem.bench.load.sse import EventParser
 from tandem.bench.load.stream_log import StreamLog
+from tandem.core.addresses import join_address
 from tandem.core.errors import ConfigError
 
 _CONNECT_S = 10.0
@@ -80,8 +81,7 @@ class LoadClient:
 
     def message(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of a request."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        head = f"{method} {self._base}{path} HTTP/1.1\r\nHost: {host}:{self.port}\r\n{self._key}"
+        head = f"{method} {self._base}{path} HTTP/1.1\r\nHost: {join_address(self.host, self.port)}\r\n{self._key}"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return head.encode() + b"\r\n" + body

@@ -26,6 +26,7 @@ from tandem.cluster import statefile
 from tandem.cluster.checks.certificates import check_certificates
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host, human_bytes
+from tandem.core.addresses import bare_host, join_address
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
@@ -146,13 +147,13 @@ class Preflight:
         host, port = self.config.http.host, self.config.http.port
         statefile.check_free(port)
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, address = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:
             raise _port_error(host, port, error) from error
-        return Finding("port", "ok", f"{host}:{port} is free")
+        return Finding("port", "ok", f"{join_address(host, port)} is free")
 
     def check_api_keys(self) -> Finding:
         """The router does not serve everybody unless it was told so, and its keys can be read.

@@ -22,14 +22,16 @@ from typing import Any
 
 import ray
 
+from tandem.cluster.ray.home import session_directory, unreachable
 from tandem.cluster.spec import NAMESPACE, ClusterSpec
 from tandem.core import fault_points
+from tandem.core.addresses import split_address
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.logging import setup_logging
 from tandem.core.model_path import resolve_model
 from tandem.core.pidfd import started_at
 from tandem.rpc.permissions import PeerRole
-from tandem.rpc.security import configure
+from tandem.rpc.security import configure, is_loopback
 
 WAIT_SLICE_S = 4.0
 """Seconds that one call waits at most: all calls of an actor share one thread. The call of a supervisor that died goes
@@ -70,8 +72,17 @@ def model_dir_of(spec: ClusterSpec) -> Path:
 
 
 def worker_host(spec: ClusterSpec) -> str:
-    """The address of this node on which processes of the cluster listen for each other."""
-    return "127.0.0.1" if spec.local else str(ray.util.get_node_ip_address())
+    """The address of this node on which processes of the cluster listen for each other.
+
+    Raises:
+        ConfigError: Ray knows the node by one that leads nowhere from the head.
+    """
+    if spec.local:
+        return "127.0.0.1"
+    host = str(ray.util.get_node_ip_address())
+    if is_loopback(host) and not is_loopback(split_address(spec.ray_address)[0]):
+        raise unreachable(host)
+    return host
 
 
 def begin(spec: ClusterSpec, name: str, role: PeerRole | None) -> None:
@@ -100,17 +111,18 @@ def _die_with_parent() -> None:
 
 
 def _set_up_log(spec: ClusterSpec, process: str) -> None:
-    """Logs, and whatever else the process and its libraries print, go to one file for all lives of `process`.
-
-    Without a directory they go where Ray puts an actor's output: its session directory on this node.
-    """
-    if spec.log_directory:
-        directory = Path(spec.log_directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        target = os.open(directory / f"{process}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.close(target)
+    """Logs, and whatever else the process and its libraries print, go to one file for all lives of `process`."""
+    directory = Path(spec.log_directory) if spec.log_directory else own_log_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    target = os.open(directory / f"{process}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
     setup_logging(dataclasses.replace(spec.config.logging, directory=""), process)
+
+
+def own_log_directory() -> Path:
+    """Where processes of this node keep their logs, if the configuration names no directory."""
+    return session_directory() / "logs"

@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 import os
 import site
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import tandem
 from tandem.cluster.ray.probe import asks_for_token
 from tandem.cluster.spec import NAMESPACE
+from tandem.core.addresses import split_address
 from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import WORKER_ROLES
+from tandem.rpc.security import is_loopback
 
 OBJECT_STORE_BYTES = 100 << 20
 """Neither requests nor pages go through Ray's object store; this is close to the least that Ray accepts."""
@@ -98,10 +101,7 @@ def join_ray(address: str, *, remedy: str) -> RayHome:
         ConfigError: there is none, or it does not let us in.
     """
     _set_environment()
-    if "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").is_file():
-        # A Ray that `tandem serve` or `ray start` has made wants this token; one that wants none ignores it. Ray
-        # itself looks for it with `auto` only.
-        os.environ["RAY_AUTH_MODE"] = "token"
+    _use_token_if_there()
     if address != "auto":
         _check_answers(address, remedy)
     import ray
@@ -109,21 +109,83 @@ def join_ray(address: str, *, remedy: str) -> RayHome:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if "auth" in f"{error} {error.__cause__}".lower():
-            raise _wants_token(address) from error
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"cannot join Ray at {address} ({reason}); {remedy}", key="--address") from error
+        raise _not_joined(address, error, remedy) from error
     return _home()
+
+
+@contextmanager
+def open_store(address: str, *, remedy: str) -> Iterator[None]:
+    """Inside the block `tandem.cluster.ray.kv_store` reads what the Ray at `address` keeps. Nothing is joined, so this
+    host need not be a node of it.
+
+    Raises:
+        ConfigError: as `join_ray`, also for a store that is lost within the block.
+    """
+    _set_environment()
+    _use_token_if_there()
+    if address != "auto":
+        _check_answers(address, remedy)
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+    from ray.exceptions import RayError
+    from ray.experimental import internal_kv
+
+    try:
+        where = canonicalize_bootstrap_address_or_die(address) if address == "auto" else address
+        internal_kv._initialize_internal_kv(internal_kv.GcsClient(address=where))
+        yield
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise _not_joined(address, error, remedy) from error
+    finally:
+        internal_kv._internal_kv_reset()
+
+
+def _not_joined(address: str, error: Exception, remedy: str) -> ConfigError:
+    if "auth" in f"{error} {error.__cause__}".lower():
+        return _wants_token(address)
+    reason = str(error).strip().splitlines()[0]
+    return ConfigError(f"cannot join Ray at {address} ({reason}); {remedy}", key="--address")
+
+
+def _use_token_if_there() -> None:
+    """A Ray that `tandem serve` or `ray start` has made wants this user's token; one that wants none ignores it. Ray
+    itself looks for it with `auto` only."""
+    if "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def check_reachable() -> None:
+    """Whether the nodes of the Ray that was joined can reach this one.
+
+    Raises:
+        ConfigError: they know it by an address that leads nowhere from there.
+    """
+    import ray
+
+    own = str(ray.util.get_node_ip_address())
+    others = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    if is_loopback(own) and not all(map(is_loopback, others)):
+        raise unreachable(own)
+
+
+def unreachable(own: str) -> ConfigError:
+    """What is said of a node that others cannot reach."""
+    return ConfigError(
+        f"this host is in Ray as {own}, which on every other host means that host itself (Debian gives 127.0.1.1 to a "
+        "host's own name); start Ray here with --node-ip-address=ADDRESS, as the files for its launcher do",
+        key="--address",
+    )
 
 
 def _check_answers(address: str, remedy: str) -> None:
     """Ray itself would try for half a minute, and say so in its own words. Raises `ConfigError`."""
-    if address.startswith("ray://") or not address.rpartition(":")[2].isdigit():
+    try:
+        split_address(address)
+    except ValueError as error:
         raise ConfigError(
             f"{address} is no address of a Ray head; give host:port (6379 as a rule), or `auto` for the Ray of this "
             "host",
             key="--address",
-        )
+        ) from error
     if asks_for_token(address, remedy=remedy) and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         raise _wants_token(address)
 

@@ -33,7 +33,7 @@ def forget() -> None:
     internal_kv._internal_kv_del(_KEY, namespace=NAMESPACE)
 
 
-def recall_face() -> SupervisorFace | None:
+def face_of(kept: dict[str, Any]) -> SupervisorFace | None:
     """Of the supervisor that listened last, which may have ended; `None`: none has."""
-    kept = recall().get("face")
-    return SupervisorFace(**{**kept, "security": SecurityConfig(**kept["security"])}) if kept else None
+    face = kept.get("face")
+    return SupervisorFace(**{**face, "security": SecurityConfig(**face["security"])}) if face else None

@@ -6,6 +6,7 @@ import os
 
 import grpc
 
+from tandem.core.addresses import split_address
 from tandem.core.errors import ConfigError
 from tandem.rpc.security import is_loopback
 
@@ -38,7 +39,7 @@ def asks_for_token(address: str, *, remedy: str) -> bool:
 
 def require_token(address: str) -> None:
     """Raises `ConfigError` when others than this host reach the Ray at `address` and it lets them in."""
-    if is_loopback(address.rpartition(":")[0]) or asks_for_token(address, remedy="look at its logs"):
+    if is_loopback(split_address(address)[0]) or asks_for_token(address, remedy="look at its logs"):
         return
     raise ConfigError(
         f"Ray at {address} lets in whoever reaches its ports, and they are open beyond this host; make a token with "

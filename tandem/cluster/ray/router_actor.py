@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_process, worker_host
 from tandem.cluster.ray.home import session_directory
 from tandem.cluster.spec import ClusterSpec
+from tandem.core.addresses import ANY_HOST, join_address
 from tandem.core.pidfd import host_id
 from tandem.rpc.permissions import PeerRole
 
 if TYPE_CHECKING:
     from router.server import RouterServer
-
-_ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
 class RouterActor:
@@ -74,9 +73,7 @@ def _meeting_place(spec: ClusterSpec) -> Path:
 
 
 def _url_of(spec: ClusterSpec, url: str) -> str:
-    """Where clients of other hosts go too, if this is another node than that of `tandem serve` and takes them."""
-    here = this_process()
-    if spec.local or here.node_id == spec.node_id or spec.config.http.host not in _ANY_ADDRESS:
+    """Where clients of other hosts go too, if it takes them."""
+    if spec.local or spec.config.http.host not in ANY_HOST:
         return url
-    host = f"[{here.node}]" if ":" in here.node else here.node
-    return f"http://{host}:{spec.config.http.port}"
+    return f"http://{join_address(worker_host(spec), spec.config.http.port)}"

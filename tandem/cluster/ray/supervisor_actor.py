@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tandem.cluster.ray.actor import begin, make_actor, this_process, worker_host
 from tandem.cluster.ray.supervisor_process import serve_supervisor
 from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.core.addresses import join_address
 from tandem.rpc.permissions import PeerRole
 
 
@@ -26,7 +27,7 @@ class SupervisorActor:
 
     def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
         begin(spec, "supervisor", PeerRole.SUPERVISOR)
-        address = f"{worker_host(spec)}:{spec.control_port}"
+        address = join_address(worker_host(spec), spec.control_port)
         self._face = SupervisorFace(address, spec.config.security, os.getpid(), this_process().started)
         self._ready = threading.Event()
         threading.Thread(target=self._run, args=(spec, key_digests), name="supervisor", daemon=True).start()

@@ -20,8 +20,8 @@ def program_name() -> str:
     return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
 
 
-def ready_banner(url: str, port: int, plan: Plan, logs: str) -> list[str]:
-    """What a user needs once the cluster answers. `logs`: where they are."""
+def ready_banner(url: str, port: int, plan: Plan, logs: str, *, in_background: bool = False) -> list[str]:
+    """What a user needs once the cluster answers. `logs`: where they are. `in_background`: without a terminal."""
     body = f'{{"model": "{plan.model_name}", "prompt": "Once upon a time", "max_tokens": 32}}'
     key = " -H 'Authorization: Bearer KEY'" if plan.needs_key else ""
     metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
@@ -36,6 +36,6 @@ def ready_banner(url: str, port: int, plan: Plan, logs: str) -> list[str]:
         f"  logs      {logs}",
         f"  status    {program} status --port {port}",
         f"  scale     {program} scale --port {port} {scaled}",
-        f"  stop      Ctrl-C, or {program} stop --port {port}",
+        f"  stop      {'' if in_background else 'Ctrl-C, or '}{program} stop --port {port}",
         "",
     ]

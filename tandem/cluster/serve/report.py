@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1 import common_pb2, supervisor_pb2
+from tandem.rpc.security import is_loopback
+from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 _LOG_WIDTH = 240
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "failed": "red", "stopping": "yellow"}
@@ -154,13 +155,18 @@ def pools_line(cluster: supervisor_pb2.Cluster) -> str:
 
 def _worker_line(worker: supervisor_pb2.ClusterWorker) -> str:
     member = worker.member
-    where = f" (pid {member.pid})" if member.pid else ""
+    where = f" ({_place(member)})" if member.pid else ""
     if member.state == "ready":
         return f"ready{where}"
     if member.state == "failed":
         return f"ended: {worker.detail}; starts again in {worker.retry_in_s:.1f} s"
     before = f"; before that {worker.last_error.message}" if member.state == "starting" and worker.failures else ""
     return f"{worker.detail or member.state}{where}{before}"
+
+
+def _place(member: control_pb2.Member) -> str:
+    """Its process, and its host where that is another than this one."""
+    return f"pid {member.pid}" + ("" if not member.node or is_loopback(member.node) else f" on {member.node}")
 
 
 def _router_line(router: supervisor_pb2.ClusterRouter) -> str:

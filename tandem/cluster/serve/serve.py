@@ -13,6 +13,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -30,6 +31,7 @@ from tandem.cluster.serve.stopping import stop_cluster
 from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watch_ray
 from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
+from tandem.core.addresses import join_address
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError, error_class
 from tandem.core.identity import Role
@@ -61,17 +63,18 @@ HOPELESS_AFTER = 3
 """Deaths in a row of one process, before the cluster was ever ready, after which `tandem serve` gives up."""
 
 
-def serve(config: Config, address: str | None) -> int:
-    """Run a cluster in the foreground until it is stopped; the exit code.
+def serve(config: Config, address: str | None, on_ready: Callable[[], None] | None = None) -> int:
+    """Run a cluster until it is stopped; the exit code.
 
     Args:
         address: of a running Ray cluster to join (`auto`: the one of this host); `None`: a Ray of its own.
+        on_ready: called once, when the cluster answers; with it there is no terminal to stop it from.
 
     Raises:
         TandemError: it cannot start, or it failed; everything has been stopped.
     """
     with Reporter() as reporter:
-        serving = Serving(config, address, reporter)
+        serving = Serving(config, address, reporter, on_ready)
         try:
             serving.run()
         except StopRequested:
@@ -87,8 +90,10 @@ def serve(config: Config, address: str | None) -> int:
 class Serving:
     """One run of `tandem serve`."""
 
-    def __init__(self, config: Config, address: str | None, reporter: Reporter) -> None:
-        self._config, self._address, self._reporter = config, address, reporter
+    def __init__(
+        self, config: Config, address: str | None, reporter: Reporter, on_ready: Callable[[], None] | None
+    ) -> None:
+        self._config, self._address, self._reporter, self._on_ready = config, address, reporter, on_ready
         self._signals = StopSignals(self._say_stopping, self._force)
         self._claim = Claim(config.http.port, local=address is None)
         self._home: RayHome | None = None
@@ -122,6 +127,7 @@ class Serving:
         else:
             self._begin_step(f"Joining Ray at {self._address}", waits_for="Ray to let it in")
             self._home = home.join_ray(self._address, remedy=JOIN_REMEDY)
+            home.check_reachable()
             require_token(self._home.address)
         self._signals.install()
         self._reporter.line(f"  ray         at {self._home.address}, logs in {self._home.log_directory}")
@@ -176,7 +182,7 @@ class Serving:
         self._claim.tell(
             Stage.STARTING,
             "the workers and the router to be ready",
-            control_address=f"{host}:{spec.control_port}",
+            control_address=join_address(host, spec.control_port),
             tls=spec.config.security.tls,
             certificates=spec.config.security.certificates,
         )
@@ -301,10 +307,17 @@ class Serving:
             self._reporter.end_steps()
             self._was_ready = True
             self._claim.tell(Stage.READY)
-            for line in ready_banner(cluster.router.url, self._config.http.port, plan, self._where_logs_are(cluster)):
-                self._reporter.line(line)
+            self._say_ready(cluster, plan)
         elif not cluster.stopping:
             _raise_if_hopeless(cluster)
+
+    def _say_ready(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
+        url, logs = cluster.router.url, self._where_logs_are(cluster)
+        in_background = self._on_ready is not None
+        for line in ready_banner(url, self._config.http.port, plan, logs, in_background=in_background):
+            self._reporter.line(line)
+        if self._on_ready is not None:
+            self._on_ready()
 
     def _where_logs_are(self, cluster: supervisor_pb2.Cluster) -> str:
         assert self._home is not None

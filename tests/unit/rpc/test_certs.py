@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from tandem import cli
-from tandem.cluster.certs import AUTHORITY_KEY_FILE, make_certificates
+from tandem.cluster.certs import AUTHORITY_KEY_FILE, default_authority_key, make_certificates
 from tandem.cluster.checks.certificates import check_certificates, examine_certificates
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host
@@ -22,12 +22,13 @@ from tandem.core.errors import ConfigError
 from tandem.rpc.identity import AUTHORITY_FILE, certificate_file, key_file, load_identity
 from tandem.rpc.permissions import SERVER_NAME, PeerRole
 
-ALL_FILES = {AUTHORITY_FILE, AUTHORITY_KEY_FILE} | {f"{role}.{kind}" for role in PeerRole for kind in ("pem", "key")}
+ALL_FILES = {AUTHORITY_FILE} | {f"{role}.{kind}" for role in PeerRole for kind in ("pem", "key")}
 
 
 @pytest.fixture
 def copy(certificates: Path, tmp_path: Path) -> Path:
-    """A directory to spoil."""
+    """A directory to spoil, with its authority."""
+    shutil.copytree(default_authority_key(certificates).parent, tmp_path / "copy-ca")
     return Path(shutil.copytree(certificates, tmp_path / "copy"))
 
 
@@ -45,12 +46,37 @@ def certificate(directory: Path, role: PeerRole) -> x509.Certificate:
 def test_every_role_gets_files_that_only_their_owner_reads(tmp_path: Path) -> None:
     old = os.umask(0)  # even then
     try:
-        directory = make_certificates(tmp_path / "a" / "certs", days=1).directory
+        made = make_certificates(tmp_path / "a" / "certs", days=1)
     finally:
         os.umask(old)
-    assert set(contents(directory)) == ALL_FILES
-    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
-    assert directory.stat().st_mode & 0o777 == 0o700
+    assert set(contents(made.directory)) == ALL_FILES
+    files = [made.authority_key, *made.directory.iterdir()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert {path.parent.stat().st_mode & 0o777 for path in files} == {0o700}
+
+
+def test_the_authoritys_key_lies_outside_of_what_is_copied_to_hosts(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "certs", days=1)
+    assert made.authority_key == tmp_path / "certs-ca" / "ca.key"
+    assert list(made.directory.rglob("ca.key")) == []
+    elsewhere = make_certificates(tmp_path / "other", days=1, authority_key=tmp_path / "safe" / "our.key")
+    assert elsewhere.authority_key.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"certs", "certs-ca", "other", "safe"}
+
+
+def test_an_authoritys_key_that_is_there_is_not_overwritten(copy: Path) -> None:
+    before = default_authority_key(copy).read_bytes()
+    shutil.rmtree(copy)
+    with pytest.raises(ConfigError, match="is there already"):
+        make_certificates(copy, days=90)
+    assert default_authority_key(copy).read_bytes() == before
+
+
+def test_a_key_among_the_certificates_is_not_taken_for_granted(copy: Path) -> None:
+    default_authority_key(copy).rename(copy / AUTHORITY_KEY_FILE)
+    with pytest.raises(ConfigError, match="copied to hosts"):
+        make_certificates(copy, days=90, force=True)
+    assert make_certificates(copy, days=90, force=True, authority_key=copy / AUTHORITY_KEY_FILE).renewed
 
 
 @pytest.mark.parametrize("role", PeerRole)
@@ -95,7 +121,7 @@ def test_renewed_by_the_same_authority_old_and_new_trust_each_other(copy: Path) 
 
 def test_without_the_authoritys_key_a_new_authority_is_made(copy: Path) -> None:
     before = contents(copy)
-    (copy / AUTHORITY_KEY_FILE).unlink()
+    default_authority_key(copy).unlink()
     assert not make_certificates(copy, days=90, force=True).renewed
     assert contents(copy)[AUTHORITY_FILE] != before[AUTHORITY_FILE]
     assert set(contents(copy)) == ALL_FILES
@@ -168,7 +194,6 @@ def test_an_expired_certificate_and_one_of_tomorrow_are_refused(certificates: Pa
 
 
 def test_doctor_warns_thirty_days_before(copy: Path) -> None:
-    (copy / AUTHORITY_KEY_FILE).unlink()
     now = datetime.now(UTC)
     assert examine_certificates(copy, set(PeerRole), now=now).status == "ok"
     assert examine_certificates(copy, set(PeerRole), now=now + timedelta(days=59)).status == "ok"
@@ -180,6 +205,7 @@ def test_doctor_warns_thirty_days_before(copy: Path) -> None:
 
 
 def test_doctor_warns_of_the_authoritys_key_and_of_open_files(copy: Path) -> None:
+    shutil.copy(default_authority_key(copy), copy)
     assert "off the nodes" in examine_certificates(copy, set(PeerRole)).remedy
     (copy / AUTHORITY_KEY_FILE).unlink()
     key_file(copy, PeerRole.ROUTER).chmod(0o644)
@@ -187,7 +213,6 @@ def test_doctor_warns_of_the_authoritys_key_and_of_open_files(copy: Path) -> Non
 
 
 def test_doctor_wants_the_roles_of_this_host_only(copy: Path) -> None:
-    (copy / AUTHORITY_KEY_FILE).unlink()
     key_file(copy, PeerRole.DECODE).unlink()
     certificate_file(copy, PeerRole.DECODE).unlink()
     assert examine_certificates(copy, {PeerRole.ROUTER}).status == "ok"

@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from tandem.cluster.certs import default_authority_key
 from tandem.core.config import SecurityConfig
 from tandem.core.errors import ConfigError
 from tandem.rpc import security
@@ -118,7 +119,7 @@ async def test_a_clients_certificate_makes_no_server(certificates: Path) -> None
 
 async def test_a_certificate_that_the_authority_signed_without_a_role_may_nothing(certificates: Path) -> None:
     authority = x509.load_pem_x509_certificate((certificates / AUTHORITY_FILE).read_bytes())
-    authority_key = serialization.load_pem_private_key((certificates / "ca.key").read_bytes(), None)
+    authority_key = serialization.load_pem_private_key(default_authority_key(certificates).read_bytes(), None)
     assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
     template = x509.load_pem_x509_certificate(certificate_file(certificates, PeerRole.SUPERVISOR).read_bytes())
     # The role stands where it does not count: in a DNS name.

@@ -1,0 +1,151 @@
+"""`tandem up FILE` and `tandem down FILE`: from a file for Ray's launcher to a cluster that answers, and back.
+
+    checks ─> what is missing is made ─> `ray up` ─> API keys to the head ─> `tandem serve --detach` there ─> ready
+    `tandem stop` ─> Ray ended on every host that stays ─> `ray down`
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cluster.launch.launch_file import LaunchFile
+from tandem.cluster.launch.launcher import Launcher
+from tandem.cluster.launch.prepare import prepare_keys, prepare_mounts
+from tandem.cluster.serve.report import Reporter
+from tandem.core.config import Config, load
+from tandem.core.errors import ConfigError, InternalError, WorkerLostError
+from tandem.core.identity import WORKER_ROLES
+from tandem.rpc.security import is_loopback
+
+DEFAULT_KEYS = Path("~/tandem-api-keys")
+"""Where `tandem up` makes a key, if the cluster needs one and the user names none."""
+
+_KEYS_ON_HEAD = "~/tandem/api-keys"
+_STATUS = "tandem status --address auto"
+_STOP = "tandem stop --address auto"
+_READY = "Ready: "
+_KEY_IN_CURL = "-H 'Authorization: Bearer KEY'"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says beside the file. `options`: of `tandem serve`, by their names, as far as given."""
+
+    options: dict[str, object]
+    api_keys_file: Path | None
+
+
+def up(path: Path, wishes: Wishes) -> int:
+    """Raises `TandemError`: something is wrong here, or a step failed."""
+    with Reporter() as reporter:
+        file, launcher = LaunchFile.read(path), Launcher(path)
+        config = _config(file, wishes)
+        reporter.line("Preparing", style="bold")
+        prepare_mounts(file, reporter.line)
+        keys = prepare_keys(
+            config.http, wishes.api_keys_file, DEFAULT_KEYS.expanduser(), os.environ, reporter.line
+        )
+        if launcher.asks_head(_STATUS):
+            raise ConfigError(
+                f"a Tandem cluster runs on the hosts of {path}, and `ray up` would end it; end it in order with "
+                f"`tandem down {path}`",
+                key="FILE",
+            )
+        reporter.line("Starting Ray on the hosts: `ray up`", style="bold")
+        launcher.up()
+        if keys is not None:
+            launcher.copy_to_head(keys, _KEYS_ON_HEAD)
+        reporter.line("Starting Tandem on the head", style="bold")
+        said = _serve(launcher, serve_command(file, config, wishes, has_keys=keys is not None))
+        for line in _closing(path, said, config, keys):
+            reporter.line(line)
+    return 0
+
+
+def down(path: Path) -> int:
+    """Raises `TandemError`: something may still run; says what."""
+    with Reporter() as reporter:
+        file, launcher = LaunchFile.read(path), Launcher(path)
+        reporter.line("Stopping Tandem", style="bold")
+        if launcher.asks_head(_STATUS):
+            launcher.on_head(_STOP)
+        else:
+            reporter.line("  none answers on the head")
+        has_left = False
+        if file.worker_addresses:
+            reporter.line("Ending Ray on the hosts", style="bold")
+            has_left = not launcher.on_head(end_ray_command(file))
+        launcher.down()
+        if has_left:
+            raise WorkerLostError(
+                "Ray may still run on the hosts named above; run `ray stop` there, or this command again"
+            )
+        reporter.line("Ended.")
+    return 0
+
+
+def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys: bool) -> str:
+    """How the head starts Tandem. On machines that stay, with as many workers as they have room for."""
+    words = ["tandem serve --detach --address auto"]
+    if (mount := file.mount("tandem.yaml")) is not None:
+        words.append(f"--config {mount.in_shell}")
+    if (mount := file.mount("tandem-certs")) is not None and not config.security.certificates:
+        words.append(f"--certificates {mount.in_shell}")
+    if has_keys:
+        words.append(f"--api-keys-file {_KEYS_ON_HEAD}")
+    places = {str(role): num for role, num in file.places.items() if role in WORKER_ROLES and num}
+    for name, value in {**places, **wishes.options}.items():
+        values = value if isinstance(value, list) else [value]
+        words.append(f"--{name} {' '.join(shlex.quote(str(each)) for each in values)}")
+    return " ".join(words)
+
+
+def end_ray_command(file: LaunchFile) -> str:
+    """Ends Ray on the head, which else would start it again on the others, and then on those, as the head reaches them.
+
+    Fails, after all were tried, where one could not be reached, and names it.
+    """
+    key = "-i ~/ray_bootstrap_key.pem " if file.has_key else ""
+    ssh = f"ssh {key}-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -o ConnectTimeout=10"
+    hosts = " ".join(map(shlex.quote, file.worker_addresses))
+    return (
+        f"ray stop; left=$(for host in {hosts}; do ({ssh} {shlex.quote(file.user)}@$host '~/tandem/venv/bin/ray stop' "
+        '</dev/null >/dev/null 2>&1 || echo $host) & done; wait); '
+        'test -z "$left" || { echo Ray could not be ended on $left; false; }'
+    )
+
+
+def _config(file: LaunchFile, wishes: Wishes) -> Config:
+    """What `tandem serve` will read on the head, as far as it is known here. Raises `ConfigError`: it is wrong."""
+    mount = file.mount("tandem.yaml")
+    given = {"http.host": wishes.options.get("host"), "http.port": wishes.options.get("port")}
+    return load(mount.source if mount else None, {key: value for key, value in given.items() if value is not None})
+
+
+def _serve(launcher: Launcher, command: str) -> list[str]:
+    said: list[str] = []
+    if not launcher.on_head(command, said.append):
+        raise InternalError(
+            "Tandem did not become ready on the head, as said above; Ray runs there, and `tandem down` ends it"
+        )
+    return said
+
+
+def _closing(path: Path, said: list[str], config: Config, keys: Path | None) -> list[str]:
+    """Where the cluster is reached, with a command to try that holds as it stands."""
+    url = next((line.removeprefix(_READY) for line in said if line.startswith(_READY)), "")
+    curl = next((f"curl {line.partition('curl ')[2]}" for line in said if f"curl {url}" in line), "")
+    if keys is not None:
+        curl = curl.replace(_KEY_IN_CURL, f'-H "Authorization: Bearer $(grep -m1 -v \'^#\' {keys})"')
+    lines = [f"Ready: {url}", ""]
+    if is_loopback(config.http.host):
+        lines = [
+            f"Ready: {url} on the head, and there only. A tunnel to it, as long as this runs:",
+            "",
+            f"  ray attach {path} --port-forward {config.http.port}",
+            "",
+        ]
+    return [*lines, f"  try it    {curl}", f"  end it    tandem down {path}"]

@@ -1,0 +1,72 @@
+"""The logs of a cluster's processes in one directory, `decode-0.log` and the like: their ends, and what comes after."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+_PROCESS = re.compile(r"(supervisor|watcher|router(-\d+)?|(prefill|decode)-\d+)\.log")
+_BLOCK_BYTES = 64 << 10
+_MOST_BYTES = 4 << 20  # of one file in one answer
+_LOOK_S = 0.2  # again at files that may have grown, which is no event
+
+
+class LogFiles:
+    """Reads each file on from where it was read before. Whole lines only.
+
+    Args:
+        process: whose log alone is read; empty: all that lie there.
+    """
+
+    def __init__(self, directory: Path, process: str = "") -> None:
+        self._directory, self._process = directory, process
+        self._offsets: dict[str, int] = {}
+
+    def processes(self) -> list[str]:
+        """Those that have logs there, wanted or not."""
+        return sorted(path.stem for path in self._directory.glob("*.log") if _PROCESS.fullmatch(path.name))
+
+    def tail(self, num_lines: int) -> dict[str, str]:
+        """The last lines of each process, and where `more` goes on."""
+        return {process: _end(*self._read_tail(process, num_lines)) for process in self._wanted()}
+
+    def more(self, wait_s: float) -> dict[str, str]:
+        """What has come since, after at most `wait_s` if nothing has. A file that is new is read from its beginning."""
+        deadline_s = time.monotonic() + wait_s
+        while not (news := {p: text for p in self._wanted() if (text := self._read_on(p))}):
+            if time.monotonic() >= deadline_s:
+                break
+            time.sleep(_LOOK_S)
+        return news
+
+    def _wanted(self) -> list[str]:
+        return [process for process in self.processes() if self._process in ("", process)]
+
+    def _read_tail(self, process: str, num_lines: int) -> tuple[bytes, int]:
+        with self._path(process).open("rb") as file:
+            begin = end = file.seek(0, 2)
+            block = b""
+            while begin > 0 and block.count(b"\n") <= num_lines and len(block) < _MOST_BYTES:
+                step = min(_BLOCK_BYTES, begin)
+                begin = file.seek(begin - step)
+                block = file.read(step) + block
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offsets[process] = end - len(block) + len(whole)
+        return whole, num_lines
+
+    def _read_on(self, process: str) -> str:
+        with self._path(process).open("rb") as file:
+            file.seek(self._offsets.get(process, 0))
+            block = file.read(_MOST_BYTES)
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offsets[process] = self._offsets.get(process, 0) + len(whole)
+        return whole.decode(errors="replace")
+
+    def _path(self, process: str) -> Path:
+        return self._directory / f"{process}.log"
+
+
+def _end(text: bytes, num_lines: int) -> str:
+    lines = text.splitlines(keepends=True)
+    return b"".join(lines[max(0, len(lines) - num_lines) :]).decode(errors="replace")

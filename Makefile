@@ -81,9 +81,11 @@ check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
 stubs: $(STAMP)  ## generate tandem/rpc/v1 from protos/
 	$(BIN)/python tools/generate_stubs.py
 
-docs: $(STAMP)  ## generate tandem.yaml, docs/configuration.md and docs/benchmarks.md from their sources
+docs: $(STAMP)  ## generate tandem.yaml, deploy/on-premises.yaml, docs/configuration.md and docs/benchmarks.md
 	$(BIN)/python tools/generate_config_docs.py
 	$(BIN)/python -m benchmarks.docs
+	$(BIN)/tandem hosts --head 192.168.1.10 --prefill 192.168.1.11,192.168.1.12 --decode 192.168.1.13,192.168.1.14 \
+		--user tandem > deploy/on-premises.yaml
 
 wheel: $(STAMP)  ## build the wheel into dist/
 	@rm -rf build dist

@@ -1,10 +1,13 @@
-"""The files for `ray up` are what Ray's own launcher accepts, and give every node its purpose."""
+"""The files for `ray up` are what Ray's own launcher accepts, bring the wheel to every node and give it its purpose."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +15,16 @@ import pytest
 import yaml
 from ray.autoscaler._private import util
 
+from tandem import cli
 from tandem.cluster.ray.home import RECONNECT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["cluster.yaml", "deploy/on-premises.yaml"]
-SAYS_HOW = 'printf "%s\\n" "$@" "waits=$RAY_gcs_rpc_server_reconnect_timeout_s" "mode=$RAY_AUTH_MODE"'
+SAYS_HOW = (
+    'printf "%s\\n" "$@" "autoscaler_v2=$RAY_enable_autoscaler_v2" "waits=$RAY_gcs_rpc_server_reconnect_timeout_s" '
+    '"mode=$RAY_AUTH_MODE"'
+)
+ALL_ROLES = {"supervisor", "router", "client", "prefill", "decode"}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -44,11 +52,11 @@ def test_mounted_files_are_in_the_checkout_or_made_as_told(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_torch_goes_before_the_wheel_and_both_are_pinned(name: str) -> None:
-    installs = [command for command in read(name)["setup_commands"] if "pip install" in command]
+    installs = [command for command in read(name)["setup_commands"] if "pip install -c" in command]
     makefile = (ROOT / "Makefile").read_text()
     torch = next(line.split("?=")[1].strip() for line in makefile.splitlines() if line.startswith("TORCH"))
     assert [torch in command for command in installs] == [True, False]
-    assert "tandem_serving-*.whl" in installs[1]
+    assert "dist/wheel.txt" in installs[1]
     assert all("-c ~/tandem/requirements/lock.txt" in command for command in installs)
 
 
@@ -63,14 +71,33 @@ def test_pools_are_node_types_with_limits_and_resources_of_their_own() -> None:
     assert types["prefill"]["max_workers"] + types["decode"]["max_workers"] <= config["max_workers"]
 
 
-def started_with(commands: list[str], address: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def a_home(folder: Path) -> Path:
+    """Of a user on a host, with the files that the launcher has copied there."""
+    home = folder / "home"
+    for directory in ("tandem/dist", "tandem-certs"):
+        (home / directory).mkdir(parents=True, exist_ok=True)
+    for name in ("ca.pem", *(f"{role}.{kind}" for role in ALL_ROLES for kind in ("pem", "key"))):
+        (home / "tandem-certs" / name).touch()
+    return home
+
+
+def started_with(
+    commands: list[str], address: str, folder: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `commands` as Ray's launcher would on the machine at `address`, with a `ray` that only says how."""
     for name, script in {"hostname": f"echo '{address} '", "ray": SAYS_HOW}.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
-    environment = {**os.environ, "RAY_AUTH_MODE": "unset", "PATH": f"{folder}:{os.environ['PATH']}"}
-    command = " && ".join(f"({c})" for c in util.with_head_node_ip(commands, "192.168.1.10"))
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    own = {"HOME": str(a_home(folder)), "RAY_AUTH_MODE": "unset", "PATH": f"{folder}:{os.environ['PATH']}"}
+    by_launcher = {"RAY_HEAD_IP": "192.168.1.10", "RAY_enable_autoscaler_v2": "1"}
+    command = " && ".join(f"({c})" for c in util.with_envs(commands, by_launcher))
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env={**os.environ, **own, **environment}, check=False
+    )
+
+
+def certificates_left(folder: Path) -> set[str]:
+    return {path.stem for path in (folder / "home/tandem-certs").glob("*.key")}
 
 
 def resources_of(output: str) -> dict[str, int]:
@@ -107,6 +134,97 @@ def test_every_machine_on_premises_gets_one_role(tmp_path: Path) -> None:
         roles += resources_of(started.stdout)
     assert len(roles) == len(config["provider"]["worker_ips"])
     assert set(roles) == {"prefill", "decode"}
+
+
+def test_every_machine_on_premises_is_in_ray_by_the_address_that_others_reach(tmp_path: Path) -> None:
+    """Not by the one of its name, which may be 127.0.1.1 there."""
+    config = read("deploy/on-premises.yaml")
+    head = config["provider"]["head_ip"]
+    for commands, addresses in (("head", [head]), ("worker", config["provider"]["worker_ips"])):
+        for address in addresses:
+            started = started_with(config[f"{commands}_start_ray_commands"], address, tmp_path)
+            assert f"--node-ip-address={address}" in started.stdout.splitlines()
+
+
+def test_head_on_premises_counts_its_workers_by_the_autoscaler_that_does_not_count_itself(tmp_path: Path) -> None:
+    started = started_with(read("deploy/on-premises.yaml")["head_start_ray_commands"], "192.168.1.10", tmp_path)
+    assert "autoscaler_v2=0" in started.stdout.splitlines()
+
+
+def test_a_worker_host_keeps_its_own_roles_certificate_only(tmp_path: Path) -> None:
+    commands = read("deploy/on-premises.yaml")["worker_start_ray_commands"]
+    assert started_with(commands, "192.168.1.11", tmp_path).returncode == 0
+    assert certificates_left(tmp_path) == {"prefill"}
+    assert (tmp_path / "home/tandem-certs/ca.pem").exists()
+    commands = read("cluster.yaml")["worker_start_ray_commands"]
+    assert started_with(commands, "10.0.0.1", tmp_path, RAY_OVERRIDE_RESOURCES='{"decode":8}').returncode == 0
+    assert certificates_left(tmp_path) == {"decode"}
+
+
+def test_the_head_keeps_all_certificates_also_where_hosts_share_a_home(tmp_path: Path) -> None:
+    config = read("deploy/on-premises.yaml")
+    assert started_with(config["head_start_ray_commands"], "192.168.1.10", tmp_path).returncode == 0
+    assert started_with(config["worker_start_ray_commands"], "192.168.1.11", tmp_path).returncode == 0
+    assert certificates_left(tmp_path) == ALL_ROLES
+
+
+def a_wheel(directory: Path, version: str, says: str) -> Path:
+    """A wheel of Tandem's name with one module."""
+    path = directory / f"tandem_serving-{version}-py3-none-any.whl"
+    about = f"tandem_serving-{version}.dist-info"
+    files = {
+        "what_wheel.py": f"print({says!r})",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: tandem-serving\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = f"{about}/RECORD"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(record, "".join(f"{name},,\n" for name in (*files, record)))
+    return path
+
+
+def installs(name: str) -> list[str]:
+    return [command for command in read(name)["setup_commands"] if "pip install" in command]
+
+
+def test_all_files_install_alike() -> None:
+    assert installs(FILES[0]) == installs(FILES[1])
+
+
+@pytest.mark.long
+def test_the_named_wheel_reaches_a_host_that_has_others(tmp_path: Path) -> None:
+    """One of the same version, and one of an older, which rsync has left there. pip and wheels are real."""
+    home = a_home(tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home / "tandem/venv")], check=True)
+    python, pip = home / "tandem/venv/bin/python", home / "tandem/venv/bin/pip"
+    pip.write_text(
+        f"""#!/bin/bash
+        [[ " $* " == *" torch"* ]] && exit
+        exec {sys.executable} -m pip --python {python} --disable-pip-version-check "$@" --no-index --quiet\n"""
+    )
+    pip.chmod(0o755)
+    shutil.copytree(ROOT / "requirements", home / "tandem/requirements")
+    dist = home / "tandem/dist"
+    for version, says in (("0.1.0", "first"), ("0.1.0", "second"), ("0.2.0", "third")):
+        (dist / "wheel.txt").write_text(f"{a_wheel(dist, version, says).name}\n")
+        for command in installs(FILES[0]):
+            subprocess.run(["bash", "-c", f"({command})"], check=True, env={**os.environ, "HOME": str(home)})
+        said = subprocess.run([python, "-c", "import what_wheel"], capture_output=True, text=True, check=True)
+        assert said.stdout == f"{says}\n"
+
+
+def test_make_wheel_names_the_wheel_that_hosts_install() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\nwheel:")[2].partition("\n\n")[0]
+    assert "> wheel.txt" in recipe
+
+
+def test_the_file_for_machines_is_what_the_command_in_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "deploy/on-premises.yaml").read_text()
+    command = next(line.removeprefix("#   ") for line in text.splitlines() if "tandem hosts --head" in line)
+    assert cli.main(command.split()[1:]) == 0
+    assert capsys.readouterr().out == text
 
 
 def test_head_on_premises_has_the_router(tmp_path: Path) -> None:

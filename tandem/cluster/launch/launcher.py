@@ -11,6 +11,7 @@ from pathlib import Path
 from tandem.core.errors import ConfigError, InternalError
 
 _NEEDS = ("ssh", "rsync")
+_FOR_PEOPLE = ("--log-style", "pretty", "--log-color", "false")  # without a terminal it would be a log for programs
 
 
 class Launcher:
@@ -51,7 +52,7 @@ class Launcher:
     def _run(
         self, command: str, *options: str, after: tuple[str, ...] = (), hear: Callable[[str], None] | None = None
     ) -> int:
-        line = [self._ray, command, *options, str(self._file), *after]
+        line = [self._ray, command, *_FOR_PEOPLE, *options, str(self._file), *after]
         with subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:

@@ -91,7 +91,7 @@ class Serving:
     """One run of `tandem serve`."""
 
     def __init__(
-        self, config: Config, address: str | None, reporter: Reporter, on_ready: Callable[[], None] | None
+        self, config: Config, address: str | None, reporter: Reporter, on_ready: Callable[[], None] | None = None
     ) -> None:
         self._config, self._address, self._reporter, self._on_ready = config, address, reporter, on_ready
         self._signals = StopSignals(self._say_stopping, self._force)

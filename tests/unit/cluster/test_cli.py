@@ -16,7 +16,9 @@ from tandem.cluster import statefile
 from tandem.core.errors import ConfigError
 from tests.support.imports import loaded_by
 
-COMMANDS = ("serve", "status", "scale", "drain", "stop", "bench", "doctor", "certs", "version")
+COMMANDS = (
+    "serve", "status", "scale", "drain", "stop", "logs", "hosts", "up", "down", "bench", "doctor", "certs", "version",
+)
 
 
 @pytest.fixture(autouse=True)

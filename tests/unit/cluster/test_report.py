@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.cluster.serve.report import Reporter, RequestNews, cluster_table
+from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews, cluster_table
 from tandem.rpc.v1 import common_pb2, supervisor_pb2
 
 
@@ -63,3 +63,12 @@ def test_what_looks_like_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[
     reporter.line(worker.detail)
     reporter.console.print(cluster_table(supervisor_pb2.Cluster(workers=[worker])))
     assert capsys.readouterr().out.count(worker.detail) == 2
+
+
+@pytest.mark.parametrize(("node", "where"), [("10.0.0.7", "(pid 41 on 10.0.0.7)"), ("127.0.0.1", "(pid 41)")])
+def test_a_worker_is_told_with_its_host_where_that_is_another(node: str, where: str) -> None:
+    worker = supervisor_pb2.ClusterWorker(detail="loads the model")
+    worker.member.worker_id, worker.member.state = "prefill-0", "starting"
+    worker.member.node, worker.member.pid = node, 41
+    ((line, _),) = ClusterNews().lines(supervisor_pb2.Cluster(workers=[worker]))
+    assert line.endswith(f"loads the model {where}")

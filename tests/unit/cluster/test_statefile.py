@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_joined_cluster_that_lost_its_serve_keeps_its_port_while_it_lives(take
 
 TAKE = """
 import sys
+import tempfile
 from tandem.cluster.statefile import Claim
 from tandem.core.errors import ConfigError
 sys.stdin.readline()
@@ -102,3 +104,10 @@ def test_of_several_that_come_at_once_one_takes_the_port() -> None:
             taker.communicate("\n", timeout=10)
     assert said.count("took\n") == 1, said
     assert sum("taken by a Tandem cluster of yours, starting" in each for each in said) == 3, said
+
+
+def test_a_state_file_does_not_lie_where_the_end_of_a_session_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the login manager gives ends with the user's last session, and a cluster may go on."""
+    assert statefile.runtime_directory() == Path(os.environ["XDG_RUNTIME_DIR"]) / "tandem"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+    assert statefile.runtime_directory().parent == Path(tempfile.gettempdir())

@@ -27,7 +27,10 @@ def test_what_is_joined_is_split_again(host: str, address: str) -> None:
     assert host_of(address) == host
 
 
-@pytest.mark.parametrize("wrong", ["fd00::5:6379", "10.0.0.5", "10.0.0.5:", ":6379", "[10.0.0.5]:1", "ray://a:1", "a:b"])
+WRONG = ["fd00::5:6379", "10.0.0.5", "10.0.0.5:", ":6379", "[10.0.0.5]:1", "ray://a:1", "a:b"]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_address_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="is no host:port"):
         split_address(wrong)

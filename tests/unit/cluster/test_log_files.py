@@ -1,0 +1,72 @@
+"""The logs of a cluster's processes: their ends, and what comes after."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.log_files import LogFiles
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for process in ("decode-0", "prefill-0", "router", "router-1", "supervisor", "watcher"):
+        (tmp_path / f"{process}.log").write_text("".join(f"{process} {n}\n" for n in range(5)))
+    for other in ("monitor.log", "gcs_server.out", "log_monitor.log", "decode-0.txt", "my-decode-0.log"):
+        (tmp_path / other).write_text("of Ray\n")
+    return tmp_path
+
+
+def test_only_tandems_own_processes_are_read(directory: Path) -> None:
+    files = LogFiles(directory)
+    assert files.processes() == ["decode-0", "prefill-0", "router", "router-1", "supervisor", "watcher"]
+    assert list(files.tail(1)) == files.processes()
+
+
+def test_the_last_lines_of_one(directory: Path) -> None:
+    assert LogFiles(directory, "decode-0").tail(2) == {"decode-0": "decode-0 3\ndecode-0 4\n"}
+    assert LogFiles(directory, "decode-0").tail(0) == {"decode-0": ""}
+    assert LogFiles(directory, "decode-0").tail(99)["decode-0"].count("\n") == 5
+
+
+def test_long_logs_are_read_from_their_end(directory: Path) -> None:
+    lines = [f"{n} {'x' * 200}\n" for n in range(10_000)]
+    (directory / "decode-0.log").write_text("".join(lines))
+    assert LogFiles(directory, "decode-0").tail(1000)["decode-0"] == "".join(lines[-1000:])
+
+
+def test_what_comes_is_given_once_and_in_whole_lines(directory: Path) -> None:
+    files = LogFiles(directory, "decode-0")
+    files.tail(1)
+    assert files.more(0.0) == {}
+    with (directory / "decode-0.log").open("a") as log:
+        log.write("new\nhalf of")
+        log.flush()
+        assert files.more(0.0) == {"decode-0": "new\n"}
+        log.write(" a line\n")
+    assert files.more(0.0) == {"decode-0": "half of a line\n"}
+    assert files.more(0.0) == {}
+
+
+def test_half_a_line_at_the_end_waits_for_its_rest(directory: Path) -> None:
+    files = LogFiles(directory, "decode-0")
+    with (directory / "decode-0.log").open("a") as log:
+        log.write("half of")
+    assert files.tail(1) == {"decode-0": "decode-0 4\n"}
+    with (directory / "decode-0.log").open("a") as log:
+        log.write(" a line\n")
+    assert files.more(0.0) == {"decode-0": "half of a line\n"}
+
+
+def test_a_process_that_starts_later_is_read_from_its_beginning(directory: Path) -> None:
+    files = LogFiles(directory)
+    files.tail(0)
+    threading.Timer(0.3, (directory / "decode-7.log").write_text, ["begins\n"]).start()
+    assert files.more(30.0) == {"decode-7": "begins\n"}
+
+
+def test_what_is_no_text_is_shown_all_the_same(directory: Path) -> None:
+    (directory / "decode-0.log").write_bytes(b"a\xff\n")
+    assert LogFiles(directory, "decode-0").tail(1) == {"decode-0": "a�\n"}

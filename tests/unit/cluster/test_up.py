@@ -1,0 +1,212 @@
+"""`tandem up` and `tandem down`: what is made before anything starts, and what is asked of Ray's launcher.
+
+The launcher is a stand-in that writes down its command lines; hosts are reached for in tests/hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tandem import cli
+from tandem.cluster.certs import default_authority_key, make_certificates
+from tandem.cluster.launch.hosts import plan_hosts
+from tandem.cluster.launch.hosts_file import hosts_file
+from tandem.cluster.launch.launch_file import LaunchFile
+from tandem.cluster.launch.up import Wishes, end_ray_command, serve_command
+from tandem.core.config import load
+from tandem.core.identity import Role
+
+pytestmark = pytest.mark.processes
+
+WHEEL = "tandem_serving-0.1.0-py3-none-any.whl"
+RAY = """#!/bin/bash
+case "$1 $*" in
+  "exec "*"tandem status"*) [ -e running ]; exit ;;
+esac
+printf '%s\\n' "$1" "${@: -1}" >> asked
+case "$*" in
+  *"tandem serve"*)
+    [ ! -e broken ] || { echo "prefill-0 cannot start"; exit 1; }
+    echo "Ready: http://10.0.0.1:8000"
+    echo "  try it    curl http://10.0.0.1:8000/v1/completions -H 'Authorization: Bearer KEY' -d '{}'" ;;
+esac
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with a wheel, a home without anything, and a `ray` beside this Python."""
+    home, programs = tmp_path / "home", tmp_path / "bin"
+    for directory in (home, programs, tmp_path / "dist", tmp_path / "requirements"):
+        directory.mkdir()
+    (tmp_path / "dist" / WHEEL).touch()
+    (tmp_path / "tandem.yaml").write_text("model: {path: embedded}\n")
+    for name, text in {"ray": RAY, "ssh": "#!/bin/bash\n", "rsync": "#!/bin/bash\n"}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.delenv("TANDEM_API_KEYS", raising=False)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.chdir(tmp_path)
+    lists = {Role.PREFILL: ["10.0.0.2=2"], Role.DECODE: ["10.0.0.3"]}
+    hosts = plan_hosts("10.0.0.1", lists, user="me", key="~/.ssh/key", cluster_name="ours")
+    (tmp_path / "hosts.yaml").write_text(hosts_file(hosts))
+    return tmp_path
+
+
+def asked(place: Path) -> list[str]:
+    return (place / "asked").read_text().splitlines() if (place / "asked").exists() else []
+
+
+def test_up_makes_what_is_missing_then_starts_ray_and_tandem(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "hosts.yaml", "--host", "0.0.0.0"]) == 0
+    home = place / "home"
+    assert len((home / ".ray/auth_token").read_text()) == 64
+    key = (home / "tandem-api-keys").read_text().strip()
+    assert [path.stat().st_mode & 0o777 for path in (home / ".ray/auth_token", home / "tandem-api-keys")] == [0o600] * 2
+    assert default_authority_key(home / "tandem-certs").exists()
+    assert (place / "dist/wheel.txt").read_text() == f"{WHEEL}\n"
+    serve = (
+        "tandem serve --detach --address auto --config ~/tandem/tandem.yaml --certificates ~/tandem-certs "
+        "--api-keys-file ~/tandem/api-keys --prefill 2 --decode 1 --host 0.0.0.0"
+    )
+    assert asked(place) == ["up", "hosts.yaml", "rsync-up", "~/tandem/api-keys", "exec", serve]
+    said = capsys.readouterr().out
+    curl = next(line for line in reversed(said.splitlines()) if "curl" in line).partition("curl ")[2]
+    run = subprocess.run(["bash", "-c", f"printf '%s\\n' {curl}"], capture_output=True, text=True, check=True)
+    assert f"Authorization: Bearer {key}" in run.stdout.splitlines()
+
+
+def test_what_is_there_stays_and_a_loopback_cluster_needs_no_key(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["up", "hosts.yaml"]) == 0
+    home = place / "home"
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    assert not (home / "tandem-api-keys").exists()
+    assert "ray attach hosts.yaml --port-forward 8000" in capsys.readouterr().out
+    assert cli.main(["up", "hosts.yaml"]) == 0
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+
+
+def spoil_key_file(place: Path) -> list[str]:
+    (place / "keys").write_text("sk-0123456789abcdef\n")
+    (place / "keys").chmod(0o644)
+    return ["--api-keys-file", "keys"]
+
+
+def spoil_certificates(place: Path) -> list[str]:
+    made = make_certificates(place / "home/tandem-certs", days=1)
+    (made.directory / "decode.key").unlink()
+    return []
+
+
+def spoil_wheels(place: Path) -> list[str]:
+    (place / "dist" / WHEEL.replace("0.1.0", "0.2.0")).touch()
+    return []
+
+
+def spoil_mount(place: Path) -> list[str]:
+    (place / "requirements").rmdir()
+    return []
+
+
+def spoil_settings(place: Path) -> list[str]:
+    (place / "tandem.yaml").write_text("http: {prot: 1}\n")
+    return []
+
+
+def start_already(place: Path) -> list[str]:
+    (place / "running").touch()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (spoil_key_file, "is open to everybody on its host"),
+        (spoil_certificates, "decode.key cannot be read"),
+        (spoil_wheels, "holds 2 wheels and no wheel.txt"),
+        (spoil_mount, "copies requirements to the hosts, and it does not exist"),
+        (spoil_settings, "prot"),
+        (start_already, "a Tandem cluster runs on the hosts of hosts.yaml"),
+    ],
+)
+def test_what_is_wrong_is_said_before_ray_starts(
+    place: Path, capsys: pytest.CaptureFixture[str], spoil: object, why: str
+) -> None:
+    assert callable(spoil)
+    assert cli.main(["up", "hosts.yaml", *spoil(place)]) == 1
+    assert why in capsys.readouterr().err
+    assert asked(place) == []
+
+
+def test_keys_in_the_environment_are_not_lost_on_the_way(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEYS", "sk-0123456789abcdef")
+    assert cli.main(["up", "hosts.yaml"]) == 1
+    assert "does not reach the hosts" in capsys.readouterr().err
+    assert asked(place) == []
+
+
+def test_a_cluster_that_does_not_get_ready_is_a_failure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "broken").touch()
+    assert cli.main(["up", "hosts.yaml"]) == 1
+    said = capsys.readouterr()
+    assert "prefill-0 cannot start" in said.out
+    assert "Tandem did not become ready" in said.err
+
+
+def test_down_ends_tandem_then_ray_on_all_hosts(place: Path) -> None:
+    (place / "running").touch()
+    assert cli.main(["down", "hosts.yaml"]) == 0
+    file = LaunchFile.read(place / "hosts.yaml")
+    assert asked(place) == ["exec", "tandem stop --address auto", "exec", end_ray_command(file), "down", "hosts.yaml"]
+
+
+def test_a_host_on_which_ray_was_not_ended_is_named(place: Path) -> None:
+    """As the head runs it: `ssh` is a stand-in that reaches all hosts but one."""
+    (place / "bin/ssh").write_text('#!/bin/bash\necho "$*" >> asked\n[[ "$*" != *10.0.0.3* ]]\n')
+    command = end_ray_command(LaunchFile.read(place / "hosts.yaml"))
+    run = subprocess.run(["bash", "-c", f"({command})"], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stdout == "Ray could not be ended on 10.0.0.3\n"
+    tried = [line.partition("me@")[2] for line in asked(place) if "me@" in line]
+    assert sorted(tried) == [f"10.0.0.{n} ~/tandem/venv/bin/ray stop" for n in (2, 3)]
+    assert asked(place)[0] == "stop"
+
+
+def test_settings_of_the_user_come_before_those_of_the_file(place: Path) -> None:
+    (place / "tandem.yaml").write_text("security: {certificates: /etc/tandem}\n")
+    file = LaunchFile.read(place / "hosts.yaml")
+    wishes = Wishes({"prefill": 1, "model": "my models/a", "served-model-name": ["a", "*"]}, None)
+    command = serve_command(file, load(place / "tandem.yaml"), wishes, has_keys=False)
+    assert "--certificates" not in command
+    assert "--prefill 1 --decode 1 --model 'my models/a' --served-model-name a '*'" in command
+
+
+def test_an_expired_certificate_stops_it_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return datetime.now(UTC) + timedelta(days=3)
+
+    make_certificates(place / "home/tandem-certs", days=1)
+    monkeypatch.setattr("tandem.rpc.identity.datetime", Later)
+    assert cli.main(["up", "hosts.yaml"]) == 1
+    assert asked(place) == []
+
+
+@pytest.mark.parametrize(("text", "why"), [("", "is no file for Ray's launcher"), ("a: [", "is not YAML")])
+def test_another_file_is_refused(place: Path, capsys: pytest.CaptureFixture[str], text: str, why: str) -> None:
+    (place / "hosts.yaml").write_text(text)
+    assert cli.main(["up", "hosts.yaml"]) == 1
+    assert why in capsys.readouterr().err

@@ -130,11 +130,12 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
 
 
 def _ask_ray(address: str) -> Target:
-    from tandem.cluster.ray import kv_store
     from tandem.cluster.ray.home import open_store
 
     remedy = "name the address that `ray status` or `tandem serve` tells, or leave --address out"
     with open_store(address, remedy=remedy):
+        from tandem.cluster.ray import kv_store  # imports Ray, which must have been told about its token before
+
         deadline_s = time.monotonic() + TIMEOUT_S
         while kept := kv_store.recall():
             face = kv_store.face_of(kept)

@@ -62,6 +62,14 @@ def test_a_client_with_another_token_is_refused(guarded: tuple[Rays, str], tmp_p
     assert "wants a token" in run.stderr
 
 
+def test_a_client_with_the_token_in_its_home_asks_without_being_told_to(guarded: tuple[Rays, str]) -> None:
+    """It joins nothing, so it need not be a node; that there is no cluster in this Ray is what it was told."""
+    rays, address = guarded
+    run = rays.tandem("status", "--address", address)
+    assert run.returncode == 1
+    assert f"no Tandem cluster runs in the Ray cluster at {address}" in run.stderr
+
+
 def test_a_ray_that_lets_anyone_in_beyond_this_host_is_not_joined(home: Path, tmp_path: Path) -> None:
     addresses = [a.address for each in psutil.net_if_addrs().values() for a in each if a.family is socket.AF_INET]
     own = next((address for address in addresses if not is_loopback(address)), None)

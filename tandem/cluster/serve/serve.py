@@ -323,7 +323,7 @@ class Serving:
         assert self._home is not None
         if cluster.log_directory:
             return f"{cluster.log_directory}: supervisor.log, one for each router and worker"
-        return f"{self._home.log_directory}/worker-*, on each node"
+        return f"`tandem logs`; on each node {self._home.log_directory}/decode-0.log and so on"
 
     # --- stopping ------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 Each is a network, process, mount, UTS and IPC namespace of its own: own processes, addresses, host name, boot id,
 /tmp, /dev/shm, /etc, /home, and an sshd. Shared are the kernel, its cores and its clock, and /usr to read. All hosts
 lie in one namespace more, the rack, with the switch between them: whoever ends the rack ends all, and nothing is left.
-Two racks know nothing of each other, so their addresses are the same: host 1 is 10.77.0.11 and fd77::11, host 2 is
-10.77.0.12, and so on.
+Two racks know nothing of each other, so their names and addresses are the same: host 1 is node1, 10.77.0.11 and
+fd77::11, host 2 is node2, 10.77.0.12, and so on.
 
 As root, and with Debian's packages of `tests.hosts.needs` (it says which are missing). By hand, from the checkout:
 
@@ -109,7 +109,7 @@ def _show(host: Host) -> None:
 
 
 def _host(directory: Path, name: str, hosts: Hosts | None = None) -> Host:
-    number = DESK if name == "desk" else int(name.removeprefix("host"))
+    number = DESK if name == "desk" else int(name.removeprefix("node"))
     return (hosts or Hosts.find(directory)).host(number)
 
 

@@ -37,7 +37,7 @@ class Host:
 
     def __init__(self, hosts: Hosts, number: int) -> None:
         self.hosts, self.number = hosts, number
-        self.name = f"host{number}" if number != DESK else "desk"
+        self.name = f"node{number}" if number != DESK else "desk"
         self.last = _FIRST + number
         self.address = f"{NET}.{self.last}"
         self.address_two = f"{NET_TWO}.{self.last}"

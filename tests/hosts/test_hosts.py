@@ -36,7 +36,7 @@ def hears(host: Host, address: str) -> bool:
 def test_a_host_has_its_own_name_boot_id_processes_and_files(hosts: Hosts) -> None:
     one, two = hosts.host(1), hosts.host(2)
     seen = "hostname; cat /proc/sys/kernel/random/boot_id; ls /home"
-    assert one.run(seen).stdout.split()[::2] == ["host1", "tandem"]
+    assert one.run(seen).stdout.split()[::2] == ["node1", "tandem"]
     assert one.run(seen).stdout != two.run(seen).stdout
     assert str(os.getpid()) not in one.run("ls /proc").stdout.split()
     one.write("note", "of one")
@@ -156,8 +156,8 @@ def test_a_reset_ends_connections_between_two_hosts(hosts: Hosts, tmp_path: Path
 def test_debians_habit_gives_a_host_its_own_name_as_a_loopback_address(start_hosts: Callable[..., Hosts]) -> None:
     hosts = start_hosts(loopback_name=True)
     one = hosts.add(1)
-    assert one.run("getent hosts host1").stdout.split()[0] == "127.0.1.1"
-    assert one.run("getent hosts host2").stdout.split()[0] == hosts.host(2).address
+    assert one.run("getent hosts node1").stdout.split()[0] == "127.0.1.1"
+    assert one.run("getent hosts node2").stdout.split()[0] == hosts.host(2).address
 
 
 OWNER = """

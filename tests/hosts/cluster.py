@@ -102,6 +102,11 @@ class HostCluster:
         except httpx.TransportError:
             return {"prefill": [], "decode": []}
 
+    def incarnations(self) -> set[str]:
+        """Of all workers."""
+        shown = self.shown()
+        return {worker["incarnation"] for role in self.wanted for worker in shown[role]}
+
     def transferred_bytes(self) -> float:
         """Pages that have gone from prefill to decode workers."""
         with self.desk.network():

@@ -23,6 +23,7 @@ class Seen:
         recovery_s: the longest that a client waited for a token, or its end, from the fault on.
         whole_s: from the end of the fault until all workers served.
         idle_s: from then until nothing was held for any request, in quarantine neither.
+        replaced: how many workers live another life than before.
     """
 
     fault: str
@@ -30,6 +31,7 @@ class Seen:
     recovery_s: float
     whole_s: float
     idle_s: float
+    replaced: int
 
 
 def save(target: Path, seen: list[Seen]) -> None:
@@ -43,13 +45,13 @@ def save(target: Path, seen: list[Seen]) -> None:
 def table(faults: list[dict[str, Any]]) -> str:
     """One line a fault."""
     lines = [
-        "| fault | requests under way | longest wait, s | all workers serve again, s | nothing held, s |",
-        "|---|---|---|---|---|",
+        "| fault | requests | longest wait, s | all serve again, s | nothing held, s | workers replaced |",
+        "|---|---|---|---|---|---|",
     ]
     for fault in faults:
         saw = ", ".join(f"{number} × {what}" for what, number in sorted(Counter(fault["saw"]).items()))
         times = " | ".join(f"{fault[name]:.1f}" for name in ("recovery_s", "whole_s", "idle_s"))
-        lines.append(f"| {fault['fault']} | {saw} | {times} |")
+        lines.append(f"| {fault['fault']} | {saw} | {times} | {fault['replaced']} |")
     return "\n".join(lines)
 
 

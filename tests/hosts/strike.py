@@ -27,6 +27,7 @@ def strike(
     model itself, or a typed error behind the first of them. The prompts are the same for each fault: the cluster is to
     keep none.
     """
+    before = cluster.incarnations()
     prompts = [story(f"under way {number}", PROMPT) for number in range(NUM_BEFORE + NUM_DURING)]
     right = [expected(prompt, TOKENS) for prompt in prompts]
     streams = [_stream(cluster, prompt) for prompt in prompts[:NUM_BEFORE]]
@@ -49,6 +50,7 @@ def strike(
         round(max(longest_wait_s(answer, struck_at) for answer in answers[:NUM_BEFORE]), 2),
         round(whole_at - ended_at, 2),
         round(time.time() - whole_at, 2),
+        len(cluster.incarnations() - before),
     )
 
 

@@ -15,7 +15,7 @@ from tests.hosts import report
 from tests.hosts.cluster import HostCluster
 from tests.hosts.host import Host
 from tests.hosts.hosts import Hosts
-from tests.hosts.strike import strike
+from tests.hosts.strike import NUM_BEFORE, NUM_DURING, strike
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(2400)]
 
@@ -63,9 +63,15 @@ def test_a_partition(cluster: HostCluster, between: str, lasts_s: int) -> None:
     keep(strike(cluster, fault, lambda: cluster.hosts.part(*PARTITIONS[between](cluster)), cluster.hosts.heal, lasts_s))
 
 
-def test_connections_between_two_living_workers_break(cluster: HostCluster) -> None:
-    pair = cluster.prefill[0], cluster.decode[0]
-    keep(strike(cluster, "all connections of a pair reset", lambda: cluster.hosts.reset(*pair), lambda: None, 0))
+def test_connections_between_living_workers_break_and_nobody_is_killed_for_it(cluster: HostCluster) -> None:
+    def reset() -> None:
+        for prefill in cluster.prefill:
+            for decode in cluster.decode:
+                cluster.hosts.reset(prefill, decode)
+
+    seen = strike(cluster, "all connections between prefill and decode reset", reset, lambda: None, 4)
+    keep(seen)
+    assert (seen.saw, seen.replaced) == ({"the same tokens": NUM_BEFORE + NUM_DURING}, 0)
 
 
 def test_one_packet_in_a_hundred_is_lost(cluster: HostCluster) -> None:

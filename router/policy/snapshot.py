@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvtransfer.layout import KvFormat
 from tandem.core.identity import WorkerKey
@@ -25,6 +26,23 @@ class WorkerLoad:
     mixed_step_tokens: int = 0
 
 
+Pair = tuple[WorkerKey, WorkerKey]
+"""A prefill worker and a decode worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What is known of the way that pages take from a prefill to a decode worker.
+
+    Attributes:
+        bytes_per_s: learnt from handoffs.
+        is_broken: pages cannot be written there now; the pair is chosen only where there is no other.
+    """
+
+    bytes_per_s: float = math.inf
+    is_broken: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All workers that may get new requests, and the pools that more will join."""
@@ -34,6 +52,8 @@ class Snapshot:
     # Whether the membership has a worker of the pool that is not ready: it starts, or is to be replaced.
     is_prefill_coming: bool = False
     is_decode_coming: bool = False
+    # Only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
+    links: Mapping[Pair, Link] = field(default_factory=dict)
 
     @property
     def may_get_better(self) -> bool:

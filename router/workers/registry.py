@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtransfer.layout import mismatch
 from kvtransfer.wire import protocols_of
-from router.policy.snapshot import Snapshot
+from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers.session import SessionState, WorkerSession
@@ -45,6 +45,9 @@ class WorkerRegistry:
         self.suspected: set[WorkerKey] = set()
         # What each incarnation had counted when it last reported: the exported counters take the differences.
         self._counted: dict[WorkerKey, WorkerStatus] = {}
+        #: Ways between two workers that are slow or broken; whoever learns of it notes it here. A worker that has left
+        #: takes its own along.
+        self.links: dict[Pair, Link] = {}
         self._watchers: set[Mailbox[Event]] = set()
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
@@ -89,6 +92,8 @@ class WorkerRegistry:
         for key in [k for k, s in self._sessions.items() if s.state is SessionState.CLOSED and k not in self._members]:
             del self._sessions[key]
             self._counted.pop(key, None)
+        for pair in [p for p in self.links if not self._sessions.keys() >= set(p)]:
+            del self.links[pair]
 
     async def close(self) -> None:
         """End all sessions."""
@@ -110,6 +115,7 @@ class WorkerRegistry:
             decode=[s.load() for s in ready if not s.is_prefill],
             is_prefill_coming=Role.PREFILL in coming,
             is_decode_coming=Role.DECODE in coming,
+            links=self.links,
         )
 
     def session(self, key: WorkerKey) -> WorkerSession:

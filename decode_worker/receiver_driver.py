@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvtransfer.digest import ReadExtent, digest_pages
@@ -105,6 +105,19 @@ class Answer:
     verified_at_s: float = 0.0  # of a commit whose pages were verified just now, on the driver's clock
 
 
+@dataclass(slots=True)
+class _ClosedLink:
+    """A connection that broke between two living workers, closed at both ends.
+
+    Attributes:
+        due_s: from when on none of its bytes can be on their way.
+        confirmed: (grant, capability) of what its writer has said to be idle since; taken up when it is due.
+    """
+
+    due_s: float
+    confirmed: set[tuple[str, bytes]] = field(default_factory=set)
+
+
 @dataclass(frozen=True, slots=True)
 class _Arriving:
     """What has arrived of one grant."""
@@ -150,6 +163,8 @@ class ReceiverDriver:
         self.num_arrivals_ignored = 0
         # When the exit of a writer becomes a fence, by incarnation.
         self._exited: dict[str, float] = {}
+        # By incarnation: writers whose connection was closed, while bytes of it may be under way.
+        self._closed: dict[str, _ClosedLink] = {}
         # Refused calls of senders, by reason, without repetitions of calls about what has ended well.
         self.refusals: Counter[RefusalReason] = Counter()
 
@@ -186,7 +201,14 @@ class ReceiverDriver:
         return self._handoffs.capability_of(grant_id)
 
     def confirm_idle(self, grant_id: str, sender: str, capability: bytes) -> Answer:
-        """A sender says that nothing of the grant is outstanding and it will never be committed."""
+        """A sender says that nothing of the grant is outstanding and it will never be committed.
+
+        If a connection of its was closed just now, that is a fence only when nothing of it can be on its way.
+        """
+        closed = self._closed.get(sender)
+        if closed is not None:
+            closed.confirmed.add((grant_id, capability))
+            return Answer()
         return self._answer_sender(ev.WriterConfirmedIdle(grant_id, sender, capability), f"{sender}, {grant_id}")
 
     def _answer_sender(self, event: ev.ReceiverEvent, what: str) -> Answer:
@@ -264,15 +286,28 @@ class ReceiverDriver:
         Args:
             is_here: it ran on this host.
         """
-        in_flight_s = IN_FLIGHT_S if is_here else max(IN_FLIGHT_S, self._grace_s)
-        self._exited.setdefault(sender, self._clock.now() + in_flight_s)
+        self._exited.setdefault(sender, self._clock.now() + self._in_flight_s(is_here))
         self._set_deadline()
+
+    def link_closed(self, sender: str, *, is_here: bool) -> None:
+        """The connection by which a writer wrote broke, and both ends have closed theirs; the writer lives.
+
+        Args:
+            is_here: the writer runs on this host.
+        """
+        closed = self._closed.setdefault(sender, _ClosedLink(0.0))
+        closed.due_s = self._clock.now() + self._in_flight_s(is_here)
+        self._set_deadline()
+
+    def _in_flight_s(self, is_here: bool) -> float:
+        return IN_FLIGHT_S if is_here else max(IN_FLIGHT_S, self._grace_s)
 
     def tick(self) -> None:
         """A deadline may have come."""
         now_s = self._clock.now()
         due = [sender for sender, due_s in self._exited.items() if now_s >= due_s]
-        if due:
+        landed = [sender for sender, closed in self._closed.items() if now_s >= closed.due_s]
+        if due or landed:
             # This thread may have been stopped for long: let bytes that have come land before their pages are freed.
             while events := self._transport.poll():
                 for event in events:
@@ -281,6 +316,9 @@ class ReceiverDriver:
             del self._exited[sender]
             self.happened(ev.WriterExited(sender))
             self._transport.disconnect(PeerId(sender))
+        for sender in landed:
+            for grant_id, capability in self._closed.pop(sender).confirmed:
+                self.confirm_idle(grant_id, sender, capability)
         self.happened(ev.Tick())
 
     # -- carrying out
@@ -295,8 +333,9 @@ class ReceiverDriver:
         return answer
 
     def _set_deadline(self) -> None:
-        deadlines_s = [d for d in (self._handoffs.next_deadline_s(), *self._exited.values()) if d is not None]
-        self._callbacks.deadline(min(deadlines_s, default=None))
+        landing_s = (closed.due_s for closed in self._closed.values())
+        deadlines_s = (self._handoffs.next_deadline_s(), *self._exited.values(), *landing_s)
+        self._callbacks.deadline(min((d for d in deadlines_s if d is not None), default=None))
 
     def _run(self, event: ev.ReceiverEvent) -> None:
         for instruction in self._handoffs.handle(event, self._clock.now()):

@@ -15,6 +15,7 @@ from grpc import aio
 
 from decode_worker.commits import CommitStreams, error_of
 from decode_worker.events import Event, WriterSuspected
+from decode_worker.links import Closed, WriterLinks
 from decode_worker.receiver_driver import Answer, ReceiverDriver
 from decode_worker.role import DecodeRole
 from decode_worker.wire import make_events
@@ -22,7 +23,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
-from kvtransfer.transports.events import MessageArrived, ThreadEvent
+from kvtransfer.transports.events import GreetingArrived, MessageArrived, PeerId, ThreadEvent
 from kvtransfer.wire import check_pair
 from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
@@ -70,6 +71,7 @@ class DecodeWorker:
             interval_s=parts.config.metrics.worker_interval_s,
         )
         self.commits = CommitStreams(self, parts.loop)
+        self.links = WriterLinks()
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._channels: dict[str, aio.Channel] = {}
@@ -131,11 +133,14 @@ class DecodeWorker:
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
         """A decode worker posts nothing: it hears of writes that have arrived, and of what comes behind them."""
-        if isinstance(event, MessageArrived):
-            self.commits.heard(self.driver, event)
-            self._note_refusals()
-        else:
-            self.driver.on_transport(event)
+        match event:
+            case MessageArrived():
+                self.commits.heard(self.driver, event)
+                self._note_refusals()
+            case GreetingArrived():
+                self.parts.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.number)
+            case _:
+                self.driver.on_transport(event)
 
     def num_held(self) -> int:
         with self.parts.scheduler.lock:  # who is being taken in is held, or hears of the drain
@@ -168,8 +173,12 @@ class DecodeWorker:
 
     # -- prefill workers, in the event loop
 
-    async def pair(self, prefill: pb.WorkerInfo) -> None:
+    async def pair(self, prefill: pb.WorkerInfo, link: int) -> None:
         """Agree with a prefill worker, or refuse it.
+
+        Args:
+            link: the number of the connection by which it is about to write. If it had one with a lower number, both
+                live, that one broke, and the prefill worker has closed its end.
 
         Raises:
             IncompatibleError: naming both sides and what differs.
@@ -182,7 +191,17 @@ class DecodeWorker:
         if described != incarnation:  # or its end would be taken for that of whoever the description is of
             raise TransportError(f"{prefill.worker_id} ({incarnation}) gives the description of {described} as its own")
         self._check_alive(prefill)
-        peer = await asyncio.wrap_future(self.parts.transfer.submit(lambda transport: transport.connect(metadata)))
+        is_here = prefill.host_id == self.parts.info.host_id
+        closed = self.links.begin(incarnation, link)
+
+        def connect(transport: Transport) -> PeerId:
+            if closed is not Closed.NONE:
+                transport.hang_up(PeerId(incarnation))
+            if closed is Closed.WRITTEN:
+                self.driver.link_closed(incarnation, is_here=is_here)
+            return transport.connect(metadata)
+
+        peer = await asyncio.wrap_future(self.parts.transfer.submit(connect))
         try:
             self._check_alive(prefill)
         except WorkerLostError:
@@ -191,8 +210,20 @@ class DecodeWorker:
         # A new incarnation under an old worker id proves nothing about the old one: it may write to this day.
         self._writers[incarnation] = prefill
         _log.info("paired with %s (%s) by protocol %d", prefill.worker_id, incarnation, protocol)
-        if prefill.host_id == self.parts.info.host_id:
+        if is_here:
             self.parts.exits.watch(incarnation, prefill.pid, lambda: self.process_ended(incarnation))
+
+    async def await_greeting(self, request: decode_pb.AwaitGreetingRequest) -> bool:
+        """Whether a greeting comes on this connection, in the time that the prefill worker gives it."""
+        writer, key = request.sender_incarnation, f"greeting/{request.sender_incarnation}"
+        if not self.has_paired(writer):
+            return False
+        timeout_s = min(request.timeout_s, self.parts.config.transport.lease_s)
+        self.parts.on_transfer(lambda transport: transport.expect_incoming(key, PeerId(writer), ()))
+        try:
+            return await self.links.wait_up(writer, request.link, timeout_s)
+        finally:
+            self.parts.on_transfer(lambda transport: transport.end_incoming(key))
 
     def _check_alive(self, prefill: pb.WorkerInfo) -> None:
         if prefill.incarnation in self._ended:
@@ -206,6 +237,7 @@ class DecodeWorker:
         if len(self._ended) > _NUM_REMEMBERED:
             self._ended.popitem(last=False)
         self.parts.exits.forget(incarnation)
+        self.links.forget(incarnation)
         writer = self._writers.pop(incarnation, None)
         if writer is None:
             return
@@ -294,10 +326,15 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     async def Pair(self, request: decode_pb.PairRequest, _: Any) -> decode_pb.PairReply:
         try:
-            await self._worker.pair(request.prefill)
+            await self._worker.pair(request.prefill, request.link)
         except TandemError as error:
             return decode_pb.PairReply(decode=self._worker.parts.info, error=error_to_proto(error))
         return decode_pb.PairReply(decode=self._worker.parts.info)
+
+    async def AwaitGreeting(
+        self, request: decode_pb.AwaitGreetingRequest, _: Any
+    ) -> decode_pb.AwaitGreetingReply:
+        return decode_pb.AwaitGreetingReply(has_come=await self._worker.await_greeting(request))
 
     async def Attach(self, request: decode_pb.AttachRequest, _: Any) -> decode_pb.AttachReply:
         if not self._worker.has_paired(request.sender_incarnation):

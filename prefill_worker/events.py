@@ -54,4 +54,15 @@ class HandedOff:
     work: PromptWork
 
 
-Event = PromptStarted | TokenSampled | PromptEnded | HandedOff | AttemptFailed
+@dataclass(frozen=True, slots=True)
+class LinkChanged:
+    """How the way of pages to a decode worker is, from now on; for all routers."""
+
+    prefill_worker_id: str
+    prefill_incarnation: str
+    decode_worker_id: str
+    decode_incarnation: str
+    is_broken: bool
+
+
+Event = PromptStarted | TokenSampled | PromptEnded | HandedOff | AttemptFailed | LinkChanged

@@ -158,6 +158,29 @@ class DecodePeers:
         name = await self._connect(info.transport_metadata)
         return Peer(info, name, layout, protocol, shape, channel, stub, commits)
 
+    async def pair_again(self, peer: Peer, link: int) -> None:
+        """Tell a peer that our end of the connection is closed, and that the one with this number comes next.
+
+        Raises:
+            WorkerLostError: it cannot be reached.
+            TandemError: it refuses.
+        """
+        request = decode_pb.PairRequest(prefill=self._info, link=link)
+        reply = await self._call(peer, "pairing", lambda: peer.stub.Pair(request, timeout=self._timeout_s))
+        if reply.HasField("error"):
+            raise error_from_proto(reply.error)
+        if reply.decode.incarnation != peer.info.incarnation:
+            raise WorkerLostError(f"{peer.info.worker_id} is not {peer.info.incarnation} any more")
+
+    async def await_greeting(self, peer: Peer, link: int, timeout_s: float) -> bool:
+        """Whether our greeting by this connection comes through in time. Raises as `attach`."""
+        request = decode_pb.AwaitGreetingRequest(
+            sender_incarnation=self._info.incarnation, link=link, timeout_s=timeout_s
+        )
+        limit_s = timeout_s + self._timeout_s
+        reply = await self._call(peer, "greeting", lambda: peer.stub.AwaitGreeting(request, timeout=limit_s))
+        return reply.has_come
+
     def ended(self, incarnation: str) -> None:
         """The process of this incarnation has ended: drop all that was kept for it. Idempotent."""
         self._ended[incarnation] = None

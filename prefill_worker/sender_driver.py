@@ -20,6 +20,8 @@ from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transports.events import (
+    GreetingArrived,
+    LinkBroken,
     MessageArrived,
     PeerId,
     ThreadEvent,
@@ -221,9 +223,16 @@ class SenderDriver:
         for key in [k for k, e in self._entries.items() if _receiver(e) == receiver]:
             self._handle(key, ev.ReceiverExited())
 
+    def link_closed(self, receiver: str) -> None:
+        """The connection to a decode worker that lives was closed, and decode knows it."""
+        for key in [k for k, e in self._entries.items() if _receiver(e) == receiver]:
+            self._handle(key, ev.LinkClosed())
+
     def on_transport(self, event: ThreadEvent) -> None:
         """A write was posted, ended or failed."""
-        if isinstance(event, WriteArrived | MessageArrived):
+        if isinstance(event, LinkBroken):  # its writes fail one by one
+            return
+        if isinstance(event, WriteArrived | MessageArrived | GreetingArrived):
             _log.warning("%s wrote or spoke to a prefill worker, which takes no pages: ignored", event.peer)
             return
         tag = WriteTag.unpack(event.handle.tag)
@@ -239,7 +248,8 @@ class SenderDriver:
                 self.num_bytes_written += event.handle.num_bytes
                 self._handle(entry.handoff.key, ev.WriteCompleted(write_id))
             case WriteFailed():
-                self._handle(entry.handoff.key, ev.WriteFailed(write_id, event.error, event.settled))
+                failed = ev.WriteFailed(write_id, event.error, event.settled, event.is_link_broken)
+                self._handle(entry.handoff.key, failed)
 
     def tick(self) -> None:
         """A deadline may have come."""

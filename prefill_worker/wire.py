@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefill_worker.events import Event, HandedOff, PromptEnded, PromptStarted
+from prefill_worker.events import Event, HandedOff, LinkChanged, PromptEnded, PromptStarted
 from tandem.rpc.convert import by_name
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
@@ -31,5 +31,7 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
         case HandedOff(key, stats, work):
             done = prefill_pb.HandoffDone(**by_name(key), **by_name(stats), **by_name(work))
             return prefill_pb.PrefillEvent(handoff_done=done)
+        case LinkChanged():
+            return prefill_pb.PrefillEvent(link=prefill_pb.LinkChanged(**by_name(event)))
         case AttemptFailed():
             return prefill_pb.PrefillEvent(failed=failed_to_proto(event))

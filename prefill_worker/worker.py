@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,9 +17,10 @@ from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.events import PeerId, ThreadEvent
+from kvtransfer.transports.events import LinkBroken, PeerId, ThreadEvent
 from prefill_worker.commits import Commits
-from prefill_worker.events import Event, HandoffStats
+from prefill_worker.connections import Connections
+from prefill_worker.events import Event, HandoffStats, LinkChanged
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.queued_driver import QueuedDriver
 from prefill_worker.role import PrefillRole
@@ -43,6 +45,9 @@ from tandem.worker.wire import grant_from_proto, refusal_from_proto, spec_from_p
 
 _log = logging.getLogger(__name__)
 
+# Pairings ahead of need that one worker has under way at a time.
+_MEETINGS = 4
+
 Hub = SessionHub[prefill_pb.PrefillCommand, Event | pb.WorkerInfo, prefill_pb.PrefillEvents]
 
 
@@ -66,12 +71,14 @@ class PrefillWorker:
         self.peers = DecodePeers(
             parts.info,
             self._connect,
-            self._watch_peer,
+            self._paired,
             self._peer_lost,
             self._answered,
             call_timeout_s=transport.lease_s,
             confirm_for_s=transport.lease_s + transport.grace_s,
         )
+        self.connections = Connections(self.peers, self, patience_s=transport.lease_s / 4)
+        self._meeting = asyncio.Semaphore(_MEETINGS)
         self.commits = Commits(
             parts.worker_id, lambda receiver: self.peers.peers.get(receiver), parts.loop.call_soon_threadsafe
         )
@@ -132,6 +139,8 @@ class PrefillWorker:
         await self.peers.close()
 
     def on_transfer_event(self, event: ThreadEvent) -> None:
+        if isinstance(event, LinkBroken):
+            self.parts.loop.call_soon_threadsafe(self.connections.broke, event.peer, event.error)
         self.driver.on_transport(event)
         self.parts.counters.num_transfer_bytes = self.driver.num_bytes_written
 
@@ -158,6 +167,8 @@ class PrefillWorker:
             case "release":
                 request_id = command.release.request_id
                 self.parts.runner.submit(lambda: self.core.release_request(request_id))
+            case "meet":
+                self._meet(command.meet.decode)
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 
@@ -188,6 +199,7 @@ class PrefillWorker:
             return
         try:
             peer = await self.peers.get(target)
+            await self.connections.wait_whole(peer)
             grant = grant_from_proto(command.grant, peer.layout)
             if grant.key != key or grant.receiver != target.incarnation:
                 raise HandoffError(
@@ -232,11 +244,54 @@ class PrefillWorker:
             ends_s = asked_s + reply.lease_s
             self.parts.on_transfer(lambda _, e=ends_s: self.driver.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
 
+    # -- decode workers, in the event loop
+
+    def _meet(self, decode: Sequence[pb.WorkerInfo]) -> None:
+        """Pair with these before a request needs them: a few at a time, and not every worker with the same first."""
+        for info in random.sample(decode, len(decode)):
+            if info.incarnation not in self.peers.peers:
+                self.parts.life.spawn(self._meet_one(info))
+
+    async def _meet_one(self, info: pb.WorkerInfo) -> None:
+        async with self._meeting:
+            try:
+                await self.peers.get(info)
+            except TandemError as error:  # the first request for it tries again
+                _log.warning("not paired ahead with %s: %s", info.worker_id, error)
+                return
+            await self.connections.wait_greeted(info.incarnation)
+
     async def _connect(self, metadata: bytes) -> PeerId:
         return await asyncio.wrap_future(self.parts.transfer.submit(lambda transport: transport.connect(metadata)))
 
-    def _watch_peer(self, peer: Peer) -> None:
-        """Its exit, seen on this host, ends all that was sent to it; from other hosts the supervisor tells."""
+    # -- what connections need of the worker (`prefill_worker.connections.Calls`)
+
+    def ask_transport(self, command: Callable[[Transport], Any]) -> Awaitable[Any]:
+        return asyncio.wrap_future(self.parts.transfer.submit(command))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.parts.life.spawn(work)
+
+    def _write_hangs(self, key: AttemptKey) -> None:
+        """A connection by which nothing goes is as good as broken; what hangs is settled by closing it."""
+        target = self._targets.get(key)
+        if target is not None:
+            self.connections.broke(target.incarnation, "a write took too long")
+
+    def link_changed(self, peer: Peer, *, is_broken: bool) -> None:
+        here, there = self.parts.info, peer.info
+        changed = LinkChanged(here.worker_id, here.incarnation, there.worker_id, there.incarnation, is_broken)
+        self.hub.broadcast([changed])
+
+    def link_closed(self, receiver: str) -> None:
+        self.parts.on_transfer(lambda _: self.driver.link_closed(receiver))
+
+    def _paired(self, peer: Peer) -> None:
+        """Have the connection made, and watch the process.
+
+        Its exit, seen on this host, ends all that was sent to it; from other hosts the supervisor tells.
+        """
+        self.connections.begin(peer)
         if peer.info.host_id == self.parts.info.host_id:
             incarnation = peer.info.incarnation
             self.parts.exits.watch(incarnation, peer.info.pid, lambda: self.process_ended(incarnation))
@@ -244,6 +299,7 @@ class PrefillWorker:
     def process_ended(self, incarnation: str) -> None:
         """A process has ended, on whatever host: if it was a decode worker, nothing can be sent to it any more."""
         self.peers.ended(incarnation)
+        self.connections.forget(incarnation)
         self.parts.pacing.left(incarnation)
         keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
         if keys:
@@ -316,6 +372,8 @@ class PrefillWorker:
         error = HandoffError(f"the handoff failed: {reason} ({failure.detail})", reason=reason)
         error.request_id = failure.key.request_id
         error.retryable = failure.retryable
+        if failure.reason is FailureReason.WRITE_TIMEOUT:
+            self.parts.loop.call_soon_threadsafe(self._write_hangs, failure.key)
         if failure.reason is FailureReason.CANCELLED:
             return  # the caller that cancelled it knows
         self.parts.runner.submit(lambda: self.core.handoff_failed(failure.key, error))

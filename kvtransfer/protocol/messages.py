@@ -144,6 +144,7 @@ class FailureReason(Enum):
     LEASE_LOST = "lease_lost"
     STOP_ASKED = "stop_asked"
     WRITE_FAILED = "write_failed"
+    LINK_BROKEN = "link_broken"  # the connection broke while both workers live; it is being made anew
     WRITE_TIMEOUT = "write_timeout"
     NO_ANSWER = "no_answer"  # commits went unanswered
     RECEIVER_EXITED = "receiver_exited"

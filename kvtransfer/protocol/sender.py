@@ -209,13 +209,23 @@ class SenderHandoff:
         self._require_issued(event.write_id)
         if event.settled:
             self._outstanding.pop(event.write_id, None)
-        self._give_up(FailureReason.WRITE_FAILED, event.error)
+        reason = FailureReason.LINK_BROKEN if event.is_link_broken else FailureReason.WRITE_FAILED
+        self._give_up(reason, event.error)
 
     def _settled_late(self, event: ev.WriteCompleted | ev.WriteFailed, _: float) -> None:
         self._require_issued(event.write_id)
         if isinstance(event, ev.WriteCompleted) or event.settled:
             self._outstanding.pop(event.write_id, None)
             self._drain()
+
+    def _link_closed(self, _: ev.LinkClosed, __: float) -> None:
+        if not self._outstanding:
+            return
+        self._outstanding.clear()
+        if self.state is SenderState.DRAINING:
+            self._drain()
+        else:
+            self._give_up(FailureReason.LINK_BROKEN, "the connection was closed")
 
     def _require_issued(self, write_id: int) -> None:
         if not 0 <= write_id < self._next_write_id:
@@ -407,6 +417,7 @@ def _table() -> dict[tuple[SenderState, type], _Handler]:
         ev.WritePosted: {H._posted: (S, C, R, D)},
         ev.WriteCompleted: {H._completed: (S,), H._settled_late: (R,), H._ignore: (C, D)},
         ev.WriteFailed: {H._failed: (S,), H._settled_late: (R,), H._ignore: (C, D)},
+        ev.LinkClosed: {H._link_closed: (S, R), H._ignore: (W, C, D)},
         ev.AllComputed: {H._computed: (W, S), H._ignore: (C, R, D)},
         ev.AckReceived: {H._acknowledged: (C,), H._acknowledged_out_of_order: (W, S), H._ignore: (R, D)},
         ev.RefusalReceived: {H._refused: (W, S, C), H._ignore: (R, D)},

@@ -68,11 +68,23 @@ class WriteCompleted(SenderEvent):
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed(SenderEvent):
-    """The batch will not complete. `settled`: no byte of it moves any more (also: it was never posted)."""
+    """The batch will not complete.
+
+    Attributes:
+        settled: no byte of it moves any more (also: it was never posted).
+        is_link_broken: because the connection to the receiver is broken.
+    """
 
     write_id: int
     error: str
     settled: bool
+    is_link_broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed(SenderEvent):
+    """This worker has closed the connection to the receiver, and the receiver knows it: what was outstanding on it is
+    settled here. The receiver counts a confirmation only once nothing can be under way any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ A write ends at most once, by `WriteCompleted` or `WriteFailed` (`kvtransfer.tra
 To a peer that has stopped it stays outstanding for ever, so time-outs belong to the caller. `WriteFailed.settled` says
 whether the transport vouches that no byte moves any more. A write cannot be taken back: no library can promise that its
 bytes do not land all the same.
+
+A connection may break while both peers live (`LinkBroken`). Then each side closes its end (`hang_up`) and learns the
+other one anew (`connect`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, ClassVar
 
 from kvtransfer.doorbell import Doorbell
 from kvtransfer.extents import Descriptor
+from kvtransfer.interface import Interface
 from kvtransfer.transports.envelope import Envelope, PeerBook
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteHandle
 from tandem.core.errors import TransportError
@@ -41,6 +45,7 @@ class Transport(ABC):
 
     The constructor of every implementation begins with `agent_name`, which must be new for each incarnation of a
     worker: peers refuse a restarted one under an old name. `host` is this host's address, as peers reach it.
+    `interface` is the one that carries pages; `None`: the library chooses.
 
     Attributes:
         doorbell: rung when it is worth polling at once.
@@ -51,11 +56,16 @@ class Transport(ABC):
 
     name: ClassVar[str]
     carries_messages: ClassVar[bool] = False  # whether there is `send`
+    greets: ClassVar[bool] = False  # whether there is `greet`
 
-    def __init__(self, agent_name: str, host: str) -> None:
+    def __init__(self, agent_name: str, host: str, interface: Interface | None = None) -> None:
         self.agent_name = agent_name
+        self.interface = interface
         self.doorbell = Doorbell(host)
         self._peers = PeerBook(self.name, agent_name)
+        # Peers to which the connection is broken: nothing is posted. Invariant: `_hung_up` is a part of it.
+        self._broken: set[PeerId] = set()
+        self._hung_up: set[PeerId] = set()
         self._me: Envelope | None = None
         self._owner: object = None  # of the registered memory
         self._numbers = itertools.count()
@@ -91,20 +101,37 @@ class Transport(ABC):
         return self._registered().pack(self._blob())
 
     def connect(self, metadata: bytes) -> PeerId:
-        """Learn a peer. Idempotent. Both sides connect before the first write between them.
+        """Learn a peer, or learn it anew after `hang_up`. Idempotent. Both sides connect before the first write between
+        them.
 
         Raises:
             TransportError: the blob is unusable, or its agent's name belonged to another incarnation.
         """
         self._open()
         peer, blob, is_new = self._peers.enter(metadata)
-        if is_new:
+        name = PeerId(peer.agent_name)
+        if is_new or name in self._hung_up:
             try:
                 self._learn(peer, blob)
             except Exception:  # whatever it is: a peer that is half known could never connect again
-                self._peers.withdraw(peer.agent_name)
+                if is_new:
+                    self._peers.withdraw(name)
                 raise
-        return PeerId(peer.agent_name)
+            self._hung_up.discard(name)
+            self._broken.discard(name)
+        return name
+
+    def hang_up(self, peer: PeerId) -> None:
+        """Close this end of the connection to a peer that lives: nothing more is sent on it.
+
+        Outstanding writes to the peer fail, not settled: what is under way may land until the peer has closed its end
+        too. Later ones fail as settled until `connect`. Idempotent.
+        """
+        if peer in self._hung_up or peer not in self._peers.names():
+            return
+        self._broken.add(peer)
+        self._hung_up.add(peer)
+        self._hang_up(peer)
 
     @abstractmethod
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
@@ -125,6 +152,18 @@ class Transport(ABC):
                 carries no messages.
         """
         raise TransportError(f"{self.name} carries no messages: {len(content)} bytes to {peer} are not sent")
+
+    def greet(self, peer: PeerId, number: int) -> None:
+        """Have the connection to a peer made, so that the first write does not wait for that. Poll, here and there,
+        until the peer has heard `GreetingArrived`.
+
+        Args:
+            number: of the connection between the two; it rises each time that it is made anew.
+
+        Raises:
+            TransportError: as `send`.
+        """
+        raise TransportError(f"{self.name} greets nobody, {peer} with {number} neither")
 
     @abstractmethod
     def poll(self) -> list[TransportEvent]:
@@ -182,7 +221,16 @@ class Transport(ABC):
     def _learn(self, peer: Envelope, blob: bytes) -> None:  # noqa: B027 - not all libraries want to know
         """Tell the library of a new peer, which described itself by `blob`."""
 
+    def _hang_up(self, peer: PeerId) -> None:  # noqa: B027 - not all libraries keep a connection
+        """Close the connection to `peer` and fail what is outstanding."""
+
     # ---- what is the same for all
+
+    def _forget(self, peer: PeerId) -> bool:
+        """Whether `peer` was known; it is not any more, and its name is not taken again."""
+        self._broken.discard(peer)
+        self._hung_up.discard(peer)
+        return self._peers.leave(peer)
 
     def _registered(self) -> Envelope:
         if self._me is None:

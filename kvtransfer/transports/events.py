@@ -35,11 +35,26 @@ class WriteCompleted:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """The write will not complete. `settled`: no byte of it moves any more."""
+    """The write will not complete.
+
+    Attributes:
+        settled: no byte of it moves any more.
+        is_link_broken: because the connection to the peer is broken.
+    """
 
     handle: WriteHandle
     error: str
     settled: bool
+    is_link_broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBroken:
+    """The connection to a peer is broken: writes to it fail until `hang_up` and `connect`. Told once, before the first
+    write that fails by it."""
+
+    peer: PeerId
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,14 @@ class MessageArrived:
     content: bytes
 
 
-TransportEvent = WriteCompleted | WriteFailed | WriteArrived | MessageArrived
+@dataclass(frozen=True, slots=True)
+class GreetingArrived:
+    """At the target of `greet`: the connection with this number is up."""
+
+    peer: PeerId
+    number: int
+
+
+TransportEvent = WriteCompleted | WriteFailed | LinkBroken | WriteArrived | MessageArrived | GreetingArrived
 ThreadEvent = TransportEvent | WritePosted
 """What the transfer thread tells: it adds which writes are posted."""

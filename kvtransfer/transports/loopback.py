@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtransfer.extents import Descriptor
+from kvtransfer.interface import Interface
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
+    GreetingArrived,
+    LinkBroken,
     MessageArrived,
     PeerId,
     TransportEvent,
@@ -75,6 +78,8 @@ class LoopbackNetwork:
         self.lock = threading.Lock()
         self._agents: dict[str, LoopbackTransport] = {}
         self._stopped: set[str] = set()
+        # Connections that are cut; each end is there until its agent has hung up.
+        self._cut: set[tuple[str, str]] = set()
 
     def join(self, agent: LoopbackTransport) -> None:
         with self.lock:
@@ -100,6 +105,19 @@ class LoopbackNetwork:
     def resume(self, agent_name: str) -> None:
         with self.lock:
             self._stopped.discard(agent_name)
+
+    def cut(self, one: str, other: str) -> None:
+        """As if the network had broken the connection between two that live. It is whole once both have hung up."""
+        with self.lock:
+            self._cut |= {(one, other), (other, one)}
+
+    def hung_up(self, agent_name: str, peer: str) -> None:
+        with self.lock:
+            self._cut.discard((agent_name, peer))
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Call with `lock` held."""
+        return bool(self._cut & {(one, other), (other, one)})
 
     def find(self, agent_name: str) -> LoopbackTransport | None:
         """The live agent of this name. Call with `lock` held."""
@@ -130,21 +148,24 @@ class LoopbackTransport(Transport):
 
     name: ClassVar[str] = "loopback"
     carries_messages: ClassVar[bool] = True
+    greets: ClassVar[bool] = True
 
     def __init__(
         self,
         agent_name: str,
         *,
         host: str = "127.0.0.1",
+        interface: Interface | None = None,
         network: LoopbackNetwork | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
-        super().__init__(agent_name, host)
+        super().__init__(agent_name, host, interface)
         self.faults = faults or FaultPlan()
         self._network = network or _DEFAULT_NETWORK
         self._pending: list[_Pending] = []
         self._ready: list[TransportEvent] = []
-        self._arrived: list[WriteArrived | MessageArrived] = []  # filled by peers, under the network's lock
+        # Filled by peers, under the network's lock.
+        self._arrived: list[WriteArrived | MessageArrived | GreetingArrived] = []
         self._is_open = True
         self._network.join(self)
 
@@ -154,19 +175,33 @@ class LoopbackTransport(Transport):
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
         handle = self._new_write(peer, descriptors, tag)
+        if peer in self._broken:
+            error = f"the connection to {peer} is broken"
+            self._ready.append(WriteFailed(handle, error, settled=True, is_link_broken=True))
+            return handle
         fault = self.faults.of(handle.number)
         self._pending.append(_Pending(handle, tuple(descriptors), fault, fault.delay_polls))
         return handle
 
     def send(self, peer: PeerId, content: bytes) -> None:
+        self._tell(peer, MessageArrived(PeerId(self.agent_name), content))
+
+    def greet(self, peer: PeerId, number: int) -> None:
+        self._tell(peer, GreetingArrived(PeerId(self.agent_name), number))
+
+    def _tell(self, peer: PeerId, said: MessageArrived | GreetingArrived) -> None:
         self._open()
         self._peers.get(peer)
         with self._network.lock:
             there = self._network.find(peer)
             if there is None or self._network.find(self.agent_name) is not self:
                 raise TransportError(f"{peer} is gone")
+            if self._network.is_cut(self.agent_name, peer):
+                self._note_cut(peer)
+            if peer in self._broken:
+                raise TransportError(f"the connection to {peer} is broken")
             if not self.faults.lose_messages:
-                there._arrived.append(MessageArrived(PeerId(self.agent_name), content))
+                there._arrived.append(said)
                 there.doorbell.ring()
 
     def poll(self) -> list[TransportEvent]:
@@ -188,6 +223,11 @@ class LoopbackTransport(Transport):
             if not pending.reported:
                 self._ready.append(WriteFailed(pending.handle, f"{pending.handle.peer} is gone", settled=True))
             return True
+        if self._network.is_cut(self.agent_name, pending.handle.peer):
+            self._note_cut(pending.handle.peer)
+            if not pending.reported:
+                self._ready.append(WriteFailed(pending.handle, "cut", settled=False, is_link_broken=True))
+            return True
         fault = pending.fault
         if not pending.landed:
             self._copy(pending, peer)
@@ -208,6 +248,11 @@ class LoopbackTransport(Transport):
         pending.reported, pending.landed, pending.polls_left = True, False, fault.duplicate_after_polls
         return False
 
+    def _note_cut(self, peer: PeerId) -> None:
+        if peer not in self._broken:
+            self._broken.add(peer)
+            self._ready.append(LinkBroken(peer, "cut"))
+
     def _copy(self, pending: _Pending, peer: LoopbackTransport) -> None:
         here, there = self._registered().address, peer._registered().address
         left = pending.fault.fail_after_bytes
@@ -221,12 +266,19 @@ class LoopbackTransport(Transport):
                 ctypes.c_uint8.from_address(there + remote).value ^= 1
 
     def disconnect(self, peer: PeerId) -> None:
-        if not self._peers.leave(peer):
-            return
+        if self._forget(peer):
+            self._drop(peer, settled=True)
+
+    def _hang_up(self, peer: PeerId) -> None:
+        self._network.hung_up(self.agent_name, peer)
+        self._drop(peer, settled=False)
+
+    def _drop(self, peer: PeerId, *, settled: bool) -> None:
         for pending in [p for p in self._pending if p.handle.peer == peer]:
             self._pending.remove(pending)
             if not pending.reported:
-                self._ready.append(WriteFailed(pending.handle, f"disconnected from {peer}", settled=True))
+                error = f"disconnected from {peer}"
+                self._ready.append(WriteFailed(pending.handle, error, settled, is_link_broken=True))
 
     def close(self) -> None:
         if not self._is_open:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public by documentation
 
 from kvtransfer.extents import Descriptor
+from kvtransfer.interface import Interface
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteCompleted, WriteFailed, WriteHandle
@@ -37,9 +39,19 @@ class NcclTransport(Transport):
     name: ClassVar[str] = "nccl"
 
     def __init__(
-        self, agent_name: str, *, host: str = "127.0.0.1", timeout_s: float = 10.0, frame_bytes: int = 16 << 20
+        self,
+        agent_name: str,
+        *,
+        host: str = "127.0.0.1",
+        interface: Interface | None = None,
+        timeout_s: float = 10.0,
+        frame_bytes: int = 16 << 20,
     ) -> None:
-        super().__init__(agent_name, host)
+        super().__init__(agent_name, host, interface)
+        if interface is not None:  # gloo listens on `host`
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
+            rdma = interface.devices()[1:]
+            os.environ.setdefault(*(("NCCL_IB_HCA", "=" + ",".join(rdma)) if rdma else ("NCCL_IB_DISABLE", "1")))
         self._timeout_s = timeout_s
         self._frame_bytes = frame_bytes
         with translated(f"cannot serve a store on {host}"):
@@ -72,6 +84,10 @@ class NcclTransport(Transport):
         handle = self._new_write(peer, descriptors, tag)
         with self._lock:
             self._outgoing.add(handle)
+        if peer in self._broken:
+            error = f"the connection to {peer} is broken"
+            self._report(WriteFailed(handle, error, settled=True, is_link_broken=True))
+            return handle
         if peer not in self._writers:
             assert self._side is not None
             self._writers[peer] = PairWriter(self._side, peer, self._open(), self._stores[peer])
@@ -93,7 +109,7 @@ class NcclTransport(Transport):
         self.doorbell.ring()
 
     def disconnect(self, peer: PeerId) -> None:
-        if not self._peers.leave(peer):
+        if not self._forget(peer):
             return
         for thread in (self._writers.pop(peer, None), self._readers.pop(peer, None)):
             if thread is not None:

@@ -39,7 +39,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public by docum
 )
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.events import TransportEvent, WriteArrived, WriteCompleted, WriteFailed, WriteHandle
+from kvtransfer.transports.events import (
+    LinkBroken,
+    PeerId,
+    TransportEvent,
+    WriteArrived,
+    WriteCompleted,
+    WriteFailed,
+    WriteHandle,
+)
 from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.pair_wire import Header, frames
 from tandem.core.errors import TransportError
@@ -208,7 +216,9 @@ class PairWriter(PairThread):
         except TransportError as error:
             self._group = self._theirs = None
             self._generation += 1
-            return WriteFailed(write.handle, str(error), settled=not has_sent)
+            if has_sent:
+                self._side.report(LinkBroken(PeerId(self._peer), str(error)))
+            return WriteFailed(write.handle, str(error), settled=not has_sent, is_link_broken=has_sent)
 
     def _announce(self, write: QueuedWrite, number: int) -> None:
         if self._theirs is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from kvtransfer.interface import Interface
 from kvtransfer.transports.base import Transport
 from tandem.core.errors import ConfigError
 
@@ -19,12 +20,15 @@ def transport_names() -> list[str]:
     return sorted(_CLASSES)
 
 
-def create_transport(name: str, agent_name: str, *, host: str = "127.0.0.1", **options: Any) -> Transport:
+def create_transport(
+    name: str, agent_name: str, *, host: str = "127.0.0.1", interface: Interface | None = None, **options: Any
+) -> Transport:
     """Make the transport called `name`.
 
     Args:
         agent_name: one for each incarnation of a worker.
         host: address of this host that peers can reach.
+        interface: of the network that carries pages, in place of `host`.
         options: passed to the transport's constructor.
 
     Raises:
@@ -37,4 +41,4 @@ def create_transport(name: str, agent_name: str, *, host: str = "127.0.0.1", **o
         )
     module, _, attribute = _CLASSES[name].partition(":")
     cls: type[Transport] = getattr(import_module(module), attribute)
-    return cls(agent_name, host=host, **options)
+    return cls(agent_name, host=interface.address if interface else host, interface=interface, **options)

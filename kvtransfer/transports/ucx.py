@@ -10,8 +10,8 @@ outstanding or expected. Measured on one host over shared memory:
 - Neither releasing a handle nor deregistering memory is a fence. So a handle is kept until its write has ended, or its
   peer is disconnected.
 - Nor is an error: over TCP, when the connection to a living peer broke, a whole MiB landed after NIXL had reported the
-  write as failed. So an error is reported as not settled. NIXL never connects to that peer again: later writes to it
-  are failed here, before anything is posted, so that one broken connection costs only the writes that were under way.
+  write as failed. So an error is reported as not settled. NIXL does not connect to that peer again by itself: later
+  writes to it are failed here, before anything is posted, until both sides have removed and added each other.
 - A notification of its own takes 0.15 ms between two processes that poll every 50 µs, 1 MB of it some 3 ms.
 - On one host too, TCP carries the set-up of a connection, the notifications and the news of a peer's death; the bytes
   go by process_vm_writev.
@@ -24,16 +24,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
 
 from kvtransfer.extents import Descriptor
+from kvtransfer.interface import Interface
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
+    GreetingArrived,
+    LinkBroken,
     MessageArrived,
     PeerId,
     TransportEvent,
@@ -48,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 # What UCX and NIXL read from the environment when an agent starts. A user's own setting always wins.
 # UCX_TLS is left alone: UCX chooses among shared memory, CUDA IPC, RDMA and TCP by what the pair of hosts has.
-DEFAULT_ENVIRONMENT: Mapping[str, str] = {
+DEFAULT_ENVIRONMENT: dict[str, str] = {
     "UCX_LOG_LEVEL": "error",  # a dead peer is reported by us, once, not by a page of diagnostics
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_HANDLE_ERRORS": "none",  # a crash belongs to Python's faulthandler
@@ -59,7 +63,8 @@ DEFAULT_ENVIRONMENT: Mapping[str, str] = {
 }
 
 # What a notification of NIXL is, by its first byte.
-_TAG, _MESSAGE = b"t", b"m"
+_TAG, _MESSAGE, _GREETING = b"t", b"m", b"g"
+_NUMBER = struct.Struct("<Q")  # of a connection, in a greeting
 
 
 @contextmanager
@@ -88,10 +93,12 @@ class UcxTransport(Transport):
 
     name: ClassVar[str] = "ucx"
     carries_messages: ClassVar[bool] = True
+    greets: ClassVar[bool] = True
 
-    def __init__(self, agent_name: str, *, host: str = "127.0.0.1") -> None:
-        super().__init__(agent_name, host)
-        for key, value in DEFAULT_ENVIRONMENT.items():
+    def __init__(self, agent_name: str, *, host: str = "127.0.0.1", interface: Interface | None = None) -> None:
+        super().__init__(agent_name, host, interface)
+        networks = {"UCX_NET_DEVICES": ",".join(interface.devices())} if interface is not None else {}
+        for key, value in (DEFAULT_ENVIRONMENT | networks).items():
             os.environ.setdefault(key, value)
         with _translated("cannot start NIXL"):
             from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -105,7 +112,6 @@ class UcxTransport(Transport):
         # Invariant: all and only writes whose end was not reported.
         self._handles: dict[WriteHandle, Any] = {}
         self._ready: list[TransportEvent] = []
-        self._broken: set[PeerId] = set()  # a write to them has failed
 
     def _register(self, me: Envelope) -> None:
         kind, number = _memory(me.device)
@@ -123,7 +129,8 @@ class UcxTransport(Transport):
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
         handle, agent = self._new_write(peer, descriptors, tag), self._agent
         if peer in self._broken:
-            self._ready.append(WriteFailed(handle, f"the connection to {peer} is broken", settled=True))
+            error = f"the connection to {peer} is broken"
+            self._ready.append(WriteFailed(handle, error, settled=True, is_link_broken=True))
             return handle
         try:
             with _translated(f"write to {peer}"):
@@ -131,8 +138,9 @@ class UcxTransport(Transport):
                 local = self._descs(table[:, 0], table[:, 2], self._registered())
                 remote = self._descs(table[:, 1], table[:, 2], self._peers.get(peer))
                 raw = agent.initialize_xfer("WRITE", local, remote, str(peer), _TAG + tag if tag else b"")
-        except TransportError as error:
-            self._ready.append(WriteFailed(handle, str(error), settled=True))  # nothing was posted
+        except TransportError as error:  # nothing was posted
+            self._note_broken(peer, str(error))
+            self._ready.append(WriteFailed(handle, str(error), settled=True, is_link_broken=True))
             return handle
         self._handles[handle] = raw
         self._advance(handle, lambda: agent.transfer(raw))
@@ -141,13 +149,23 @@ class UcxTransport(Transport):
         return handle
 
     def send(self, peer: PeerId, content: bytes) -> None:
+        self._notify(peer, _MESSAGE + content)
+
+    def greet(self, peer: PeerId, number: int) -> None:
+        self._notify(peer, _GREETING + _NUMBER.pack(number))
+
+    def _notify(self, peer: PeerId, content: bytes) -> None:
         agent = self._open()
         self._peers.get(peer)
         if peer in self._broken:
             raise TransportError(f"the connection to {peer} is broken")
         self._ring(peer)  # it wakes up meanwhile, which takes as long
-        with _translated(f"message to {peer}"):
-            agent.send_notif(str(peer), _MESSAGE + content)
+        try:
+            with _translated(f"message to {peer}"):
+                agent.send_notif(str(peer), content)
+        except TransportError as error:
+            self._note_broken(peer, str(error))
+            raise
         self._ring(peer)
 
     def poll(self) -> list[TransportEvent]:
@@ -158,10 +176,7 @@ class UcxTransport(Transport):
             self._advance(handle, lambda raw=raw: agent.check_xfer_state(raw))
         events, self._ready = self._ready, []
         for name, notifications in arrived.items():
-            peer = PeerId(_text(name))
-            for notification in notifications:
-                is_message = notification[:1] == _MESSAGE
-                events.append((MessageArrived if is_message else WriteArrived)(peer, notification[1:]))
+            events += [_heard(PeerId(_text(name)), notification) for notification in notifications]
         return events
 
     def _advance(self, handle: WriteHandle, ask: Any) -> None:
@@ -176,10 +191,15 @@ class UcxTransport(Transport):
             self._ready.append(WriteCompleted(handle))
         except TransportError as error:
             # Parts of the write may be on their way: an error of one descriptor says nothing about the others.
-            self._ready.append(WriteFailed(handle, str(error), settled=False))
-            self._broken.add(handle.peer)
+            self._note_broken(handle.peer, str(error))
+            self._ready.append(WriteFailed(handle, str(error), settled=False, is_link_broken=True))
         self._release(handle)
         self._ring(handle.peer)  # its tag is on the way only now
+
+    def _note_broken(self, peer: PeerId, error: str) -> None:
+        if peer not in self._broken:
+            self._broken.add(peer)
+            self._ready.append(LinkBroken(peer, error))
 
     def _ring(self, peer: PeerId) -> None:
         there = self._peers.get(peer)
@@ -195,17 +215,19 @@ class UcxTransport(Transport):
             _log.warning("%s", error)
 
     def disconnect(self, peer: PeerId) -> None:
-        if not self._peers.leave(peer):
-            return
-        self._broken.discard(peer)
+        was_hung_up = peer in self._hung_up
+        if self._forget(peer) and not was_hung_up:
+            self._hang_up(peer)
+
+    def _hang_up(self, peer: PeerId) -> None:
         for handle in [h for h in self._handles if h.peer == peer]:
-            self._ready.append(WriteFailed(handle, f"disconnected from {peer}", settled=False))
+            self._ready.append(WriteFailed(handle, f"disconnected from {peer}", settled=False, is_link_broken=True))
             self._release(handle)
         try:
             with _translated(f"cannot disconnect from {peer}"):
                 self._open().remove_remote_agent(str(peer))
-        except TransportError as error:
-            _log.warning("%s", error)
+        except TransportError as error:  # NIXL forgets by itself whom it cannot reach any more
+            _log.info("%s", error)
 
     def close(self) -> None:
         if self._agent is None:
@@ -240,6 +262,13 @@ class UcxTransport(Transport):
         if self._agent is None:
             raise TransportError(f"{self.agent_name} is closed")
         return self._agent
+
+
+def _heard(peer: PeerId, notification: bytes) -> TransportEvent:
+    kind, content = notification[:1], notification[1:]
+    if kind == _GREETING and len(content) == _NUMBER.size:
+        return GreetingArrived(peer, *_NUMBER.unpack(content))
+    return (MessageArrived if kind == _MESSAGE else WriteArrived)(peer, content)
 
 
 def _text(name: str | bytes) -> str:

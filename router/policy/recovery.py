@@ -5,6 +5,8 @@
                                       rest by itself, else another prefill
     decode lost                       same prefill, which kept the pages, another decode attempts, budget
     failed between two that live      others than both, where there are                  attempts, budget
+    their connection broke            same prefill, which kept the pages, another decode attempts, budget
+                                      where there is one; else it is made anew meanwhile
     overloaded                        not that one before its `retry_after_s`            attempts, budget
     refused, since the worker leaves  another one for it                                 nothing
     moved, since decode leaves        same prefill, another decode                       nothing
@@ -42,6 +44,7 @@ class Fault(Enum):
 
     DIED = "died"  # a worker died or fell silent
     FAILED = "failed"  # something between two workers that live
+    LINK_BROKEN = "link_broken"  # the connection between two workers that live
     OVERLOADED = "overloaded"  # a worker's queue is full
     REFUSED = "refused"  # a worker takes no new work, since it leaves
     MOVED = "moved"  # nothing: its decode worker leaves, and another takes over
@@ -135,6 +138,8 @@ class Recovery:
                     self._exclude.add(end.worker)
             case Fault.FAILED:  # either may be the cause
                 self._avoid.update(key for key in (end.prefill, end.decode) if key is not None)
+            case Fault.LINK_BROKEN:  # neither is to blame, but prefill has the pages
+                self._avoid.add(end.decode)
             case Fault.OVERLOADED:
                 wanted_s = end.error.retry_after_s if isinstance(end.error, OverloadedError) else 0.0
                 self._rest_until_s[end.worker] = now_s + min(wanted_s, self._limits.max_rest_s)
@@ -175,7 +180,7 @@ class Recovery:
             decode = end.decode
         elif end.fault is Fault.FAILED:
             pass
-        elif end.worker == end.decode:
+        elif end.fault is Fault.LINK_BROKEN or end.worker == end.decode:
             prefill = end.prefill
         else:
             decode = end.decode
@@ -213,5 +218,7 @@ def failure(
         return AttemptEnd(Fault.REFUSED, worker, error, prefill, decode)
     if reason == "draining":  # prefill passes on what decode said
         return AttemptEnd(Fault.REFUSED, decode, error, prefill, decode)
+    if reason == "link_broken" and worker == prefill:
+        return AttemptEnd(Fault.LINK_BROKEN, worker, error, prefill, decode)
     fault = Fault.OVERLOADED if isinstance(error, OverloadedError) else Fault.FAILED
     return AttemptEnd(fault, worker, error, prefill, decode)

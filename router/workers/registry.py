@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvtransfer.layout import mismatch
@@ -13,6 +13,7 @@ from kvtransfer.wire import protocols_of
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
+from router.workers import wire
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
@@ -21,7 +22,7 @@ from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1.common_pb2 import WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
-from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEnded
+from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded
 
 _log = logging.getLogger(__name__)
 
@@ -144,8 +145,10 @@ class WorkerRegistry:
     def session_changed(self, session: WorkerSession) -> None:
         if session.state is SessionState.LOST:
             self._metrics.workers_lost.labels(session.role).inc()
+            self._forget_links(session.key)  # what became of them meanwhile was not heard
         elif session.state is SessionState.OPEN:
             self._warn_of_formats(session)
+            self._introduce(session)
         elif session.state is SessionState.CLOSED and session.key not in self._members:
             # Not at once: the caller may be walking over the sessions.
             asyncio.get_running_loop().call_soon(self._forget_closed)
@@ -153,6 +156,20 @@ class WorkerRegistry:
 
     def worker_died(self, session: WorkerSession) -> None:
         self._metrics.worker_deaths.labels(session.role).inc()
+
+    def _introduce(self, session: WorkerSession) -> None:
+        """Have those connect that will exchange pages with this worker, so that no request waits for it."""
+        others = self._connected(Role.DECODE if session.is_prefill else Role.PREFILL)
+        others = [other for other in others if other.kv_format == session.kv_format]
+        if not session.is_prefill:
+            for prefill in others:
+                prefill.send(wire.meet([session.info]))
+        elif others:
+            session.send(wire.meet(decode.info for decode in others))
+
+    def _forget_links(self, prefill: WorkerKey) -> None:
+        for pair in [pair for pair in self.links if pair[0] == prefill]:
+            del self.links[pair]
 
     def _warn_of_formats(self, session: WorkerSession) -> None:
         """Log which of the connected workers cannot serve a request together with this one, and why."""
@@ -197,10 +214,22 @@ class WorkerRegistry:
                 metrics.local_prefills.labels("mixed_pool" if message.attempt == 1 else "recovery").inc()
             case WriterSuspected():
                 self._writer_suspected(WorkerKey(message.writer_worker_id, message.writer_incarnation))
+            case LinkChanged():
+                self._link_changed(message)
         if isinstance(message, HandoffDone | PrefillEnded):
             metrics.prefill_compute_s.observe(message.compute_s)
         if isinstance(message, HandoffDone | PrefillEnded | ComputesHere) and message.attempt > 1:
             metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
+
+    def _link_changed(self, message: LinkChanged) -> None:
+        """Of two workers that live; `_forget_closed` and `_forget_links` take away what is not heard of any more."""
+        prefill = WorkerKey(message.prefill_worker_id, message.prefill_incarnation)
+        decode = WorkerKey(message.decode_worker_id, message.decode_incarnation)
+        _log.warning(
+            "the connection from %s to %s %s", prefill, decode, "is broken" if message.is_broken else "is up again"
+        )
+        known = self.links.get((prefill, decode), Link())
+        self.links[prefill, decode] = replace(known, is_broken=message.is_broken)
 
     def _writer_suspected(self, key: WorkerKey) -> None:
         _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)
@@ -257,6 +286,7 @@ def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
         "state": session.shown_state if session is not None else own_state,
         "address": member.address,
         "transport": info.transport,
+        "page_network": status.page_network,
         "version": info.version,
         "protocols": str(protocols_of(info)) if info.worker_id else "",
         "unreached": session.why_unreached if session is not None else "",

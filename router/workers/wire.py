@@ -51,6 +51,11 @@ def attach_grant(request_id: str, granted: events.Granted) -> prefill_pb2.Prefil
     return prefill_pb2.PrefillCommand(attach=attach)
 
 
+def meet(decode: Iterable[common_pb2.WorkerInfo]) -> prefill_pb2.PrefillCommand:
+    """Have prefill connect with these before a request needs them."""
+    return prefill_pb2.PrefillCommand(meet=prefill_pb2.Meet(decode=decode))
+
+
 def release(request_id: str) -> prefill_pb2.PrefillCommand:
     return prefill_pb2.PrefillCommand(release=prefill_pb2.Release(request_id=request_id))
 

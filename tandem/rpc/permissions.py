@@ -48,6 +48,7 @@ ALLOWED: Final[Mapping[str, frozenset[PeerRole]]] = {
     "/tandem.v1.PrefillService/StopWrites": _DECODE,
     "/tandem.v1.DecodeService/Session": _ROUTER,
     "/tandem.v1.DecodeService/Pair": _PREFILL,
+    "/tandem.v1.DecodeService/AwaitGreeting": _PREFILL,
     "/tandem.v1.DecodeService/Attach": _PREFILL,
     "/tandem.v1.DecodeService/Commits": _PREFILL,
     "/tandem.v1.DecodeService/ConfirmIdle": _PREFILL,

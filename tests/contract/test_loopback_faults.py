@@ -145,3 +145,31 @@ def test_a_message_to_an_agent_that_is_gone_is_refused(
     network.kill("reader#1")
     with pytest.raises(TransportError, match="reader#1 is gone"):
         pair.writer.transport.send(pair.peer, b"hello")
+
+
+def test_a_cut_connection_fails_writes_until_both_ends_have_hung_up_and_connected(
+    network: LoopbackNetwork, make: Callable[[Fault], Pair]
+) -> None:
+    pair = make(Fault(delay_polls=3))
+    writer, reader = pair.writer, pair.reader
+    assert isinstance(reader, Agent)
+    reader.connect(writer.metadata())
+    under_way = writer.write(pair.peer, WRITE)
+    network.cut("writer#1", "reader#1")
+    assert poll(pair, under_way, 4) == [WriteFailed(under_way, "cut", settled=False, is_link_broken=True)]
+    later = writer.write(pair.peer, WRITE)
+    (end,) = poll(pair, later)
+    assert isinstance(end, WriteFailed)
+    assert (end.settled, end.is_link_broken) == (True, True)
+    assert writer.broken() == [pair.peer], "it is told once"
+    writer.hang_up(pair.peer)
+    writer.connect(reader.metadata())
+    assert isinstance(poll(pair, writer.write(pair.peer, WRITE))[0], WriteFailed), "one end alone does not mend it"
+    reader.hang_up("writer#1")  # type: ignore[arg-type]
+    reader.connect(writer.metadata())
+    writer.hang_up(pair.peer)
+    writer.connect(reader.metadata())
+    writer.greet(pair.peer, 7)
+    assert reader.greetings() == [7]
+    assert isinstance(poll(pair, writer.write(pair.peer, WRITE))[0], WriteCompleted)
+    assert landed(pair) == bytes([1]) * 20

@@ -107,5 +107,41 @@ def test_a_broken_connection_costs_only_the_writes_that_were_under_way(
     later = writing.call("end_of", writer.agent_name, peer, SMALL, 10)
     assert isinstance(later, WriteFailed)
     assert later.settled, "nothing was posted: its pages are free at once, at both ends"
+    assert writing.call("broken", writer.agent_name) == [peer], "it is told once"
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("has_noticed", [True, False])
+def test_a_connection_that_broke_is_made_anew_by_both_ends(
+    over_tcp: tuple[PeerProcess, PeerProcess], has_noticed: bool
+) -> None:
+    reading, writing = over_tcp
+    reader = RemoteAgent.make(reading, "ucx", "anew-reader#1", {})
+    writer = RemoteAgent.make(writing, "ucx", "anew-writer#1", {})
+    metadata = {"reader": reader.metadata(), "writer": writer.metadata()}
+    peer = writer.connect(metadata["reader"])
+    reader.expect("grant", reader.connect(metadata["writer"]), [(0, ARENA_BYTES)])
+    for number in range(1, 4):
+        writing.call("fill", writer.agent_name, number)
+        assert isinstance(writing.call("end_of", writer.agent_name, peer, SMALL, 10), WriteCompleted)
+        assert writing.call("break_connections", writer.agent_name) > 0
+        if has_noticed:
+            assert isinstance(writing.call("end_of", writer.agent_name, peer, SMALL, 25), WriteFailed)
+        writing.call("hang_up", writer.agent_name, peer)
+        reading.call("hang_up", reader.agent_name, "anew-writer#1")
+        reader.connect(metadata["writer"])
+        assert writer.connect(metadata["reader"]) == peer
+        writing.call("greet", writer.agent_name, peer, number)
+
+        def heard(number: int = number) -> bool:
+            writing.call("poll", writer.agent_name)
+            return number in reading.call("greetings", reader.agent_name)
+
+        wait_until(heard, "the greeting", 10)
+        writing.call("fill", writer.agent_name, 100 + number)
+        large = [Descriptor(0, 4096, 4 << 20)]
+        assert isinstance(writing.call("end_of", writer.agent_name, peer, large, 10), WriteCompleted)
+        assert reader.read(4096, 4 << 20) == bytes([100 + number]) * (4 << 20)
     reader.close()
     writer.close()

@@ -17,7 +17,17 @@ import numpy as np
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.events import MessageArrived, PeerId, TransportEvent, WriteArrived, WriteHandle
+from kvtransfer.transports.events import (
+    GreetingArrived,
+    LinkBroken,
+    MessageArrived,
+    PeerId,
+    TransportEvent,
+    WriteArrived,
+    WriteCompleted,
+    WriteFailed,
+    WriteHandle,
+)
 from kvtransfer.transports.registry import create_transport
 from tests.support.waiting import wait_until
 
@@ -112,10 +122,11 @@ class Agent:
             except OSError:  # no socket, or gone since it was listed
                 continue
             with connection:
-                if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                is_tcp = connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM
+                if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     try:
                         connection.shutdown(socket.SHUT_RDWR)
-                    except OSError:  # it listens
+                    except OSError:  # it is not connected
                         continue
                     num += 1
         return num
@@ -133,9 +144,23 @@ class Agent:
         return self.transport.post_write(peer, descriptors, tag)
 
     def ends(self, handle: WriteHandle) -> list[TransportEvent]:
-        return [
-            e for e in self.events if not isinstance(e, WriteArrived | MessageArrived) and e.handle == handle
-        ]
+        return [e for e in self.events if isinstance(e, WriteCompleted | WriteFailed) and e.handle == handle]
+
+    # ---- connections
+
+    def hang_up(self, peer: PeerId) -> None:
+        self.transport.hang_up(peer)
+
+    def greet(self, peer: PeerId, number: int) -> None:
+        self.transport.greet(peer, number)
+
+    def greetings(self) -> list[int]:
+        self.poll()
+        return [e.number for e in self.events if isinstance(e, GreetingArrived)]
+
+    def broken(self) -> list[str]:
+        self.poll()
+        return [e.peer for e in self.events if isinstance(e, LinkBroken)]
 
 
 def host_agents(conn: Connection) -> None:

@@ -75,6 +75,7 @@ class Router:
         self._num_asks = 0
         self.outcomes: defaultdict[AttemptKey, Outcome] = defaultdict(Outcome)
         self.suspected: list[decode_pb2.WriterSuspected] = []
+        self.links: list[prefill_pb2.LinkChanged] = []
         self.infos: dict[str, pb.WorkerInfo] = {}
         self.statuses: dict[str, pb.WorkerStatus] = {}
         self.attaches = True  # hand each grant on at once
@@ -146,6 +147,9 @@ class Router:
             return
         if kind == "writer_suspected":
             self.suspected.append(message)
+            return
+        if kind == "link":
+            self.links.append(message)
             return
         key = AttemptKey(message.request_id, message.attempt)
         outcome = self.outcomes[key]

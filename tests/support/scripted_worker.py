@@ -206,6 +206,7 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def __init__(self, name: str, **options: Any) -> None:
         self._attached: set[tuple[str, int]] = set()  # whom decode has let write: (request id, attempt)
+        self.met: list[str] = []  # decode workers that the router has told it of
         super().__init__(name, **options)
 
     def _add_service(self) -> None:
@@ -223,6 +224,9 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def note(self, command: prefill_pb2.PrefillCommand) -> None:
         """Attaches at decode as the real one does, whether the rest is scripted or not."""
+        if command.WhichOneof("command") == "meet":  # not of a request
+            self.met += [info.worker_id for info in command.meet.decode]
+            return
         super().note(command)
         if command.WhichOneof("command") == "attach":
             with contextlib.suppress(grpc.RpcError):  # decode is gone: the router hears of that by itself

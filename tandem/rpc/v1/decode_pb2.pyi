@@ -317,16 +317,20 @@ class PairRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFILL_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    link: _builtins.int
+    """which connection between the two, from 0"""
     @_builtins.property
     def prefill(self) -> _common_pb2.WorkerInfo: ...
     def __init__(
         self,
         *,
         prefill: _common_pb2.WorkerInfo | None = ...,
+        link: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,6 +363,52 @@ class PairReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PairReply: _TypeAlias = PairReply  # noqa: Y015
+
+@_typing.final
+class AwaitGreetingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    sender_incarnation: _builtins.str
+    link: _builtins.int
+    """as in `PairRequest`"""
+    timeout_s: _builtins.float
+    """how long to wait for it"""
+    def __init__(
+        self,
+        *,
+        sender_incarnation: _builtins.str = ...,
+        link: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "sender_incarnation", b"sender_incarnation", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitGreetingRequest: _TypeAlias = AwaitGreetingRequest  # noqa: Y015
+
+@_typing.final
+class AwaitGreetingReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_COME_FIELD_NUMBER: _builtins.int
+    has_come: _builtins.bool
+    def __init__(
+        self,
+        *,
+        has_come: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_come", b"has_come"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitGreetingReply: _TypeAlias = AwaitGreetingReply  # noqa: Y015
 
 @_typing.final
 class LayerDigests(_message.Message):

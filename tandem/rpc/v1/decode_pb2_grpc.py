@@ -44,6 +44,11 @@ class DecodeServiceStub:
                 request_serializer=tandem_dot_v1_dot_decode__pb2.PairRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_decode__pb2.PairReply.FromString,
                 _registered_method=True)
+        self.AwaitGreeting = channel.unary_unary(
+                '/tandem.v1.DecodeService/AwaitGreeting',
+                request_serializer=tandem_dot_v1_dot_decode__pb2.AwaitGreetingRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_decode__pb2.AwaitGreetingReply.FromString,
+                _registered_method=True)
         self.Commits = channel.stream_stream(
                 '/tandem.v1.DecodeService/Commits',
                 request_serializer=tandem_dot_v1_dot_decode__pb2.CommitCall.SerializeToString,
@@ -74,6 +79,14 @@ class DecodeServiceServicer:
 
     def Pair(self, request, context):
         """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata.
+        Again, with the next `link`, when prefill has closed a connection that broke: decode closes its end then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitGreeting(self, request, context):
+        """Answers when a greeting of prefill has come by the transport: the connection between the two is made.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,6 +129,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Pair,
                     request_deserializer=tandem_dot_v1_dot_decode__pb2.PairRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_decode__pb2.PairReply.SerializeToString,
+            ),
+            'AwaitGreeting': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitGreeting,
+                    request_deserializer=tandem_dot_v1_dot_decode__pb2.AwaitGreetingRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_decode__pb2.AwaitGreetingReply.SerializeToString,
             ),
             'Commits': grpc.stream_stream_rpc_method_handler(
                     servicer.Commits,
@@ -187,6 +205,33 @@ class DecodeService:
             '/tandem.v1.DecodeService/Pair',
             tandem_dot_v1_dot_decode__pb2.PairRequest.SerializeToString,
             tandem_dot_v1_dot_decode__pb2.PairReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitGreeting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.DecodeService/AwaitGreeting',
+            tandem_dot_v1_dot_decode__pb2.AwaitGreetingRequest.SerializeToString,
+            tandem_dot_v1_dot_decode__pb2.AwaitGreetingReply.FromString,
             options,
             channel_credentials,
             insecure,

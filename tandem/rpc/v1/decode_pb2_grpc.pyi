@@ -36,7 +36,11 @@ class DecodeServiceStub:
     that the router had started here.
     """
     Pair: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]
-    """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata."""
+    """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata.
+    Again, with the next `link`, when prefill has closed a connection that broke: decode closes its end then.
+    """
+    AwaitGreeting: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AwaitGreetingRequest, _decode_pb2.AwaitGreetingReply]
+    """Answers when a greeting of prefill has come by the transport: the connection between the two is made."""
     Commits: _grpc.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]
     """One stream per prefill worker, open for as long as both live. It carries the answers to all parts and commits of
     that worker, also to those that travelled behind the pages as sealed messages of the transport. Parts and commits
@@ -58,7 +62,11 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     that the router had started here.
     """
     Pair: _aio.UnaryUnaryMultiCallable[_decode_pb2.PairRequest, _decode_pb2.PairReply]  # type: ignore[assignment]
-    """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata."""
+    """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata.
+    Again, with the next `link`, when prefill has closed a connection that broke: decode closes its end then.
+    """
+    AwaitGreeting: _aio.UnaryUnaryMultiCallable[_decode_pb2.AwaitGreetingRequest, _decode_pb2.AwaitGreetingReply]  # type: ignore[assignment]
+    """Answers when a greeting of prefill has come by the transport: the connection between the two is made."""
     Commits: _aio.StreamStreamMultiCallable[_decode_pb2.CommitCall, _decode_pb2.CommitAnswer]  # type: ignore[assignment]
     """One stream per prefill worker, open for as long as both live. It carries the answers to all parts and commits of
     that worker, also to those that travelled behind the pages as sealed messages of the transport. Parts and commits
@@ -89,7 +97,17 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.PairRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.PairReply, _abc.Awaitable[_decode_pb2.PairReply]]:
-        """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata."""
+        """Before prefill's first write to this worker: both agree on the layout and exchange transport metadata.
+        Again, with the next `link`, when prefill has closed a connection that broke: decode closes its end then.
+        """
+
+    @_abc_1.abstractmethod
+    def AwaitGreeting(
+        self,
+        request: _decode_pb2.AwaitGreetingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.AwaitGreetingReply, _abc.Awaitable[_decode_pb2.AwaitGreetingReply]]:
+        """Answers when a greeting of prefill has come by the transport: the connection between the two is made."""
 
     @_abc_1.abstractmethod
     def Commits(

@@ -28,6 +28,7 @@ class PrefillCommand(_message.Message):
     ATTACH_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    MEET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartPrefill: ...
     @_builtins.property
@@ -36,6 +37,8 @@ class PrefillCommand(_message.Message):
     def cancel(self) -> _common_pb2.Cancel: ...
     @_builtins.property
     def release(self) -> Global___Release: ...
+    @_builtins.property
+    def meet(self) -> Global___Meet: ...
     def __init__(
         self,
         *,
@@ -43,16 +46,39 @@ class PrefillCommand(_message.Message):
         attach: Global___AttachGrant | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
         release: Global___Release | None = ...,
+        meet: Global___Meet | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "release", b"release", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "meet", b"meet", "release", b"release", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "release", b"release", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "meet", b"meet", "release", b"release", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "attach", "cancel", "release"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "attach", "cancel", "release", "meet"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
+
+@_typing.final
+class Meet(_message.Message):
+    """Decode workers that pages may go to: pair with them now, so that no request waits for that."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decode(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerInfo]: ...
+    def __init__(
+        self,
+        *,
+        decode: _abc.Iterable[_common_pb2.WorkerInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Meet: _TypeAlias = Meet  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
@@ -194,6 +220,7 @@ class PrefillEvent(_message.Message):
     HANDOFF_DONE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -206,6 +233,8 @@ class PrefillEvent(_message.Message):
     def ended(self) -> Global___PrefillEnded: ...
     @_builtins.property
     def failed(self) -> _common_pb2.AttemptFailed: ...
+    @_builtins.property
+    def link(self) -> Global___LinkChanged: ...
     def __init__(
         self,
         *,
@@ -215,16 +244,51 @@ class PrefillEvent(_message.Message):
         handoff_done: Global___HandoffDone | None = ...,
         ended: Global___PrefillEnded | None = ...,
         failed: _common_pb2.AttemptFailed | None = ...,
+        link: Global___LinkChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed", "link"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class LinkChanged(_message.Message):
+    """How the way of pages to a decode worker is, from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_INCARNATION_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    IS_BROKEN_FIELD_NUMBER: _builtins.int
+    prefill_worker_id: _builtins.str
+    prefill_incarnation: _builtins.str
+    decode_worker_id: _builtins.str
+    decode_incarnation: _builtins.str
+    is_broken: _builtins.bool
+    """nothing can be written until the connection is made anew"""
+    def __init__(
+        self,
+        *,
+        prefill_worker_id: _builtins.str = ...,
+        prefill_incarnation: _builtins.str = ...,
+        decode_worker_id: _builtins.str = ...,
+        decode_incarnation: _builtins.str = ...,
+        is_broken: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_worker_id", b"decode_worker_id", "is_broken", b"is_broken", "prefill_incarnation", b"prefill_incarnation", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkChanged: _TypeAlias = LinkChanged  # noqa: Y015
 
 @_typing.final
 class PrefillStarted(_message.Message):

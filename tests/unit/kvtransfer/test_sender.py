@@ -34,6 +34,7 @@ EVENTS: dict[str, ev.SenderEvent] = {
     "cancel": ev.CancelRequested(),
     "stop": ev.StopAsked("decode-0#1/1", RECEIVER, b"given"),
     "receiver-exit": ev.ReceiverExited(),
+    "link-closed": ev.LinkClosed(),
     "tick": ev.Tick(),
 }
 HOLD = "Fail QuarantinePages"
@@ -55,6 +56,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("done", "Fail ReleasePages"),
         "stop": ("done", f"Fail {END}"),
         "receiver-exit": ("done", "Fail ReleasePages"),
+        "link-closed": ("waiting", ""),
         "tick": ("waiting", ""),
     },
     "sending": {
@@ -72,6 +74,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("draining", HOLD),
         "stop": ("draining", HOLD),
         "receiver-exit": ("done", f"Fail {END}"),
+        "link-closed": ("done", f"Fail {END}"),
         "tick": ("sending", ""),
     },
     "committed": {
@@ -89,6 +92,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("done", f"Fail {END}"),
         "stop": ("done", f"Fail {END}"),
         "receiver-exit": ("done", f"Fail {END}"),
+        "link-closed": ("committed", ""),
         "tick": ("committed", ""),
     },
     "draining": {
@@ -106,6 +110,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("draining", ""),
         "stop": ("draining", ""),
         "receiver-exit": ("done", END),
+        "link-closed": ("done", END),
         "tick": ("draining", ""),
     },
     "done": {
@@ -123,6 +128,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("done", ""),
         "stop": ("done", "ConfirmIdle"),
         "receiver-exit": ("done", ""),
+        "link-closed": ("done", ""),
         "tick": ("done", ""),
     },
 }

@@ -10,7 +10,7 @@ from decode_worker.receiver_driver import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol.messages import FailureReason, RefusalReason
 from kvtransfer.transports.events import MessageArrived, PeerId, TransportEvent, WriteArrived
-from tests.support.driver_world import GRACE_S, KEY, SENDER, THEIRS, World
+from tests.support.driver_world import GRACE_S, KEY, RECEIVER, SENDER, THEIRS, World
 from tests.support.link import LinkSpec
 from tests.support.scripted_model import LAYOUT
 
@@ -134,3 +134,26 @@ def test_what_arrives_with_the_last_polls_for_a_departed_writer_is_heard(
     assert not arrived
     assert driver.num_arrivals_ignored == 1
     assert receiving.messages == [b"its commit"]
+
+
+@pytest.mark.parametrize("world", [plan("broken", "unsettled write", late_s=1000.0)], indirect=True)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_connection_closed_at_both_ends_settles_its_writes_once_they_had_time_to_land(
+    world: World, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody ends for it: no writer is suspected, and the pages come back at both ends."""
+    monkeypatch.setattr("decode_worker.receiver_driver.IN_FLIGHT_S", 0.02)
+    world.open(2)
+    world.attach(world.grant((7, 3)))
+    world.seal((1, 2), 0, layers=(0,))
+    world.sending.wait("quarantine", (1, 2))
+    receiving, sending = world.receiving, world.sending
+    receiving.run(lambda: receiving.driver.happened(rev.RequestCancelled(KEY)))
+    closed_s = world.now_s
+    receiving.run(lambda: receiving.driver.link_closed(SENDER, is_here=is_here))
+    sending.run(lambda: sending.driver.link_closed(RECEIVER))
+    sending.wait("closed", KEY)
+    receiving.wait("lift", (7, 3))
+    assert world.now_s >= closed_s + (0.02 if is_here else GRACE_S)
+    assert not any(told[0] == "kill_writer" for told in receiving.told)
+    assert not receiving.expected

@@ -56,6 +56,7 @@ CASES = [
     Case("prefill died", ended(Fault.DIED, P0, LOST), decode=D0, local=512, avoid=frozenset({P0})),
     Case("decode died", ended(Fault.DIED, D0, LOST), prefill=P0, avoid=frozenset({D0})),
     Case("decode died, computing alone", ended(Fault.DIED, D0, LOST, prefill=None), avoid=frozenset({D0})),
+    Case("their connection broke", ended(Fault.LINK_BROKEN, P0, LOST), prefill=P0, avoid=frozenset({D0})),
     Case(
         "prefill died, by decode's word",
         AttemptEnd(Fault.DIED, P0, LOST, P0, D0, is_exit_proven=True),
@@ -162,6 +163,7 @@ def test_an_overloaded_worker_rests_for_as_long_as_it_asks_within_bounds() -> No
         (HandoffError("", reason="receiver_exited"), D0, Fault.FAILED, D0),
         (HandoffError("", reason="draining"), P0, Fault.REFUSED, D0),
         (HandoffError("", reason="digest_mismatch"), D0, Fault.FAILED, D0),
+        (HandoffError("", reason="link_broken"), P0, Fault.LINK_BROKEN, P0),
         (DRAINING, P0, Fault.REFUSED, P0),
         (BUSY, D0, Fault.OVERLOADED, D0),
         (TransportError(""), P0, Fault.FAILED, P0),

@@ -47,7 +47,7 @@ def test_the_figure_of_the_design() -> None:
 
     assert methods_of(PeerRole.ROUTER) == {"PrefillService/Session", "DecodeService/Session"}
     assert methods_of(PeerRole.DECODE) == {"PrefillService/StopWrites"}
-    sent = {"Pair", "Attach", "Commits", "ConfirmIdle"}
+    sent = {"Pair", "AwaitGreeting", "Attach", "Commits", "ConfirmIdle"}
     assert methods_of(PeerRole.PREFILL) == {f"DecodeService/{name}" for name in sent}
     assert {m for m in methods_of(PeerRole.CLIENT) if "Supervisor" not in m} == {
         "WorkerControl/Describe", "WorkerControl/Status", "RouterControl/RouterStatus"

@@ -1,0 +1,80 @@
+"""Which network of a host carries pages: the value of `transport.interface`, found on the host that it is read on."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tandem.core.errors import ConfigError
+
+_KEY = "transport.interface"
+_SYS = Path("/sys/class/net")
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface of this host, and its address there."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}"
+
+    def devices(self) -> list[str]:
+        """Its names for UCX: the interface, and the RDMA devices behind it, each with the port."""
+        here = _SYS / self.name
+        rdma = sorted(path.name for path in (here / "device" / "infiniband").glob("*"))
+        return [self.name, *(f"{device}:{_port(here)}" for device in rdma)]
+
+
+def find_interface(wanted: str) -> Interface:
+    """The interface called `wanted`, or the first one with an address in the network `wanted` (as 10.1.0.0/16).
+
+    Raises:
+        ConfigError: this host has none, or it is down; names those that it has.
+    """
+    network = _network(wanted) if "/" in wanted else None
+    stats = psutil.net_if_stats()
+    found = [i for i in _interfaces() if (_is_in(i.address, network) if network is not None else i.name == wanted)]
+    for interface in found:
+        if interface.name in stats and stats[interface.name].isup:
+            return interface
+    if found:
+        raise ConfigError(f"{_KEY}: {found[0].name} of {socket.gethostname()} is down; bring it up", key=_KEY)
+    what = f"address in {wanted}" if network is not None else f"interface {wanted!r} with an address"
+    had = ", ".join(map(str, _interfaces()))
+    raise ConfigError(f"{_KEY}: {socket.gethostname()} has no {what}; it has {had}", key=_KEY)
+
+
+def _network(wanted: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    try:
+        return ipaddress.ip_network(wanted, strict=False)
+    except ValueError as error:
+        raise ConfigError(f"{_KEY}: {wanted!r} is no network; write it as 10.1.0.0/16", key=_KEY) from error
+
+
+def _is_in(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
+    return ipaddress.ip_address(address) in network
+
+
+def _interfaces() -> Iterator[Interface]:
+    """Each with its addresses, IPv4 first. Addresses of one link (fe80::) mean nothing to other hosts."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for address in addresses:
+                if address.family == family and not address.address.startswith("fe80"):
+                    yield Interface(name, address.address.partition("%")[0])
+
+
+def _port(interface: Path) -> int:
+    """The port of an RDMA device that this interface belongs to, counted from 1."""
+    try:
+        return int((interface / "dev_port").read_text()) + 1
+    except (OSError, ValueError):
+        return 1

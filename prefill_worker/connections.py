@@ -1,0 +1,185 @@
+"""The connections by which pages go to decode workers: made ahead, and made anew when they break. In the event loop.
+
+A connection may break while both workers live: a firewall, a switch, a reset. Then nobody is to end for it:
+
+    this worker                                   decode
+    closes its end, and posts nothing more
+    Pair, with the next number  ────────────────> closes its end; frees no page of this writer before the bytes of the
+                                                  old connection have had their time to land
+    settles what was outstanding, confirms idle
+    connects, greets  ══════════════════════════> hears the greeting: the new connection is up
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvtransfer.protocol.messages import FailureReason
+from kvtransfer.transports.base import Transport
+from prefill_worker.peers import DecodePeers, Peer
+from tandem.core.errors import HandoffError, TandemError, WorkerLostError
+
+_log = logging.getLogger(__name__)
+
+# How long a greeting may take, in seconds. A wire-up takes some round trips, and the peer may be in a long step.
+_GREETING_S = 2.0
+# Pauses between two tries to make a connection anew, in seconds.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+
+class Calls(Protocol):
+    """What a worker lends to its connections."""
+
+    def ask_transport(self, command: Callable[[Transport], Any]) -> Awaitable[Any]:
+        """Run on the transfer thread. An error is the caller's, and does not end the worker."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
+
+    def link_changed(self, peer: Peer, *, is_broken: bool) -> None:
+        """Routers are to know."""
+
+    def link_closed(self, receiver: str) -> None:
+        """What was outstanding to this decode worker is settled."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    peer: Peer
+    number: int = 0  # of the connection that counts; it rises each time that one is made anew
+    is_whole: asyncio.Event = field(default_factory=asyncio.Event)  # not known to be broken
+    is_greeted: asyncio.Event = field(default_factory=asyncio.Event)  # the first greeting came through, or did not
+
+
+class Connections:
+    """All of one worker, by the decode workers' incarnations.
+
+    Args:
+        patience_s: how long an attempt waits for a connection that is broken.
+    """
+
+    def __init__(self, peers: DecodePeers, calls: Calls, patience_s: float) -> None:
+        self._peers = peers
+        self._calls = calls
+        self._patience_s = patience_s
+        self._of_peers: dict[str, _Connection] = {}
+
+    # -- the first connection
+
+    def begin(self, peer: Peer) -> None:
+        """The transport has just learnt `peer`: have the connection made."""
+        connection = self._of_peers[peer.info.incarnation] = _Connection(peer)
+        connection.is_whole.set()
+        self._calls.spawn(self._greet_first(connection))
+
+    async def _greet_first(self, connection: _Connection) -> None:
+        try:
+            if await self._greet(connection):
+                _log.info("connected with %s", connection.peer.info.worker_id)
+        finally:
+            connection.is_greeted.set()
+
+    async def wait_greeted(self, receiver: str) -> None:
+        """Until the first connection to this peer is made, or could not be made in time."""
+        if (connection := self._of_peers.get(receiver)) is not None:
+            await connection.is_greeted.wait()
+
+    async def _greet(self, connection: _Connection) -> bool:
+        """Whether a greeting came through; a transport that has none is connected as soon as both know each other."""
+        peer, number = connection.peer, connection.number
+        key = f"greeting/{peer.info.incarnation}/{number}"
+
+        def greet(transport: Transport) -> bool:
+            if transport.greets:
+                transport.expect_incoming(key, peer.name, ())  # so that it is polled, which the wire-up needs
+                transport.greet(peer.name, number)
+            return transport.greets
+
+        try:
+            has_greeted = await self._calls.ask_transport(greet)
+            return not has_greeted or await self._peers.await_greeting(peer, number, _GREETING_S)
+        except TandemError as error:
+            _log.info("%s has not heard our greeting: %s", peer.info.worker_id, error)
+            return False
+        finally:
+            await self._end_incoming(key)
+
+    async def _end_incoming(self, key: str) -> None:
+        try:
+            await self._calls.ask_transport(lambda transport: transport.end_incoming(key))
+        except TandemError as error:
+            _log.debug("the transfer thread has ended: %s", error)
+
+    # -- one that broke
+
+    def broke(self, receiver: str, why: str) -> None:
+        """The connection to this decode worker broke: make it anew, unless that is under way."""
+        connection = self._of_peers.get(receiver)
+        if connection is None or not connection.is_whole.is_set():
+            return
+        _log.warning("the connection to %s is broken and is made anew: %s", connection.peer.info.worker_id, why)
+        connection.is_whole.clear()
+        self._calls.link_changed(connection.peer, is_broken=True)
+        self._calls.spawn(self._mend(connection))
+
+    async def _mend(self, connection: _Connection) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while self._is_current(connection):
+            if await self._connect_anew(connection):
+                _log.warning("the connection to %s is up again", connection.peer.info.worker_id)
+                connection.is_whole.set()
+                self._calls.link_changed(connection.peer, is_broken=False)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _connect_anew(self, connection: _Connection) -> bool:
+        peer, calls = connection.peer, self._calls
+        connection.number += 1
+        try:
+            await calls.ask_transport(lambda transport: transport.hang_up(peer.name))
+            await self._peers.pair_again(peer, connection.number)
+            calls.link_closed(peer.info.incarnation)
+            await calls.ask_transport(lambda transport: transport.connect(peer.info.transport_metadata))
+        except TandemError as error:
+            _log.info("%s is not reached: %s", peer.info.worker_id, error)
+            return False
+        return await self._greet(connection)
+
+    def _is_current(self, connection: _Connection) -> bool:
+        return self._of_peers.get(connection.peer.info.incarnation) is connection
+
+    # -- for handoffs
+
+    def is_whole(self, receiver: str) -> bool:
+        """Whether there is a connection to this decode worker, and none knows it to be broken."""
+        connection = self._of_peers.get(receiver)
+        return connection is not None and connection.is_whole.is_set()
+
+    async def wait_whole(self, peer: Peer) -> None:
+        """Until pages can be written to this peer.
+
+        Raises:
+            HandoffError: the connection is broken for longer.
+            WorkerLostError: the peer has ended.
+        """
+        connection = self._of_peers.get(peer.info.incarnation)
+        if connection is None:
+            raise WorkerLostError(f"{peer.info.incarnation} is gone")
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await connection.is_whole.wait()
+        except TimeoutError:
+            raise HandoffError(
+                f"the connection to {peer.info.worker_id} broke and is not up again after {self._patience_s:g} s",
+                reason=FailureReason.LINK_BROKEN.value,
+            ) from None
+
+    def forget(self, receiver: str) -> None:
+        """The decode worker has ended."""
+        connection = self._of_peers.pop(receiver, None)
+        if connection is not None:
+            connection.is_whole.set()  # whoever waits finds that the peer is gone

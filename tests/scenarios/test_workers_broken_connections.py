@@ -1,0 +1,134 @@
+"""Connections for pages that break while both workers live: what the attempts under way hear, and what comes after."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from prefill_worker.worker import PrefillWorker
+from tandem.core.errors import WorkerLostError
+from tests.support.cut import shut_down
+from tests.support.scripted_router import Ask, Router
+from tests.support.waiting import until
+from tests.support.worker_pair import CONFIG, SHARED_LOOP, Gate, Oracle, WorkerPair, prompt_of, running_pair
+
+pytest_plugins = ["tests.support.worker_pair"]
+pytestmark = SHARED_LOOP
+
+NUM_REQUESTS = 8
+
+
+@pytest.fixture
+def over_tcp(worker_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPair]:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with running_pair(worker_model_dir, config=CONFIG) as pair:
+        yield pair
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def router(over_tcp: WorkerPair) -> AsyncIterator[Router]:
+    async with Router(over_tcp) as router:
+        yield router
+
+
+def cut(pair: WorkerPair) -> int:
+    """Shut the connections of the transport; both workers are in this process, as is the router."""
+    services = {int(w.parts.info.address.rpartition(":")[2]) for w in (pair.prefill, pair.decode)}
+    all_of_us = [c for c in psutil.Process().net_connections("tcp") if c.raddr]
+    pages = [c for c in all_of_us if not {c.laddr.port, c.raddr.port} & services]
+    for connection in pages:
+        shut_down(os.getpid(), connection.fd)
+    return len(pages)
+
+
+async def is_whole(pair: WorkerPair) -> None:
+    """Until the pages' connection is up."""
+    connections, receiver = pair.prefill.connections, pair.decode.parts.incarnation
+    await until(lambda: connections.is_whole(receiver), "the connection")
+
+
+def is_writing(prefill: PrefillWorker) -> bool:
+    return any(entry.handoff._outstanding for entry in prefill.driver._entries.values())
+
+
+async def next_attempt(router: Router, ask: Ask) -> Ask:
+    """What the router does when an attempt has failed."""
+    await router.cancel(ask, "prefill", "decode")
+    return await router.begin(replace(ask, attempt=ask.attempt + 1))
+
+
+async def test_attempts_whose_connection_broke_are_told_so_and_the_next_ones_wait_until_it_is_up(
+    over_tcp: WorkerPair, router: Router, oracle: Oracle
+) -> None:
+    (first,) = await router.ask(Ask(prompt_of(60)))
+    assert first.ids() == oracle.greedy(prompt_of(60), 12)
+    asks = [Ask(prompt_of(100, seed=seed)) for seed in range(NUM_REQUESTS)]
+    with Gate(over_tcp.decode, "kill_writer") as kills:
+        assert cut(over_tcp) > 0
+        begun = [await router.begin(ask) for ask in asks]
+        for ask in begun:
+            outcome = router.outcomes[ask.key]
+            await router.until(lambda o=outcome: o.failures or "decode.admitted" in o.kinds, "a verdict", 60)
+        failed = [ask for ask in begun if router.outcomes[ask.key].failures]
+        assert failed, "nobody met the broken connection"
+        reasons = {error.reason for ask in failed for error in router.outcomes[ask.key].failures.values()}
+        assert "link_broken" in reasons
+        again = {ask.request_id: await next_attempt(router, ask) for ask in failed}
+        for ask in begun:
+            outcome = await router.finish(again.get(ask.request_id, ask))
+            assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+        await is_whole(over_tcp)
+        await over_tcp.settled()
+        assert kills.num_calls == 0
+    assert [link.is_broken for link in router.links] == [True, False], "routers are told of the pair"
+
+
+async def test_a_write_under_way_is_settled_by_closing_both_ends(
+    over_tcp: WorkerPair, router: Router, oracle: Oracle
+) -> None:
+    """Its pages are nobody's until its bytes had their time to land; then they are back, at both sides."""
+    await router.ask(Ask(prompt_of(60)))
+    prefill, decode = over_tcp.prefill, over_tcp.decode
+    with Gate(prefill.parts.transfer._transport, "poll", when=lambda: is_writing(prefill)) as polls:
+        # Held in its transfer thread after the post: the write is outstanding when the connection breaks.
+        ask = await router.begin(Ask(prompt_of(200, seed=5)))
+        await polls.wait()
+        assert cut(over_tcp) > 0
+    with Gate(decode, "kill_writer") as kills:
+        await router.until(lambda: router.outcomes[ask.key].failures, "the failure", 60)
+        again = await next_attempt(router, ask)
+        outcome = await router.finish(again)
+        assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+        await is_whole(over_tcp)
+        await over_tcp.settled()
+        assert kills.num_calls == 0
+
+
+async def test_an_attempt_gives_up_waiting_for_a_connection_that_stays_broken(
+    over_tcp: WorkerPair, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await router.ask(Ask(prompt_of(60)))
+    prefill, decode = over_tcp.prefill, over_tcp.decode
+
+    async def not_reached(*_: Any) -> None:
+        raise WorkerLostError("no way there")
+
+    monkeypatch.setattr(prefill.connections, "_patience_s", 0.2)
+    with monkeypatch.context() as cut_off:
+        cut_off.setattr(prefill.peers, "pair_again", not_reached)
+        prefill.parts.loop.call_soon_threadsafe(prefill.connections.broke, decode.parts.incarnation, "cut off")
+        await until(lambda: not prefill.connections.is_whole(decode.parts.incarnation), "the break")
+        ask = await router.begin(Ask(prompt_of(70, seed=6)))
+        await router.until(lambda: router.outcomes[ask.key].failures, "the failure", 60)
+        error = router.outcomes[ask.key].failures["prefill"]
+        assert (error.reason, error.retryable) == ("link_broken", True)
+        await router.cancel(ask, "decode")
+    await is_whole(over_tcp)
+    await over_tcp.settled()

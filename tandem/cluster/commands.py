@@ -16,7 +16,7 @@ from tandem.cluster.client import TIMEOUT_S, Target, Where, find_cluster, find_s
 from tandem.cluster.following import Following, node_advice, unfinished
 from tandem.cluster.plain import plain
 from tandem.cluster.serve.processes import wait_for_exit
-from tandem.cluster.serve.report import Reporter, cluster_table, make_console, pools_line
+from tandem.cluster.serve.report import Reporter, cluster_table, make_console, network_line, pools_line
 from tandem.cluster.statefile import Stage
 from tandem.cluster.waits import check_wait
 from tandem.core.config import Config
@@ -52,6 +52,8 @@ def status(where: Where, *, as_json: bool) -> int:
     console.print(f"requests go to {' or '.join(urls) or '-'}; Ray at {cluster.ray_address}")
     if cluster.log_directory:
         console.print(f"logs in {cluster.log_directory}")
+    if ways := network_line(cluster):
+        console.print(ways)
     console.print(cluster_table(cluster))
     return 0
 

@@ -170,6 +170,11 @@ class TransportConfig:
         "ucx", "The transport: `ucx` (NIXL), `nccl` (torch.distributed; gloo on CPU) or `loopback` (tests).",
         choices=("ucx", "nccl", "loopback"),
     )
+    interface: str = _key(
+        "", "The network that carries pages: an interface that every host has (`eth1`), or a network (`10.1.0.0/16`), "
+        "of which each host takes its own interface. Set it where hosts have several networks; empty: the library "
+        "chooses."
+    )
     lease_s: float = _key(
         10.0, "Seconds of silence after which a peer counts as lost. Raise it where hosts or networks pause for long.",
         minimum=0.1,

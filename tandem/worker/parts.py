@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtransfer.extents import ArenaShape
+from kvtransfer.interface import find_interface
 from kvtransfer.layout import LayoutId
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.base import Transport
@@ -79,6 +80,7 @@ class WorkerParts:
     Attributes:
         info: how others know this worker; its address is there once it listens.
         exits: tells when a process of this host ends; lives in the event loop.
+        page_network: interface and address by which pages come and go; empty: the transport chooses.
     """
 
     config: Config
@@ -95,6 +97,7 @@ class WorkerParts:
     life: WorkerLife
     exits: ExitWatch
     loop: asyncio.AbstractEventLoop
+    page_network: str
 
     @property
     def worker_id(self) -> str:
@@ -145,6 +148,7 @@ class WorkerParts:
             preemptions=counters.num_preemptions,
             prompt_tokens_cached=counters.num_prompt_tokens_cached,
             refused=counters.num_refused,
+            page_network=self.page_network,
         )
 
 
@@ -184,7 +188,8 @@ def build_parts(
     undo.callback(pacing.close)
     name = place.worker_id
     runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing)
-    transport = create_transport(config.transport.name, place.incarnation, host=place.host)
+    interface = find_interface(config.transport.interface) if config.transport.interface else None
+    transport = create_transport(config.transport.name, place.incarnation, host=place.host, interface=interface)
     cores = transfer_cores(role, os.sched_getaffinity(0)) if site.on_cpu else None
     transfer = TransferThread(transport, on_transfer_event, life.fail, name=f"kv-{name}", cores=cores)
     undo.callback(transfer.stop)
@@ -206,6 +211,7 @@ def build_parts(
         life=life,
         exits=ExitWatch(loop),
         loop=loop,
+        page_network=str(interface or ""),
     )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 import tandem
+from kvtransfer.interface import find_interface
 from router.http.auth import ApiKeys, check_exposure, digests_of_variable
 from tandem.cluster import statefile
 from tandem.cluster.checks.certificates import check_certificates
@@ -76,6 +77,7 @@ class Preflight:
             ("port", self.check_port),
             ("api keys", self.check_api_keys),
             ("transport", self.check_transport),
+            ("network", self.check_network),
             ("certificates", lambda: check_certificates(self._security, local=self.local)),
             ("model", self.check_model),
             ("context", self.check_context),
@@ -186,6 +188,18 @@ class Preflight:
                 key="transport.name",
             )
         return Finding("transport", "ok", f"{name} by {package} {metadata.version(package)}")
+
+    def check_network(self) -> Finding:
+        """Which network carries pages. Where the workers are elsewhere, this host need not have it."""
+        wanted = self.config.transport.interface
+        if not wanted:
+            return Finding("network", "ok", "pages take the way that the transport chooses")
+        try:
+            return Finding("network", "ok", f"pages go by {find_interface(wanted)} on this host")
+        except ConfigError as error:
+            if self.local:
+                raise
+            return Finding("network", "warn", error.message, "the hosts of the workers need it")
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype

@@ -144,6 +144,17 @@ def cluster_table(cluster: supervisor_pb2.Cluster) -> Table:
     return table
 
 
+def network_line(cluster: supervisor_pb2.Cluster) -> str:
+    """`pages go by eth1: prefill-0 10.1.0.2, decode-0 10.1.0.3`; empty where `transport.interface` says nothing."""
+    by_interface: dict[str, list[str]] = {}
+    for worker in cluster.workers:
+        interface, _, address = worker.load.page_network.partition(" ")
+        if interface:
+            by_interface.setdefault(interface, []).append(f"{worker.member.worker_id} {address}")
+    ways = "; ".join(f"{interface}: {', '.join(workers)}" for interface, workers in by_interface.items())
+    return f"pages go by {ways}" if ways else ""
+
+
 def pools_line(cluster: supervisor_pb2.Cluster) -> str:
     """`prefill 1/1 ready, decode 1/2 ready`, and `routers 2/3 ready` unless one is there and wanted."""
     pools = [f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready" for pool in cluster.pools]

@@ -22,6 +22,7 @@ from benchmarks.parts.figures import Figure
 from benchmarks.parts.file import PartsFile
 from benchmarks.parts.handoff import HandoffSizes, measure_handoffs
 from benchmarks.parts.router import RouterSizes, measure_streaming, measure_ttft
+from benchmarks.parts.routers import NUM_ROUTERS, measure_sharing
 from benchmarks.parts.serve import ServeSizes, measure_serve
 from tandem.bench.machine import machine
 from tandem.core.config import EMBEDDED_MODEL
@@ -103,6 +104,16 @@ async def _streaming(setting: _Setting, _: frozenset[str]) -> list[Figure]:
     return [parts.streaming_figure(rounds, sizes.num_streams, sizes.num_tokens)]
 
 
+async def _sharing(setting: _Setting, _: frozenset[str]) -> list[Figure]:
+    sizes, num_rounds = setting.sizes.router, setting.sizes.num_streaming_rounds
+    measured = {}
+    for num in NUM_ROUTERS:
+        setting.tell(f"{num_rounds} times {sizes.num_streams} streams at {num} routers")
+        model_dir = resolve_model(EMBEDDED_MODEL)
+        measured[num] = await measure_sharing(setting.directory, model_dir, sizes, num_rounds, num)
+    return [parts.sharing_figure(measured, sizes.num_streams, sizes.num_tokens)]
+
+
 async def _serve(setting: _Setting, wanted: frozenset[str]) -> list[Figure]:
     sizes, figures = setting.sizes.serve, []
     start_s, idle = await measure_serve(
@@ -123,6 +134,7 @@ async def _serve(setting: _Setting, wanted: frozenset[str]) -> list[Figure]:
 #: What is measured together, in this order: figures, and how. The second argument names the wanted ones.
 _GROUPS: tuple[tuple[frozenset[str], Callable[[_Setting, frozenset[str]], Awaitable[list[Figure]]]], ...] = (
     (frozenset({"streaming"}), _streaming),
+    (frozenset({"routers"}), _sharing),
     (frozenset({"ttft"}), _ttft),
     (frozenset({"exposed", "bandwidth", "admission"}), _handoffs),
     (frozenset({"idle", "startup"}), _serve),

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.parts.handoff import Admissions, Transfers
 from benchmarks.parts.router import RouterTtft, Streamed
+from benchmarks.parts.routers import token_cpu_s
 from benchmarks.parts.serve import Idle
 from benchmarks.peers.figures import Goal
 from tandem.bench.report.summary import Distribution, distribution
@@ -53,10 +54,11 @@ BANDWIDTH = Part(
 ADMISSION = Part("admission", "admission at decode, from when it takes up the commit, p99", SECONDS, "")
 ROUTER_TTFT = Part("ttft", "what the router adds to TTFT, 1 request in flight, p50", SECONDS, "")
 STREAMING = Part("streaming", "tokens that one router process streams, 1 event a token", TOKENS_PER_S, "")
+SHARING = Part("routers", "CPU of a streamed token: four routers that share a port", SHARE, "of one router's")
 IDLE = Part("idle", "idle: CPU of all of Tandem's own processes", CORES, "")
 STARTUP = Part("startup", "`tandem serve` to its first answer, warm", SECONDS, "")
 
-PARTS = (EXPOSED, BANDWIDTH, ADMISSION, ROUTER_TTFT, STREAMING, IDLE, STARTUP)
+PARTS = (EXPOSED, BANDWIDTH, ADMISSION, ROUTER_TTFT, STREAMING, SHARING, IDLE, STARTUP)
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,25 @@ def streaming_figure(rounds: Sequence[Streamed], num_streams: int, num_tokens: i
             "router's CPU, cores": statistics.median(streamed.cpu_share for streamed in rounds),
             "reader's CPU, cores": statistics.median(streamed.reader_cpu_share for streamed in rounds),
         },
+    )
+
+
+def sharing_figure(measured: Mapping[int, Sequence[Streamed]], num_streams: int, num_tokens: int) -> Figure:
+    """The most routers against one; of each number the tokens a second too, which the cores that there are bound."""
+    facts = {}
+    for num, rounds in measured.items():
+        facts[f"{num}: tokens/s"] = statistics.median(streamed.tokens_per_s for streamed in rounds)
+        facts[f"{num}: CPU of a token, µs"] = token_cpu_s(rounds) * 1e6
+        facts[f"{num}: routers' CPU, cores"] = statistics.median(streamed.cpu_share for streamed in rounds)
+        facts[f"{num}: reader's CPU, cores"] = statistics.median(streamed.reader_cpu_share for streamed in rounds)
+    return Figure(
+        SHARING,
+        token_cpu_s(measured[max(measured)]) / token_cpu_s(measured[1]),
+        Goal(1.15, is_lower=False),
+        f"{num_streams} streams of {num_tokens} tokens at {', '.join(map(str, measured))} routers on one port, each "
+        "with workers of its own that answer at once, a raw reader in another process; of the rounds the one in "
+        "which a token cost least",
+        facts=facts,
     )
 
 

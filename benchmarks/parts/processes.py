@@ -118,10 +118,12 @@ async def start_workers(processes: Processes, options: WorkerOptions) -> tuple[C
     return prefill, decode
 
 
-async def start_router(processes: Processes, model_dir: Path) -> Child:
-    """A router on a free port, which knows no worker yet."""
-    line = ("--model-dir", str(model_dir), "--http-port", "0", "--drain-s", "1")
-    return await (await processes.start("router", "router", *line)).ready()
+async def start_router(
+    processes: Processes, model_dir: Path, *options: str, name: str = "router", port: int = 0
+) -> Child:
+    """A router on `port`, by default a free one, which knows no worker yet."""
+    line = ("--model-dir", str(model_dir), "--http-port", str(port), "--drain-s", "1", *options)
+    return await (await processes.start(name, "router", *line)).ready()
 
 
 async def tell_router(router: Child, workers: dict[str, dict[str, Any]]) -> None:

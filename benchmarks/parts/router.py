@@ -6,6 +6,8 @@ import asyncio
 import functools
 import json
 import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -89,14 +91,16 @@ class Streamed:
 
     Attributes:
         num_events: in the time in which all streams ran; `seconds` long.
-        cpu_share: CPU seconds of the router for each second of the whole load; 1 is one core.
+        cpu_share: CPU seconds of the routers for each second of the whole load; 1 is one core.
         reader_cpu_share: the same of this process, which read them.
+        token_cpu_s: CPU seconds of the routers for each token of the whole load.
     """
 
     num_events: int
     seconds: float
     cpu_share: float
     reader_cpu_share: float
+    token_cpu_s: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,21 +115,24 @@ async def measure_streaming(directory: Path, model_dir: Path, sizes: RouterSizes
     """
     async with Processes(directory) as processes:
         router = await _start(processes, model_dir, num_together=sizes.num_streams)
-        rounds = [await _stream_all(router, sizes) for _ in range(1 + num_rounds)]
+        rounds = [await stream_all(router.facts["http"], [router.pid], sizes) for _ in range(1 + num_rounds)]
     return rounds[1:]
 
 
-async def _stream_all(router: Child, sizes: RouterSizes) -> Streamed:
-    url = urlsplit(router.facts["http"])
+async def stream_all(address: str, routers: Sequence[int], sizes: RouterSizes) -> Streamed:
+    """All streams at once, at `address`, where the processes `routers` take them. Raises `TandemError`."""
+    url = urlsplit(address)
     tally, loop = _Tally(sizes.num_streams), asyncio.get_running_loop()
     body = {"model": _MODEL, "prompt": [100] * 8, "max_tokens": sizes.num_tokens, "stream": True, "temperature": 0}
-    message = LoadClient(router.facts["http"], max_sockets=1).message("POST", _PATH, json.dumps(body).encode())
+    message = LoadClient(address, max_sockets=1).message("POST", _PATH, json.dumps(body).encode())
     readers: list[_Reader] = []
     try:
         for _ in range(sizes.num_streams):
             make_reader = functools.partial(_Reader, tally, sizes.num_tokens)
             readers.append((await loop.create_connection(make_reader, url.hostname, url.port))[1])
-        async with watched(psutil.Process(router.pid)) as used, watched(psutil.Process()) as own:
+        async with AsyncExitStack() as watches:
+            used = [await watches.enter_async_context(watched(psutil.Process(pid))) for pid in routers]
+            own = await watches.enter_async_context(watched(psutil.Process()))
             for reader in readers:
                 reader.send(message)
             async with asyncio.timeout(_STREAM_S):
@@ -137,7 +144,13 @@ async def _stream_all(router: Child, sizes: RouterSizes) -> Streamed:
             reader.close()
     for reader in readers:
         reader.check()
-    return Streamed(tally.num_in_window, tally.window_s, used.cpu_share, own.cpu_share)
+    return Streamed(
+        tally.num_in_window,
+        tally.window_s,
+        sum(usage.cpu_share for usage in used),
+        own.cpu_share,
+        sum(usage.cpu_s for usage in used) / (sizes.num_streams * sizes.num_tokens),
+    )
 
 
 class _Tally:

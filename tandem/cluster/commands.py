@@ -84,7 +84,7 @@ def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str,
 
 def scale(where: Where, *, prefill: int | None, decode: int | None, routers: int | None, wait: bool) -> int:
     if prefill is None and decode is None and routers is None:
-        raise ConfigError("say how many: --prefill N, --decode N, --routers N, or several of them")
+        raise ConfigError("say how many workers or routers: --prefill N, --decode N, --routers N, or several of them")
     target = find_started(where)
     with Reporter() as reporter, supervisor(target) as stub:
         request = supervisor_pb2.ScaleRequest(prefill=prefill, decode=decode, router=routers)

@@ -78,11 +78,23 @@ def test_the_routers_part_of_ttft_is_what_the_worker_did_not_take() -> None:
 
 
 def test_streaming_is_the_median_round() -> None:
-    rounds = [Streamed(100_000, seconds, 0.9, 0.2) for seconds in (5.0, 8.0, 12.5)]
+    rounds = [Streamed(100_000, seconds, 0.9, 0.2, 3e-5) for seconds in (5.0, 8.0, 12.5)]
     figure = parts.streaming_figure(rounds, 256, 400)
     assert figure.value == 12_500
     assert figure.as_json()["is_reached"]
     assert figure.facts["router's CPU, cores"] == 0.9
+
+
+def test_routers_are_compared_by_the_cpu_of_a_token_where_it_cost_least() -> None:
+    rounds = {
+        num: [Streamed(100_000, 5.0, 0.9, 0.2, token_s) for token_s in (cost, 2 * cost)]
+        for num, cost in ((1, 3e-5), (2, 3e-5), (4, 3.3e-5))
+    }
+    figure = parts.sharing_figure(rounds, 256, 400)
+    assert figure.value == pytest.approx(1.1)
+    assert figure.as_json()["is_reached"]
+    assert figure.facts["4: CPU of a token, µs"] == pytest.approx(33)
+    assert figure.facts["2: tokens/s"] == 20_000
 
 
 IDLE = Idle(own_cpu=[("Worker", 0.01), ("Worker", 0.005), ("tandem serve", 0.02)], ray_cpu=0.2, num_ray_processes=9)
@@ -358,6 +370,14 @@ def test_the_router_is_measured_before_workers_that_answer_at_once(
     assert 0 < ttft["worker's part"]["p50"] < ttft["client's TTFT"]["p50"]
     assert ttft["added"]["p50"] < ttft["client's TTFT"]["p50"]
     assert figures["streaming"]["value"] > 100
+
+
+@pytest.mark.processes
+def test_routers_that_share_a_port_are_measured_together(tmp_path: Path) -> None:
+    (figure,) = measure(tmp_path, ["routers"]).values()
+    assert figure["value"] > 0
+    assert {f"{num}: tokens/s" for num in (1, 2, 4)} <= figure["facts"].keys()
+    assert all(value > 0 for name, value in figure["facts"].items() if "tokens/s" in name or "token, µs" in name)
 
 
 @pytest.mark.processes

@@ -121,7 +121,7 @@ async def measure_streaming(directory: Path, model_dir: Path, sizes: RouterSizes
 
 async def stream_all(address: str, routers: Sequence[int], sizes: RouterSizes) -> Streamed:
     """All streams at once, at `address`, where the processes `routers` take them. Raises `TandemError`."""
-    url = urlsplit(address)
+    host, _, port = urlsplit(address).netloc.rpartition(":")
     tally, loop = _Tally(sizes.num_streams), asyncio.get_running_loop()
     body = {"model": _MODEL, "prompt": [100] * 8, "max_tokens": sizes.num_tokens, "stream": True, "temperature": 0}
     message = LoadClient(address, max_sockets=1).message("POST", _PATH, json.dumps(body).encode())
@@ -129,7 +129,7 @@ async def stream_all(address: str, routers: Sequence[int], sizes: RouterSizes) -
     try:
         for _ in range(sizes.num_streams):
             make_reader = functools.partial(_Reader, tally, sizes.num_tokens)
-            readers.append((await loop.create_connection(make_reader, url.hostname, url.port))[1])
+            readers.append((await loop.create_connection(make_reader, host, int(port)))[1])
         async with AsyncExitStack() as watches:
             used = [await watches.enter_async_context(watched(psutil.Process(pid))) for pid in routers]
             own = await watches.enter_async_context(watched(psutil.Process()))

@@ -67,13 +67,30 @@ class LaunchFile:
         return list(self.tree["provider"].get("worker_ips") or []) if self.is_local else []
 
     @property
+    def head(self) -> str:
+        """`user@address` of a head that stays."""
+        provider = self.tree["provider"]
+        return f"{self.user}@{provider.get('external_head_ip') or provider.get('head_ip')}"
+
+    @property
     def user(self) -> str:
-        return str((self.tree.get("auth") or {}).get("ssh_user", ""))
+        return str(self._auth.get("ssh_user", ""))
 
     @property
     def has_key(self) -> bool:
         """Whether it names an SSH key, which the launcher then copies to the head."""
-        return bool((self.tree.get("auth") or {}).get("ssh_private_key"))
+        return bool(self._auth.get("ssh_private_key"))
+
+    @property
+    def ssh_options(self) -> list[str]:
+        """With which `ssh` reaches the head from here."""
+        key, proxy = self._auth.get("ssh_private_key"), self._auth.get("ssh_proxy_command")
+        of_key = ["-i", str(Path(key).expanduser())] if key else []
+        return [*of_key, *(["-o", f"ProxyCommand={proxy}"] if proxy else [])]
+
+    @property
+    def _auth(self) -> dict[str, Any]:
+        return self.tree.get("auth") or {}
 
     def mount(self, name: str) -> Mount | None:
         """The one whose target has this name; `None`: there is none."""

@@ -1,4 +1,4 @@
-"""Ray's launcher as a command of this environment: `ray up`, `ray exec` and the like on one file."""
+"""What is run beside this process: Ray's launcher on one file, and commands on the head that it makes."""
 
 from __future__ import annotations
 
@@ -6,60 +6,79 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from tandem.cluster.launch.launch_file import LaunchFile
 from tandem.core.errors import ConfigError, InternalError
 
 _NEEDS = ("ssh", "rsync")
 _FOR_PEOPLE = ("--log-style", "pretty", "--log-color", "false")  # without a terminal it would be a log for programs
+_ENVIRONMENT = 'export PATH="$HOME/tandem/venv/bin:$PATH" RAY_AUTH_MODE=token; '
+
+SSH_OPTIONS = (
+    "-o", "StrictHostKeyChecking=no",
+    "-o", "UserKnownHostsFile=/dev/null",
+    "-o", "LogLevel=ERROR",
+    "-o", "BatchMode=yes",
+    "-o", "ConnectTimeout=10",
+    "-o", "ServerAliveInterval=5",
+)  # fmt: skip
+"""As Ray's launcher has them: hosts are known by their addresses."""
 
 
 class Launcher:
     """What it prints goes to standard output as it comes."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: LaunchFile) -> None:
         """Raises `ConfigError`: what it runs is not installed here."""
         self._file = file
-        self._ray = str(Path(sys.executable).parent / "ray")
+        self._ray = str(sys.executable).rpartition("/")[0] + "/ray"
         missing = [name for name in _NEEDS if shutil.which(name) is None]
         if missing:
             raise ConfigError(f"{' and '.join(missing)} cannot be found, which Ray's launcher runs; install it here")
 
     def up(self) -> None:
         """Raises `InternalError`: the head could not be set up."""
-        if self._run("up", "--yes", "--no-config-cache"):
+        if _run(self._line("up", "--yes", "--no-config-cache")):
             raise InternalError("`ray up` failed, as said above; mend what it names and run this command again")
 
     def down(self) -> None:
         """Raises `InternalError`: it failed."""
-        if self._run("down", "--yes"):
+        if _run(self._line("down", "--yes")):
             raise InternalError("`ray down` failed, as said above")
 
-    def copy_to_head(self, source: Path, target: str) -> None:
+    def copy_to_head(self, source: str, target: str) -> None:
         """Raises `InternalError`: it could not be copied."""
-        if self._run("rsync-up", after=(str(source), target)):
+        if _run(self._line("rsync-up", after=(source, target))):
             raise InternalError(f"{source} could not be copied to the head, as said above")
 
     def on_head(self, command: str, hear: Callable[[str], None] | None = None) -> bool:
-        """Whether a command succeeded on the head, run in a login shell; `hear` gets each line as it is printed."""
-        return self._run("exec", after=(command,), hear=hear) == 0
+        """Whether a command succeeded on the head, with Tandem's environment; `hear` gets each line that it prints."""
+        return _run(self._line_on_head(command), hear) == 0
 
     def asks_head(self, command: str) -> bool:
         """As `on_head`, and nothing is printed."""
-        line = [self._ray, "exec", str(self._file), command]
+        line = self._line_on_head(command)
         return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
-    def _run(
-        self, command: str, *options: str, after: tuple[str, ...] = (), hear: Callable[[str], None] | None = None
-    ) -> int:
-        line = [self._ray, command, *_FOR_PEOPLE, *options, str(self._file), *after]
-        with subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            assert process.stdout is not None
-            for text in process.stdout:
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                if hear is not None:
-                    hear(text.rstrip())
-        return process.returncode
+    def _line_on_head(self, command: str) -> list[str]:
+        """Where Ray's launcher makes the head, it alone knows its address. Of machines that stay it forgets what it has
+        started, with the temporary directory where it writes that down."""
+        if not self._file.is_local:
+            return self._line("exec", after=(command,))
+        return ["ssh", *self._file.ssh_options, *SSH_OPTIONS, self._file.head, f"{_ENVIRONMENT}({command})"]
+
+    def _line(self, command: str, *options: str, after: tuple[str, ...] = ()) -> list[str]:
+        return [self._ray, command, *_FOR_PEOPLE, *options, str(self._file.path), *after]
+
+
+def _run(line: list[str], hear: Callable[[str], None] | None = None) -> int:
+    with subprocess.Popen(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if hear is not None:
+                hear(text.rstrip())
+    return process.returncode

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.cluster.launch.launch_file import LaunchFile
-from tandem.cluster.launch.launcher import Launcher
+from tandem.cluster.launch.launcher import SSH_OPTIONS, Launcher
 from tandem.cluster.launch.prepare import prepare_keys, prepare_mounts
 from tandem.cluster.serve.report import Reporter
 from tandem.core.config import Config, load
@@ -41,7 +41,8 @@ class Wishes:
 def up(path: Path, wishes: Wishes) -> int:
     """Raises `TandemError`: something is wrong here, or a step failed."""
     with Reporter() as reporter:
-        file, launcher = LaunchFile.read(path), Launcher(path)
+        file = LaunchFile.read(path)
+        launcher = Launcher(file)
         config = _config(file, wishes)
         reporter.line("Preparing", style="bold")
         prepare_mounts(file, reporter.line)
@@ -57,7 +58,7 @@ def up(path: Path, wishes: Wishes) -> int:
         reporter.line("Starting Ray on the hosts: `ray up`", style="bold")
         launcher.up()
         if keys is not None:
-            launcher.copy_to_head(keys, _KEYS_ON_HEAD)
+            launcher.copy_to_head(str(keys), _KEYS_ON_HEAD)
         reporter.line("Starting Tandem on the head", style="bold")
         said = _serve(launcher, serve_command(file, config, wishes, has_keys=keys is not None))
         for line in _closing(path, said, config, keys):
@@ -68,7 +69,8 @@ def up(path: Path, wishes: Wishes) -> int:
 def down(path: Path) -> int:
     """Raises `TandemError`: something may still run; says what."""
     with Reporter() as reporter:
-        file, launcher = LaunchFile.read(path), Launcher(path)
+        file = LaunchFile.read(path)
+        launcher = Launcher(file)
         reporter.line("Stopping Tandem", style="bold")
         if launcher.asks_head(_STATUS):
             launcher.on_head(_STOP)
@@ -109,10 +111,12 @@ def end_ray_command(file: LaunchFile) -> str:
     Fails, after all were tried, where one could not be reached, and names it.
     """
     key = "-i ~/ray_bootstrap_key.pem " if file.has_key else ""
-    ssh = f"ssh {key}-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -o ConnectTimeout=10"
+    ssh = f"ssh {key}{' '.join(SSH_OPTIONS)}"
     hosts = " ".join(map(shlex.quote, file.worker_addresses))
+    user = shlex.quote(file.user)
     return (
-        f"ray stop; left=$(for host in {hosts}; do ({ssh} {shlex.quote(file.user)}@$host '~/tandem/venv/bin/ray stop' "
+        f"ray stop --force --log-style pretty; left=$(for host in {hosts}; do "
+        f"({ssh} {user}@$host '~/tandem/venv/bin/ray stop --force' "
         '</dev/null >/dev/null 2>&1 || echo $host) & done; wait); '
         'test -z "$left" || { echo Ray could not be ended on $left; false; }'
     )

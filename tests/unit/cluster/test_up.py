@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tandem import cli
 from tandem.cluster.certs import default_authority_key, make_certificates
@@ -26,11 +27,13 @@ pytestmark = pytest.mark.processes
 
 WHEEL = "tandem_serving-0.1.0-py3-none-any.whl"
 RAY = """#!/bin/bash
-case "$1 $*" in
-  "exec "*"tandem status"*) [ -e running ]; exit ;;
-esac
 printf '%s\\n' "$1" "${@: -1}" >> asked
-case "$*" in
+"""
+SSH = """#!/bin/bash
+command="${@: -1}"
+[[ "$command" != *"tandem status"* ]] || { [ -e running ]; exit; }
+printf '%s\\n' "${@: -2:1}" "${command#*; }" >> asked
+case "$command" in
   *"tandem serve"*)
     [ ! -e broken ] || { echo "prefill-0 cannot start"; exit 1; }
     echo "Ready: http://10.0.0.1:8000"
@@ -47,7 +50,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         directory.mkdir()
     (tmp_path / "dist" / WHEEL).touch()
     (tmp_path / "tandem.yaml").write_text("model: {path: embedded}\n")
-    for name, text in {"ray": RAY, "ssh": "#!/bin/bash\n", "rsync": "#!/bin/bash\n"}.items():
+    for name, text in {"ray": RAY, "ssh": SSH, "rsync": "#!/bin/bash\n"}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("HOME", str(home))
@@ -77,7 +80,7 @@ def test_up_makes_what_is_missing_then_starts_ray_and_tandem(place: Path, capsys
         "tandem serve --detach --address auto --config ~/tandem/tandem.yaml --certificates ~/tandem-certs "
         "--api-keys-file ~/tandem/api-keys --prefill 2 --decode 1 --host 0.0.0.0"
     )
-    assert asked(place) == ["up", "hosts.yaml", "rsync-up", "~/tandem/api-keys", "exec", serve]
+    assert asked(place) == ["up", "hosts.yaml", "rsync-up", "~/tandem/api-keys", "me@10.0.0.1", f"({serve})"]
     said = capsys.readouterr().out
     curl = next(line for line in reversed(said.splitlines()) if "curl" in line).partition("curl ")[2]
     run = subprocess.run(["bash", "-c", f"printf '%s\\n' {curl}"], capture_output=True, text=True, check=True)
@@ -168,8 +171,9 @@ def test_a_cluster_that_does_not_get_ready_is_a_failure(place: Path, capsys: pyt
 def test_down_ends_tandem_then_ray_on_all_hosts(place: Path) -> None:
     (place / "running").touch()
     assert cli.main(["down", "hosts.yaml"]) == 0
-    file = LaunchFile.read(place / "hosts.yaml")
-    assert asked(place) == ["exec", "tandem stop --address auto", "exec", end_ray_command(file), "down", "hosts.yaml"]
+    end_ray = end_ray_command(LaunchFile.read(place / "hosts.yaml"))
+    head = "me@10.0.0.1"
+    assert asked(place) == [head, "(tandem stop --address auto)", head, f"({end_ray})", "down", "hosts.yaml"]
 
 
 def test_a_host_on_which_ray_was_not_ended_is_named(place: Path) -> None:
@@ -180,8 +184,21 @@ def test_a_host_on_which_ray_was_not_ended_is_named(place: Path) -> None:
     assert run.returncode == 1
     assert run.stdout == "Ray could not be ended on 10.0.0.3\n"
     tried = [line.partition("me@")[2] for line in asked(place) if "me@" in line]
-    assert sorted(tried) == [f"10.0.0.{n} ~/tandem/venv/bin/ray stop" for n in (2, 3)]
-    assert asked(place)[0] == "stop"
+    assert sorted(tried) == [f"10.0.0.{n} ~/tandem/venv/bin/ray stop --force" for n in (2, 3)]
+    assert asked(place)[:2] == ["stop", "pretty"]
+
+
+def test_what_a_provider_makes_is_reached_by_its_launcher(place: Path) -> None:
+    """Which alone knows the address of its head."""
+    tree = yaml.safe_load((place / "hosts.yaml").read_text())
+    (place / "hosts.yaml").write_text(yaml.safe_dump({**tree, "provider": {"type": "aws"}}))
+    answers = 'case "$*" in *"tandem status"*) exit 1 ;; *"tandem serve"*) echo "Ready: http://10.0.0.1:8000" ;; esac'
+    (place / "bin/ray").write_text(f"{RAY}{answers}\n")
+    assert cli.main(["up", "hosts.yaml"]) == 0
+    serve = "tandem serve --detach --address auto --config ~/tandem/tandem.yaml --certificates ~/tandem-certs"
+    assert asked(place)[-2:] == ["exec", serve]
+    assert cli.main(["down", "hosts.yaml"]) == 0
+    assert asked(place)[-4:] == ["exec", "tandem status --address auto", "down", "hosts.yaml"]
 
 
 def test_settings_of_the_user_come_before_those_of_the_file(place: Path) -> None:

@@ -14,6 +14,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 
 _CASE = re.compile(r"""((?:\*"\s[^"]+\s"\*\|?)+)\)[^;]*?resources='(\{[^']*\})'""")
+_ADDRESS = re.compile(r'\*"\s(\S+)\s"\*')
 _HEAD = re.compile(r"""--resources='(\{[^']*\})'""")
 
 
@@ -106,18 +107,21 @@ class LaunchFile:
     @property
     def places(self) -> dict[Role, int]:
         """How many workers of each role machines that stay have room for, as their start commands say."""
-        found = dict.fromkeys(Role, 0)
         if not self.is_local:
-            return found
-        heads = [(1, text) for text in _HEAD.findall(self._commands("head_start_ray_commands"))]
-        workers = [
-            (hosts.count('*"'), text) for hosts, text in _CASE.findall(self._commands("worker_start_ray_commands"))
-        ]
-        for num_hosts, text in (*heads, *workers):
-            for role, num in json.loads(text).items():
-                if role in found:
-                    found[Role(role)] += num_hosts * int(num)
-        return found
+            return dict.fromkeys(Role, 0)
+        heads = [json.loads(text) for text in _HEAD.findall(self._commands("head_start_ray_commands"))]
+        places = [*heads, *self._worker_resources.values()]
+        return {role: sum(int(each.get(role, 0)) for each in places) for role in Role}
+
+    def workers_with(self, role: Role) -> list[str]:
+        """Addresses of the machines beside the head that have places for `role`."""
+        return [address for address, resources in self._worker_resources.items() if resources.get(role)]
+
+    @property
+    def _worker_resources(self) -> dict[str, dict[str, float]]:
+        """Ray's, by address, of machines that stay."""
+        cases = _CASE.findall(self._commands("worker_start_ray_commands")) if self.is_local else []
+        return {address: json.loads(text) for hosts, text in cases for address in _ADDRESS.findall(hosts)}
 
     def _commands(self, key: str) -> str:
         return "\n".join(map(str, self.tree.get(key) or []))

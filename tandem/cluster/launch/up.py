@@ -17,7 +17,7 @@ from tandem.cluster.launch.prepare import prepare_keys, prepare_mounts
 from tandem.cluster.serve.report import Reporter
 from tandem.core.config import Config, load
 from tandem.core.errors import ConfigError, InternalError, WorkerLostError
-from tandem.core.identity import WORKER_ROLES
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.security import is_loopback
 
 DEFAULT_KEYS = Path("~/tandem-api-keys")
@@ -59,6 +59,8 @@ def up(path: Path, wishes: Wishes) -> int:
         launcher.up()
         if keys is not None:
             launcher.copy_to_head(str(keys), _KEYS_ON_HEAD)
+            if file.workers_with(Role.ROUTER) and not launcher.on_head(share_keys_command(file)):
+                raise InternalError("the API keys did not reach every host that has routers, as said above")
         reporter.line("Starting Tandem on the head", style="bold")
         said = _serve(launcher, serve_command(file, config, wishes, has_keys=keys is not None))
         for line in _closing(path, said, config, keys):
@@ -110,15 +112,25 @@ def end_ray_command(file: LaunchFile) -> str:
 
     Fails, after all were tried, where one could not be reached, and names it.
     """
+    stop = "~/tandem/venv/bin/ray stop --force"
+    others = _on_each(file, file.worker_addresses, stop, "/dev/null", "Ray was not ended on")
+    return f"ray stop --force --log-style pretty; {others}"
+
+
+def share_keys_command(file: LaunchFile) -> str:
+    """Copies the API keys from the head to those other hosts that may have routers, which read the file too."""
+    put = f"umask 077; mkdir -p ~/tandem; cat > {_KEYS_ON_HEAD}"
+    return _on_each(file, file.workers_with(Role.ROUTER), put, _KEYS_ON_HEAD, "API keys did not get to")
+
+
+def _on_each(file: LaunchFile, addresses: list[str], command: str, source: str, failed: str) -> str:
+    """Runs a command on hosts that the head reaches, all at a time, and names those where it failed."""
     key = "-i ~/ray_bootstrap_key.pem " if file.has_key else ""
-    ssh = f"ssh {key}{' '.join(SSH_OPTIONS)}"
-    hosts = " ".join(map(shlex.quote, file.worker_addresses))
-    user = shlex.quote(file.user)
+    ssh = f"ssh {key}{' '.join(SSH_OPTIONS)} {shlex.quote(file.user)}@$host {shlex.quote(command)}"
+    hosts = " ".join(map(shlex.quote, addresses))
     return (
-        f"ray stop --force --log-style pretty; left=$(for host in {hosts}; do "
-        f"({ssh} {user}@$host '~/tandem/venv/bin/ray stop --force' "
-        '</dev/null >/dev/null 2>&1 || echo $host) & done; wait); '
-        'test -z "$left" || { echo Ray could not be ended on $left; false; }'
+        f"left=$(for host in {hosts}; do ({ssh} <{source} >/dev/null 2>&1 || echo $host) & done; wait); "
+        f'test -z "$left" || {{ echo {failed} $left; false; }}'
     )
 
 

@@ -19,7 +19,7 @@ from tandem.cluster.certs import default_authority_key, make_certificates
 from tandem.cluster.launch.hosts import plan_hosts
 from tandem.cluster.launch.hosts_file import hosts_file
 from tandem.cluster.launch.launch_file import LaunchFile
-from tandem.cluster.launch.up import Wishes, end_ray_command, serve_command
+from tandem.cluster.launch.up import Wishes, end_ray_command, serve_command, share_keys_command
 from tandem.core.config import load
 from tandem.core.identity import Role
 
@@ -182,10 +182,25 @@ def test_a_host_on_which_ray_was_not_ended_is_named(place: Path) -> None:
     command = end_ray_command(LaunchFile.read(place / "hosts.yaml"))
     run = subprocess.run(["bash", "-c", f"({command})"], capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert run.stdout == "Ray could not be ended on 10.0.0.3\n"
+    assert run.stdout == "Ray was not ended on 10.0.0.3\n"
     tried = [line.partition("me@")[2] for line in asked(place) if "me@" in line]
     assert sorted(tried) == [f"10.0.0.{n} ~/tandem/venv/bin/ray stop --force" for n in (2, 3)]
     assert asked(place)[:2] == ["stop", "pretty"]
+
+
+def test_keys_reach_other_hosts_that_have_routers_and_no_others(place: Path) -> None:
+    """As the head runs it: `ssh` is a stand-in that runs the command with a home for each host."""
+    lists = {Role.PREFILL: ["10.0.0.2"], Role.ROUTER: ["10.0.0.1", "10.0.0.4", "10.0.0.5"]}
+    hosts = plan_hosts("10.0.0.1", lists, user="me", key="~/.ssh/key", cluster_name="ours")
+    (place / "hosts.yaml").write_text(hosts_file(hosts))
+    (place / "bin/ssh").write_text('#!/bin/bash\nmkdir "${@: -2:1}"; HOME=$PWD/"${@: -2:1}" bash -c "${@: -1}"\n')
+    (place / "home/tandem").mkdir()
+    (place / "home/tandem/api-keys").write_text("a key\n")
+    command = share_keys_command(LaunchFile.read(place / "hosts.yaml"))
+    subprocess.run(["bash", "-c", f"({command})"], check=True)
+    files = sorted(place.glob("me@*/tandem/api-keys"))
+    assert [file.parts[-3] for file in files] == ["me@10.0.0.4", "me@10.0.0.5"]
+    assert {(file.read_text(), file.stat().st_mode & 0o777) for file in files} == {("a key\n", 0o600)}
 
 
 def test_what_a_provider_makes_is_reached_by_its_launcher(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `tandem serve | status | scale | drain | stop | logs | hosts | up | down | doctor | …`."""
+"""The command line: `tandem serve | status | scale | drain | upgrade | stop | logs | hosts | up | down | doctor | …`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_scale(commands)
     _add_drain(commands)
+    _add_upgrade(commands)
     _add_stop(commands)
     _add_logs(commands)
     add_launch_commands(commands, add_command, _add_serving_options)
@@ -205,6 +206,19 @@ def _add_drain(commands: Any) -> None:
     command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it is replaced")
 
 
+def _add_upgrade(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "upgrade",
+        "bring a new version to all nodes, and replace workers and routers one by one while requests run",
+        "tandem upgrade dist/tandem_serving-0.2.0-py3-none-any.whl",
+        _upgrade,
+    )
+    _add_target_options(command)
+    command.add_argument("wheel", type=Path, metavar="WHEEL", help="as `make wheel` makes it")
+    command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until all are replaced")
+
+
 def _add_stop(commands: Any) -> None:
     command = add_command(commands, "stop", "stop a running cluster", "tandem stop --port 8000", _stop)
     _add_target_options(command)
@@ -331,6 +345,12 @@ def _drain(options: argparse.Namespace) -> int:
         timeout_s=options.timeout,
         wait=not options.no_wait,
     )
+
+
+def _upgrade(options: argparse.Namespace) -> int:
+    from tandem.cluster import commands
+
+    return commands.upgrade(_where(options), options.wheel, wait=not options.no_wait)
 
 
 def _stop(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What `tandem status`, `scale`, `drain`, `stop` and `doctor` do. Each returns the exit code."""
+"""What `tandem status`, `scale`, `drain`, `upgrade`, `stop` and `doctor` do. Each returns the exit code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import signal
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import psutil
 from rich.table import Table
@@ -19,12 +20,19 @@ from tandem.cluster.serve.processes import wait_for_exit
 from tandem.cluster.serve.report import Reporter, cluster_table, make_console, network_line, pools_line
 from tandem.cluster.statefile import Stage
 from tandem.cluster.waits import check_wait
+from tandem.cluster.wheel import read_wheel
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, NoWorkerError, WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2
 
 SETTLE_TIMEOUT_S = 600.0
 """How long `tandem scale` waits for models to load and requests to end."""
+
+UPGRADE_TIMEOUT_S = 24 * 3600.0
+"""How long `tandem upgrade` waits for all to be replaced, one after the other. It goes on when nobody waits."""
+
+UPLOAD_TIMEOUT_S = 120.0
+"""How long a wheel may take to the supervisor and into Ray's control store."""
 
 NODE_WAIT_S = 20.0
 """After this time `tandem scale` says what to do about workers without a node; Ray takes a moment to start one."""
@@ -133,6 +141,36 @@ def drain(where: Where, worker_id: str, *, replace_first: bool, timeout_s: float
             raise NoWorkerError(_not_yet(following.cluster, limit_s))
         reporter.end_steps()
         reporter.line(f"Done: {worker_id} has been replaced; {pools_line(following.cluster)}")
+    return 0
+
+
+def upgrade(where: Where, wheel: Path, *, wait: bool) -> int:
+    try:
+        content = wheel.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {wheel}: {error.strerror}; make a wheel with `make wheel`") from error
+    wanted = read_wheel(content)
+    target = find_started(where)
+    with Reporter() as reporter, supervisor(target) as stub:
+        reply = stub.Upgrade(supervisor_pb2.UpgradeRequest(wheel=content), timeout=UPLOAD_TIMEOUT_S)
+        if reply.HasField("error"):
+            raise ConfigError(reply.error.message, key=reply.error.field)
+        if not wait:
+            reporter.line(f"The cluster changes to {wanted.version}; `tandem status` shows its progress.")
+            return 0
+        reporter.step(f"Upgrading to {wanted.version}")
+        following = Following(stub, reporter)
+
+        def is_upgraded(cluster: supervisor_pb2.Cluster) -> bool:
+            if cluster.build.digest != wanted.digest and cluster.build_note:
+                raise WorkerLostError(f"{cluster.build_note}; everything goes on with {cluster.build.version}")
+            builds = [worker.build for worker in cluster.workers] + [router.build for router in cluster.routers]
+            return cluster.settled and all(build.digest == wanted.digest for build in builds)
+
+        if not following.until(is_upgraded, UPGRADE_TIMEOUT_S):
+            raise NoWorkerError(_not_yet(following.cluster, UPGRADE_TIMEOUT_S))
+        reporter.end_steps()
+        reporter.line(f"Done: all workers and routers run {wanted.version}; {pools_line(following.cluster)}")
     return 0
 
 

@@ -286,6 +286,11 @@ class Config:
     def __post_init__(self) -> None:
         _check_relations(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a pickle, perhaps of a version that lacks a section: that has its defaults, as lacking keys have."""
+        known = typing.get_type_hints(type(self))
+        self.__dict__.update({name: section() for name, section in known.items()} | state)
+
 
 def load(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
     """Read `path` (defaults alone where `None`) and lay `overrides` (dotted path → value) over it.

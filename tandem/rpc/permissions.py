@@ -65,6 +65,7 @@ ALLOWED: Final[Mapping[str, frozenset[PeerRole]]] = {
     "/tandem.v1.SupervisorControl/WatchCluster": _CLIENT,
     "/tandem.v1.SupervisorControl/Scale": _CLIENT,
     "/tandem.v1.SupervisorControl/Drain": _CLIENT,
+    "/tandem.v1.SupervisorControl/Upgrade": _CLIENT,
     "/tandem.v1.SupervisorControl/Shutdown": _CLIENT,
 }
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from tandem.cluster.supervisor.events import Intent, Placement
+from tandem.cluster.supervisor.events import Build, Intent, Placement
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.slots import Policy, place_of
 from tandem.cluster.supervisor.supervisor import Supervisor
@@ -124,6 +124,7 @@ class World:
         self.found = Found([], [])
         self.memory = Memory(1, None)
         self.remembered = Intent({})
+        self.wheels: dict[Build, bytes] = {}
         self.closing_remembered = threading.Event()
         self.memberships: list[control_pb2.Membership] = []
         self.told = asyncio.Event()  # a membership has come since it was cleared
@@ -147,8 +148,11 @@ class World:
 
     # as a Launcher; called in threads
 
+    def keep_build(self, build: Build, wheel: bytes) -> None:
+        self.wheels[build] = wheel
+
     def start(
-        self, role: Role, name: str, incarnation: str, beside: Sequence[str]
+        self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build
     ) -> ScriptedWorkerProcess | ScriptedRouterProcess:
         async def make_worker() -> ScriptedWorkerProcess:
             worker = await self.serve(ScriptedWorkerProcess(name=name, incarnation=incarnation))

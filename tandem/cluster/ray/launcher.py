@@ -15,13 +15,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.ray import kv_store
 from tandem.cluster.ray.actor import WAIT_SLICE_S, ActorState, make_actor, translate
+from tandem.cluster.ray.builds import environment_for, forget_wheels, keep_wheel
 from tandem.cluster.ray.node_resources import threads_for
 from tandem.cluster.ray.router_actor import RouterActor
 from tandem.cluster.ray.router_nodes import choose_node, nodes_for_routers
 from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.ray.worker_actor import WorkerActor
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
-from tandem.cluster.supervisor.events import Drain, Intent, Placement
+from tandem.cluster.supervisor.events import Build, Drain, Intent, Placement
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.slots import place_of
 from tandem.core.errors import WorkerLostError
@@ -102,11 +103,12 @@ class RayLauncher:
         # Ray's id of the node of each router's newest life, by slot; kept for later supervisors. Guarded by `_placing`.
         self._router_nodes: dict[str, str] = {}
 
-    def start(self, role: Role, name: str, incarnation: str, beside: Sequence[str]) -> RayHandle:
+    def start(self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build) -> RayHandle:
         actor_name = f"{name}.{incarnation}"
         if role is Role.ROUTER:
             on_its_node = NodeAffinitySchedulingStrategy(self._node_of_router(name, beside), soft=False)
-            asked = make_actor(RouterActor, name=actor_name, scheduling_strategy=on_its_node)
+            environment = environment_for(build, {})
+            asked = make_actor(RouterActor, name=actor_name, scheduling_strategy=on_its_node, runtime_env=environment)
             return RayHandle(asked.remote(self._spec, name, self._key_digests), actor_name, self._watchers)
         num_threads = self._spec.num_threads[role] or threads_for(role)
         asked = make_actor(
@@ -115,7 +117,7 @@ class RayLauncher:
             resources={role.value: 1},
             num_gpus=getattr(self._spec.config.pools, role).gpus,
             # Waiting threads sleep: where workers share cores, spinning made a prefill of 400 tokens 25 times slower.
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}},
+            runtime_env=environment_for(build, {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}),
         )
         actor = asked.remote(self._spec, role.value, name, incarnation, num_threads)
         return RayHandle(actor, actor_name, self._watchers)
@@ -155,6 +157,9 @@ class RayLauncher:
         self._router_nodes = kept.get("routers", {})
         return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
 
+    def keep_build(self, build: Build, wheel: bytes) -> None:
+        keep_wheel(build, wheel)
+
     def remember(self, intent: Intent) -> None:
         self._remember(intent=dataclasses.asdict(intent))
 
@@ -186,6 +191,7 @@ class RayLauncher:
         with self._memory:
             self._over = True
             kv_store.forget()
+            forget_wheels()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
@@ -208,4 +214,7 @@ def _read_intent(kept: dict[str, Any]) -> Intent:
         drains={worker_id: Drain(**drain) for worker_id, drain in kept["drains"].items()},
         failures=kept["failures"],
         closing_s=kept["closing_s"],
+        build=Build(**kept["build"]),
+        build_before=Build(**kept["build_before"]),
+        builds={life: Build(**build) for life, build in kept["builds"].items()},
     )

@@ -12,6 +12,17 @@ from tandem.core.identity import Role
 
 
 @dataclass(frozen=True)
+class Build:
+    """Which code a process runs. `digest` is that of its wheel; empty: what is installed on its node."""
+
+    digest: str = ""
+    version: str = ""
+
+
+INSTALLED = Build()
+
+
+@dataclass(frozen=True)
 class Ending:
     """Why a life ended: a wire code of `tandem.core.errors` and a sentence."""
 
@@ -37,6 +48,9 @@ class Intent:
     drains: dict[str, Drain] = field(default_factory=dict)  # of those that leave, by name
     failures: dict[str, int] = field(default_factory=dict)  # of late, by slot: a crash loop stays backed off
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
+    build: Build = INSTALLED  # that all processes shall run
+    build_before: Build = INSTALLED
+    builds: dict[str, Build] = field(default_factory=dict)  # of incarnations that do not run what is installed
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,13 @@ class ClusterOpened:
 class WantedChanged:
     role: Role
     workers: int
+
+
+@dataclass(frozen=True)
+class BuildChanged:
+    """All processes shall run this build."""
+
+    build: Build
 
 
 @dataclass(frozen=True)
@@ -190,6 +211,7 @@ Event = (
     Adopted
     | ClusterOpened
     | WantedChanged
+    | BuildChanged
     | DrainOrdered
     | Placed
     | LoadingHeard
@@ -213,6 +235,7 @@ Event = (
 @dataclass(frozen=True)
 class StartProcess(OfProcess):
     role: Role
+    build: Build = INSTALLED
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.cluster.supervisor.events import Intent, Placement
+from tandem.cluster.supervisor.events import Build, Intent, Placement
 from tandem.core.identity import Role
 
 
@@ -66,8 +66,13 @@ class Memory:
 class Launcher(Protocol):
     """Starts processes and finds those of an earlier supervisor. Every call blocks."""
 
-    def start(self, role: Role, name: str, incarnation: str, beside: Sequence[str]) -> ProcessHandle:
+    def start(
+        self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build
+    ) -> ProcessHandle:
         """`beside`: the others of its pool that stay; routers are spread over nodes with regard to them."""
+
+    def keep_build(self, build: Build, wheel: bytes) -> None:
+        """For `start`, also by later supervisors."""
 
     def find(self) -> Found: ...
 

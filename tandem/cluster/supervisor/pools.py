@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.slots import Phase, Policy, Slot, place_of
+from tandem.cluster.supervisor.upgrade import Upgrade
 from tandem.core.identity import WORKER_ROLES, Role
 
 _DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
@@ -35,6 +36,7 @@ class PoolState:
     version: int = 0  # of the membership; starts above every version of an earlier supervisor
     wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     slots: dict[str, Slot] = field(default_factory=dict)  # of all pools, by name
+    upgrade: Upgrade = field(default_factory=Upgrade)
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
     _published: tuple[tuple[ev.Member, ...], int] = ((), 1)
@@ -42,6 +44,7 @@ class PoolState:
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event at `now` (seconds on any steady clock) and say what shall be done, in order."""
         out = self._dispatch(event, now) + self._relieve(now)
+        out += self._renew(now)
         routers = [router for router in self.routers.values() if router.listens]  # one that drains serves requests too
         num_ready = sum(router.phase is Phase.READY for router in routers)
         now_published = tuple(slot.member for slot in self.workers.values()), max(1, num_ready)
@@ -74,7 +77,15 @@ class PoolState:
             if slot.leaving and slot.phase is not Phase.STOPPING
         }
         failures = {slot.name: slot.failures for slot in self.slots.values() if slot.failures}
-        return ev.Intent(dict(self.wanted), drains, failures, self.closing_s)
+        return ev.Intent(
+            wanted=dict(self.wanted),
+            drains=drains,
+            failures=failures,
+            closing_s=self.closing_s,
+            build=self.upgrade.wanted,
+            build_before=self.upgrade.before,
+            builds={s.incarnation: s.build for s in self.slots.values() if s.build != ev.INSTALLED},
+        )
 
     @property
     def closing(self) -> bool:
@@ -109,6 +120,9 @@ class PoolState:
             case ev.WantedChanged():
                 self.wanted[event.role] = event.workers
                 return self._reconcile(event.role, now)
+            case ev.BuildChanged():
+                self.upgrade.change(event.build)
+                return []
             case ev.DrainOrdered():
                 return self._order_drain(event, now)
             case ev.ProcessEnded():
@@ -132,6 +146,9 @@ class PoolState:
 
     def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
         self.wanted, self.closing_s = dict(intent.wanted), intent.closing_s
+        self.upgrade.wanted, self.upgrade.before = intent.build, intent.build_before
+        for slot in self.slots.values():
+            slot.build = intent.builds.get(slot.incarnation, ev.INSTALLED)
         out: list[ev.Instruction] = []
         for name, order in intent.drains.items():
             leaving = self.slots.get(name)
@@ -204,6 +221,13 @@ class PoolState:
         slot.wait_for(successor.name, now, self.policy)
         return [self._start(successor)]
 
+    def _renew(self, now: float) -> list[ev.Instruction]:
+        """Replace the next process that does not run the wanted build."""
+        slot = None if self.closing or self.stopping else self.upgrade.next(self.slots.values())
+        if slot is None:
+            return []
+        return self._order_drain(ev.DrainOrdered(slot.name, replace_first=True, timeout_s=self.policy.drain_s), now)
+
     def _resume_drain(self, slot: Slot, order: ev.Drain, now: float) -> list[ev.Instruction]:
         """An earlier supervisor began it. A worker that it has told to drain is DRAINING already."""
         slot.leaving, slot.drain_s, slot.refill = True, order.timeout_s, order.refill
@@ -231,6 +255,7 @@ class PoolState:
                 slot.stay()
                 reason = successor.last_error.message if successor.last_error else ""
                 slot.note = f"it stays: its successor {successor.name} cannot start ({reason})"
+                self.upgrade.give_up(slot, f"{successor.name} cannot start ({reason})")
                 out += self._dismiss(successor, now)
             elif slot.place_by is not None and slot.place_by <= now:
                 slot.place_by = None
@@ -247,8 +272,8 @@ class PoolState:
     # --- one life ------------------------------------------------------------------------------------------------
 
     def _start(self, slot: Slot) -> ev.Instruction:
-        slot.begin(self.new_incarnation())
-        return ev.StartProcess(slot.name, slot.incarnation, slot.role)
+        slot.begin(self.new_incarnation(), self.upgrade.wanted)
+        return ev.StartProcess(slot.name, slot.incarnation, slot.role, slot.build)
 
     def _stop(self, slot: Slot, now: float, kill: str = "") -> list[ev.Instruction]:
         slot.stop(None if kill else now + self.policy.stop_s, kill)

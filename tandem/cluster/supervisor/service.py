@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import grpc
 
 from tandem.cluster.spec import ClusterSpec
+from tandem.cluster.supervisor.events import Build
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.cluster.supervisor.wire import RouterReport, fill_cluster
 from tandem.cluster.waits import check_wait
-from tandem.core.errors import ConfigError
+from tandem.cluster.wheel import check_upgrade, read_wheel
+from tandem.core.errors import ConfigError, IncompatibleError
 from tandem.core.identity import Role
 from tandem.core.version import version
 from tandem.rpc.v1 import common_pb2, supervisor_pb2, supervisor_pb2_grpc
@@ -56,6 +59,16 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
             return supervisor_pb2.DrainReply(error=_error(error), cluster=self._cluster())
         return supervisor_pb2.DrainReply(cluster=self._cluster())
 
+    async def Upgrade(self, request: supervisor_pb2.UpgradeRequest, _context: Any) -> supervisor_pb2.UpgradeReply:
+        await self._supervisor.opened.wait()
+        try:
+            wheel = await asyncio.to_thread(read_wheel, request.wheel)
+            await asyncio.to_thread(check_upgrade, wheel)
+            await self._supervisor.upgrade(Build(wheel.digest, wheel.version), request.wheel)
+        except (ConfigError, IncompatibleError) as error:
+            return supervisor_pb2.UpgradeReply(error=_error(error), cluster=self._cluster())
+        return supervisor_pb2.UpgradeReply(cluster=self._cluster())
+
     async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, context: Any) -> supervisor_pb2.ShutdownReply:
         """Answers when everything has stopped. The shutdown goes on when its caller has gone."""
         await self._supervisor.opened.wait()
@@ -82,5 +95,6 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
         return message
 
 
-def _error(error: ConfigError) -> common_pb2.Error:
-    return common_pb2.Error(code=error.code, message=error.message, field=error.key or "")
+def _error(error: ConfigError | IncompatibleError) -> common_pb2.Error:
+    field = error.key or "" if isinstance(error, ConfigError) else ""
+    return common_pb2.Error(code=error.code, message=error.message, field=field)

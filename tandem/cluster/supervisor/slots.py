@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.cluster.supervisor.events import Ending, Member, Placement
+from tandem.cluster.supervisor.events import INSTALLED, Build, Ending, Member, Placement
 from tandem.core.identity import Role
 
 MAX_UNTOLD = 1024
@@ -62,6 +62,7 @@ class Slot:
     index: int
     incarnation: str = ""
     phase: Phase = Phase.WAITING
+    build: Build = INSTALLED  # that this life runs
     failures: int = 0  # ends in a row without a stable run between them
     last_error: Ending | None = None
     placement: Placement | None = None
@@ -126,8 +127,9 @@ class Slot:
     def is_due(self, now: float) -> bool:
         return self.retry_at is not None and self.retry_at <= now
 
-    def begin(self, incarnation: str) -> None:
-        self.incarnation, self.phase, self.killed_for = incarnation, Phase.STARTING, ""
+    def begin(self, incarnation: str, build: Build) -> None:
+        self.incarnation, self.build = incarnation, build
+        self.phase, self.killed_for = Phase.STARTING, ""
         self.ready_at = self.retry_at = self.deadline = self.placement = None
         self.address, self.num_requests = "", 0
         self.untold.clear()

@@ -153,6 +153,20 @@ class Supervisor:
         slot.note = note
         await self._remember()
 
+    async def upgrade(self, build: ev.Build, wheel: bytes) -> None:
+        """Replace one process after the other by one of this build; takes effect at once, ends later.
+
+        Raises:
+            ConfigError: another change has not ended yet.
+        """
+        self._check_open()
+        upgrade = self.cluster.upgrade
+        if not upgrade.is_done(self.cluster.slots.values()):
+            raise ConfigError("processes are being replaced for another upgrade; `tandem status` shows its progress")
+        await asyncio.to_thread(self._launcher.keep_build, build, wheel)
+        self._feed(ev.BuildChanged(build))
+        await self._remember()
+
     async def shut_down(self, grace_s: float) -> None:
         """Let requests end for at most `grace_s`, then stop everything; returns when all of it has stopped.
 
@@ -240,7 +254,8 @@ class Supervisor:
         """All that a watcher can see, without the loads and the errors of requests."""
         cluster = self.cluster
         slots = [(slot.member, slot.phase, slot.failures, slot.leaving, slot.note) for slot in cluster.slots.values()]
-        return slots, tuple(cluster.wanted.items()), cluster.closing, cluster.stopping
+        build = cluster.upgrade.wanted, cluster.upgrade.note
+        return slots, tuple(cluster.wanted.items()), build, cluster.closing, cluster.stopping
 
     def _do(self, instruction: ev.Instruction) -> None:
         # Absent: it has ended meanwhile, or its process has not even been asked for; its own task tells.
@@ -331,7 +346,9 @@ class Supervisor:
         if start.role in WORKER_ROLES:
             fault_points.reach("supervisor.start_worker")
         beside = self.cluster.staying_beside(start.name)
-        handle = await asyncio.to_thread(self._launcher.start, start.role, start.name, start.incarnation, beside)
+        handle = await asyncio.to_thread(
+            self._launcher.start, start.role, start.name, start.incarnation, beside, start.build
+        )
         slot = self.cluster.slots.get(start.name)
         if slot is not None and slot.incarnation == start.incarnation and slot.phase is Phase.STARTING:
             self._take(handle)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.cluster.supervisor.events import Ending, PublishMembership
+from tandem.cluster.supervisor.events import Build, Ending, PublishMembership
 from tandem.cluster.supervisor.events import Member as MemberState
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import Phase, Slot
 from tandem.core.identity import WORKER_ROLES, Role
+from tandem.core.version import version
 from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
@@ -54,6 +55,8 @@ def fill_cluster(
         report = told.get(slot.name, RouterReport())
         message.routers.append(_router(slot, report, now, closing=cluster.closing))
     message.wanted_routers = cluster.wanted[Role.ROUTER]
+    message.build.CopyFrom(_build(cluster.upgrade.wanted))
+    message.build_note = cluster.upgrade.note
     if message.routers:
         message.router.CopyFrom(message.routers[0])
 
@@ -75,6 +78,7 @@ def _router(slot: Slot, report: RouterReport, now: float, *, closing: bool) -> s
         detail=_router_detail(slot),
         last_error=_error(slot.last_error),
         failures=slot.failures,
+        build=_build(slot.build),
     )
 
 
@@ -96,7 +100,12 @@ def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> sup
         load=load,
         last_error=_error(slot.last_error),
         leaving=slot.leaving,
+        build=_build(slot.build),
     )
+
+
+def _build(build: Build) -> supervisor_pb2.Build:
+    return supervisor_pb2.Build(digest=build.digest, version=build.version or version())
 
 
 def _retry_in_s(slot: Slot, now: float) -> float:

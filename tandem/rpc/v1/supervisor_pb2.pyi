@@ -51,6 +51,32 @@ class WatchClusterRequest(_message.Message):
 Global___WatchClusterRequest: _TypeAlias = WatchClusterRequest  # noqa: Y015
 
 @_typing.final
+class Build(_message.Message):
+    """Which code a process runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """of its wheel, SHA-256; empty: what is installed on its node"""
+    version: _builtins.str
+    """of the Tandem package"""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Build: _TypeAlias = Build  # noqa: Y015
+
+@_typing.final
 class Pool(_message.Message):
     """Wanted and actual size of one pool."""
 
@@ -91,6 +117,7 @@ class ClusterWorker(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
     detail: _builtins.str
     """for people: what it waits for, or why it last ended"""
     failures: _builtins.int
@@ -109,6 +136,8 @@ class ClusterWorker(_message.Message):
     def last_error(self) -> _common_pb2.Error:
         """why its last life ended; absent when none has"""
 
+    @_builtins.property
+    def build(self) -> Global___Build: ...
     def __init__(
         self,
         *,
@@ -119,10 +148,11 @@ class ClusterWorker(_message.Message):
         load: _common_pb2.WorkerStatus | None = ...,
         last_error: _common_pb2.Error | None = ...,
         leaving: _builtins.bool = ...,
+        build: Global___Build | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_error", b"last_error", "load", b"load", "member", b"member"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "last_error", b"last_error", "load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "failures", b"failures", "last_error", b"last_error", "leaving", b"leaving", "load", b"load", "member", b"member", "retry_in_s", b"retry_in_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "detail", b"detail", "failures", b"failures", "last_error", b"last_error", "leaving", b"leaving", "load", b"load", "member", b"member", "retry_in_s", b"retry_in_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,6 +178,7 @@ class ClusterRouter(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     RETRY_IN_S_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"starting", "ready", "draining", "stopping", "failed" """
     url: _builtins.str
@@ -175,6 +206,8 @@ class ClusterRouter(_message.Message):
     def errors(self) -> _common_pb2.RequestErrors:
         """as it told last, once a second at most; absent before the first"""
 
+    @_builtins.property
+    def build(self) -> Global___Build: ...
     def __init__(
         self,
         *,
@@ -192,10 +225,11 @@ class ClusterRouter(_message.Message):
         pid: _builtins.int = ...,
         leaving: _builtins.bool = ...,
         retry_in_s: _builtins.float = ...,
+        build: Global___Build | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "last_error", b"last_error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "errors", b"errors", "last_error", b"last_error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "detail", b"detail", "errors", b"errors", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "leaving", b"leaving", "name", b"name", "node", b"node", "num_under_way", b"num_under_way", "pid", b"pid", "retry_in_s", b"retry_in_s", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "control_address", b"control_address", "detail", b"detail", "errors", b"errors", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "leaving", b"leaving", "name", b"name", "node", b"node", "num_under_way", b"num_under_way", "pid", b"pid", "retry_in_s", b"retry_in_s", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,6 +254,8 @@ class Cluster(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
     WANTED_ROUTERS_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
+    BUILD_NOTE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """of the Tandem package"""
     model: _builtins.str
@@ -237,6 +273,8 @@ class Cluster(_message.Message):
     pid: _builtins.int
     """of the supervisor"""
     wanted_routers: _builtins.int
+    build_note: _builtins.str
+    """why the last upgrade was taken back; empty where it was not"""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]: ...
     @_builtins.property
@@ -247,6 +285,10 @@ class Cluster(_message.Message):
 
     @_builtins.property
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterRouter]: ...
+    @_builtins.property
+    def build(self) -> Global___Build:
+        """that all workers and routers shall run"""
+
     def __init__(
         self,
         *,
@@ -263,10 +305,12 @@ class Cluster(_message.Message):
         pid: _builtins.int = ...,
         routers: _abc.Iterable[Global___ClusterRouter] | None = ...,
         wanted_routers: _builtins.int = ...,
+        build: Global___Build | None = ...,
+        build_note: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_directory", b"log_directory", "membership_version", b"membership_version", "model", b"model", "pid", b"pid", "pools", b"pools", "ray_address", b"ray_address", "router", b"router", "routers", b"routers", "settled", b"settled", "stopping", b"stopping", "version", b"version", "wanted_routers", b"wanted_routers", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "build_note", b"build_note", "log_directory", b"log_directory", "membership_version", b"membership_version", "model", b"model", "pid", b"pid", "pools", b"pools", "ray_address", b"ray_address", "router", b"router", "routers", b"routers", "settled", b"settled", "stopping", b"stopping", "version", b"version", "wanted_routers", b"wanted_routers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -388,6 +432,52 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class UpgradeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHEEL_FIELD_NUMBER: _builtins.int
+    wheel: _builtins.bytes
+    """the file"""
+    def __init__(
+        self,
+        *,
+        wheel: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wheel", b"wheel"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeRequest: _TypeAlias = UpgradeRequest  # noqa: Y015
+
+@_typing.final
+class UpgradeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """absent when it was taken"""
+
+    @_builtins.property
+    def cluster(self) -> Global___Cluster: ...
+    def __init__(
+        self,
+        *,
+        error: _common_pb2.Error | None = ...,
+        cluster: Global___Cluster | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeReply: _TypeAlias = UpgradeReply  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):

@@ -54,6 +54,11 @@ class SupervisorControlStub:
                 request_serializer=tandem_dot_v1_dot_supervisor__pb2.DrainRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_supervisor__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Upgrade = channel.unary_unary(
+                '/tandem.v1.SupervisorControl/Upgrade',
+                request_serializer=tandem_dot_v1_dot_supervisor__pb2.UpgradeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_supervisor__pb2.UpgradeReply.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/tandem.v1.SupervisorControl/Shutdown',
                 request_serializer=tandem_dot_v1_dot_supervisor__pb2.ShutdownRequest.SerializeToString,
@@ -94,6 +99,14 @@ class SupervisorControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Upgrade(self, request, context):
+        """Replace one process after the other by one of the version in a wheel. Answers at once; WatchCluster tells when it is
+        done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Finish what is under way (within `grace_s`), then stop routers, workers and supervisor. Answers when all routers
         and workers have stopped; the supervisor's own process ends right after.
@@ -124,6 +137,11 @@ def add_SupervisorControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=tandem_dot_v1_dot_supervisor__pb2.DrainRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_supervisor__pb2.DrainReply.SerializeToString,
+            ),
+            'Upgrade': grpc.unary_unary_rpc_method_handler(
+                    servicer.Upgrade,
+                    request_deserializer=tandem_dot_v1_dot_supervisor__pb2.UpgradeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_supervisor__pb2.UpgradeReply.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -239,6 +257,33 @@ class SupervisorControl:
             '/tandem.v1.SupervisorControl/Drain',
             tandem_dot_v1_dot_supervisor__pb2.DrainRequest.SerializeToString,
             tandem_dot_v1_dot_supervisor__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upgrade(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.SupervisorControl/Upgrade',
+            tandem_dot_v1_dot_supervisor__pb2.UpgradeRequest.SerializeToString,
+            tandem_dot_v1_dot_supervisor__pb2.UpgradeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,10 @@ class SupervisorControlStub:
     """Replace one worker or router in order: it takes no new work, finishes or hands over what it holds, and leaves;
     another takes its place. Answers at once; WatchCluster tells when it is done.
     """
+    Upgrade: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.UpgradeRequest, _supervisor_pb2.UpgradeReply]
+    """Replace one process after the other by one of the version in a wheel. Answers at once; WatchCluster tells when it is
+    done.
+    """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ShutdownRequest, _supervisor_pb2.ShutdownReply]
     """Finish what is under way (within `grace_s`), then stop routers, workers and supervisor. Answers when all routers
     and workers have stopped; the supervisor's own process ends right after.
@@ -62,6 +66,10 @@ class SupervisorControlAsyncStub(SupervisorControlStub):
     Drain: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.DrainRequest, _supervisor_pb2.DrainReply]  # type: ignore[assignment]
     """Replace one worker or router in order: it takes no new work, finishes or hands over what it holds, and leaves;
     another takes its place. Answers at once; WatchCluster tells when it is done.
+    """
+    Upgrade: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.UpgradeRequest, _supervisor_pb2.UpgradeReply]  # type: ignore[assignment]
+    """Replace one process after the other by one of the version in a wheel. Answers at once; WatchCluster tells when it is
+    done.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ShutdownRequest, _supervisor_pb2.ShutdownReply]  # type: ignore[assignment]
     """Finish what is under way (within `grace_s`), then stop routers, workers and supervisor. Answers when all routers
@@ -103,6 +111,16 @@ class SupervisorControlServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_supervisor_pb2.DrainReply, _abc.Awaitable[_supervisor_pb2.DrainReply]]:
         """Replace one worker or router in order: it takes no new work, finishes or hands over what it holds, and leaves;
         another takes its place. Answers at once; WatchCluster tells when it is done.
+        """
+
+    @_abc_1.abstractmethod
+    def Upgrade(
+        self,
+        request: _supervisor_pb2.UpgradeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_pb2.UpgradeReply, _abc.Awaitable[_supervisor_pb2.UpgradeReply]]:
+        """Replace one process after the other by one of the version in a wheel. Answers at once; WatchCluster tells when it is
+        done.
         """
 
     @_abc_1.abstractmethod

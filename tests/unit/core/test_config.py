@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.config import Config, from_dict, load, to_dict
+from tandem.core.config import Config, LimitsConfig, MetricsConfig, from_dict, load, to_dict
 from tandem.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -326,3 +326,14 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
 
 def test_origins() -> None:
     assert load(None, {"http.cors_origins": list(ORIGINS)}).http.cors_origins == ORIGINS
+
+
+def test_a_configuration_of_a_version_with_fewer_keys_has_the_defaults_of_the_others() -> None:
+    """Workers of the next version get the configuration that the running one has pickled."""
+    config = load(None, {"limits.max_choices": 3})
+    state = {name: section for name, section in vars(config).items() if name != "metrics"}
+    vars(state["limits"]).pop("max_logprobs")
+    later = Config.__new__(Config)
+    later.__setstate__(state)
+    assert (later.limits.max_choices, later.limits.max_logprobs) == (3, LimitsConfig().max_logprobs)
+    assert later.metrics == MetricsConfig()

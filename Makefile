@@ -25,7 +25,7 @@ IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 # For those that start processes, and wait for them most of the time: two files at a time, the folders in their order.
 BY_FILE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: help setup serve bench quick test test-faults test-hosts soak check stubs docs wheel lock clean distclean
+.PHONY: help setup serve bench quick test test-faults test-hosts test-image soak check stubs docs wheel lock clean distclean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +66,9 @@ test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; pr
 
 test-hosts: $(STAMP)  ## bring up clusters on test hosts by `ray up`, and break hosts and networks (75 minutes; needs root)
 	@HOST_FAULTS=$(FIGURES)/host_faults.json $(BIN)/python -m pytest -m "" --durations=15 tests/hosts $(ARGS)
+
+test-image: $(STAMP)  ## carry out the Dockerfile in a fresh root, without an engine (10 minutes; needs root and debootstrap)
+	@$(BIN)/python -m pytest -m "" --durations=15 tests/image $(ARGS)
 
 soak: $(STAMP)  ## ten minutes of mixed load on 2P2D with a random fault every five seconds
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_REPORT=$(FIGURES)/soak.json $(BIN)/python -m pytest -s -m soak tests/soak $(ARGS)

@@ -1,4 +1,4 @@
-"""The command line: `tandem serve | status | scale | drain | upgrade | stop | logs | hosts | up | down | doctor | …`."""
+"""The command line, `tandem COMMAND`: parsing, and which function each command calls; imports stand inside these."""
 
 from __future__ import annotations
 

@@ -47,6 +47,7 @@ class ScriptedWorker:
         self.eos_id = 0
         self.heartbeat_s = 0.1
         self.received: list[Any] = []
+        self.met: list[str] = []  # decode workers that a router has told it of
         self.status = common_pb2.WorkerStatus(pages=common_pb2.PageCounts(free=100, used=1, cached=2))
         self._changed = threading.Condition()
         self._streams: list[queue.Queue[Any]] = []
@@ -107,7 +108,11 @@ class ScriptedWorker:
     def _read(self, commands: Iterator[Any], out: queue.Queue[Any]) -> None:
         try:
             for command in commands:
-                self._stream_of[getattr(command, command.WhichOneof("command")).request_id] = out
+                said = getattr(command, command.WhichOneof("command"))
+                if isinstance(said, prefill_pb2.Meet):  # of no request
+                    self.met += [info.worker_id for info in said.decode]
+                    continue
+                self._stream_of[said.request_id] = out
                 self.note(command)
                 if self.auto:
                     self.answer(command)
@@ -206,7 +211,6 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def __init__(self, name: str, **options: Any) -> None:
         self._attached: set[tuple[str, int]] = set()  # whom decode has let write: (request id, attempt)
-        self.met: list[str] = []  # decode workers that the router has told it of
         super().__init__(name, **options)
 
     def _add_service(self) -> None:
@@ -224,9 +228,6 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def note(self, command: prefill_pb2.PrefillCommand) -> None:
         """Attaches at decode as the real one does, whether the rest is scripted or not."""
-        if command.WhichOneof("command") == "meet":  # not of a request
-            self.met += [info.worker_id for info in command.meet.decode]
-            return
         super().note(command)
         if command.WhichOneof("command") == "attach":
             with contextlib.suppress(grpc.RpcError):  # decode is gone: the router hears of that by itself

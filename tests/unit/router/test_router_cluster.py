@@ -25,9 +25,9 @@ from tandem.rpc.permissions import PeerRole
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.rpc.v1.control_pb2 import Member, Membership, RouterStatusRequest, SuspectedWriter
 from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
-from tandem.rpc.v1.prefill_pb2 import HandoffDone
+from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged
 from tests.support.router_site import Site
-from tests.support.scripted_worker import ScriptedPrefill
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.waiting import wait_until
 
 
@@ -97,6 +97,27 @@ def test_every_status_names_the_suspected_writers(site: Site) -> None:
     site.pool.remove(site.prefill)
     assert suspected() == []
     site.prefill.kill()
+
+
+def test_workers_of_both_pools_are_introduced_to_each_other_whoever_comes_first(site: Site) -> None:
+    wait_until(lambda: site.prefill.met == ["decode-0"], "the introduction")
+    later = ScriptedDecode("decode-1")
+    site.pool.add(later)
+    wait_until(lambda: site.prefill.met == ["decode-0", "decode-1"], "that of one who comes later")
+    late_prefill = ScriptedPrefill("prefill-1")
+    site.pool.add(late_prefill)
+    wait_until(lambda: sorted(late_prefill.met) == ["decode-0", "decode-1"], "those of the others")
+
+
+def test_a_broken_link_is_known_until_prefill_says_that_it_is_up() -> None:
+    registry = WorkerRegistry(lease_s=1.0, metrics=RouterMetrics())
+    names = {"prefill_worker_id": "prefill-0", "prefill_incarnation": "1"}
+    names |= {"decode_worker_id": "decode-0", "decode_incarnation": "2"}
+    pair = WorkerKey("prefill-0", "1"), WorkerKey("decode-0", "2")
+    registry.event_seen(LinkChanged(**names, is_broken=True))
+    assert registry.snapshot().links[pair].is_broken
+    registry.event_seen(LinkChanged(**names, is_broken=False))
+    assert not registry.snapshot().links[pair].is_broken
 
 
 def test_what_a_handoff_took_is_measured() -> None:

@@ -211,6 +211,10 @@ class ReceiverDriver:
             return Answer()
         return self._answer_sender(ev.WriterConfirmedIdle(grant_id, sender, capability), f"{sender}, {grant_id}")
 
+    def writer_draining(self, grant_id: str, sender: str, num_bytes: int) -> None:
+        """A sender that was asked to stop answers that so many bytes of the grant are still under way."""
+        self.happened(ev.WriterDraining(grant_id, sender, num_bytes))
+
     def _answer_sender(self, event: ev.ReceiverEvent, what: str) -> Answer:
         answer = self._ask(event)
         if answer.refusal not in (None, RefusalReason.ALREADY_ENDED):

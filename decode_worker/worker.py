@@ -67,6 +67,7 @@ class DecodeWorker:
             make_events,
             lambda: parts.info,
             parts.read_status,
+            self.read_report,
             heartbeat_s=transport.lease_s / 4,
             interval_s=parts.config.metrics.worker_interval_s,
         )
@@ -82,6 +83,7 @@ class DecodeWorker:
             lease_s=transport.lease_s,
             grace_s=transport.grace_s,
             ask_again_s=max(0.2, transport.lease_s / 10),
+            longest_drain_s=6 * transport.lease_s,
             quarantine_cap_pages=quarantine_cap_pages(transport, parts.pool.num_pages),
         )
         clock = MonotonicClock()
@@ -141,6 +143,10 @@ class DecodeWorker:
                 self.parts.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.number)
             case _:
                 self.driver.on_transport(event)
+
+    def read_report(self) -> pb.WorkerStatus:
+        """The status; of a decode worker all of it is in every message."""
+        return self.parts.read_status()
 
     def num_held(self) -> int:
         with self.parts.scheduler.lock:  # who is being taken in is held, or hears of the drain
@@ -260,10 +266,15 @@ class DecodeWorker:
             if sender not in self._channels:
                 self._channels[sender] = make_channel(writer.address)
             stub = prefill_pb2_grpc.PrefillServiceStub(self._channels[sender])
-            await stub.StopWrites(request, timeout=self.parts.config.transport.lease_s)
+            reply = await stub.StopWrites(request, timeout=self.parts.config.transport.lease_s)
         except (grpc.RpcError, TandemError) as error:
             # Asked again by the protocol's clock, and killed when it stays silent.
             _log.warning("%s did not hear that %s has ended: %s", writer.worker_id, request.grant_id, error)
+            return
+        num_bytes = reply.num_bytes_left
+        if num_bytes and reply.sender_incarnation == sender:  # else another process answers at that address
+            grant_id = request.grant_id
+            self.parts.on_transfer(lambda _: self.driver.writer_draining(grant_id, sender, num_bytes))
 
     # -- what the driver says; on the transfer thread
 

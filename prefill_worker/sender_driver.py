@@ -17,6 +17,8 @@ from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.arrivals import WriteTag
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
+from kvtransfer.protocol.link import Link
+from kvtransfer.protocol.link_window import LinkLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transports.events import (
@@ -31,6 +33,7 @@ from kvtransfer.transports.events import (
     WritePosted,
 )
 from prefill_worker.events import HandoffStats
+from prefill_worker.links import LinkFigures, Links
 from prefill_worker.sealed_digests import SealedDigests
 from tandem.core import fault_points
 from tandem.core.clock import Clock
@@ -75,6 +78,9 @@ class SenderCallbacks(Protocol):
     def replace_self(self, num_quarantined: int) -> None:
         """Writes of ended attempts hold this many pages and do not end: only a new process frees them."""
 
+    def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
+        """What is known of the links to decode workers has changed."""
+
     def deadline(self, deadline_s: float | None) -> None:
         """`tick` is due at this time."""
 
@@ -86,7 +92,8 @@ class _Entry:
     # All pages ever sealed for it: the driver holds them until the handoff is done.
     pages: set[int] = field(default_factory=set)
     released: bool = False
-    draining_since_s: float | None = None  # set when the attempt has failed and its writes have not ended
+    # Set when the attempt has failed and its writes have not ended: since then, or since one of them has ended.
+    draining_since_s: float | None = None
     has_committed: bool = False
     first_post_s: float | None = None
     computed_s: float = 0.0
@@ -131,6 +138,11 @@ class SenderDriver:
         self._by_number: dict[int, _Entry] = {}
         self._next_number = 0
         self._replacement_asked = False
+        link_limits = LinkLimits(
+            batch_bytes=limits.batch_bytes, drain_s=limits.grace_s / 4, write_timeout_s=limits.write_timeout_s
+        )
+        self._links = Links(link_limits, callbacks.links_changed)
+        self._is_giving_turns = False
         self.num_bytes_written = 0
         self.num_stops_ignored = 0  # asked for without the grant's capability
 
@@ -206,12 +218,19 @@ class SenderDriver:
         if key in self._entries:
             self._handle(key, event)
 
-    def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> None:
-        """Decode wants to hear that nothing of the grant is outstanding."""
-        if key in self._entries:
-            self._handle(key, asked)
-        else:
+    def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> int:
+        """Decode wants to hear that nothing of the grant is outstanding.
+
+        Returns:
+            Bytes of the grant that are still under way. 0 is no answer: that nothing is outstanding is confirmed by
+            itself.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
             self._callbacks.confirm_idle(ev.ConfirmIdle(key, asked.grant_id, asked.receiver, asked.capability))
+            return 0
+        self._handle(key, asked)
+        return entry.handoff.num_bytes_draining(asked.grant_id)
 
     def needs_lease(self, key: AttemptKey) -> bool:
         """Whether renewing the lease of this attempt is of any use; from any thread."""
@@ -220,13 +239,19 @@ class SenderDriver:
 
     def receiver_lost(self, receiver: str) -> None:
         """A decode worker's process has ended."""
+        self._links.forget(receiver)
         for key in [k for k, e in self._entries.items() if _receiver(e) == receiver]:
             self._handle(key, ev.ReceiverExited())
 
     def link_closed(self, receiver: str) -> None:
         """The connection to a decode worker that lives was closed, and decode knows it."""
-        for key in [k for k, e in self._entries.items() if _receiver(e) == receiver]:
-            self._handle(key, ev.LinkClosed())
+        # All hear of it before any of them posts again.
+        for entry in [e for e in self._entries.values() if _receiver(e) == receiver]:
+            self._feed(entry, ev.LinkClosed())
+        if (link := self._links.get(receiver)) is not None:
+            link.close()
+            self._give_turns(link)
+        self._set_deadline()
 
     def on_transport(self, event: ThreadEvent) -> None:
         """A write was posted, ended or failed."""
@@ -239,23 +264,45 @@ class SenderDriver:
         entry = self._by_number.get(tag.handoff)
         if entry is None:
             return
-        write_id = tag.write_id
+        key, write_id, link, now_s = entry.handoff.key, tag.write_id, self._link_of(entry), self._now()
         match event:
             case WritePosted():
-                self._handle(entry.handoff.key, ev.WritePosted(write_id))
                 fault_points.reach("prefill.sending")
+                return
             case WriteCompleted():
                 self.num_bytes_written += event.handle.num_bytes
-                self._handle(entry.handoff.key, ev.WriteCompleted(write_id))
+                if entry.draining_since_s is not None:
+                    entry.draining_since_s = now_s
+                if link is not None:
+                    link.complete(key, write_id, now_s)
+                self._handle(key, ev.WriteCompleted(write_id))
             case WriteFailed():
+                if link is not None:
+                    link.fail(key, write_id)
                 failed = ev.WriteFailed(write_id, event.error, event.settled, event.is_link_broken)
-                self._handle(entry.handoff.key, failed)
+                self._handle(key, failed)
+        self._links.tell_news(event.handle.peer, now_s)
 
     def tick(self) -> None:
         """A deadline may have come."""
+        for receiver in dict.fromkeys(_receiver(entry) for entry in self._entries.values()):
+            if receiver is not None and (link := self._links.get(receiver)) is not None:
+                self._end_overdue(receiver, link)
         for key in list(self._entries):
             self._handle(key, ev.Tick())
         self._check_quarantine()
+
+    def _end_overdue(self, receiver: str, link: Link) -> None:
+        """Give up the handoffs whose writes have had their time."""
+        now_s = self._now()
+        overdue = link.find_overdue(now_s)
+        if overdue is None:
+            return
+        for key in overdue.keys:
+            if (entry := self._entries.get(key)) is not None:
+                self._feed(entry, ev.WriteOverdue(overdue.detail))
+        self._give_turns(link)
+        self._links.tell_news(receiver, now_s)
 
     def _check_quarantine(self) -> None:
         """Ask for a new process where writes of failed attempts do not end: they may never do so if a host is lost."""
@@ -272,23 +319,57 @@ class SenderDriver:
 
     def _handle(self, key: AttemptKey, event: ev.SenderEvent) -> None:
         entry = self._entries[key]
-        for instruction in entry.handoff.handle(event, self._now()):
+        self._feed(entry, event)
+        if (link := self._link_of(entry)) is not None:
+            self._give_turns(link)
+        self._set_deadline()
+
+    def _give_turns(self, link: Link) -> None:
+        """Let those post who wait for this link, as far as it has room."""
+        if self._is_giving_turns:  # whoever does goes on
+            return
+        self._is_giving_turns = True
+        try:
+            while (turn := link.next_turn()) is not None:
+                key, num_bytes = turn
+                self._feed(self._entries[key], ev.RoomGiven(num_bytes))
+        finally:
+            self._is_giving_turns = False
+
+    def _feed(self, entry: _Entry, event: ev.SenderEvent) -> None:
+        key, handoff = entry.handoff.key, entry.handoff
+        for instruction in handoff.handle(event, self._now()):
             self._carry_out(entry, instruction)
-        if entry.handoff.state is SenderState.DONE and not entry.released:
+        if handoff.wants_room and handoff.grant is not None:
+            self._links.open(handoff.grant.receiver).want(key)
+        elif (link := self._link_of(entry)) is not None:
+            link.leave(key)
+        if handoff.state is SenderState.DONE and not entry.released:
             entry.released = True
             self._callbacks.release(tuple(sorted(entry.pages)))
             # Unsettled writes keep the handoff in DRAINING, so nothing can refer to it now but late messages.
             del self._entries[key]
             del self._by_number[entry.number]
             self._callbacks.closed(key)
-        elif entry.handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
+        elif handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
             entry.draining_since_s = self._now()
+
+    def _link_of(self, entry: _Entry) -> Link | None:
+        receiver = _receiver(entry)
+        return self._links.get(receiver) if receiver is not None else None
+
+    def _set_deadline(self) -> None:
         self._callbacks.deadline(min(self._deadlines(), default=None))
 
     def _deadlines(self) -> Iterator[float]:
         now_s, grace_s = self._now(), self._limits.grace_s
         for entry in self._entries.values():
             if (due_s := entry.handoff.next_deadline_s()) is not None:
+                yield due_s
+            # An overdue write matters to whoever waits for it, or for its room.
+            is_sending = entry.handoff.state is SenderState.SENDING
+            link = self._link_of(entry) if is_sending else None
+            if link is not None and (due_s := link.next_deadline_s()) is not None:
                 yield due_s
             if entry.draining_since_s is not None and entry.draining_since_s + grace_s > now_s:
                 yield entry.draining_since_s + grace_s
@@ -321,17 +402,20 @@ class SenderDriver:
                 pass  # all at once when the handoff is done, see `_handle`
 
     def _post(self, entry: _Entry, post: ev.PostWrites) -> None:
-        tag = WriteTag(entry.number, post.write_id, post.grant.epoch, post.runs).pack()
+        key, write_id = entry.handoff.key, post.write_id
+        tag = WriteTag(entry.number, write_id, post.grant.epoch, post.runs).pack()
         peer = self._peer(post.grant.receiver)
         if peer is None:
-            self._handle(entry.handoff.key, ev.WriteFailed(post.write_id, "the receiver is gone", settled=True))
+            self._feed(entry, ev.WriteFailed(write_id, "the receiver is gone", settled=True))
+            self._links.forget(post.grant.receiver)
             return
         name, remote_shape = peer
         try:
             descriptors = merge_extents(post.writes, self._shape, remote_shape)
         except ValueError as error:  # the grant names pages that its receiver does not have
-            self._handle(entry.handoff.key, ev.WriteFailed(post.write_id, str(error), settled=True))
+            self._feed(entry, ev.WriteFailed(write_id, str(error), settled=True))
             return
+        self._links.open(post.grant.receiver).post(key, write_id, post.num_bytes, self._now())
         entry.num_descriptors += len(descriptors)
         entry.num_extents += len(post.writes)
 

@@ -21,6 +21,7 @@ from kvtransfer.transports.events import LinkBroken, PeerId, ThreadEvent
 from prefill_worker.commits import Commits
 from prefill_worker.connections import Connections
 from prefill_worker.events import Event, HandoffStats, LinkChanged
+from prefill_worker.links import LinkFigures
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.queued_driver import QueuedDriver
 from prefill_worker.role import PrefillRole
@@ -65,6 +66,7 @@ class PrefillWorker:
             make_events,
             lambda: parts.info,
             parts.read_status,
+            self.read_report,
             heartbeat_s=transport.lease_s / 4,
             interval_s=parts.config.metrics.worker_interval_s,
         )
@@ -104,6 +106,8 @@ class PrefillWorker:
             peer=self._transport_peer,
             clock=clock,
         )
+        # As last told by the driver. Replaced on the transfer thread, read in the event loop.
+        self._links: tuple[LinkFigures, ...] = ()
         # Where each attempt's pages go. Written and read in the event loop.
         self._targets: dict[AttemptKey, pb.WorkerInfo] = {}
         # One for each time that decode is being told that nothing of a grant is outstanding; each for a bounded time,
@@ -143,6 +147,20 @@ class PrefillWorker:
             self.parts.loop.call_soon_threadsafe(self.connections.broke, event.peer, event.error)
         self.driver.on_transport(event)
         self.parts.counters.num_transfer_bytes = self.driver.num_bytes_written
+
+    def read_report(self) -> pb.WorkerStatus:
+        """The status, and what is known of the links to decode workers; in the event loop."""
+        status = self.parts.read_status()
+        status.links.SetInParent()  # also where there is none: those told of before are gone
+        for link in self._links:
+            if (peer := self.peers.peers.get(link.receiver)) is not None:
+                status.links.links.add(
+                    worker_id=peer.info.worker_id,
+                    incarnation=link.receiver,
+                    bytes_per_s=link.bytes_per_s,
+                    is_broken=not self.connections.is_whole(link.receiver),
+                )
+        return status
 
     def num_held(self) -> int:
         """What a drain waits for: prompts that a router wants, and decode workers that are told of idle grants.
@@ -346,11 +364,13 @@ class PrefillWorker:
             self.driver.verified(key, verified_at_s)
         self.driver.happened(key, event)
 
-    def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> None:
-        """Somebody, perhaps decode, wants the writes of a grant to end; on the transfer thread."""
-        self.driver.stop_asked(key, asked)
+    def stop_asked(self, key: AttemptKey, asked: ev.StopAsked) -> int:
+        """Somebody, perhaps decode, wants the writes of a grant to end; on the transfer thread. Returns how many bytes
+        of it are still under way."""
+        num_bytes = self.driver.stop_asked(key, asked)
         if self.driver.num_stops_ignored:
             self.parts.counters.num_refused = {RefusalReason.BAD_CAPABILITY.value: self.driver.num_stops_ignored}
+        return num_bytes
 
     def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         this = object()  # decode may ask for the same grant several times at once
@@ -393,6 +413,10 @@ class PrefillWorker:
     def replace_self(self, num_quarantined: int) -> None:
         self.parts.life.replace_self(num_quarantined)
 
+    def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
+        self._links = links
+        self.hub.status_changed()
+
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)
 
@@ -412,5 +436,7 @@ class _PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         key = AttemptKey(request.request_id, request.attempt)
         receiver = request.grant_id.rpartition("/")[0]
         asked = ev.StopAsked(request.grant_id, receiver, request.capability)
-        worker.parts.on_transfer(lambda _: worker.stop_asked(key, asked))
-        return prefill_pb.StopWritesReply()
+        if worker.parts.life.stopping:  # its end says more than an answer would
+            return prefill_pb.StopWritesReply()
+        num_bytes = await asyncio.wrap_future(worker.parts.ask_transfer(lambda _: worker.stop_asked(key, asked)))
+        return prefill_pb.StopWritesReply(sender_incarnation=worker.parts.incarnation, num_bytes_left=num_bytes)

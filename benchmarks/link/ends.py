@@ -27,6 +27,7 @@ from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent, WriteCompleted, WriteFailed
 from kvtransfer.transports.registry import create_transport
 from prefill_worker.events import HandoffStats
+from prefill_worker.links import LinkFigures
 from prefill_worker.sender_driver import SealedPages, SenderDriver
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TransportError
@@ -319,6 +320,9 @@ class SendingEnd(End):
         """All are."""
         computed_s = self.clock.now()
         self.ask(lambda _: self.driver.computed(key, (), computed_s))
+
+    def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
+        """The driver has learnt of the link; whoever measures it here does so by himself."""
 
     def answered(self, answered: Answered) -> None:
         """What the receiver said of a commit."""

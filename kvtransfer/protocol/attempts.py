@@ -25,13 +25,14 @@ class SenderLimits:
 
     Attributes:
         lease_margin_s: nothing is posted this close to the end of the lease.
-        write_timeout_s: a batch may take this long; a stopped receiver shows as "in progress" for ever.
+        write_timeout_s: a write may take this long from when its turn on the wire has come, besides the time that its
+            bytes need; a stopped receiver shows as "in progress" for ever.
         resend_s: between repeated commits while no answer comes.
         answer_timeout_s: how long the first commit may go unanswered.
         grace_s: how long the writes of an attempt that failed may go on without being the worker's concern.
         quarantine_cap_pages: more pages than this under such writes for longer, and the worker must be replaced.
         batch_bytes: one write carries at most this much, so that its receiver reads it while the next is under way.
-        last_batch_bytes: and at least this much, if there is so much.
+        last_batch_bytes: and at least this much, if there is so much and the link has room.
     """
 
     lease_margin_s: float = 0.5
@@ -113,27 +114,45 @@ def _runs_where(layer: int, first_index: int, row: Sequence[int | None], *, is_n
         index += num
 
 
-def cut_batches(runs: Iterable[ExtentRun], most: int, least: int) -> Iterator[tuple[ExtentRun, ...]]:
-    """Cut what is to be written into batches of half of what is left: at most `most` extents, and at least `least`.
+class UnpostedExtents:
+    """What is sealed and not posted yet, in order.
 
-    So few batches carry nearly all, and little is left for the receiver to read when the last one has arrived.
+    Attributes:
+        num_extents: how many are left.
     """
-    todo = deque(runs)
-    left = sum(run.num_pages for run in todo)
-    while left:
+
+    def __init__(self, runs: Iterable[ExtentRun] = ()) -> None:
+        self._runs: deque[ExtentRun] = deque()
+        self.num_extents = 0
+        self.add(runs)
+
+    def add(self, runs: Iterable[ExtentRun]) -> None:
+        for run in runs:
+            self._runs.append(run)
+            self.num_extents += run.num_pages
+
+    def cut(self, most: int, least: int) -> tuple[ExtentRun, ...]:
+        """Take out the next batch: half of what is left, at most `most` extents, and at least `least` as far as `most`
+        allows. So few batches carry nearly all, and little is left for the receiver to read when the last one has
+        arrived."""
+        left = self.num_extents
         room = min(left, most, max(least, left // 2))
         if left - room < least:  # such a rest is not worth a batch
             room = min(left, most)
-        left -= room
+        self.num_extents -= room
         batch = []
         while room:
-            run = todo.popleft()
+            run = self._runs.popleft()
             num = min(run.num_pages, room)
             batch.append(run._replace(num_pages=num))
             if num < run.num_pages:
-                todo.appendleft(ExtentRun(run.layer, run.first_index + num, run.num_pages - num))
+                self._runs.appendleft(ExtentRun(run.layer, run.first_index + num, run.num_pages - num))
             room -= num
-        yield tuple(batch)
+        return tuple(batch)
+
+    def clear(self) -> None:
+        self._runs.clear()
+        self.num_extents = 0
 
 
 @dataclass(slots=True)
@@ -142,7 +161,7 @@ class Batch:
 
     runs: tuple[ExtentRun, ...]  # by index in the prompt
     pages: frozenset[int]
-    since_s: float  # issued, or posted when that is known
+    num_bytes: int
 
 
 class WrittenExtents:

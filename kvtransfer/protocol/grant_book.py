@@ -172,7 +172,7 @@ class GrantBook:
     def _kill_if_silent(self, record: GrantRecord, now_s: float) -> None:
         assert record.sender is not None
         # Beyond lease *and* grace: a writer that drains after a cancel may take as long as its lease allowed.
-        silent_from_s = max(record.since_s, record.lease_ends_s)
+        silent_from_s = max(record.lease_ends_s, record.drains_until_s(self.limits))
         if now_s < silent_from_s + self.limits.grace_s:
             return
         asked_s = self._kill_asked_s.get(record.sender)
@@ -191,7 +191,8 @@ class GrantBook:
         self._replacement_asked = over
 
     def _num_staying(self, now_s: float) -> int:
-        """Pages whose writer has had the grace time to confirm, and has not."""
+        """Pages whose writer has had the grace time to confirm or to drain further, and has not."""
         before_s = now_s - self.limits.grace_s
-        quarantined = (r for r in self._live.values() if r.state is GrantState.QUARANTINED and r.since_s <= before_s)
-        return sum(len(record.unverified_pages) for record in quarantined)
+        quarantined = (r for r in self._live.values() if r.state is GrantState.QUARANTINED)
+        staying = (r for r in quarantined if r.drains_until_s(self.limits) <= before_s)
+        return sum(len(record.unverified_pages) for record in staying)

@@ -31,7 +31,9 @@ class ReceiverLimits:
 
     Attributes:
         lease_s: how long a grant lives without a renewal or a commit.
-        grace_s: how long after that a writer may stay silent before it is killed; also between repeated kills.
+        grace_s: how long after that a writer may stay silent before it is killed; also between repeated kills. One
+            that says that fewer of its bytes are under way than before is not silent: it gets `lease_s` more.
+        longest_drain_s: a writer is waited for no longer than this after its grant has ended, and `grace_s`.
         ask_again_s: between repeated requests to stop.
         remember_s: how long the answer to an ended attempt is kept for repeated messages.
         quarantine_cap_pages: more pages than this in quarantine for longer than `grace_s`, and the worker must be
@@ -41,6 +43,7 @@ class ReceiverLimits:
     lease_s: float = 30.0
     grace_s: float = 15.0
     ask_again_s: float = 1.0
+    longest_drain_s: float = 60.0
     remember_s: float = 60.0
     quarantine_cap_pages: int = 1024
 
@@ -54,6 +57,10 @@ class GrantRecord:
     sender: str | None = None  # incarnation that may write. Invariant: set from OPEN on
     lease_ends_s: float = 0.0
     asked_s: float = 0.0  # when the writer was last asked to stop
+    # What the writer said last of its bytes that are still under way, and when that became less.
+    # Invariant: set in QUARANTINED only.
+    left_bytes: int | None = None
+    drained_s: float = 0.0
     reason: RefusalReason | None = None  # Invariant: set exactly in ABANDONED, QUARANTINED and REFUSED
     commit: Commit | None = None  # Invariant: set exactly in VERIFYING and ABANDONED
     # Digests by layer of the pages that parts have verified, by index in the grant. Invariant: grows in OPEN only.
@@ -64,6 +71,12 @@ class GrantRecord:
     def held(self) -> Grant:
         assert self.grant is not None, f"{self.key} has no grant in {self.state.value}"
         return self.grant
+
+    def drains_until_s(self, limits: ReceiverLimits) -> float:
+        """In QUARANTINED: until when the writer has time to drain further, since it did so last."""
+        if self.left_bytes is None:
+            return self.since_s
+        return min(self.drained_s + limits.lease_s, self.since_s + limits.longest_drain_s)
 
     @property
     def verified_pages(self) -> tuple[tuple[int, int], ...]:

@@ -90,6 +90,9 @@ class ReceiverHandoffs(GrantBook):
                 return self._find_written(event)
             case ev.PartVerified():
                 return self._by_grant.get(event.grant_id)  # `None`: the grant ended long ago
+            case ev.WriterDraining():
+                asked = self._by_grant.get(event.grant_id)
+                return asked if asked is not None and asked.sender == event.sender else None
             case ev.ReservationDenied():
                 return self._records.get(event.key)  # `None`: cancelled, refused and forgotten meanwhile
             case ev.DigestsVerified():
@@ -275,6 +278,11 @@ class ReceiverHandoffs(GrantBook):
         reason = record.reason or (RefusalReason.WRITER_EXITED if exited else RefusalReason.WRITER_STOPPED)
         self._end(record, reason, now_s)
 
+    def _still_draining(self, record: GrantRecord, event: ev.WriterDraining, now_s: float, _: RefusalReason) -> None:
+        """As long as it gets further it is waited for. That nothing is left is a fence only as its own call."""
+        if event.num_bytes > 0 and (record.left_bytes is None or event.num_bytes < record.left_bytes):
+            record.left_bytes, record.drained_s = event.num_bytes, now_s
+
     def _ignore(self, record: GrantRecord, event: Any, now_s: float, reason: RefusalReason) -> None:
         """A late or repeated message that changes nothing."""
 
@@ -314,6 +322,7 @@ def _table() -> dict[tuple[GrantState, type], _Handler]:
             R._ignore: (A, Q, D, F),
         },
         ev.WriterConfirmedIdle: {R._writer_stopped: (G, O, Q), R._ignore: (V, A, D, F)},
+        ev.WriterDraining: {R._still_draining: (Q,), R._ignore: (G, O, V, A, D, F)},
         ev.WriterExited: {R._writer_stopped: (O, Q), R._ignore: (V, A, D, F)},
     }  # fmt: skip
     return {(s, event): handler for event, cells in rows.items() for handler, states in cells.items() for s in states}

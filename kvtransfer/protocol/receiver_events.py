@@ -104,6 +104,15 @@ class WriterConfirmedIdle(ReceiverEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class WriterDraining(ReceiverEvent):
+    """The writer answers that it has stopped, and that so many bytes of the grant are still under way. No fence."""
+
+    grant_id: str
+    sender: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriterExited(ReceiverEvent):
     """A fence for all its grants: the writer's process has ended, seen on its own host."""
 
@@ -281,7 +290,7 @@ class AskWriterToStop(ReceiverInstruction):
 
 @dataclass(frozen=True, slots=True)
 class KillWriter(ReceiverInstruction):
-    """The writer stayed silent beyond lease and grace: have it killed on its node.
+    """The writer stayed silent beyond lease and grace, or drains no further: have it killed on its node.
 
     Answer with `WriterExited` when it is gone, also when it was gone long before: its attach may have been late.
     """

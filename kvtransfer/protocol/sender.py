@@ -5,11 +5,12 @@
        └───────failed────────┼─────failed, nothing outstanding──┴────────────> DONE
                              └─────failed────> DRAINING ──all settled────────> DONE
 
-It may compute before the grant, never post. A batch counts as outstanding from the instruction to post it until the
-transport has settled it. Whole pages that are written while others are still computed are told to the receiver as
-parts, so that it has them should this attempt fail. Source pages are released on the acknowledgement or, after a
-failure, when no outstanding write can still read them. An attempt that ends without an acknowledgement confirms to the
-receiver that nothing is outstanding: that is the fence for the pages over there.
+It may compute before the grant, never post. What is sealed is posted batch by batch, as its turn on the link to the
+receiver comes (`kvtransfer.protocol.link`), so a failure finds little under way. A batch counts as outstanding from the
+instruction to post it until the transport has settled it. Whole pages that are written while others are still computed
+are told to the receiver as parts, so that it has them should this attempt fail. Source pages are released on the
+acknowledgement or, after a failure, when no outstanding write can still read them. An attempt that ends without an
+acknowledgement confirms to the receiver that nothing is outstanding: that is the fence for the pages over there.
 
 Pure: no I/O, no clock; `handle(event, now_s)` returns instructions. Not thread-safe, but for `may_post`.
 """
@@ -24,7 +25,14 @@ from kvtransfer.extents import PageWrite
 from kvtransfer.layout import LayoutId, differences
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.arrivals import ExtentRun
-from kvtransfer.protocol.attempts import Batch, SealedExtents, SenderLimits, SenderState, WrittenExtents, cut_batches
+from kvtransfer.protocol.attempts import (
+    Batch,
+    SealedExtents,
+    SenderLimits,
+    SenderState,
+    UnpostedExtents,
+    WrittenExtents,
+)
 from kvtransfer.protocol.capability import is_capability_of
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
 from tandem.core.errors import IllegalTransitionError
@@ -61,7 +69,7 @@ class SenderHandoff:
         self._sealed = SealedExtents(layout.num_layers, num_pages)
         # Invariant: sealed extents of the grant are in exactly one of _unposted, one batch of _outstanding, _written;
         # after a failed write, or an end, in any or none.
-        self._unposted: list[ExtentRun] = []
+        self._unposted = UnpostedExtents()
         self._outstanding: dict[int, Batch] = {}
         self._written = WrittenExtents(layout.num_layers, num_pages)
         self._parted = 0  # pages of the prompt before this one were told as parts, or are not of the grant
@@ -91,11 +99,21 @@ class SenderHandoff:
         """Local pages that it keeps; in DRAINING those that outstanding writes may still read."""
         return len(self._held)
 
+    @property
+    def wants_room(self) -> bool:
+        """Whether it has something to post: `RoomGiven` is for those who do."""
+        return self.state is SenderState.SENDING and self._unposted.num_extents > 0
+
+    def num_bytes_draining(self, grant_id: str) -> int:
+        """Bytes of this grant that may still arrive, though the attempt has failed."""
+        if self.state is not SenderState.DRAINING or self.grant is None or self.grant.grant_id != grant_id:
+            return 0
+        return sum(batch.num_bytes for batch in self._outstanding.values())
+
     def next_deadline_s(self) -> float | None:
         """When the next `Tick` is due; `None` while time alone changes nothing."""
         if self.state is SenderState.SENDING:
-            timeouts = [b.since_s + self.limits.write_timeout_s for b in self._outstanding.values()]
-            return min([self._lease_ends_s - self.limits.lease_margin_s, *timeouts])
+            return self._lease_ends_s - self.limits.lease_margin_s
         if self.state is SenderState.COMMITTED:
             return min(self._sent_s + self.limits.resend_s, self._committed_s + self.limits.answer_timeout_s)
         return None
@@ -140,16 +158,14 @@ class SenderHandoff:
             self._give_up(FailureReason.GRANT_MISMATCH, f"receiver's layout differs in {', '.join(names)}")
         elif num_granted != self.num_pages:
             self._give_up(FailureReason.GRANT_MISMATCH, f"pages for {num_granted} of {self.num_pages} pages")
-        else:
-            self._unposted = self._sealed.from_page(grant.first_page)
-            self._post(now_s)
+        elif self._has_lease(now_s):
+            self._unposted.add(self._sealed.from_page(grant.first_page))
             self._commit_when_written(now_s)
 
     def _seal(self, event: ev.PagesSealed, now_s: float) -> None:
         fresh = self._take_sealed(event)
-        if self.grant is not None:
-            self._unposted += _from_page(fresh, self.grant.first_page)
-            self._post(now_s)
+        if self.grant is not None and self._has_lease(now_s):
+            self._unposted.add(_from_page(fresh, self.grant.first_page))
 
     def _take_sealed(self, event: ev.PagesSealed) -> list[ExtentRun]:
         try:
@@ -163,39 +179,37 @@ class SenderHandoff:
         if self._take_sealed(event):
             raise self._illegal("pages were sealed after everything was written")
 
-    def _post(self, now_s: float) -> None:
-        """Instruct to post all that is sealed and not posted, in batches."""
+    def _has_lease(self, now_s: float) -> bool:
+        """Whether the grant holds; else it is given up."""
         if not self.may_post(now_s):
             self._give_up(FailureReason.LEASE_LOST, "the lease ran out")
+            return False
+        return True
+
+    def _take_room(self, event: ev.RoomGiven, now_s: float) -> None:
+        """Post one batch, of an extent at least."""
+        if self.grant is None or not self._unposted.num_extents or not self._has_lease(now_s):
             return
-        if not self._unposted or self.grant is None:
-            return
-        unposted, self._unposted = self._unposted, []
         most, least = (
             max(1, num_bytes // self.layout.extent_bytes)
-            for num_bytes in (self.limits.batch_bytes, self.limits.last_batch_bytes)
+            for num_bytes in (min(event.num_bytes, self.limits.batch_bytes), self.limits.last_batch_bytes)
         )
-        for runs in cut_batches(unposted, most, least):
-            self._post_batch(self.grant, runs, now_s)
+        self._post_batch(self.grant, self._unposted.cut(most, least))
 
-    def _post_batch(self, grant: Grant, runs: tuple[ExtentRun, ...], now_s: float) -> None:
+    def _post_batch(self, grant: Grant, runs: tuple[ExtentRun, ...]) -> None:
         first_page, writes = grant.first_page, list[PageWrite]()
         for layer, first, num in runs:
             local = self._sealed.local_pages(first, num)
             writes += map(PageWrite, repeat(layer), local, grant.pages[first - first_page :])
         write_id = self._next_write_id
         self._next_write_id += 1
-        self._outstanding[write_id] = Batch(runs, frozenset(w.local_page for w in writes), now_s)
-        self.num_bytes_posted += len(writes) * self.layout.extent_bytes
+        num_bytes = len(writes) * self.layout.extent_bytes
+        self._outstanding[write_id] = Batch(runs, frozenset(w.local_page for w in writes), num_bytes)
+        self.num_bytes_posted += num_bytes
         in_grant = tuple(ExtentRun(layer, first - first_page, num) for layer, first, num in runs)
-        self._out.append(ev.PostWrites(write_id, grant, tuple(writes), in_grant))
+        self._out.append(ev.PostWrites(write_id, grant, tuple(writes), in_grant, num_bytes))
 
     # ---- what became of a batch
-
-    def _posted(self, event: ev.WritePosted, now_s: float) -> None:
-        self._require_issued(event.write_id)
-        if event.write_id in self._outstanding:
-            self._outstanding[event.write_id].since_s = now_s
 
     def _completed(self, event: ev.WriteCompleted, now_s: float) -> None:
         self._require_issued(event.write_id)
@@ -211,6 +225,9 @@ class SenderHandoff:
             self._outstanding.pop(event.write_id, None)
         reason = FailureReason.LINK_BROKEN if event.is_link_broken else FailureReason.WRITE_FAILED
         self._give_up(reason, event.error)
+
+    def _overdue(self, event: ev.WriteOverdue, _: float) -> None:
+        self._give_up(FailureReason.WRITE_TIMEOUT, event.detail)
 
     def _settled_late(self, event: ev.WriteCompleted | ev.WriteFailed, _: float) -> None:
         self._require_issued(event.write_id)
@@ -266,7 +283,7 @@ class SenderHandoff:
     def _commit_when_written(self, now_s: float) -> None:
         if self.state is not SenderState.SENDING or self._all_computed is None:
             return
-        if self._unposted or self._outstanding:
+        if self._unposted.num_extents or self._outstanding:
             return
         grant = self.grant
         assert grant is not None
@@ -308,6 +325,7 @@ class SenderHandoff:
         retryable = refusal.retryable if refusal is not None else reason.retryable
         self._out.append(ev.Fail(self.key, reason, retryable, detail, refusal))
         self._move(SenderState.DRAINING)
+        self._unposted.clear()
         busy = self._busy_pages()
         if busy:
             self._out.append(ev.QuarantinePages(self.key, tuple(sorted(busy))))
@@ -380,11 +398,7 @@ class SenderHandoff:
             self._lease_ends_s = max(self._lease_ends_s, event.lease_ends_s)
 
     def _pass_time_sending(self, _: ev.Tick, now_s: float) -> None:
-        late = [n for n, b in self._outstanding.items() if now_s >= b.since_s + self.limits.write_timeout_s]
-        if late:
-            self._give_up(FailureReason.WRITE_TIMEOUT, f"{len(late)} writes took over {self.limits.write_timeout_s} s")
-        elif not self.may_post(now_s):
-            self._give_up(FailureReason.LEASE_LOST, "the lease ran out")
+        self._has_lease(now_s)
 
     def _pass_time_committed(self, _: ev.Tick, now_s: float) -> None:
         if now_s >= self._committed_s + self.limits.answer_timeout_s:
@@ -414,10 +428,11 @@ def _table() -> dict[tuple[SenderState, type], _Handler]:
         ev.GrantAttached: {H._attach: (W,), H._ignore: (S, C), H._attached_too_late: (R, D)},
         ev.LeaseExtended: {H._extend: (S,), H._ignore: (W, C, R, D)},
         ev.PagesSealed: {H._seal: (W, S), H._seal_again: (C,), H._ignore: (R, D)},
-        ev.WritePosted: {H._posted: (S, C, R, D)},
+        ev.RoomGiven: {H._take_room: (S,), H._ignore: (W, C, R, D)},
         ev.WriteCompleted: {H._completed: (S,), H._settled_late: (R,), H._ignore: (C, D)},
         ev.WriteFailed: {H._failed: (S,), H._settled_late: (R,), H._ignore: (C, D)},
         ev.LinkClosed: {H._link_closed: (S, R), H._ignore: (W, C, D)},
+        ev.WriteOverdue: {H._overdue: (S,), H._ignore: (W, C, R, D)},
         ev.AllComputed: {H._computed: (W, S), H._ignore: (C, R, D)},
         ev.AckReceived: {H._acknowledged: (C,), H._acknowledged_out_of_order: (W, S), H._ignore: (R, D)},
         ev.RefusalReceived: {H._refused: (W, S, C), H._ignore: (R, D)},

@@ -53,10 +53,10 @@ class PagesSealed(SenderEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class WritePosted(SenderEvent):
-    """The transport took the batch; its time-out starts."""
+class RoomGiven(SenderEvent):
+    """The turn of this handoff on the link to its receiver has come: one batch of at most `num_bytes` may be posted."""
 
-    write_id: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,13 @@ class WriteFailed(SenderEvent):
 class LinkClosed(SenderEvent):
     """This worker has closed the connection to the receiver, and the receiver knows it: what was outstanding on it is
     settled here. The receiver counts a confirmation only once nothing can be under way any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOverdue(SenderEvent):
+    """A write has had its time and has not ended, or the link carries nothing."""
+
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +155,14 @@ class PostWrites(SenderInstruction):
 
     Attributes:
         runs: the same extents as the receiver names them, for the write's tag.
+        num_bytes: of all of them.
     """
 
     write_id: int
     grant: Grant
     writes: tuple[PageWrite, ...]
     runs: tuple[ExtentRun, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@ router's queue, its retry budget, and the calls that its control service refused
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,6 +28,7 @@ class RouterGauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_workers()
+        yield self._of_links()
         yield GaugeMetricFamily(
             "tandem_router_waiting_requests",
             "Requests that wait for their prompt's computation",
@@ -48,6 +50,17 @@ class RouterGauges(Collector):
         for (method, role), num in list(self._guard.num_denied.items()):
             denied.add_metric([method, role or "none"], num)
         yield denied
+
+    def _of_links(self) -> Metric:
+        rates = GaugeMetricFamily(
+            "tandem_link_bytes_per_second",
+            "What a link from a prefill to a decode worker has carried; 0: nothing arrives on it",
+            labels=["prefill", "decode"],
+        )
+        for (prefill, decode), link in self._workers.links.items():
+            if link.is_broken or math.isfinite(link.bytes_per_s):
+                rates.add_metric([prefill.worker_id, decode.worker_id], 0.0 if link.is_broken else link.bytes_per_s)
+        return rates
 
     def _of_workers(self) -> list[Metric]:
         labels = ["worker", "role"]

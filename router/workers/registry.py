@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,7 +20,7 @@ from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.core.pages import PageState
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1.common_pb2 import WorkerInfo, WorkerStatus
+from tandem.rpc.v1.common_pb2 import LinkReport, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded
@@ -49,6 +50,8 @@ class WorkerRegistry:
         #: Ways between two workers that are slow or broken; whoever learns of it notes it here. A worker that has left
         #: takes its own along.
         self.links: dict[Pair, Link] = {}
+        # By prefill worker: the pairs of which it said something in its last report.
+        self._reported_links: dict[WorkerKey, frozenset[Pair]] = {}
         self._watchers: set[Mailbox[Event]] = set()
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
@@ -93,6 +96,7 @@ class WorkerRegistry:
         for key in [k for k, s in self._sessions.items() if s.state is SessionState.CLOSED and k not in self._members]:
             del self._sessions[key]
             self._counted.pop(key, None)
+            self._reported_links.pop(key, None)
         for pair in [p for p in self.links if not self._sessions.keys() >= set(p)]:
             del self.links[pair]
 
@@ -200,6 +204,20 @@ class WorkerRegistry:
         for reason, number in status.refused.items():
             if number > before.refused.get(reason, 0):
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
+
+        if status.HasField("links"):
+            self._note_links(session.key, status.links)
+
+    def _note_links(self, prefill: WorkerKey, report: LinkReport) -> None:
+        """Take over what a prefill worker says of its links. Of those that it does not name nothing is known."""
+        links = {
+            (prefill, WorkerKey(link.worker_id, link.incarnation)): Link(link.bytes_per_s or math.inf, link.is_broken)
+            for link in report.links
+        }
+        for pair in self._reported_links.get(prefill, frozenset()) - links.keys():
+            self.links.pop(pair, None)
+        self._reported_links[prefill] = frozenset(links)
+        self.links.update(links)
 
     def event_seen(self, message: Any) -> None:
         """Measure what no request waits for: it may have ended before."""

@@ -176,10 +176,15 @@ class TransportConfig:
         "chooses."
     )
     lease_s: float = _key(
-        10.0, "Seconds of silence after which a peer counts as lost. Raise it where hosts or networks pause for long.",
+        10.0, "Seconds of silence after which a peer counts as lost. A write of pages may take as long once its turn "
+        "on the link has come, besides the time for its bytes. Raise it where hosts or networks pause for long.",
         minimum=0.1,
     )
-    grace_s: float = _key(2.0, "Seconds beyond the lease after which a silent writer is killed.", minimum=0)
+    grace_s: float = _key(
+        2.0, "Seconds beyond the lease after which a silent writer is killed. No more is under way to a peer than its "
+        "link carries in a quarter of this, so that what is cancelled ends in time.",
+        minimum=0,
+    )
     quarantine_cap: float = _key(
         0.25, "Share of a worker's pages that may stay in quarantine for longer than `grace_s`. Above it the worker "
         "drains and is replaced.", minimum=0.01, maximum=1

@@ -60,6 +60,9 @@ class Worker(Protocol):
         A fence for all that it might have written here, and the end of all that was sent to it. It may be unknown here.
         """
 
+    def read_report(self) -> pb.WorkerStatus:
+        """The status, with what is too long for every message; in the event loop."""
+
     def num_held(self) -> int:
         """How many requests the worker holds; on the runner thread."""
 
@@ -216,7 +219,8 @@ class _ControlService(control_pb2_grpc.WorkerControlServicer):
         return self._process.info
 
     async def Status(self, _request: control_pb2.StatusRequest, _: Any) -> pb.WorkerStatus:
-        return self._process.parts.read_status()
+        report: pb.WorkerStatus = self._process.worker.read_report()
+        return report
 
     async def Drain(self, _request: control_pb2.DrainWorkerRequest, _: Any) -> control_pb2.DrainWorkerReply:
         await self._process.life.drain()

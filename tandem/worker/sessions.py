@@ -38,6 +38,7 @@ class SessionHub(Generic[Command, Event, Events]):
         make_events: builds a message of events and a status.
         hello: the first event of every session.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
+        read_report: the same, with what is too long for every message: for hellos and heartbeats.
         heartbeat_s: longest silence towards a router, in seconds.
         interval_s: shortest time between two messages that carry a changed status only, in seconds.
     """
@@ -49,6 +50,7 @@ class SessionHub(Generic[Command, Event, Events]):
         make_events: Callable[[Sequence[Event], pb.WorkerStatus], Events],
         hello: Callable[[], Event],
         read_status: Callable[[], pb.WorkerStatus],
+        read_report: Callable[[], pb.WorkerStatus],
         *,
         heartbeat_s: float,
         interval_s: float,
@@ -58,6 +60,7 @@ class SessionHub(Generic[Command, Event, Events]):
         self._make_events = make_events
         self._hello = hello
         self._read_status = read_status
+        self._read_report = read_report
         self._heartbeat_s = heartbeat_s
         self._interval_s = interval_s
         self._sessions: dict[int, ServedStream[Events]] = {}
@@ -100,7 +103,7 @@ class SessionHub(Generic[Command, Event, Events]):
         session: ServedStream[Events] = ServedStream(self._next, cut_off)
         self._next += 1
         self._sessions[session.number] = session
-        session.put(self._make_events([self._hello()], self._read_status()))
+        session.put(self._make_events([self._hello()], self._read_report()))
         try:
             with session.reading(commands, lambda command: self._handler.command(session.number, command)):
                 async for message in session.messages():
@@ -123,7 +126,7 @@ class SessionHub(Generic[Command, Event, Events]):
                     await self._changed.wait()
             self._changed.clear()
             if self._sessions:
-                message = self._make_events([], self._read_status())
+                message = self._make_events([], self._read_report())
                 for session in list(self._sessions.values()):
                     session.put(message)
             # A busy worker changes at every step; routers need it a few times a second.

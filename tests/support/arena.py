@@ -24,11 +24,16 @@ class Arena:
     def check_target(self, offset: int, num_bytes: int) -> None:
         """Whether a write may still land here."""
 
+    def land(self, descriptor: Descriptor, source: Arena, flip: int) -> None:
+        """Bytes of a write arrive, the first one changed by `flip`."""
+        here, there, num_bytes = descriptor
+        self.data[there : there + num_bytes] = source.data[here : here + num_bytes]
+        self.data[there] ^= flip
+
 
 def move(descriptor: Descriptor, source: Arena, target: Arena, *, flip: int = 0) -> None:
     """Bytes of a write land, the first one changed by `flip`; both sides must still hold their pages for it."""
     here, there, num_bytes = descriptor
     source.check_source(here, num_bytes)
     target.check_target(there, num_bytes)
-    target.data[there : there + num_bytes] = source.data[here : here + num_bytes]
-    target.data[there] ^= flip
+    target.land(descriptor, source, flip)

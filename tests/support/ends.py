@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 from decode_worker.receiver_driver import Answer, ReceiverDriver
 from kvtransfer.extents import ArenaShape, Descriptor
+from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 from kvtransfer.transports.base import Expectation
 from kvtransfer.transports.events import PeerId, TransportEvent
+from prefill_worker.links import LinkFigures
 from prefill_worker.sender_driver import SenderDriver
 from tests.support.arena import Arena
 from tests.support.link import Link
@@ -70,10 +72,11 @@ class End:
 class SenderEnd(End):
     """What a prefill worker sends with."""
 
-    def make_driver(self, limits: SenderLimits) -> None:
+    def make_driver(self, limits: SenderLimits, layout: LayoutId = LAYOUT) -> None:
+        self.links: tuple[LinkFigures, ...] = ()
         self.driver = SenderDriver(
             incarnation=self.incarnation,
-            layout=LAYOUT,
+            layout=layout,
             shape=self.memory.shape,
             read_extent=self.memory.read_extent,
             limits=limits,
@@ -109,6 +112,9 @@ class SenderEnd(End):
 
     # -- what the driver says to decode workers
 
+    def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
+        self.links = links
+
     def commit_part(self, part: CommitPart) -> None:
         decode = self.cluster.decode(part.receiver)
         self.link.send(lambda: decode.hear(self, part), lambda: decode.hear_noise(self))
@@ -135,11 +141,11 @@ class SenderEnd(End):
 class ReceiverEnd(End):
     """What a decode worker receives with."""
 
-    def make_driver(self, limits: ReceiverLimits) -> None:
+    def make_driver(self, limits: ReceiverLimits, layout: LayoutId = LAYOUT) -> None:
         self.expected: dict[str, Expectation] = {}  # by grant
         self.driver = ReceiverDriver(
             self.incarnation,
-            LAYOUT,
+            layout,
             self.memory.shape,
             self.memory.read_extent,
             limits,
@@ -198,7 +204,12 @@ class ReceiverEnd(End):
     def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
         prefill = self.cluster.prefill(sender)
         asked = sev.StopAsked(grant.grant_id, self.incarnation, grant.capability)
-        self.link.send(lambda: prefill.here(lambda: prefill.driver.stop_asked(grant.key, asked)))
+
+        def arrive() -> None:
+            if prefill.is_alive and (left := prefill.driver.stop_asked(grant.key, asked)):
+                self.link.send(lambda: self.here(lambda: self.driver.writer_draining(grant.grant_id, sender, left)))
+
+        self.link.send(arrive)
 
     def kill_writer(self, sender: str) -> None:
         self.cluster.kill(sender)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,9 @@ class LinkSpec:
         late_s: how much later what is late comes.
         post_s: how long a post itself takes, as over shared memory, where it copies.
         call_timeout_s: how long a call waits for its answer.
+        changes: (how long after the world's start, bytes_per_s from then on), in order. While the rate is 0 no message
+            arrives either.
+        jitter_s: at random up to so much on top of each latency.
     """
 
     latency_s: float = 0.0005
@@ -63,6 +67,20 @@ class LinkSpec:
     late_s: float = 0.4
     post_s: float = 0.0
     call_timeout_s: float = 1.0
+    changes: Sequence[tuple[float, float]] = ()
+    jitter_s: float = 0.0
+
+    def ends_s(self, begins_s: float, num_bytes: float) -> float:
+        """When the last of so many bytes has left, which begin at `begins_s` after the start; may be infinite."""
+        rate, now_s = self.bytes_per_s, begins_s
+        for change_s, new_rate in self.changes:
+            if change_s <= now_s:
+                rate = new_rate
+                continue
+            if rate > 0 and now_s + num_bytes / rate <= change_s:
+                break
+            num_bytes, now_s, rate = num_bytes - rate * (change_s - now_s), change_s, new_rate
+        return now_s + num_bytes / rate if rate > 0 else math.inf
 
 
 class Link:
@@ -73,6 +91,8 @@ class Link:
         self.spec = spec
         self.count: Counter[str] = Counter()
         self._rng = random.Random(seed)
+        self._start_s = kernel.now_s
+        self.messages_pass = False  # also while the rate is 0: they go by another way
         self._free_s: dict[str, float] = {}  # by sender: when its last write has left
         self._numbers = itertools.count()
 
@@ -91,7 +111,11 @@ class Link:
 
     def send(self, arrive: Callable[[], object], corrupt: Callable[[], object] = lambda: None) -> None:
         """From one worker to another; `corrupt` is what arrives in place of a message that was changed on its way."""
-        fault, latency_s = self._draw(MESSAGE_FAULTS), self.spec.latency_s
+        fault, latency_s = self._draw(MESSAGE_FAULTS), self._latency_s()
+        if self.spec.changes and not self.messages_pass:
+            latency_s += self._leaves_s(self.kernel.now_s, 0) - self.kernel.now_s
+        if math.isinf(latency_s):
+            return
         self._note(fault)
         match fault:
             case "dropped message":
@@ -125,6 +149,15 @@ class Link:
         self.send(arrive)
         self.kernel.after(self.spec.call_timeout_s, lambda: end(failed))
 
+    def _latency_s(self) -> float:
+        jitter_s = self.spec.jitter_s
+        return self.spec.latency_s + (self._rng.random() * jitter_s if jitter_s else 0.0)
+
+    def _leaves_s(self, begins_s: float, num_bytes: int) -> float:
+        if not self.spec.changes:
+            return begins_s + num_bytes / self.spec.bytes_per_s
+        return self._start_s + self.spec.ends_s(begins_s - self._start_s, num_bytes)
+
     # -- writes
 
     def post(
@@ -148,12 +181,13 @@ class Link:
                 return
             self.kernel.clock.advance(self.spec.post_s)
             begins_s = max(self.kernel.now_s, self._free_s.get(source.incarnation, 0.0))
-            self._free_s[source.incarnation] = ends_s = begins_s + num_bytes / self.spec.bytes_per_s
+            self._free_s[source.incarnation] = ends_s = self._leaves_s(begins_s, num_bytes)
             write = _Write(self, source, target, tuple(descriptors), handle)
             fault = self.spec.faults_of_writes.get(number) or self._draw(WRITE_FAULTS)
             self._note(fault)
             late_s = self.spec.late_s if fault == "late write" else 0.0
-            self.kernel.at(ends_s + self.spec.latency_s + late_s, lambda: write.arrive(fault))
+            if not math.isinf(ends_s):
+                self.kernel.at(ends_s + self._latency_s() + late_s, lambda: write.arrive(fault))
             source.driver.on_transport(WritePosted(handle))
 
         self.kernel.after(0.0, post)

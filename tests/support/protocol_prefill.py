@@ -14,6 +14,8 @@ from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
 from kvtransfer.protocol.arrivals import ExtentRun
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
+from kvtransfer.protocol.link import Link
+from kvtransfer.protocol.link_window import LinkLimits
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
 from router.request.request import TokenGiven
@@ -27,6 +29,16 @@ POOL_PAGES = 7
 PROMPT_PAGES = 3
 NUM_LAYERS = LAYOUT.num_layers
 SENDER_LIMITS = SenderLimits(lease_margin_s=1, write_timeout_s=3, resend_s=1, answer_timeout_s=4)
+# A window of a few extents: writes wait for each other.
+_EXTENT = LAYOUT.extent_bytes
+LINK_LIMITS = LinkLimits(
+    batch_bytes=8 * _EXTENT,
+    first_bytes=8 * _EXTENT,
+    least_bytes=4 * _EXTENT,
+    drain_s=0.5,
+    write_timeout_s=3,
+    slowest_bytes_per_s=1e9,
+)
 CHUNKS = (((0, 3),), ((0, 1), (1, 3)), ((0, 2), (2, 3)), ((0, 1), (1, 2), (2, 3)))
 
 Bytes = tuple[AttemptKey, int, int] | str  # what an extent holds: (attempt, layer, index in the prompt), or garbage
@@ -78,6 +90,7 @@ class Prefill:
         self.prompts: dict[AttemptKey, Prompt] = {}
         self.seen: set[AttemptKey] = set()
         self.writes: list[Write] = []
+        self.links: dict[str, Link] = {}  # by receiver
         self.is_alive = True
         self.is_stopped = False
 
@@ -125,11 +138,21 @@ class Prefill:
                 self.pool.release(prompt.pages)
 
     def happened(self, key: AttemptKey, event: tx.SenderEvent) -> None:
+        self.feed(key, event)
+        if self.is_alive:
+            for link in list(self.links.values()):
+                while (turn := link.next_turn()) is not None:
+                    self.feed(turn[0], tx.RoomGiven(turn[1]))
+
+    def feed(self, key: AttemptKey, event: tx.SenderEvent) -> None:
         handoff = self.handoffs.get(key)
         if handoff is None or not self.is_alive:
             return
         for told in handoff.handle(event, self.world.now_s):
             self.obey(key, told)
+        if handoff.grant is not None:
+            link = self.links.setdefault(handoff.grant.receiver, Link(LINK_LIMITS))
+            (link.want if handoff.wants_room else link.leave)(key)
         if handoff.state is SenderState.DONE and self.handoffs.pop(key, None) is not None:
             self.close(self.prompts.pop(key))
 
@@ -143,8 +166,9 @@ class Prefill:
     def obey(self, key: AttemptKey, told: tx.SenderInstruction) -> None:
         world = self.world
         match told:
-            case tx.PostWrites(write_id, grant, writes, runs):
+            case tx.PostWrites(write_id, grant, writes, runs, num_bytes):
                 local = frozenset(w.local_page for w in writes)
+                self.links[grant.receiver].post(key, write_id, num_bytes, world.now_s)
                 self.writes.append(Write(self, key, write_id, grant, runs, list(writes), local))
             case tx.SendCommitPart(part):
                 world.tell_receiver("part", part.receiver, rx.PartReceived(part))
@@ -182,10 +206,15 @@ class Prefill:
             self.confirm_idle(grant.receiver, grant.grant_id, grant.capability)
 
     def stop_asked(self, grant: Grant) -> None:
-        if grant.key in self.handoffs:
-            self.happened(grant.key, tx.StopAsked(grant.grant_id, grant.receiver, grant.capability))
-        else:
+        handoff = self.handoffs.get(grant.key)
+        if handoff is None:
             self.confirm_idle(grant.receiver, grant.grant_id, grant.capability)
+            return
+        self.happened(grant.key, tx.StopAsked(grant.grant_id, grant.receiver, grant.capability))
+        if num_bytes := handoff.num_bytes_draining(grant.grant_id):
+            decode = self.world.decode_of(grant.receiver)
+            draining = rx.WriterDraining(grant.grant_id, self.name, num_bytes)
+            self.world.say("draining", decode, lambda: decode.happened(draining))
 
     def confirm_idle(self, receiver: str, grant_id: str, capability: bytes) -> None:
         self.world.tell_receiver("idle", receiver, rx.WriterConfirmedIdle(grant_id, self.name, capability))
@@ -193,6 +222,10 @@ class Prefill:
     def pass_time(self) -> None:
         if self.is_stopped:
             return
+        for link in self.links.values():
+            overdue = link.find_overdue(self.world.now_s)
+            for key in overdue.keys if overdue is not None else ():
+                self.feed(key, tx.WriteOverdue(overdue.detail))
         for key in list(self.handoffs):
             self.happened(key, tx.Tick())
             handoff = self.handoffs.get(key)
@@ -213,13 +246,21 @@ class Prefill:
             record = decode.machine.record(write.key) if decode.is_alive else None
             assert record is None or self.world.now_s < record.lease_ends_s, f"{write.key} posts after its lease"
             write.posted = True
-            self.happened(write.key, tx.WritePosted(write.write_id))
         else:
             self.settle(write, tx.WriteFailed(write.write_id, "its grant no longer holds", settled=True))
 
     def settle(self, write: Write, event: tx.SenderEvent) -> None:
         """No byte of it moves any more."""
         self.writes.remove(write)
+        self.hear_end(write, event)
+
+    def hear_end(self, write: Write, event: tx.SenderEvent) -> None:
+        """Its transport tells of it."""
+        link, now_s = self.links[write.grant.receiver], self.world.now_s
+        if isinstance(event, tx.WriteCompleted):
+            link.complete(write.key, write.write_id, now_s)
+        else:
+            link.fail(write.key, write.write_id)
         self.happened(write.key, event)
 
     def land(self, write: Write, *, garbage: bool = False, again: bool = False) -> None:

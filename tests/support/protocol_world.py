@@ -243,7 +243,7 @@ class World:
                 prefill.land(write)
         elif not self.decode_of(write.grant.receiver).is_alive:
             write.lost = True
-            prefill.happened(write.key, tx.WriteFailed(write.write_id, "the peer is gone", settled=False))
+            prefill.hear_end(write, tx.WriteFailed(write.write_id, "the peer is gone", settled=False))
         else:
             prefill.settle(write, tx.WriteCompleted(write.write_id))
 
@@ -267,7 +267,7 @@ class World:
             write.lost = True
             self.count["unsettled write" if write.todo else "lost completion"] += 1
             if write.todo:  # its bytes may still land, any time; it is never reported again
-                prefill.happened(write.key, tx.WriteFailed(write.write_id, "injected", settled=False))
+                prefill.hear_end(write, tx.WriteFailed(write.write_id, "injected", settled=False))
 
     # ---- processes
 
@@ -316,6 +316,7 @@ class World:
 
     def receiver_exited(self, prefill: Prefill, name: str) -> None:
         prefill.writes = [w for w in prefill.writes if w.grant.receiver != name]
+        prefill.links.pop(name, None)
         for key in [k for k, h in prefill.handoffs.items() if h.grant is not None and h.grant.receiver == name]:
             prefill.happened(key, tx.ReceiverExited())
 

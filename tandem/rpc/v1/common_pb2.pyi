@@ -378,6 +378,7 @@ class WorkerStatus(_message.Message):
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     PAGE_NETWORK_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
     num_queued: _builtins.int
@@ -403,6 +404,10 @@ class WorkerStatus(_message.Message):
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """since start: refusals of other workers' calls about handoffs, by reason"""
 
+    @_builtins.property
+    def links(self) -> Global___LinkReport:
+        """Of a prefill worker: in hellos, heartbeats and answers to `Status`; absent: as it was reported last."""
+
     def __init__(
         self,
         *,
@@ -418,14 +423,69 @@ class WorkerStatus(_message.Message):
         prompt_tokens_cached: _builtins.int = ...,
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         page_network: _builtins.str = ...,
+        links: Global___LinkReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "links", b"links", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class LinkReport(_message.Message):
+    """Links to decode workers, those used last, at most 64."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]: ...
+    def __init__(
+        self,
+        *,
+        links: _abc.Iterable[Global___LinkStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkReport: _TypeAlias = LinkReport  # noqa: Y015
+
+@_typing.final
+class LinkStatus(_message.Message):
+    """What a prefill worker has learnt of its link to one decode worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    IS_BROKEN_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    bytes_per_s: _builtins.float
+    """what the link carries at least; 0: not known yet"""
+    is_broken: _builtins.bool
+    """the connection is being made anew"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
+        is_broken: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "incarnation", b"incarnation", "is_broken", b"is_broken", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):

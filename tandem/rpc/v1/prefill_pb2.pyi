@@ -443,14 +443,25 @@ Global___StopWritesRequest: _TypeAlias = StopWritesRequest  # noqa: Y015
 
 @_typing.final
 class StopWritesReply(_message.Message):
+    """Writes that are under way cannot be taken back. As long as they become less, decode waits for them. No fence."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_LEFT_FIELD_NUMBER: _builtins.int
+    sender_incarnation: _builtins.str
+    """of whoever answers"""
+    num_bytes_left: _builtins.int
+    """of this grant, still under way; 0: `ConfirmIdle` comes, or has come"""
     def __init__(
         self,
+        *,
+        sender_incarnation: _builtins.str = ...,
+        num_bytes_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes_left", b"num_bytes_left", "sender_incarnation", b"sender_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,6 +100,7 @@ class ReceivingWorker:
             "wrong": lambda: rx.DigestsVerified(grant.grant_id, MISMATCH),
             "cancel": lambda: rx.RequestCancelled(KEY),
             "idle": lambda: rx.WriterConfirmedIdle(grant.grant_id, SENDER, grant.capability),
+            "draining": lambda: rx.WriterDraining(grant.grant_id, SENDER, 100),
             "exit": lambda: rx.WriterExited(SENDER),
         }[name]()
 
@@ -115,12 +116,16 @@ class SendingWorker:
     def __init__(self) -> None:
         self.handoff = SenderHandoff(KEY, SENDER, RECEIVER, LAYOUT, num_pages=3, limits=SENDER_LIMITS)
         self.now_s = 100.0
+        self.room_bytes = 1 << 30
         self.told: list[tx.SenderInstruction] = []
 
     def feed(self, *events: tx.SenderEvent) -> list[tx.SenderInstruction]:
+        """What the last one led to, on a link that always has room."""
         out: list[tx.SenderInstruction] = []
         for event in events:
             out = self.handoff.handle(event, self.now_s)
+            while self.room_bytes and self.handoff.wants_room:
+                out = [*out, *self.handoff.handle(tx.RoomGiven(self.room_bytes), self.now_s)]
             self.told += out
         return out
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from kvtransfer.protocol.arrivals import ArrivedDigests, ExtentRun, WriteTag
-from kvtransfer.protocol.attempts import SealedExtents, WrittenExtents, cut_batches
+from kvtransfer.protocol.attempts import SealedExtents, UnpostedExtents, WrittenExtents
 
 PAGES = (7, 3, 4)
 RUNS = (ExtentRun(0, 0, 3), ExtentRun(1, 1, 2))
@@ -129,7 +129,9 @@ def test_batches_carry_all_in_order_and_the_last_ones_are_small(
     num: int, most: int, least: int, sizes: list[int]
 ) -> None:
     layers = [ExtentRun(layer, 5, min(4, num - 4 * layer)) for layer in range(-(-num // 4))]
-    batches = list(cut_batches(layers, most, least))
+    unposted, batches = UnpostedExtents(layers), list[tuple[ExtentRun, ...]]()
+    while unposted.num_extents:
+        batches.append(unposted.cut(most, least))
     assert [sum(run.num_pages for run in batch) for batch in batches] == sizes
     assert [extent for batch in batches for extent in extents(batch)] == extents(layers)
 

@@ -36,6 +36,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "wrong": ("!", ""),
         "cancel": ("refused", "FreePages"),
         "idle": ("refused", "FreePages"),
+        "draining": ("granted", ""),
         "exit": ("granted", ""),
     },
     "open": {
@@ -53,6 +54,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "wrong": ("!", ""),
         "cancel": ("quarantined", STOP),
         "idle": ("refused", "EndWrites FreePages"),
+        "draining": ("open", ""),
         "exit": ("refused", "EndWrites FreePages"),
     },
     "verifying": {
@@ -70,6 +72,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "wrong": ("refused", f"FreePages {NO}"),
         "cancel": ("abandoned", NO),
         "idle": ("verifying", ""),
+        "draining": ("verifying", ""),
         "exit": ("verifying", ""),
     },
     "abandoned": {
@@ -87,6 +90,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "wrong": ("refused", "FreePages"),
         "cancel": ("abandoned", ""),
         "idle": ("abandoned", ""),
+        "draining": ("abandoned", ""),
         "exit": ("abandoned", ""),
     },
     "quarantined": {
@@ -104,6 +108,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "wrong": ("!", ""),
         "cancel": ("quarantined", ""),
         "idle": ("refused", LIFT),
+        "draining": ("quarantined", ""),
         "exit": ("refused", LIFT),
     },
     "admitted": {
@@ -121,6 +126,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "wrong": ("!", ""),
         "cancel": ("admitted", ""),
         "idle": ("admitted", ""),
+        "draining": ("admitted", ""),
         "exit": ("admitted", ""),
     },
     "refused": {
@@ -138,6 +144,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "wrong": ("!", ""),
         "cancel": ("refused", ""),
         "idle": ("refused", ""),
+        "draining": ("refused", ""),
         "exit": ("refused", ""),
     },
 }
@@ -187,7 +194,7 @@ def test_the_table_and_this_walk_cover_each_other() -> None:
         "attach": ev.GrantGivenOut, "renew": ev.LeaseRenewed, "part": ev.PartReceived,
         "part-right": ev.PartVerified, "commit": ev.CommitReceived,
         "right": ev.DigestsVerified, "cancel": ev.RequestCancelled, "idle": ev.WriterConfirmedIdle,
-        "exit": ev.WriterExited,
+        "draining": ev.WriterDraining, "exit": ev.WriterExited,
     }  # fmt: skip
     for state, row in EXPECTED.items():
         for name, kind in kinds.items():

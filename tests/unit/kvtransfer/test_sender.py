@@ -24,7 +24,8 @@ EVENTS: dict[str, ev.SenderEvent] = {
     "extend": ev.LeaseExtended("decode-0#1/1", LEASE_ENDS_S + 10),
     "seal": ev.PagesSealed(1, 0, LOCAL, (tuple(digest_of(1, i) for i in range(3)),)),
     "reseal": ev.PagesSealed(0, 0, LOCAL, (tuple(digest_of(0, i) for i in range(3)),)),
-    "posted": ev.WritePosted(0),
+    "room": ev.RoomGiven(1 << 20),
+    "overdue": ev.WriteOverdue("a write has not arrived"),
     "written": ev.WriteCompleted(0),
     "failed": ev.WriteFailed(0, "broken", settled=True),
     "failed-open": ev.WriteFailed(0, "broken", settled=False),
@@ -46,7 +47,8 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "extend": ("waiting", ""),
         "seal": ("waiting", ""),
         "reseal": ("waiting", ""),
-        "posted": ("!", ""),
+        "room": ("waiting", ""),
+        "overdue": ("waiting", ""),
         "written": ("!", ""),
         "failed": ("!", ""),
         "failed-open": ("!", ""),
@@ -64,7 +66,8 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "extend": ("sending", ""),
         "seal": ("sending", "PostWrites"),
         "reseal": ("sending", ""),
-        "posted": ("sending", ""),
+        "room": ("sending", ""),
+        "overdue": ("draining", HOLD),
         "written": ("sending", ""),
         "failed": ("done", f"Fail {END}"),
         "failed-open": ("draining", HOLD),
@@ -82,7 +85,8 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "extend": ("committed", ""),
         "seal": ("committed", ""),
         "reseal": ("committed", ""),
-        "posted": ("committed", ""),
+        "room": ("committed", ""),
+        "overdue": ("committed", ""),
         "written": ("committed", ""),
         "failed": ("committed", ""),
         "failed-open": ("committed", ""),
@@ -100,7 +104,8 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "extend": ("draining", ""),
         "seal": ("draining", ""),
         "reseal": ("draining", ""),
-        "posted": ("draining", ""),
+        "room": ("draining", ""),
+        "overdue": ("draining", ""),
         "written": ("done", END),
         "failed": ("done", END),
         "failed-open": ("draining", ""),
@@ -118,7 +123,8 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "extend": ("done", ""),
         "seal": ("done", ""),
         "reseal": ("done", ""),
-        "posted": ("done", ""),
+        "room": ("done", ""),
+        "overdue": ("done", ""),
         "written": ("done", ""),
         "failed": ("done", ""),
         "failed-open": ("done", ""),
@@ -327,10 +333,7 @@ def test_pages_under_an_outstanding_write_stay_until_it_is_settled() -> None:
 
 def test_a_write_that_never_ends_is_given_up_but_its_pages_are_not() -> None:
     worker = SendingWorker().reach("sending")
-    worker.feed(ev.WritePosted(0))
-    assert worker.handoff.next_deadline_s() == worker.now_s + LIMITS.write_timeout_s
-    worker.now_s += LIMITS.write_timeout_s
-    out = worker.feed(ev.Tick())
+    out = worker.feed(EVENTS["overdue"])
     assert isinstance(out[0], ev.Fail)
     assert out[0].reason is FailureReason.WRITE_TIMEOUT
     assert worker.handoff.num_held_pages == len(LOCAL)

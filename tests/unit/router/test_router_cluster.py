@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +14,18 @@ import pytest
 
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
+from router.policy.snapshot import Link
 from router.request.events import Event, WorkerLost
 from router.request.mailbox import Mailbox
 from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
+from router.workers.session import WorkerSession
 from tandem.core.clock import VirtualClock
 from tandem.core.identity import WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
-from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, LinkReport, LinkStatus, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership, RouterStatusRequest, SuspectedWriter
 from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged
@@ -128,6 +131,36 @@ def test_what_a_handoff_took_is_measured() -> None:
     sums = {"handoff": 0.5, "exposed_transfer": 0.25, "prefill_compute": 2.0, "admission": 0.125}
     for name, seconds in sums.items():
         assert f"tandem_{name}_seconds_sum {seconds}\n".encode() in metrics.exposition()
+
+
+def test_what_prefill_workers_say_of_their_links_is_in_the_snapshot_and_the_metrics() -> None:
+    metrics, clock = RouterMetrics(), VirtualClock()
+    registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
+    metrics.registry.register(RouterGauges(registry, Admission(1, clock), RetryBudget(0.0, 1, clock), RoleGuard()))
+    prefill = WorkerKey("prefill-0", "1")
+    sessions = [
+        WorkerSession(member, lease_s=1.0, observer=registry)
+        for member in (membership(1, "").members[0], Member(worker_id="prefill-1", incarnation="1", role=ROLE_PREFILL))
+    ]
+
+    def say(number: int, *links: LinkStatus) -> None:
+        registry.status_reported(sessions[number], WorkerStatus(links=LinkReport(links=links)))
+
+    slow = LinkStatus(worker_id="decode-0", incarnation="1", bytes_per_s=2e6)
+    broken = LinkStatus(worker_id="decode-1", incarnation="1", is_broken=True)
+    say(0, slow, broken)
+    say(1, slow)
+    registry.status_reported(sessions[0], WorkerStatus(num_running=1))  # says nothing of links: nothing has changed
+    decodes = [WorkerKey("decode-0", "1"), WorkerKey("decode-1", "1")]
+    assert registry.snapshot().links == {
+        (prefill, decodes[0]): Link(2e6),
+        (prefill, decodes[1]): Link(math.inf, is_broken=True),
+        (WorkerKey("prefill-1", "1"), decodes[0]): Link(2e6),
+    }
+    assert b'tandem_link_bytes_per_second{decode="decode-0",prefill="prefill-0"} 2e+06' in metrics.exposition()
+    assert b'tandem_link_bytes_per_second{decode="decode-1",prefill="prefill-0"} 0.0' in metrics.exposition()
+    say(0, slow)
+    assert (prefill, decodes[1]) not in registry.snapshot().links
 
 
 async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(

@@ -71,6 +71,13 @@ class Stream:
                 await self._changed.wait()
         return found
 
+    async def messages(self, num: int) -> None:
+        """Until so many have come."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.heard) < num:
+                self._changed.clear()
+                await self._changed.wait()
+
     async def ended(self) -> None:
         with suppress(asyncio.CancelledError):
             await asyncio.wait_for(self.task, WAIT_S)
@@ -87,6 +94,7 @@ def make_hub(handler: Handler, *, heartbeat_s: float = 60.0, interval_s: float =
         make,
         lambda: "hello",
         lambda: pb.WorkerStatus(num_running=next(counter)),
+        lambda: pb.WorkerStatus(num_running=next(counter), links=pb.LinkReport()),
         heartbeat_s=heartbeat_s,
         interval_s=interval_s,
     )
@@ -234,3 +242,18 @@ async def test_what_is_queued_when_the_worker_stops_still_goes_out() -> None:
     assert await stream.events(6) == ["hello", "t0", "t1", "t2", "t3", "t4"]
     assert handler.commands == []
     assert handler.ended == [0]
+
+
+async def test_hellos_and_heartbeats_have_the_whole_report_and_events_the_load_only() -> None:
+    hub = make_hub(Handler(), heartbeat_s=0.01)
+    stream = Stream(hub)
+    await stream.events(1)
+    hub.emit({0: ["a"]})
+    await stream.events(2)
+    assert [m.status.HasField("links") for m in stream.heard] == [True, False]
+    beats = asyncio.create_task(hub.beat())
+    await stream.messages(3)
+    beats.cancel()
+    assert stream.heard[2].status.HasField("links")
+    stream.say(None)
+    await stream.ended()

@@ -1,16 +1,21 @@
 """What was seen of faults of hosts and networks: as JSON, and as the table in docs/failure-contract.md.
 
-python -m tests.hosts.report docs/figures/host_faults.json     prints the table
+python -m tests.hosts.report     writes the table anew, from docs/figures/host_faults.json
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections import Counter
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.hosts.environment import ROOT
+
+FIGURES = ROOT / "docs" / "figures" / "host_faults.json"
+PAGE = ROOT / "docs" / "failure-contract.md"
+_BETWEEN = re.compile(r"(<!-- host faults: made by tests.hosts.report -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,17 @@ def table(faults: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for fault in faults:
-        saw = ", ".join(f"{number} × {what}" for what, number in sorted(Counter(fault["saw"]).items()))
+        saw = ", ".join(f"{number} × {what}" for what, number in sorted(fault["saw"].items()))
         times = " | ".join(f"{fault[name]:.1f}" for name in ("recovery_s", "whole_s", "idle_s"))
         lines.append(f"| {fault['fault']} | {saw} | {times} | {fault['replaced']} |")
     return "\n".join(lines)
 
 
+def page() -> str:
+    """The page with the table of the figures."""
+    faults = json.loads(FIGURES.read_text())["faults"]
+    return _BETWEEN.sub(lambda found: f"{found[1]}{table(faults)}\n{found[2]}", PAGE.read_text())
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())["faults"]))
+    PAGE.write_text(page())

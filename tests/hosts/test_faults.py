@@ -1,7 +1,8 @@
-"""The switch's rules say what the faults say."""
+"""The switch's rules say what the faults say, and the failure contract what was seen of them."""
 
 from __future__ import annotations
 
+from tests.hosts import report
 from tests.hosts.faults import Faults
 
 
@@ -14,3 +15,8 @@ def test_faults_survive_being_written() -> None:
     faults.part(3, 2)
     assert Faults.from_json(faults.as_json()) == faults
     assert faults.parted == {(2, 3)}
+
+
+def test_the_failure_contract_has_the_figures_as_they_were_measured() -> None:
+    assert report.page() == report.PAGE.read_text()
+    assert report.table([]).splitlines()[0] in report.PAGE.read_text()

@@ -8,7 +8,7 @@ fd77::11, host 2 is node2, 10.77.0.12, and so on.
 
 As root, and with Debian's packages of `tests.hosts.needs` (it says which are missing). By hand, from the checkout:
 
-    python -m tests.hosts up 3                        hosts 1 to 3, and the desk: where `ray up` is called
+    python -m tests.hosts up 3                        hosts 1 to 3, and the desk: where `tandem up` is called
     python -m tests.hosts exec desk 'make wheel'      as the user `tandem`; there the checkout is at its own path, with
                                                       its environment: what is written there stays in the rack
     python -m tests.hosts exec 1 --user root 'ip a'   on host 1: what `ray up` installs is in ~/tandem/venv, where all

@@ -1,87 +1,69 @@
-"""A cluster on test hosts, brought up from the desk as the README says, and what tests ask of it."""
+"""A cluster on test hosts, brought up from the desk by `tandem up`, and what tests ask of it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-import secrets
-import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
-from tests.hosts.environment import ROOT
-from tests.hosts.host import Host, HostsError
+from tests.hosts.host import DESK, HostsError
 from tests.hosts.hosts import Hosts
 from tests.scenarios.client import Answer, ask
 from tests.support.waiting import nothing, wait_until
 
 HEAD = 1
-SERVE = "tandem serve --address auto --config ~/tandem/tandem.yaml"
 START_S = 900.0
 """All hosts share this machine's cores, and nothing that they compile or import is there yet."""
 
+LOG = ".local/state/tandem/serve-8000.log"
+"""Of `tandem serve` on the head."""
+
 SETTINGS: dict[str, Any] = {
     "model": {"served_names": ["*"]},
-    "http": {"host": "0.0.0.0"},
-    "security": {"certificates": "~/tandem-certs"},
     "cache": {"memory_bytes": 64 << 20},
     "pools": {"prefill": {"threads": 1}, "decode": {"threads": 1}},
 }
 
 
 class HostCluster:
-    """One head, prefill hosts and decode hosts, by `ray up`, with TLS, an API key and Ray's token.
-
-    Attributes:
-        key: the API key.
-    """
+    """One head, prefill hosts and decode hosts, with TLS, an API key and Ray's token."""
 
     def __init__(self, hosts: Hosts, num_prefill: int, num_decode: int, **settings: Any) -> None:
-        self.hosts, self.key = hosts, secrets.token_hex(16)
-        self.desk, self.head = hosts.host(0), hosts.host(HEAD)
+        self.hosts, self.settings = hosts, {**SETTINGS, **settings}
+        self.desk, self.head = hosts.host(DESK), hosts.host(HEAD)
         numbers = range(HEAD + 1, HEAD + 1 + num_prefill + num_decode)
         workers = [hosts.host(number) for number in numbers]
         self.prefill, self.decode = workers[:num_prefill], workers[num_prefill:]
         self.url = f"http://{self.head.address}:8000"
-        self._settings = {**SETTINGS, **settings}
-        for role, its in (("prefill", self.prefill), ("decode", self.decode)):
-            self._settings["pools"][role] = {**self._settings["pools"][role], "workers": len(its)}
-
-    # -- as the README says
 
     def start_hosts(self) -> None:
-        self.hosts.desk()
-        for host in (self.head, *self.prefill, *self.decode):
+        """All of them, and the desk, where the settings lie in the checkout."""
+        for host in (self.desk, self.head, *self.prefill, *self.decode):
             self.hosts.add(host.number)
-
-    def prepare(self) -> None:
-        """What is done once: wheel, token, certificates, and the files that say what is wanted."""
-        self.desk.run("make wheel", timeout_s=300)
-        self.desk.run("ray get-auth-token --generate > /dev/null")
-        self.desk.run("tandem certs ~/tandem-certs")
-        self.write_settings()
-        self.desk.write("cluster.yaml", cluster_file(self.head, self.prefill, self.decode))
-
-    def write_settings(self) -> None:
-        self.desk.write("tandem.yaml", yaml.safe_dump(self._settings))
+        self.desk.write("tandem.yaml", yaml.safe_dump(self.settings))
 
     def up(self) -> None:
-        self.desk.run("ray up -y cluster.yaml", timeout_s=START_S)
-
-    def serve(self) -> None:
-        """Start it on the head, and leave it there; what it says goes to ~/serve.log."""
-        line = f"TANDEM_API_KEYS={self.key} {SERVE} > ~/serve.log 2>&1"
-        self.desk.run(f"ray exec cluster.yaml --tmux {shlex.quote(line)}", timeout_s=START_S)
+        prefill, decode = (",".join(host.name for host in its) for its in (self.prefill, self.decode))
+        self.desk.run(f"tandem hosts --head {self.head.name} --prefill {prefill} --decode {decode} > hosts.yaml")
+        self.desk.run("tandem up hosts.yaml --host 0.0.0.0", timeout_s=START_S)
+        self.wait_ready()
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         """Until every worker that is wanted serves."""
         wait_until(self.ready, "a whole cluster", timeout_s, wanted=lambda seen: seen == self.wanted, every_s=0.5,
                    more=self.said)  # fmt: skip
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The API key that `tandem up` has made."""
+        return self.desk.run("cat ~/tandem-api-keys").stdout.strip()
 
     # -- looking
 
@@ -116,7 +98,7 @@ class HostCluster:
 
     def said(self) -> str:
         """What `tandem serve` has printed last."""
-        return self.head.run("tail -n 40 serve.log", check=False).stdout
+        return self.head.run(f"tail -n 40 {LOG}", check=False).stdout
 
     def held(self) -> dict[str, dict[str, int]]:
         """What workers hold for requests, those that hold something."""
@@ -135,7 +117,7 @@ class HostCluster:
     def save_logs(self, target: Path) -> None:
         """What all hosts have logged, for whoever looks into a failure."""
         for host in self.hosts.running():
-            for path in ("serve.log", "/tmp/ray/session_latest/logs"):
+            for path in (LOG, "/tmp/ray/session_latest/logs"):
                 with contextlib.suppress(HostsError):  # it has none
                     host.fetch(path, target / host.name)
 
@@ -147,8 +129,9 @@ class HostCluster:
 
     def ask(self, prompt: str | list[int], **fields: Any) -> Answer:
         """A streamed completion, asked for on the desk."""
+        fields = {"key": self.key, **fields}
         with self.desk.network():
-            return ask(self.url, prompt, streamed=True, key=self.key, **fields)
+            return ask(self.url, prompt, streamed=True, **fields)
 
     def asking(self, prompt: str | list[int], **fields: Any) -> Asking:
         return Asking(lambda told: self.ask(prompt, on_token=told, **fields))
@@ -180,20 +163,3 @@ class Asking:
             self._answer = call(self.has_begun.set)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._error = error
-
-
-def cluster_file(head: Host, prefill: Sequence[Host], decode: Sequence[Host]) -> str:
-    """deploy/on-premises.yaml for these hosts."""
-    text = (ROOT / "deploy" / "on-premises.yaml").read_text().replace("192.168.1.10", head.address)
-    workers = [*prefill, *decode]
-    listed = "".join(f"    - {host.address}\n" for host in workers)
-    text = re.sub(r"(    - 192\.168\.1\.\d+\n)+", listed, text)
-    for role, its in (("prefill", prefill), ("decode", decode)):
-        cases = "|".join(f'*" {host.address} "*' for host in its)
-        resources = f"""resources='{{"{role}": 1}}'"""
-        text = re.sub(rf"""\*" 192[^)]*\) {resources}""", f"{cases}) {resources}", text)
-    if "RAY_enable_autoscaler_v2" not in text:  # the second one counts the head among the workers
-        text = text.replace("ray start --head", "export RAY_enable_autoscaler_v2=0;\n    ray start --head")
-    text = re.sub(r"(m\w+_workers): 4", rf"\1: {len(workers)}", text)
-    assert "192.168" not in text, text
-    return text

@@ -1,4 +1,4 @@
-"""A head, a prefill host and a decode host, brought up by `ray up`: they serve, and a short partition harms nobody."""
+"""A head, a prefill host and a decode host, brought up by `tandem up`: they serve; a short partition harms nobody."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ def cluster(start_hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPath
     cluster = HostCluster(start_hosts(), 1, 1)
     try:
         cluster.start_hosts()
-        cluster.prepare()
         cluster.up()
-        cluster.serve()
-        cluster.wait_ready()
         yield cluster
     finally:
         cluster.save_logs(tmp_path_factory.getbasetemp() / "logs-of-hosts")
@@ -52,11 +49,7 @@ def test_a_short_partition_of_the_decode_host_costs_no_token(cluster: HostCluste
 
 
 def test_a_stranger_without_the_key_is_refused(cluster: HostCluster) -> None:
-    cluster.key, key = "", cluster.key
-    try:
-        assert cluster.ask("Once", max_tokens=1).status == 401
-    finally:
-        cluster.key = key
+    assert cluster.ask("Once", max_tokens=1, key="").status == 401
 
 
 def test_the_key_is_in_no_log(cluster: HostCluster, tmp_path: Path) -> None:

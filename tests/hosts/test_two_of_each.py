@@ -42,10 +42,7 @@ def cluster(start_hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPath
     cluster = HostCluster(start_hosts(), 2, 2, limits={"retry_budget": 1.0}, **KEEP_NOTHING)
     try:
         cluster.start_hosts()
-        cluster.prepare()
         cluster.up()
-        cluster.serve()
-        cluster.wait_ready()
         yield cluster
     finally:
         cluster.save_logs(tmp_path_factory.getbasetemp() / "logs-of-two-of-each")

@@ -214,6 +214,17 @@ class Rays:
             process.kill()
 
 
+def parent_of(pid: int) -> int:
+    return psutil.Process(pid).ppid()
+
+
+def raylet_of(node: Any) -> int:
+    """Process id of the raylet of a node of Ray's cluster utility: the parent of all that runs there."""
+    from ray._private import ray_constants
+
+    return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
+
+
 def _marked(mark: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT, Load, Serve
+from serving import ROOT, Load, Serve, parent_of, raylet_of
 
 from tandem.cluster.certs import make_certificates
 from tests.support.waiting import nothing, wait_until
@@ -60,18 +60,6 @@ def serve(nodes: dict[str, Any], security: dict[str, str], tmp_path_factory: pyt
         yield serve.wait_ready()
     finally:
         serve.clean_up()
-
-
-def parent_of(pid: int) -> int:
-    import psutil
-
-    return psutil.Process(pid).ppid()
-
-
-def raylet_of(node: Any) -> int:
-    from ray._private import ray_constants
-
-    return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
 
 
 def test_each_role_runs_on_its_own_node_and_requests_are_answered(serve: Serve, nodes: dict[str, Any]) -> None:

@@ -280,6 +280,18 @@ def test_a_newer_attempt_ends_the_older_one() -> None:
     world.assert_empty()
 
 
+def test_the_end_of_one_routers_session_ends_its_own_requests_only() -> None:
+    world = World()
+    world.reserve("ours")
+    other = AttemptSpec(AttemptKey("theirs", 1), 0, (2, 3, 4), SamplingParams(temperature=0, max_tokens=3), 1)
+    world.role.reserve(SESSION + 1, other, 0)
+    assert {key.request_id for key in world.role.ledger.attempts} == {"ours", "theirs"}
+    world.role.session_ended(SESSION + 1)
+    assert {key.request_id for key in world.role.ledger.attempts} == {"ours"}
+    world.role.session_ended(SESSION)
+    world.assert_empty()
+
+
 @pytest.mark.processes
 def test_the_core_needs_no_tensors_no_wire_and_no_process() -> None:
     assert loaded_by("import decode_worker.role, decode_worker.receiver_driver", *HEAVY) == []

@@ -139,6 +139,20 @@ def test_a_start_that_cannot_be_read_changes_nothing_of_an_attempt_that_goes_on(
     assert KEY in world.sending.core.jobs
 
 
+def test_the_end_of_another_routers_session_ends_nothing_of_this_one() -> None:
+    world = World()
+    core, runner = world.sending.core, world.sending.runner
+    world.start()
+    world.kernel.run_until(lambda: world.events)
+    runner.submit(lambda: core.session_ended(SESSION + 1))
+    world.kernel.run_until(lambda: len(world.events) == 2)
+    assert isinstance(world.events[1], TokenSampled)
+    assert KEY in core.jobs
+    runner.submit(lambda: core.session_ended(SESSION))
+    world.kernel.run_until(lambda: KEY not in core.jobs)
+    world.check_rest()
+
+
 def test_a_decode_worker_that_has_exited_is_named_as_such_before_it_has_granted_anything() -> None:
     """Else the router would avoid prefill, which has the pages, and try the dead one again."""
     world = World()

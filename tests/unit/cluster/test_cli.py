@@ -121,7 +121,7 @@ FREE = "a free port"
         (["serve", "--port", FREE, "--model", "/no/such/model"], "there is no directory /no/such/model"),
         (["status"], "no cluster of this user runs on this host; start one with `tandem serve`"),
         (["status", "--port", "8123"], "no cluster of this user runs on port 8123"),
-        (["scale"], "say how many: --prefill N"),
+        (["scale"], "say how many workers"),
         (["scale", "--decode", "2"], "no cluster"),
         (["stop"], "no cluster"),
         (["drain", "decode-0"], "no cluster"),

@@ -39,6 +39,9 @@ from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceStub
 
 _log = logging.getLogger(__name__)
 
+# A worker tells its status a quarter of a lease after the last time, at the latest. One that is later than this, in
+# leases, gets nothing new until it is heard: it may be stopped, or cut off.
+_OVERDUE_LEASES = 0.4
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 
@@ -92,6 +95,7 @@ class WorkerSession:
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._is_retired = False
         self._has_died = False
+        self._is_overdue = False
         self.why_unreached = ""  # as it was last logged, since the stream was last open
         self._task: asyncio.Task[None] | None = None
 
@@ -138,7 +142,7 @@ class WorkerSession:
     def takes_requests(self) -> bool:
         """Whether new requests may go there."""
         ready = self.member.state == "ready" and not self.status.draining
-        return ready and not self._is_retired and self.state is SessionState.OPEN
+        return ready and not self._is_retired and self.state is SessionState.OPEN and not self._is_overdue
 
     @property
     def is_leaving(self) -> bool:
@@ -147,13 +151,15 @@ class WorkerSession:
 
     @property
     def shown_state(self) -> str:
-        """`starting`, `ready`, `draining` or `failed`, for people and tools."""
+        """`starting`, `ready`, `silent`, `draining` or `failed`, for people and tools."""
         if self.state in (SessionState.LOST, SessionState.CLOSED) or self.member.state == "failed":
             return "failed"
         if self.state is SessionState.CONNECTING:
             return "failed" if self.info.worker_id else "starting"
         if self.status.draining or self._is_retired:
             return "draining"
+        if self._is_overdue:
+            return "silent"
         return self.member.state
 
     def load(self) -> WorkerLoad:
@@ -254,7 +260,7 @@ class WorkerSession:
         async with make_channel(self.member.address) as channel:
             stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
             call = stub.Session()
-            watchdog = _Watchdog(self._lease_s, call.cancel)
+            watchdog = _Watchdog(self._lease_s, call.cancel, self._set_overdue)
             async with writing(call, self._commands, f"writer {self.key}"):
                 try:
                     async for message in call:
@@ -266,6 +272,7 @@ class WorkerSession:
                     raise WorkerLostError(f"worker {self.key} was silent for {self._lease_s:g} s") from None
                 finally:
                     watchdog.stop()
+                    self._is_overdue = False
 
     def _receive(self, message: Any) -> None:
         if message.HasField("status"):
@@ -314,6 +321,12 @@ class WorkerSession:
             for holder in list(self._held.values()):
                 holder.mailbox.put(DecodeLeaves(self.key))
 
+    def _set_overdue(self, is_overdue: bool) -> None:
+        if is_overdue:
+            _log.warning("nothing is heard of worker %s: nothing new goes there until it is", self.key)
+        self._is_overdue = is_overdue
+        self._observer.session_changed(self)
+
     def _note_death(self) -> None:
         if not self._has_died and not self.is_leaving:
             self._has_died = True
@@ -329,22 +342,33 @@ class WorkerSession:
 
 
 class _Watchdog:
-    """Calls `on_silent` once nothing was heard for `lease_s`. One timer a lease, not one a message.
+    """Says when nothing has been heard for a while, and when for a whole lease. One timer for each, not one a message.
 
     A late timer means that this process itself stood still (it was stopped, or its host stalled) and has not read yet
     what the worker sent meanwhile. The worker then gets the time of two more heartbeats.
+
+    Args:
+        on_silent: called once, after `lease_s`.
+        on_overdue: called with `True` after a part of that, and with `False` when something is heard then.
     """
 
-    def __init__(self, lease_s: float, on_silent: Callable[[], object]) -> None:
+    def __init__(
+        self, lease_s: float, on_silent: Callable[[], object], on_overdue: Callable[[bool], object]
+    ) -> None:
         self._lease_s = lease_s
-        self._on_silent = on_silent
+        self._overdue_s = _OVERDUE_LEASES * lease_s
+        self._on_silent, self._on_overdue = on_silent, on_overdue
         self.has_fired = False
+        self._is_overdue = False
         self._loop = asyncio.get_running_loop()
         self.heard()
-        self._set(lease_s)
+        self._set(self._overdue_s)
 
     def heard(self) -> None:
         self._heard_s = self._loop.time()
+        if self._is_overdue:
+            self._is_overdue = False
+            self._on_overdue(False)
 
     def _set(self, delay_s: float) -> None:
         self._due_s = self._loop.time() + delay_s
@@ -352,14 +376,18 @@ class _Watchdog:
 
     def _look(self) -> None:
         now_s = self._loop.time()
-        left_s = self._heard_s + self._lease_s - now_s
+        silent_s = now_s - self._heard_s
         if now_s - self._due_s > self._lease_s / 4:
-            self._set(max(left_s, self._lease_s / 2))
-        elif left_s <= 0:
+            self._set(max(self._lease_s - silent_s, self._lease_s / 2))
+        elif silent_s >= self._lease_s:
             self.has_fired = True
             self._on_silent()
+        elif silent_s >= self._overdue_s:
+            self._is_overdue = True
+            self._on_overdue(True)
+            self._set(self._lease_s - silent_s)
         else:
-            self._set(left_s)
+            self._set(self._overdue_s - silent_s)
 
     def stop(self) -> None:
         self._timer.cancel()

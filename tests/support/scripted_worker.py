@@ -168,6 +168,9 @@ class ScriptedWorker:
         """The stream stays open and nothing comes any more."""
         self._silent.set()
 
+    def speak_again(self) -> None:
+        self._silent.clear()
+
     def kill(self) -> None:
         """The connection breaks, behind what was said before."""
         self._stopped.set()

@@ -358,3 +358,30 @@ def test_a_failure_between_two_workers_makes_the_retry_avoid_both(site: Site) ->
     assert other.count("reserve") == 1
     assert site.decode.count("reserve") == 1
     other.kill()
+
+
+def test_nothing_new_goes_to_a_worker_that_is_late_with_its_status_before_its_lease_is_over(
+    make_site: MakeSite,
+) -> None:
+    lease_s = 10.0
+    site = make_site({"transport.lease_s": lease_s})
+    other = ScriptedDecode("decode-1")
+    site.add(other)
+    began_s = time.monotonic()
+    site.decode.go_silent()
+    site.until_shown("decode-0", state="silent")
+    assert time.monotonic() - began_s < 0.8 * lease_s
+    answers = [in_background(site) for _ in range(4)]
+    assert [answer.result().json()["choices"][0]["text"] for answer in answers] == ["abcde"] * 4
+    assert other.count("reserve") == 4
+    assert time.monotonic() - began_s < 0.9 * lease_s  # they did not wait for the lease
+
+
+def test_a_worker_that_is_heard_again_in_time_gets_requests_as_before(make_site: MakeSite) -> None:
+    site = make_site({"transport.lease_s": 10.0})
+    site.decode.go_silent()
+    site.until_shown("decode-0", state="silent")
+    waiting = in_background(site)  # there is no other: it waits for what the membership promises
+    site.decode.speak_again()
+    assert waiting.result().json()["choices"][0]["text"] == "abcde"
+    assert site.metrics().get('tandem_workers_lost_total{role="decode"}', 0) == 0

@@ -27,6 +27,7 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tandem.worker.life import WorkerLife
 from tandem.worker.loop_thread import LoopThread
+from tandem.worker.orphan import OrphanWatch
 from tandem.worker.parts import WorkerParts, WorkerPlace, build_parts
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
@@ -93,6 +94,7 @@ class WorkerProcess(Generic[W]):
             begin_drain=self._begin_drain,
             num_held=lambda: self.worker.num_held(),
         )
+        self.orphan = OrphanWatch(config.transport.lease_s)
         self.parts: WorkerParts
         self.worker: W
         self._server: aio.Server | None = None
@@ -173,6 +175,7 @@ class WorkerProcess(Generic[W]):
         await server.start()
         self._server = server
         self.life.spawn(self.worker.hub.beat())
+        self.life.spawn(self.orphan.watch(lambda: self.worker.hub.num_sessions))
         threads = {"runner": lambda: parts.runner.busy_since_s, "transfer": lambda: parts.transfer.busy_since_s}
         self.life.spawn(watch_threads(threads, self._config.scheduling.max_step_s))
         return join_address(place.host, port)
@@ -219,6 +222,7 @@ class _ControlService(control_pb2_grpc.WorkerControlServicer):
         return self._process.info
 
     async def Status(self, _request: control_pb2.StatusRequest, _: Any) -> pb.WorkerStatus:
+        self._process.orphan.supervised()
         report: pb.WorkerStatus = self._process.worker.read_report()
         return report
 

@@ -83,6 +83,10 @@ class SessionHub(Generic[Command, Event, Events]):
 
     # -- in the event loop
 
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
     def _deliver(self, events_by_session: Mapping[int, Sequence[Event]]) -> None:
         status = self._read_status()
         for number, events in events_by_session.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import threading
 from concurrent import futures
 from concurrent.futures import Future
@@ -19,6 +21,8 @@ from tandem.rpc.permissions import PeerRole
 
 if TYPE_CHECKING:
     from tandem.worker.process import WorkerProcess
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerActor:
@@ -77,6 +81,17 @@ class WorkerActor:
             started.set_exception(error)
         else:
             started.set_result(worker)
+            worker.orphan.wait()
+            self._end_orphan(worker)
+
+    def _end_orphan(self, worker: WorkerProcess[Any]) -> None:
+        """Nobody is left who would ask for the end of this process."""
+        alone_s = worker.orphan.orphan_s
+        _log.critical("no supervisor and no router has been here for %g s: this worker ends itself", alone_s)
+        try:
+            worker.stop()
+        finally:
+            os._exit(0)  # the main thread may be in a call that nobody waits for
 
     def _make(self) -> WorkerProcess[Any]:
         from tandem.worker.parts import WorkerPlace

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = ["cluster.yaml", "deploy/on-premises.yaml"]
 SAYS_HOW = (
     'printf "%s\\n" "$@" "autoscaler_v2=$RAY_enable_autoscaler_v2" "waits=$RAY_gcs_rpc_server_reconnect_timeout_s" '
-    '"mode=$RAY_AUTH_MODE"'
+    '"checks=$RAY_health_check_failure_threshold * $RAY_health_check_timeout_ms" "mode=$RAY_AUTH_MODE"'
 )
 ALL_ROLES = {"supervisor", "router", "client", "prefill", "decode"}
 
@@ -122,6 +122,19 @@ def test_every_node_outlives_its_control_store_as_long_as_the_documentation_says
     started = started_with(read(name)[commands], "192.168.1.11", tmp_path)
     assert f"waits={RECONNECT_S}" in started.stdout.splitlines()
     assert f"{RECONNECT_S} s" in (ROOT / "docs" / "deploy.md").read_text()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_host_that_is_cut_off_stays_in_the_cluster_as_long_as_the_documentation_says(
+    name: str, tmp_path: Path
+) -> None:
+    """Twice a minute, as TCP may need as long again to notice that the cut is over."""
+    started = started_with(read(name)["head_start_ray_commands"], "192.168.1.10", tmp_path)
+    checks = [line for line in started.stdout.splitlines() if line.startswith("checks=")][-1]  # `ray stop` goes before
+    times, timeout_ms = (int(number) for number in checks.removeprefix("checks=").split(" * "))
+    assert times * timeout_ms >= 2 * 60 * 1000
+    text = " ".join((ROOT / "docs" / "deploy.md").read_text().split())
+    assert f"its health checks to {times} times {timeout_ms // 1000} s" in text
 
 
 def test_every_machine_on_premises_gets_one_role(tmp_path: Path) -> None:

@@ -65,14 +65,16 @@ setup_commands:
 # Each machine says by which address the others reach it: by its name it may find 127.0.1.1.
 #
 # If the head's control store (gcs_server) dies, requests go on, and every Ray process waits for it so many seconds
-# before it ends itself: see docs/deploy.md. Autoscaler v2, which Ray's launcher turns on, counts the head among the
-# workers where there is one type of node, and would leave one of them out.
+# before it ends itself. A host that is cut off stays in the cluster for about two minutes (the health checks), and
+# nothing is started there meanwhile: see docs/deploy.md for both. Autoscaler v2, which Ray's launcher turns on,
+# counts the head among the workers where there is one type of node, and would leave one of them out.
 head_start_ray_commands:
   - ray stop
   - echo $head > ~/tandem/head
   - >-
     ulimit -n 65536; export RAY_AUTH_MODE=token; export RAY_gcs_rpc_server_reconnect_timeout_s=600;
     export RAY_enable_autoscaler_v2=0;
+    export RAY_health_check_timeout_ms=20000 RAY_health_check_failure_threshold=6;
     ray start --head --port=6379 --node-ip-address=$head --resources='$head_resources'
     --autoscaling-config=~/ray_bootstrap_config.yaml
 

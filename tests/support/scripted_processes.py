@@ -13,10 +13,12 @@ import grpc
 
 from tandem.cluster.supervisor.events import Build, Intent, Placement
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
+from tandem.cluster.supervisor.nodes import Aim, Node
 from tandem.cluster.supervisor.slots import Policy, place_of
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.core.identity import Role
+from tandem.core.machine import HostBoot
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tandem.rpc.v1.control_pb2 import SuspectedWriter
 from tests.support.grpc_server import serving
@@ -32,6 +34,7 @@ class ScriptedProcess:
 
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     gone: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    begun: asyncio.Future[None] | None = None  # no node has begun it before; `None`: one has
     provable: bool = True
     was_killed: bool = False
     ignores_stop: bool = False
@@ -41,6 +44,8 @@ class ScriptedProcess:
     url: str = ""
     started: bool = False
     draining: bool = False
+    node_id: str = ""
+    boot: HostBoot | None = None
 
     @property
     def role(self) -> Role:
@@ -49,6 +54,8 @@ class ScriptedProcess:
     def die(self, error: TandemError | None = None) -> None:
         """Ray tells that it is dead."""
         _fail(self.ended, error or WorkerLostError("its process was killed or crashed"))
+        if self.begun is not None:
+            _fail(self.begun, error or WorkerLostError("its process was killed or crashed"))
         self.prove()
 
     def prove(self) -> None:
@@ -61,8 +68,10 @@ class ScriptedProcess:
             self.ended.set_result(None)
 
     async def state(self) -> ProcessState:
+        if self.begun is not None:
+            await asyncio.shield(self.begun)
         address, url = (self.address, self.url) if self.started else ("", "")
-        return ProcessState(address, url, Placement("here", 1), self.draining)
+        return ProcessState(address, url, Placement("here", 1, self.node_id, self.boot), self.draining)
 
     async def wait_closed(self) -> None:
         await asyncio.shield(self.ended)
@@ -140,7 +149,12 @@ class World:
         self.num_taken = 0
         self.deaf_to_notes = False
         self.noted = asyncio.Condition()
+        self.listed: list[Node] = []
+        self.cut_off: set[str] = set()  # nodes that take no connection
+        self.knocked: list[str] = []
+        self.boots: dict[str, HostBoot] = {}  # by node id
         self.autoload = True
+        self.autoplace = True  # else what is bound to no node is never placed
         self.takes_orders = threading.Event()  # else it blocks, as Ray does without its control store
         self.takes_orders.set()
         self.loop = asyncio.get_running_loop()
@@ -152,12 +166,16 @@ class World:
         self.wheels[build] = wheel
 
     def start(
-        self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build
+        self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build, aim: Aim
     ) -> ScriptedWorkerProcess | ScriptedRouterProcess:
         async def make_worker() -> ScriptedWorkerProcess:
-            worker = await self.serve(ScriptedWorkerProcess(name=name, incarnation=incarnation))
+            worker = ScriptedWorkerProcess(name=name, incarnation=incarnation, node_id=aim.node_id)
+            worker.boot = self.boots.get(aim.node_id)
+            await self.serve(worker)
             if self.autoload:
                 worker.loaded.set_result(None)
+            if not self.autoplace and not aim.node_id:
+                worker.begun = asyncio.get_running_loop().create_future()
             self.workers.append(worker)
             return worker
 
@@ -170,6 +188,16 @@ class World:
             self.takes_orders.wait()
         make = make_router() if role is Role.ROUTER else make_worker()
         return asyncio.run_coroutine_threadsafe(make, self.loop).result()
+
+    def nodes(self) -> Sequence[Node]:
+        return self.listed
+
+    async def knock(self, node: Node) -> bool:
+        self.knocked.append(node.node_id)
+        return node.node_id not in self.cut_off
+
+    async def meet(self, node: Node) -> HostBoot:
+        return self.boots[node.node_id]
 
     def find(self) -> Found:
         return self.found

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.ray.home import session_directory, unreachable
 from tandem.cluster.spec import NAMESPACE, ClusterSpec
@@ -28,6 +29,7 @@ from tandem.core import fault_points
 from tandem.core.addresses import split_address
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.logging import setup_logging
+from tandem.core.machine import HostBoot, this_boot
 from tandem.core.model_path import resolve_model
 from tandem.core.pidfd import started_at
 from tandem.rpc.permissions import PeerRole
@@ -46,6 +48,7 @@ class ActorState:
     node_id: str  # Ray's
     pid: int
     started: int  # in clock ticks since boot
+    boot: HostBoot  # under which it runs
     address: str = ""  # of its control service; empty until it listens
     url: str = ""  # where clients of a router go; empty until it listens
     draining: bool = False
@@ -55,6 +58,16 @@ def make_actor(cls: type, **options: Any) -> Any:
     """Detached: it ends by a call or with its Ray cluster, not with the process that asked for it."""
     common = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
     return ray.remote(cls).options(**{**common, **options})
+
+
+def pinned(node_id: str, address: str) -> dict[str, Any]:
+    """Options of an actor that runs on this node and no other.
+
+    A trifle of the resource that every node has by its address: an actor that needs no resource at all is first offered
+    to any node, perhaps one that is dead, and waits until Ray knows that.
+    """
+    own = {f"node:{address}": 0.001} if address else {}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False), "resources": own}
 
 
 def translate(error: BaseException) -> TandemError:
@@ -98,7 +111,8 @@ def this_process() -> ActorState:
     pid = os.getpid()
     started = started_at(pid)
     assert started is not None
-    return ActorState(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), pid, started)
+    address = ray.util.get_node_ip_address()
+    return ActorState(address, ray.get_runtime_context().get_node_id(), pid, started, this_boot(address))
 
 
 def _die_with_parent() -> None:

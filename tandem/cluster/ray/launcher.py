@@ -14,9 +14,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.ray import kv_store
-from tandem.cluster.ray.actor import WAIT_SLICE_S, ActorState, make_actor, translate
+from tandem.cluster.ray.actor import WAIT_SLICE_S, ActorState, make_actor, pinned, translate
 from tandem.cluster.ray.builds import environment_for, forget_wheels, keep_wheel
-from tandem.cluster.ray.node_resources import threads_for
+from tandem.cluster.ray.node_resources import list_nodes, threads_for
 from tandem.cluster.ray.router_actor import RouterActor
 from tandem.cluster.ray.router_nodes import choose_node, nodes_for_routers
 from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
@@ -24,13 +24,18 @@ from tandem.cluster.ray.worker_actor import WorkerActor
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
 from tandem.cluster.supervisor.events import Build, Drain, Intent, Placement
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
+from tandem.cluster.supervisor.nodes import Aim, Node
 from tandem.cluster.supervisor.slots import place_of
 from tandem.core.errors import WorkerLostError
 from tandem.core.identity import WORKER_ROLES, Role
+from tandem.core.machine import HostBoot
 from tandem.core.pidfd import ProcessId
 from tandem.rpc.security import is_loopback
 
 _log = logging.getLogger(__name__)
+
+KNOCK_S = 2.0
+"""How long a node may take to take a connection: one lost packet is sent again in that time."""
 
 _T = TypeVar("_T")
 
@@ -57,8 +62,10 @@ class RayHandle:
     async def state(self) -> ProcessState:
         state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
         self._place = state.node_id, ProcessId(self._actor_name, state.pid, state.started)
+        self._watchers.locate(state.node_id, state.node)
         await self._watchers.meet(*self._place)
-        return ProcessState(state.address, state.url, Placement(state.node, state.pid), state.draining)
+        placement = Placement(state.node, state.pid, state.node_id, state.boot)
+        return ProcessState(state.address, state.url, placement, state.draining)
 
     async def start(self) -> ProcessState:
         while not await self._call(self._actor.start.remote(WAIT_SLICE_S)):
@@ -103,18 +110,20 @@ class RayLauncher:
         # Ray's id of the node of each router's newest life, by slot; kept for later supervisors. Guarded by `_placing`.
         self._router_nodes: dict[str, str] = {}
 
-    def start(self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build) -> RayHandle:
+    def start(
+        self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build, aim: Aim
+    ) -> RayHandle:
         actor_name = f"{name}.{incarnation}"
         if role is Role.ROUTER:
-            on_its_node = NodeAffinitySchedulingStrategy(self._node_of_router(name, beside), soft=False)
-            environment = environment_for(build, {})
-            asked = make_actor(RouterActor, name=actor_name, scheduling_strategy=on_its_node, runtime_env=environment)
+            where = pinned(*self._node_of_router(name, beside, aim))
+            asked = make_actor(RouterActor, name=actor_name, runtime_env=environment_for(build, {}), **where)
             return RayHandle(asked.remote(self._spec, name, self._key_digests), actor_name, self._watchers)
         num_threads = self._spec.num_threads[role] or threads_for(role)
         asked = make_actor(
             WorkerActor,
             name=actor_name,
             resources={role.value: 1},
+            **_where(aim),
             num_gpus=getattr(self._spec.config.pools, role).gpus,
             # Waiting threads sleep: where workers share cores, spinning made a prefill of 400 tokens 25 times slower.
             runtime_env=environment_for(build, {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}),
@@ -122,15 +131,37 @@ class RayLauncher:
         actor = asked.remote(self._spec, role.value, name, incarnation, num_threads)
         return RayHandle(actor, actor_name, self._watchers)
 
-    def _node_of_router(self, name: str, beside: Sequence[str]) -> str:
-        """Where nobody but programs of its own host can reach a router, that is the host of `tandem serve`."""
+    def _node_of_router(self, name: str, beside: Sequence[str], aim: Aim) -> tuple[str, str]:
+        """Its id and address. Where nobody but programs of its own host can reach a router: the host of `tandem serve`.
+
+        A node that does not answer is taken only where there is no other.
+        """
         with self._placing:
             others = [self._router_nodes[other] for other in beside if other in self._router_nodes]
             is_reached = not is_loopback(self._spec.config.http.host)
-            nodes = nodes_for_routers(ray.nodes() if is_reached else [], self._spec.node_id)
+            listed = ray.nodes() if is_reached else []
+            nodes = nodes_for_routers(listed, self._spec.node_id)
+            nodes = [node for node in nodes if node not in aim.avoid] or nodes
             node = self._router_nodes[name] = choose_node(nodes, others, self._router_nodes.get(name))
             self._remember(routers=dict(self._router_nodes))
-        return node
+        addresses = {each["NodeID"]: str(each["NodeManagerAddress"]) for each in listed}
+        return node, addresses.get(node) or str(ray.util.get_node_ip_address())
+
+    def nodes(self) -> Sequence[Node]:
+        return [] if self._spec.local else list_nodes()
+
+    async def knock(self, node: Node) -> bool:
+        try:
+            async with asyncio.timeout(KNOCK_S):
+                _, writer = await asyncio.open_connection(node.address, node.port)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def meet(self, node: Node) -> HostBoot:
+        self._watchers.locate(node.node_id, node.address)
+        return await self._watchers.boot_of(node.node_id)
 
     def find(self) -> Found:
         processes, watchers = list[RayHandle](), list[tuple[str, Any]]()
@@ -195,6 +226,13 @@ class RayLauncher:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
+def _where(aim: Aim) -> dict[str, Any]:
+    """Options of an actor that is to run there. Where no node is known, Ray finds one, or has it added."""
+    if aim.node_id:
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(aim.node_id, soft=False)}
+    return {"label_selector": {"ray.io/node-id": f"!in({','.join(sorted(aim.avoid))})"}} if aim.avoid else {}
+
+
 def _reason(error: RayActorError) -> str:
     """The sentence in Ray's message that says why; the rest lists ids."""
     text = str(error).strip()
@@ -217,4 +255,5 @@ def _read_intent(kept: dict[str, Any]) -> Intent:
         build=Build(**kept["build"]),
         build_before=Build(**kept["build_before"]),
         builds={life: Build(**build) for life, build in kept["builds"].items()},
+        unproven={incarnation: HostBoot(**boot) for incarnation, boot in kept.get("unproven", {}).items()},
     )

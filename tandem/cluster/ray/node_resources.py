@@ -11,6 +11,7 @@ import ray
 
 from tandem.cluster.checks.host import this_host
 from tandem.cluster.checks.preflight import Preflight, share_of_gpu, share_of_memory
+from tandem.cluster.supervisor.nodes import Node
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError
 from tandem.core.identity import WORKER_ROLES, Role
@@ -24,6 +25,20 @@ def threads_for(role: Role) -> int:
         if resources.get(role, 0) >= 1
     ]
     return max(1, int(min(shares, default=1)))
+
+
+def list_nodes() -> list[Node]:
+    """Those that Ray takes for alive. Blocks."""
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["NodeManagerPort"],
+            {role: int(node["Resources"].get(role, 0)) for role in Role},
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def kv_bytes_here(config: Config, role: Role, model_dir: Path) -> int:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 from functools import cached_property
 
+import ray
+
 from tandem.cluster.ray.actor import begin
 from tandem.cluster.spec import ClusterSpec
+from tandem.core.machine import HostBoot, this_boot
 from tandem.core.pidfd import ExitWatch, ProcessId, started_at
 
 MAX_REMEMBERED = 4096
@@ -71,3 +74,7 @@ class WatcherActor(NodeWatcher):
     def __init__(self, spec: ClusterSpec) -> None:
         begin(spec, "watcher", None)
         super().__init__()
+
+    def boot(self) -> HostBoot:
+        """Under which this node runs."""
+        return this_boot(str(ray.util.get_node_ip_address()))

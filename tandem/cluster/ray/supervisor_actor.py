@@ -10,9 +10,9 @@ import threading
 import time
 from typing import Any
 
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+import ray
 
-from tandem.cluster.ray.actor import begin, make_actor, this_process, worker_host
+from tandem.cluster.ray.actor import begin, make_actor, pinned, this_process, worker_host
 from tandem.cluster.ray.supervisor_process import serve_supervisor
 from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.core.addresses import join_address
@@ -63,5 +63,5 @@ def start_supervisor(spec: ClusterSpec, key_digests: frozenset[bytes]) -> Any:
         name=SUPERVISOR_NAME,
         max_restarts=-1,
         max_task_retries=-1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
+        **pinned(spec.node_id, str(ray.util.get_node_ip_address())),
     ).remote(spec, key_digests)

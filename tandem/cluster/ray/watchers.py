@@ -21,12 +21,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.ray.actor import make_actor
+from tandem.cluster.ray.actor import make_actor, pinned
 from tandem.cluster.ray.node_watcher import NodeWatcher, WatcherActor
 from tandem.cluster.spec import ClusterSpec
 from tandem.core.errors import WorkerLostError
+from tandem.core.machine import HostBoot, this_boot
 from tandem.core.pidfd import ProcessId, has_ended
 
 _log = logging.getLogger(__name__)
@@ -37,8 +37,9 @@ WATCHER = "watcher"
 _SLICE_S = 30.0
 _SLACK_S = 10.0  # a watcher that is so late with an answer is itself stopped or stuck
 _KILL_S = 5.0
+_MEET_S = 30.0  # a watcher may have to be started first
 _RETRY_S = 0.2
-_LINGER_S = 60.0
+_LINGER_S = 20.0
 _ADOPT_S = 5.0
 _MAX_CALLS = 1000  # coroutines that wait, one for each process of a node
 _KEEP_S = 5.0
@@ -65,9 +66,15 @@ class NodeWatchers:
         self._spec, self._keep = spec, keep
         self._here = NodeWatcher()
         self._nodes: dict[str, _Node] = {}  # by Ray's node id
+        self._addresses: dict[str, str] = {}  # of the nodes that were ever asked about
+        self._kills: dict[str, asyncio.Future[None]] = {}  # under way, by the process's name
         self._kept: dict[str, ProcessId] = {}  # by name, oldest first
         self._is_kept = True  # `keep` has had all of them
         self._keeping = asyncio.Lock()  # an older state must not be written over a newer one
+
+    def locate(self, node_id: str, address: str) -> None:
+        """The node has this address."""
+        self._addresses[node_id] = address
 
     async def meet(self, node_id: str, process: ProcessId) -> None:
         """From now on its end will be known, even if it comes while there is no supervisor.
@@ -114,17 +121,35 @@ class NodeWatchers:
                     ray.kill(node.actor, no_restart=True)
                 raise WorkerLostError(f"node {node_id[:8]} is gone") from error
 
+    async def boot_of(self, node_id: str) -> HostBoot:
+        """The boot under which a node runs. Raises `WorkerLostError` when it does not say."""
+        if node_id == self._spec.node_id:
+            return this_boot(self._addresses[node_id])
+        try:
+            async with asyncio.timeout(_MEET_S):
+                with self._used(node_id) as node:
+                    boot: HostBoot = await node.actor.boot.remote()
+                    return boot
+        except (RayError, TimeoutError) as error:
+            raise WorkerLostError(f"node {node_id[:8]} cannot be asked: {error!r}") from error
+
     async def kill(self, node_id: str, process: ProcessId) -> None:
-        """SIGKILL on its own node. Ray's own kill, which takes longer, must do where that cannot be had."""
+        """SIGKILL on its own node, within some seconds where that can be had, else as soon as its node is reached."""
         if node_id == self._spec.node_id:
             self._here.kill(process)
             return
+        killing = self._kills.get(process.name)
+        if killing is None:
+            killing = self._kills[process.name] = asyncio.ensure_future(self._kill_there(node_id, process))
+            killing.add_done_callback(lambda _: self._kills.pop(process.name))
+        await asyncio.wait({killing}, timeout=_KILL_S)
+
+    async def _kill_there(self, node_id: str, process: ProcessId) -> None:
         try:
-            async with asyncio.timeout(_KILL_S):
-                with self._used(node_id) as node:
-                    while not await self._has_killed(node, process):
-                        pass  # ask again
-        except (RayError, TimeoutError) as error:
+            with self._used(node_id) as node:
+                while not await self._has_killed(node, process):
+                    pass  # ask again
+        except RayError as error:
             _log.warning("no watcher to kill %s on its node: %r", process.name, error)
 
     def adopt(self, found: list[tuple[str, Any]], kept: Sequence[ProcessId]) -> list[str]:
@@ -152,6 +177,8 @@ class NodeWatchers:
 
     def end(self) -> None:
         """End them all; the cluster has stopped."""
+        for killing in list(self._kills.values()):
+            killing.cancel()
         for node in self._nodes.values():
             ray.kill(node.actor, no_restart=True)
         self._nodes.clear()
@@ -197,7 +224,7 @@ class NodeWatchers:
             name=f"{WATCHER}.{node_id}.{uuid.uuid4().hex[:8]}",
             max_concurrency=_MAX_CALLS,
             max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            **pinned(node_id, self._addresses.get(node_id, "")),
         ).remote(self._spec)
 
     def _end_idle(self, node_id: str, node: _Node) -> None:

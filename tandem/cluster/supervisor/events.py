@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tandem.cluster.supervisor.nodes import Node
 from tandem.core.identity import Role
+from tandem.core.machine import HostBoot
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,17 @@ class Intent:
     build: Build = INSTALLED  # that all processes shall run
     build_before: Build = INSTALLED
     builds: dict[str, Build] = field(default_factory=dict)  # of incarnations that do not run what is installed
+    unproven: dict[str, HostBoot] = field(default_factory=dict)  # incarnations of workers whose end nobody saw: where
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a process runs. `node` is the host's name or address."""
+    """Where a process runs. `node` is the host's name or address, `node_id` is Ray's."""
 
     node: str
     pid: int
+    node_id: str = ""
+    boot: HostBoot | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,11 @@ class LoadReported(OfProcess):
 
 
 @dataclass(frozen=True)
+class HeartbeatMissed(OfProcess):
+    """It did not answer in time; it may be stopped, busy or cut off."""
+
+
+@dataclass(frozen=True)
 class WriterSuspected(OfProcess):
     """A decode worker keeps pages in quarantine until this writer's end is certain; told again as long as it lives."""
 
@@ -174,6 +184,37 @@ class ProcessEnded:
     """This worker's process has provably ended, seen on its own node. May come before or after `Exited`."""
 
     incarnation: str
+
+
+@dataclass(frozen=True)
+class EndUnproven:
+    """This worker's process is taken for lost, and its node cannot be asked whether it has ended."""
+
+    incarnation: str
+    boot: HostBoot  # where it ran
+
+
+@dataclass(frozen=True)
+class NodesListed:
+    """Ray takes these nodes for alive, and no others."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class NodeKnocked:
+    """A node was asked for a sign of life."""
+
+    node_id: str
+    answered: bool
+
+
+@dataclass(frozen=True)
+class NodeMet:
+    """The boot under which a node runs is known."""
+
+    node_id: str
+    boot: HostBoot
 
 
 @dataclass(frozen=True)
@@ -219,8 +260,13 @@ Event = (
     | Exited
     | Drained
     | LoadReported
+    | HeartbeatMissed
     | WriterSuspected
     | ProcessEnded
+    | EndUnproven
+    | NodesListed
+    | NodeKnocked
+    | NodeMet
     | EndingsTaken
     | ClosingBegun
     | ShutdownRequested

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.cluster.supervisor.events import Build, Intent, Placement
+from tandem.cluster.supervisor.nodes import Aim, Node
 from tandem.core.identity import Role
+from tandem.core.machine import HostBoot
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,28 @@ class Memory:
 
 
 class Launcher(Protocol):
-    """Starts processes and finds those of an earlier supervisor. Every call blocks."""
+    """Starts processes and finds those of an earlier supervisor. Every call blocks, but for those that are awaited."""
 
     def start(
-        self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build
+        self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build, aim: Aim
     ) -> ProcessHandle:
         """`beside`: the others of its pool that stay; routers are spread over nodes with regard to them."""
 
     def keep_build(self, build: Build, wheel: bytes) -> None:
         """For `start`, also by later supervisors."""
+
+    def nodes(self) -> Sequence[Node]:
+        """Those that are taken for alive; none where all runs on one host."""
+
+    async def knock(self, node: Node) -> bool:
+        """Whether the node gives a sign of life, within a bounded time."""
+
+    async def meet(self, node: Node) -> HostBoot:
+        """The boot under which the node runs.
+
+        Raises:
+            WorkerLostError: it cannot be asked.
+        """
 
     def find(self) -> Found: ...
 

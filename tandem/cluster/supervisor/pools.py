@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.nodes import Aim, NodeBook
+from tandem.cluster.supervisor.placing import best_aim, to_move
 from tandem.cluster.supervisor.slots import Phase, Policy, Slot, place_of
 from tandem.cluster.supervisor.upgrade import Upgrade
 from tandem.core.identity import WORKER_ROLES, Role
@@ -37,6 +39,7 @@ class PoolState:
     wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     slots: dict[str, Slot] = field(default_factory=dict)  # of all pools, by name
     upgrade: Upgrade = field(default_factory=Upgrade)
+    book: NodeBook = field(default_factory=NodeBook)  # the nodes on which workers run
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
     _published: tuple[tuple[ev.Member, ...], int] = ((), 1)
@@ -85,6 +88,7 @@ class PoolState:
             build=self.upgrade.wanted,
             build_before=self.upgrade.before,
             builds={s.incarnation: s.build for s in self.slots.values() if s.build != ev.INSTALLED},
+            unproven=dict(self.book.unproven),
         )
 
     @property
@@ -127,6 +131,8 @@ class PoolState:
                 return self._order_drain(event, now)
             case ev.ProcessEnded():
                 return self._tell_all(event.incarnation)
+            case ev.EndUnproven() | ev.NodesListed() | ev.NodeKnocked() | ev.NodeMet():
+                return self._on_node(event, now)
             case ev.ClosingBegun():
                 self.closing_s = event.grace_s if self.closing_s is None else min(self.closing_s, event.grace_s)
                 return []
@@ -149,6 +155,7 @@ class PoolState:
         self.upgrade.wanted, self.upgrade.before = intent.build, intent.build_before
         for slot in self.slots.values():
             slot.build = intent.builds.get(slot.incarnation, ev.INSTALLED)
+        self.book.unproven.update(intent.unproven)
         out: list[ev.Instruction] = []
         for name, order in intent.drains.items():
             leaving = self.slots.get(name)
@@ -269,6 +276,49 @@ class PoolState:
         slot.successor, slot.place_by = "", None
         return [ev.DrainProcess(slot.name, slot.incarnation)]
 
+    # --- nodes ----------------------------------------------------------------------------------------------------
+
+    def aim(self, name: str) -> Aim:
+        """Choose where the life that begins in this slot is started; its place there is taken from now on."""
+        slot = self.slots[name]
+        slot.aim = best_aim(slot, self.slots, self.book)
+        return slot.aim
+
+    def ask(self, name: str, now: float) -> None:
+        """Its process is asked for there."""
+        self.slots[name].ask(now, self.policy)
+
+    def _on_node(
+        self, event: ev.EndUnproven | ev.NodesListed | ev.NodeKnocked | ev.NodeMet, now: float
+    ) -> list[ev.Instruction]:
+        match event:
+            case ev.EndUnproven():
+                return self._tell_all_of(self.book.leave_unproven(event.incarnation, event.boot))
+            case ev.NodeMet():
+                return self._tell_all_of(self.book.meet(event.node_id, event.boot))
+            case ev.NodesListed():
+                self.book.take_list(event.nodes)
+            case ev.NodeKnocked():
+                self.book.take_knock(event.node_id, event.answered)
+        moved = to_move(self.slots, self.book)
+        return [step for slot in moved for step in self._move(slot, "its node does not answer", now)]
+
+    def _meet(self, placement: ev.Placement) -> list[ev.Instruction]:
+        return self._tell_all_of(self.book.meet(placement.node_id, placement.boot)) if placement.boot else []
+
+    def _try_another_node(self, slot: Slot, now: float) -> list[ev.Instruction]:
+        """Its node has not begun it in time. Where no other has room, it waits on."""
+        slot.tried[slot.node_id] = None
+        best = best_aim(slot, self.slots, self.book)
+        if not best.node_id or best.node_id in slot.tried:
+            slot.aim_by = now + self.policy.place_try_s
+            return []
+        return self._move(slot, f"its node did not begin it within {self.policy.place_try_s:.0f} s", now)
+
+    def _move(self, slot: Slot, why: str, now: float) -> list[ev.Instruction]:
+        slot.moves = True
+        return self._stop(slot, now, kill=why)
+
     # --- one life ------------------------------------------------------------------------------------------------
 
     def _start(self, slot: Slot) -> ev.Instruction:
@@ -284,7 +334,9 @@ class PoolState:
     def _on_life(self, slot: Slot, event: ev.OfProcess, now: float) -> list[ev.Instruction]:
         match event:
             case ev.Placed() if slot.phase is Phase.STARTING:
-                slot.placement, slot.heard_at = event.placement, now
+                slot.place(event.placement)
+                slot.heard_at = now
+                return self._meet(event.placement)
             case ev.LoadingHeard() if slot.phase is Phase.STARTING:
                 slot.heard_at = now
             case ev.Started() if slot.phase is Phase.STARTING:
@@ -296,6 +348,8 @@ class PoolState:
             case ev.LoadReported():
                 slot.heard_at, slot.num_requests = now, event.num_requests
                 return self._remind(slot)
+            case ev.HeartbeatMissed() if slot.listens and slot.node_id:
+                self.book.miss(slot.node_id)
             case ev.EndingsTaken():
                 for ended in event.ended:
                     slot.untold.pop(ended, None)
@@ -335,12 +389,17 @@ class PoolState:
             slot.owe(ended)
         return [ev.NoteEnded(slot.name, slot.incarnation, (ended,)) for slot in others if slot.listens]
 
+    def _tell_all_of(self, ended: list[str]) -> list[ev.Instruction]:
+        return [step for each in ended for step in self._tell_all(each)]
+
     def _remind(self, slot: Slot) -> list[ev.Instruction]:
         return [ev.NoteEnded(slot.name, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
     def _tick(self, now: float) -> list[ev.Instruction]:
         out = self._start_due(now)
         for slot in self.slots.values():
+            if slot.aim_by is not None and slot.aim_by <= now:
+                out += self._try_another_node(slot, now)
             silent_at = slot.silent_at(self.policy)
             if silent_at is not None and silent_at <= now:
                 out += self._stop(slot, now, kill=f"it answered no heartbeat for {now - slot.heard_at:.0f} s")
@@ -351,10 +410,11 @@ class PoolState:
     def _adopt(self, event: ev.Adopted, now: float) -> list[ev.Instruction]:
         slot = self.slots[event.name] = Slot(*place_of(event.name), event.incarnation, Phase.STARTING)
         slot.placement, slot.heard_at = event.placement, now
+        out = self._meet(event.placement) if event.placement else []
         if event.address:
             slot.address = event.address
             slot.ready(now)
-        return self._dismiss(slot, now) if event.draining else []
+        return out + (self._dismiss(slot, now) if event.draining else [])
 
     def _shut_down(self, now: float) -> list[ev.Instruction]:
         self.closing_s, self.stopping = 0.0, True

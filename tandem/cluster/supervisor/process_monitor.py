@@ -40,6 +40,7 @@ class Following:
 
     feed: Callable[[ev.Event], None]  # takes what happens
     note_change: Callable[[], None]  # what watchers of the cluster see has changed
+    is_suspect: Callable[[str], bool]  # whether the node with this id does not answer
     tasks: asyncio.TaskGroup
     heartbeat_s: float
 
@@ -52,7 +53,9 @@ class FollowedProcess(ABC, Generic[_Stub]):
         self._handle = handle
         self._feed, self._note_change = following.feed, following.note_change
         self._tasks, self._heartbeat_s = following.tasks, following.heartbeat_s
+        self._is_suspect = following.is_suspect
         self._stub: _Stub | None = None  # while it listens
+        self._placement: ev.Placement | None = None  # once its process runs
         self._to_stop = asyncio.Event()
 
     async def follow(self) -> ev.Event:
@@ -61,9 +64,9 @@ class FollowedProcess(ABC, Generic[_Stub]):
         Not so when the supervisor itself is cancelled: then it lives on for the next supervisor to adopt.
         """
         end, proof = await self._live()
-        await self._handle.kill()
-        if proof is not None:
-            await asyncio.wait({proof}, timeout=GONE_S)
+        killing = self._tasks.create_task(self._handle.kill())
+        if not self._is_cut_off:
+            await asyncio.wait({killing, proof} if proof else {killing}, timeout=GONE_S)
         return end
 
     def stop(self) -> None:
@@ -72,6 +75,11 @@ class FollowedProcess(ABC, Generic[_Stub]):
 
     async def kill(self) -> None:
         await self._handle.kill()
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Its node does not answer: nothing is to be seen of its end, and its successor goes elsewhere."""
+        return self._placement is not None and self._is_suspect(self._placement.node_id)
 
     # --- what workers and routers do in their own ways -----------------------------------------------------------
 
@@ -111,6 +119,7 @@ class FollowedProcess(ABC, Generic[_Stub]):
             state = await self._handle.state()
         except TandemError as error:
             return self._exited(error), None
+        self._placement = state.placement
         self._feed(ev.Placed(self.name, self.incarnation, state.placement))
         proof = self._tasks.create_task(self._prove_end())
         serving = self._tasks.create_task(self._serve())
@@ -163,6 +172,7 @@ class FollowedProcess(ABC, Generic[_Stub]):
                 await self._ask_status(stub)
             except grpc.aio.AioRpcError as error:
                 _log.warning("%s does not answer: %s", self.name, error.code())
+                self._feed(ev.HeartbeatMissed(self.name, self.incarnation))
             await asyncio.sleep(self._heartbeat_s)
 
     async def _stop_when_asked(self, stub: _Stub) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem.cluster.supervisor.events import INSTALLED, Build, Ending, Member, Placement
+from tandem.cluster.supervisor.nodes import Aim
 from tandem.core.identity import Role
 
 MAX_UNTOLD = 1024
@@ -36,6 +37,7 @@ class Policy:
     stop_s: float = 10.0  # a process that was asked to stop and has not after so long is killed
     drain_s: float = 300.0  # a worker that leaves a pool which was made smaller is killed if it takes longer to drain
     place_s: float = 30.0  # a successor may wait so long for a node; then the worker that it replaces drains without it
+    place_try_s: float = 10.0  # a node that has not begun a process after so long is left for another that has room
     max_successor_failures: int = 3  # in a row, of a successor that never was ready: then the drain is given up
 
     def delay(self, failures: int) -> float:
@@ -67,12 +69,17 @@ class Slot:
     last_error: Ending | None = None
     placement: Placement | None = None
     address: str = ""  # of its control service; empty until it listens
+    aim: Aim = field(default_factory=Aim)  # where this life shall be started
+    asked: bool = False  # for its process, by this supervisor
+    aim_by: float | None = None  # another node is looked for then; set while a certain one has not begun it
+    tried: dict[str, None] = field(default_factory=dict)  # nodes that have not begun it since it was last placed
     url: str = ""  # where clients of a router go; empty before it has listened for the first time
     ready_at: float | None = None  # of this incarnation
     heard_at: float = 0.0
     num_requests: int = 0
     retry_at: float | None = None  # set exactly while WAITING
     killed_for: str = ""  # set exactly once the kill of this life was decided on
+    moves: bool = False  # it is killed to be started on another node, which is no failure
     deadline: float | None = None  # the kill, while DRAINING or STOPPING
     leaving: bool = False  # it is not filled again when its process ends
     refill: bool = False  # it is leaving, and another slot takes its place when it has gone
@@ -85,6 +92,18 @@ class Slot:
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
+
+    @property
+    def node_id(self) -> str:
+        """Of the node where it runs or shall run; empty: not known."""
+        if self.placement:
+            return self.placement.node_id
+        return self.aim.node_id
+
+    @property
+    def is_unplaced(self) -> bool:
+        """It was asked for, and no node has begun it yet."""
+        return self.phase is Phase.STARTING and self.placement is None and self.asked
 
     @property
     def counts(self) -> bool:
@@ -122,7 +141,7 @@ class Slot:
 
     def times(self, policy: Policy) -> list[float | None]:
         """When time alone changes something about it; `None`: never."""
-        return [self.retry_at, self.deadline, self.place_by, self.silent_at(policy)]
+        return [self.retry_at, self.deadline, self.place_by, self.aim_by, self.silent_at(policy)]
 
     def is_due(self, now: float) -> bool:
         return self.retry_at is not None and self.retry_at <= now
@@ -132,7 +151,16 @@ class Slot:
         self.phase, self.killed_for = Phase.STARTING, ""
         self.ready_at = self.retry_at = self.deadline = self.placement = None
         self.address, self.num_requests = "", 0
+        self.aim, self.aim_by, self.asked, self.moves = Aim(), None, False, False
         self.untold.clear()
+
+    def ask(self, now: float, policy: Policy) -> None:
+        """Its process is asked for where it is aimed."""
+        self.asked, self.aim_by = True, now + policy.place_try_s if self.aim.node_id else None
+
+    def place(self, placement: Placement) -> None:
+        self.placement, self.aim_by = placement, None
+        self.tried.clear()
 
     def ready(self, now: float) -> None:
         self.phase, self.ready_at, self.heard_at = Phase.READY, now, now
@@ -140,16 +168,18 @@ class Slot:
     def stop(self, deadline: float | None, kill: str) -> None:
         """It was asked to stop until then, or is killed for the reason in `kill`."""
         self.phase, self.deadline, self.killed_for, self.place_by = Phase.STOPPING, deadline, kill, None
+        self.aim_by = None
 
     def end(self, error: Ending | None, now: float, policy: Policy) -> None:
         """Count an unwanted end and wait for the next start, which may be due at once."""
         if self.ready_at is not None and now - self.ready_at >= policy.stable_s:
             self.failures = 0
-        self.failures += 1
+        self.failures += not self.moves
         if self.killed_for:
-            error = Ending("worker_lost", f"it was killed: {self.killed_for}")
+            error = Ending("worker_lost", self.killed_for if self.moves else f"it was killed: {self.killed_for}")
         self.last_error = error or Ending("worker_lost", "it stopped without being asked to")
-        self.phase, self.retry_at, self.deadline = Phase.WAITING, now + policy.delay(self.failures), None
+        delay_s = 0.0 if self.moves else policy.delay(self.failures)
+        self.phase, self.retry_at, self.deadline = Phase.WAITING, now + delay_s, None
 
     def excuse(self, seconds: float, now: float) -> None:
         """For so long nobody listened to it, or waited for it."""
@@ -158,6 +188,8 @@ class Slot:
             self.deadline += seconds
         if self.place_by is not None:
             self.place_by += seconds
+        if self.aim_by is not None:
+            self.aim_by += seconds
 
     def wait_for(self, successor: str, now: float, policy: Policy) -> None:
         """It leaves once that slot is ready. A router needs no free place on a node: it is awaited however long."""

@@ -17,6 +17,8 @@ from typing import Any
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.clock_jump import ClockJump
 from tandem.cluster.supervisor.handles import Launcher, Memory, ProcessHandle
+from tandem.cluster.supervisor.node_survey import NodeSurvey
+from tandem.cluster.supervisor.nodes import Aim
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
 from tandem.cluster.supervisor.router_monitor import FollowedRouter
@@ -34,7 +36,15 @@ FIND_TIMEOUT_S = 9.0
 """How long a worker may take to tell its state before it is adopted; a call of the earlier supervisor may take 4 s of
 it. After that it counts as one that still starts, even if it is about to stop."""
 
-_UNREMARKABLE = (ev.LoadReported, ev.LoadingHeard, ev.WriterSuspected, ev.Tick)
+_UNREMARKABLE = (
+    ev.LoadReported,
+    ev.LoadingHeard,
+    ev.HeartbeatMissed,
+    ev.NodesListed,
+    ev.NodeKnocked,
+    ev.WriterSuspected,
+    ev.Tick,
+)
 
 
 class Supervisor:
@@ -56,6 +66,7 @@ class Supervisor:
         self._first_wanted = wanted
         self._check_room = check_room
         self._heartbeat_s = heartbeat_s
+        self._nodes = NodeSurvey(self.cluster, launcher, self._feed, heartbeat_s)
         # By name and incarnation: all and only those whose process has been asked for.
         self._processes: dict[tuple[str, str], FollowedWorker | FollowedRouter] = {}
         self._tasks: asyncio.TaskGroup
@@ -223,6 +234,7 @@ class Supervisor:
     async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
             pulse = self._tasks.create_task(self._pulse())
+            survey = self._tasks.create_task(self._nodes.run())
             memory = await asyncio.to_thread(self._launcher.begin_term)
             self.cluster.version = memory.term << 32
             await self._adopt(memory)
@@ -230,6 +242,7 @@ class Supervisor:
                 self._spawn(self._shut_down(self.cluster.closing_s))
             await self._closed.wait()
             pulse.cancel()
+            survey.cancel()
 
     def _feed(self, event: ev.Event) -> None:
         before = self._outline()
@@ -343,22 +356,33 @@ class Supervisor:
         self._feed(adopted)
 
     async def _start(self, start: ev.StartProcess) -> None:
+        aim = Aim(avoid=frozenset(self.cluster.book.suspects))
         if start.role in WORKER_ROLES:
             fault_points.reach("supervisor.start_worker")
+            if (found := await self._nodes.find_place(start.name, lambda: self._is_wanted(start))) is None:
+                # It was dismissed meanwhile.
+                self._feed(ev.Exited(start.name, start.incarnation, None))
+                return
+            aim = found
+            self.cluster.ask(start.name, self.now)
         beside = self.cluster.staying_beside(start.name)
         handle = await asyncio.to_thread(
-            self._launcher.start, start.role, start.name, start.incarnation, beside, start.build
+            self._launcher.start, start.role, start.name, start.incarnation, beside, start.build, aim
         )
-        slot = self.cluster.slots.get(start.name)
-        if slot is not None and slot.incarnation == start.incarnation and slot.phase is Phase.STARTING:
+        if self._is_wanted(start):
             self._take(handle)
         else:  # dismissed while its process was asked for
             await handle.kill()
             self._feed(ev.Exited(start.name, start.incarnation, None))
 
+    def _is_wanted(self, start: ev.StartProcess) -> bool:
+        slot = self.cluster.slots.get(start.name)
+        return slot is not None and slot.incarnation == start.incarnation and slot.phase is Phase.STARTING
+
     def _take(self, handle: ProcessHandle) -> None:
         """From here on instructions reach it, and its end is told."""
-        following = Following(self._feed, self._note_change, self._tasks, self._heartbeat_s)
+        suspects = self.cluster.book.is_suspect
+        following = Following(self._feed, self._note_change, suspects, self._tasks, self._heartbeat_s)
         kind: type[FollowedRouter | FollowedWorker] = FollowedRouter if handle.role is Role.ROUTER else FollowedWorker
         process = kind(handle, following)
         self._processes[process.name, process.incarnation] = process

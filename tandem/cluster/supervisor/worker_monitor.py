@@ -44,6 +44,8 @@ class FollowedWorker(FollowedProcess[_Stub]):
     async def _prove_end(self) -> bool:
         if proven := await super()._prove_end():
             self._feed(ev.ProcessEnded(self.incarnation))
+        elif self._placement is not None and self._placement.boot is not None:
+            self._feed(ev.EndUnproven(self.incarnation, self._placement.boot))
         return proven
 
     def _make_stub(self, channel: aio.Channel) -> _Stub:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ray.exceptions import RayError
@@ -19,6 +19,7 @@ from tandem.cluster.ray import watchers
 from tandem.cluster.ray.launcher import as_kept, kept_of
 from tandem.cluster.ray.watchers import NodeWatchers
 from tandem.cluster.spec import ClusterSpec
+from tandem.core.machine import HostBoot
 from tandem.core.pidfd import ProcessId, started_at
 
 LINGER_S = 0.05
@@ -45,14 +46,19 @@ class Call:
 class FakeActor:
     """A watcher of one process, which lives until it is killed."""
 
+    BOOT: ClassVar[HostBoot] = HostBoot("10.0.0.1", "machine", "boot")
+
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # the watcher itself
 
     def __post_init__(self) -> None:
-        self.kill, self.wait_ended = Call(self._kill), Call(self._wait_ended)
+        self.kill, self.wait_ended, self.boot = Call(self._kill), Call(self._wait_ended), Call(self._boot)
 
     async def _kill(self, process: ProcessId) -> None:
         self.ended.set()
+
+    async def _boot(self) -> HostBoot:
+        return self.BOOT
 
     async def _wait_ended(self, process: ProcessId, timeout_s: float) -> bool:
         await self.ended.wait()
@@ -225,3 +231,31 @@ async def test_of_what_is_kept_the_oldest_that_have_ended_go_first(
     for n in range(4):  # all of them run: none can be forgotten
         await nodes.meet(HERE, dataclasses.replace(alive, name=f"prefill-1.{n}"))
     assert {process.name for process in keeper.kept} == {alive.name, *(f"prefill-1.{n}" for n in range(4))}
+
+
+async def test_a_kill_that_cannot_reach_its_node_goes_on_until_it_can(
+    actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is cut off. When that is over, a process that was given up must not live on beside its successor."""
+    monkeypatch.setattr(watchers, "_KILL_S", 0.05)
+    is_healed = asyncio.Event()
+
+    async def kill_when_healed(actor: FakeActor, _process: ProcessId) -> None:
+        await is_healed.wait()
+        actor.ended.set()
+
+    monkeypatch.setattr(FakeActor, "_kill", kill_when_healed)
+    nodes = NodeWatchers(spec, keep_nothing)
+    for _ in range(2):  # asked for twice, sent once
+        await nodes.kill("node", PROCESS)
+    (actor,) = actors
+    assert not actor.ended.is_set()
+    is_healed.set()
+    await asyncio.wait_for(actor.ended.wait(), 5)
+
+
+async def test_a_node_is_asked_which_boot_it_runs(actors: list[FakeActor], spec: ClusterSpec) -> None:
+    nodes = NodeWatchers(spec, keep_nothing)
+    assert await nodes.boot_of("node") == FakeActor.BOOT
+    (actor,) = actors
+    await asyncio.wait_for(actor.gone.wait(), 20 * LINGER_S)  # nothing of ours keeps the node

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.handles import Launcher
 from tandem.cluster.supervisor.nodes import Aim, Node
-from tandem.cluster.supervisor.placing import looks_for_nodes
+from tandem.cluster.supervisor.placing import looks_for_nodes, to_knock
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.core.errors import TandemError, WorkerLostError
 
@@ -54,7 +54,7 @@ class NodeSurvey:
             meets = bool(book.unproven) and loop.time() - met_at >= MEET_EVERY_S
             if meets or looks_for_nodes(self._cluster.slots, book):
                 await self._list()
-            await asyncio.gather(*(self._knock(node) for node in book.to_knock))
+            await asyncio.gather(*(self._knock(node) for node in to_knock(self._cluster.slots, book)))
             if meets:
                 met_at = loop.time()
                 await asyncio.gather(*(self._meet(node) for node in book.to_meet))

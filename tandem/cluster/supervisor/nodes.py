@@ -3,7 +3,8 @@
 Pure: what was heard comes in, decisions go out. Ray itself takes a node that has died or is cut off for alive until its
 own checks have failed, for a minute or more, and would place successors there meanwhile. So the node is chosen here.
 
-    a heartbeat of one of its processes is missed  ─>  it is knocked at
+    one of its processes misses a heartbeat,
+    or it was told to begin one and has not yet    ─>  it is knocked at
     a knock is not answered                        ─>  it is suspect: nothing is started there, and it is knocked at
     a knock is answered                            ─>  it counts again
     Ray lists it no longer                         ─>  it is gone
@@ -112,10 +113,14 @@ class NodeBook:
 
     # --- what follows ----------------------------------------------------------------------------------------------
 
-    @property
-    def to_knock(self) -> list[Node]:
-        """Whom to ask now whether they are there."""
-        return [self.nodes[node_id] for node_id in sorted(self.missed | self.suspects) if node_id in self.nodes]
+    def to_knock(self, awaited: Collection[str] = ()) -> list[Node]:
+        """Whom to ask now whether they are there.
+
+        Args:
+            awaited: nodes that shall begin a process and have not yet.
+        """
+        doubted = self.missed | self.suspects | set(awaited)
+        return [self.nodes[node_id] for node_id in sorted(doubted) if node_id in self.nodes]
 
     @property
     def to_meet(self) -> list[Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from tandem.cluster.supervisor.nodes import Aim, NodeBook
+from tandem.cluster.supervisor.nodes import Aim, Node, NodeBook
 from tandem.cluster.supervisor.slots import Phase, Slot
 from tandem.core.identity import WORKER_ROLES
 
@@ -20,6 +20,11 @@ def to_move(slots: Mapping[str, Slot], book: NodeBook) -> list[Slot]:
     """Those that wait for a node which does not answer, or for any while one that was avoided answers again."""
     asked = [slot for slot in slots.values() if slot.is_unplaced]
     return [slot for slot in asked if book.is_better(best_aim(slot, slots, book), slot.aim)]
+
+
+def to_knock(slots: Mapping[str, Slot], book: NodeBook) -> list[Node]:
+    """Nodes that may have fallen silent."""
+    return book.to_knock([slot.aim.node_id for slot in slots.values() if slot.is_unplaced])
 
 
 def looks_for_nodes(slots: Mapping[str, Slot], book: NodeBook) -> bool:

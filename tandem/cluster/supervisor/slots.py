@@ -37,7 +37,7 @@ class Policy:
     stop_s: float = 10.0  # a process that was asked to stop and has not after so long is killed
     drain_s: float = 300.0  # a worker that leaves a pool which was made smaller is killed if it takes longer to drain
     place_s: float = 30.0  # a successor may wait so long for a node; then the worker that it replaces drains without it
-    place_try_s: float = 10.0  # a node that has not begun a process after so long is left for another that has room
+    place_try_s: float = 30.0  # a node that has not begun a process after so long is left for another that has room
     max_successor_failures: int = 3  # in a row, of a successor that never was ready: then the drain is given up
 
     def delay(self, failures: int) -> float:

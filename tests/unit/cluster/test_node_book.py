@@ -78,14 +78,14 @@ def test_64_nodes_are_filled_evenly_and_a_lost_rack_is_spread_over_the_rest() ->
 
 def test_a_node_is_knocked_at_when_a_process_there_is_missed_and_as_long_as_it_does_not_answer() -> None:
     known = book(node("1", decode=1), node("2", decode=1))
-    assert known.to_knock == []
+    assert known.to_knock() == []
     known.miss("1")
-    assert [each.node_id for each in known.to_knock] == ["1"]
+    assert [each.node_id for each in known.to_knock()] == ["1"]
     known.take_knock("1", answered=False)
     assert known.is_suspect("1")
-    assert [each.node_id for each in known.to_knock] == ["1"]
+    assert [each.node_id for each in known.to_knock()] == ["1"]
     known.take_knock("1", answered=True)
-    assert known.to_knock == []
+    assert known.to_knock() == []
 
 
 def test_a_stopped_process_does_not_make_its_node_suspect() -> None:
@@ -101,7 +101,7 @@ def test_a_node_that_ray_has_given_up_is_forgotten() -> None:
     known = book(node("1", decode=1), node("2", decode=1))
     known.take_knock("1", answered=False)
     known.take_list([node("2", decode=1)])
-    assert known.to_knock == []
+    assert known.to_knock() == []
     assert known.aim(Role.DECODE, {}) == Aim("2")
 
 

@@ -26,7 +26,7 @@ from tandem.cluster.supervisor.events import (
     WantedChanged,
 )
 from tandem.cluster.supervisor.nodes import Aim, Node
-from tandem.cluster.supervisor.placing import looks_for_nodes
+from tandem.cluster.supervisor.placing import looks_for_nodes, to_knock
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.core.identity import Role
@@ -90,7 +90,7 @@ def test_the_successor_of_a_worker_on_a_dead_host_goes_elsewhere() -> None:
     story = Story(decode=1, nodes=2)
     assert story.start("decode-0") == "d0"
     story.feed(HeartbeatMissed("decode-0", story.life("decode-0")))
-    assert [each.node_id for each in story.cluster.book.to_knock] == ["d0"]
+    assert [each.node_id for each in story.cluster.book.to_knock()] == ["d0"]
     story.feed(NodeKnocked("d0", answered=False))
     assert of(StartProcess, story.exit("decode-0")) == ["decode-0"]
     assert story.aim("decode-0") == Aim("d1", frozenset({"d0"}))
@@ -200,3 +200,12 @@ def test_a_choice_that_is_still_looked_at_is_changed_without_ending_anything() -
     assert story.cluster.aim("decode-0") == Aim("d0")
     assert story.feed(NodeKnocked("d0", answered=False)) == []
     assert story.cluster.aim("decode-0").node_id == "d1"
+
+
+def test_a_node_that_was_told_to_begin_a_process_is_knocked_at_until_it_has() -> None:
+    story = Story(decode=1, nodes=1)
+    story.start("prefill-0")
+    story.aim("decode-0")
+    assert [each.node_id for each in to_knock(story.cluster.slots, story.cluster.book)] == ["d0"]
+    story.feed(Placed("decode-0", story.life("decode-0"), Placement("10.0.0.d0", 1, "d0")))
+    assert to_knock(story.cluster.slots, story.cluster.book) == []

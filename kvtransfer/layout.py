@@ -43,6 +43,11 @@ class LayoutId:
             raise IncompatibleError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(sorted(_ITEM_BYTES))}")
         return 2 * self.page_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers. Raises as `extent_bytes`."""
+        return self.num_layers * self.extent_bytes // self.page_size
+
 
 def differences(a: LayoutId, b: LayoutId) -> list[str]:
     """Names of the fields in which `a` and `b` differ, in declaration order."""

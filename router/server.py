@@ -216,8 +216,7 @@ class RouterServer:
 
         def num_places() -> float:
             """This router's share."""
-            num_workers = sum(s.takes_requests and not s.is_prefill for s in workers.sessions())
-            return scheduling.max_num_seqs * num_workers / workers.num_routers
+            return scheduling.max_num_seqs * workers.num_decode / workers.num_routers
 
         def num_routers() -> int:
             return workers.num_routers

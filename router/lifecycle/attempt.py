@@ -170,7 +170,9 @@ class Attempt:
         """A prefill worker for decode's grant. Without one, decode gets its pages back while the request waits."""
         try:
             wishes, decode = self._in_flight.plan.wishes, self._decode
-            key = choose_prefill(self._workers.snapshot(), decode.key, decode.kv_format, wishes)
+            key = choose_prefill(
+                self._workers.snapshot(), self._in_flight.facts, decode.key, decode.kv_format, wishes
+            )
             return self._workers.session(key)
         except (NoWorkerError, IncompatibleError) as error:
             raise self._over(Fault.UNSERVED, self._decode.key, error) from error

@@ -11,12 +11,15 @@ Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from kvtransfer.layout import KvFormat, mismatch
-from router.policy.snapshot import Snapshot, WorkerLoad
+from router.policy.pool import Order, Pool, decode_load, mixed_slowness, prefill_load
+from router.policy.snapshot import Snapshot
+from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
@@ -24,6 +27,10 @@ from tandem.core.pages import pages_for
 # What a prompt token costs in a decode step, relative to one in a prefill worker's chunk. With a lower factor decode
 # would take prompts from a prefill worker that will have time for them soon.
 _SMALL_STEP_COST = 1.2
+# How many of each pool a decision weighs against each other, beyond what their order says: the least loaded.
+_FEW = 8
+# By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
+_NOTABLE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,6 @@ class Route:
 
 
 ANY = Wishes()
-_ANYTHING = RequestFacts(num_prompt_tokens=0)
 
 
 def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Route:
@@ -92,41 +98,40 @@ def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Rou
         NoWorkerError: a pool is empty; names it.
         IncompatibleError: no prefill worker has the format of a decode worker; names who and what differs.
     """
-    if wishes.max_local_tokens and any(worker.key == wishes.decode for worker in snapshot.decode):
-        assert wishes.decode is not None
-        return Route(None, wishes.decode, wishes.max_local_tokens, Why.KEPT)
+    if wishes.max_local_tokens and (asked := snapshot.decode.find(wishes.decode)) is not None:
+        return Route(None, asked.key, wishes.max_local_tokens, Why.KEPT)
     if (alone := _computes_alone(snapshot, facts)) is not None:
         return Route(None, alone, facts.num_prompt_tokens, Why.MIXED_POOL)
-    prefills = _taken(Role.PREFILL, snapshot.prefill, wishes)
-    decodes = _taken(Role.DECODE, snapshot.decode, wishes)
-    formats = {worker.kv_format for worker in prefills}
-    pairable = [worker for worker in decodes if worker.kv_format in formats]
-    if not pairable:
-        raise _incompatible(prefills[0], decodes[0].key, decodes[0].kv_format)
-    wished_format = next((worker.kv_format for worker in prefills if worker.key == wishes.prefill), None)
-
-    def decode_rank(worker: WorkerLoad) -> tuple[object, ...]:
-        is_off = wished_format is not None and worker.kv_format != wished_format
-        own = (worker.key in wishes.avoid, worker.key != wishes.decode, is_off)
-        return (*own, *_decode_cost(worker, facts))
-
-    decode = min(pairable, key=decode_rank)
-    prefill = _best_prefill(prefills, decode.kv_format, wishes)
+    formats = _pairable(snapshot, wishes)
+    if snapshot.links:
+        prefill, decode = _best_pair(snapshot, facts, wishes, formats)
+    else:
+        (decode,) = _decodes(snapshot, facts, wishes, formats, 1)
+        (prefill,) = _prefills(snapshot, wishes, decode.kv_format, 1)
     is_kept = decode.key == wishes.decode or prefill.key == wishes.prefill
     return Route(prefill.key, decode.key, 0, Why.KEPT if is_kept else Why.LOAD)
 
 
-def choose_prefill(snapshot: Snapshot, decode: WorkerKey, kv_format: KvFormat, wishes: Wishes = ANY) -> WorkerKey:
+def choose_prefill(
+    snapshot: Snapshot, facts: RequestFacts, decode: WorkerKey, kv_format: KvFormat, wishes: Wishes = ANY
+) -> WorkerKey:
     """The least loaded prefill worker for a decode worker that has granted pages. Raises as `choose` does."""
-    prefills = _taken(Role.PREFILL, snapshot.prefill, wishes)
-    if all(worker.kv_format != kv_format for worker in prefills):
-        raise _incompatible(prefills[0], decode, kv_format)
-    return _best_prefill(prefills, kv_format, wishes).key
+    anyone = _taken(Role.PREFILL, snapshot.prefill, wishes)
+    if snapshot.prefill.first(wishes.exclude, kv_format) is None:
+        raise _incompatible(anyone, decode, kv_format)
+    if not snapshot.links:
+        return _prefills(snapshot, wishes, kv_format, 1)[0].key
+    for num in (_FEW, len(snapshot.prefill)):
+        few = _prefills(snapshot, wishes, kv_format, num)
+        best = min(few, key=lambda prefill: _prefill_rank(snapshot, facts, wishes, prefill, decode))
+        if not _is_broken(snapshot, best.key, decode):
+            break
+    return best.key
 
 
 def check_ready(snapshot: Snapshot) -> None:
     """Raises as `choose` does unless a request could be placed: both pools have a ready worker, and two pair."""
-    choose(snapshot, _ANYTHING)
+    _pairable(snapshot, ANY)
 
 
 def check_placeable(snapshot: Snapshot) -> None:
@@ -135,38 +140,25 @@ def check_placeable(snapshot: Snapshot) -> None:
         check_ready(snapshot)
 
 
-# --- who may ------------------------------------------------------------------------------------------------------
+# --- who can ------------------------------------------------------------------------------------------------------
 
 
-def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None:
-    """The decode worker that would have a new prompt computed before any prefill worker; `None`: hand it off.
-
-    Only workers with a KV format that both pools have count, because only they could take part in a handoff.
-    """
-    may_be_slow = facts.is_first_attempt and facts.priority >= 0
-    if not may_be_slow or not 0 < facts.num_prompt_tokens <= facts.mixed_pool_tokens:
-        return None
-    formats = {worker.kv_format for worker in snapshot.prefill} & {worker.kv_format for worker in snapshot.decode}
-    queues = [worker.num_queued_tokens for worker in snapshot.prefill if worker.kv_format in formats]
-    costs = {worker.key: _local_cost(worker, facts) for worker in snapshot.decode if worker.kv_format in formats}
-    if not costs:
-        return None
-    best = min(costs, key=lambda key: (costs[key], key))
-    return best if costs[best] < min(queues) + facts.num_prompt_tokens else None
-
-
-def _taken(role: Role, workers: Sequence[WorkerLoad], wishes: Wishes) -> list[WorkerLoad]:
-    taken = [worker for worker in workers if worker.key not in wishes.exclude]
-    if not taken:
+def _taken(role: Role, pool: Pool, wishes: Wishes) -> WorkerLoad:
+    """One that is not excluded."""
+    if (anyone := pool.first(wishes.exclude)) is None:
         raise NoWorkerError(f"no {role} worker is ready; try again later")
-    return taken
+    return anyone
 
 
-def _best_prefill(workers: Sequence[WorkerLoad], kv_format: KvFormat, wishes: Wishes) -> WorkerLoad:
-    return min(
-        (worker for worker in workers if worker.kv_format == kv_format),
-        key=lambda worker: (worker.key in wishes.avoid, worker.key != wishes.prefill, *_prefill_cost(worker)),
-    )
+def _pairable(snapshot: Snapshot, wishes: Wishes) -> list[KvFormat]:
+    """The formats that both pools have; at least one."""
+    prefill = _taken(Role.PREFILL, snapshot.prefill, wishes)
+    decode = _taken(Role.DECODE, snapshot.decode, wishes)
+    pools = snapshot.prefill, snapshot.decode
+    formats = [f for f in snapshot.decode.formats if all(pool.first(wishes.exclude, f) for pool in pools)]
+    if not formats:
+        raise _incompatible(prefill, decode.key, decode.kv_format)
+    return formats
 
 
 def _incompatible(prefill: WorkerLoad, decode: WorkerKey, kv_format: KvFormat) -> IncompatibleError:
@@ -177,26 +169,190 @@ def _incompatible(prefill: WorkerLoad, decode: WorkerKey, kv_format: KvFormat) -
     )
 
 
+# --- decode alone -------------------------------------------------------------------------------------------------
+
+
+def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None:
+    """The decode worker that would have a new prompt computed before any prefill worker; `None`: hand it off.
+
+    Only workers with a KV format that both pools have count, because only they could take part in a handoff.
+    """
+    may_be_slow = facts.is_first_attempt and facts.priority >= 0
+    if not may_be_slow or not 0 < facts.num_prompt_tokens <= facts.mixed_pool_tokens:
+        return None
+    with_prefill = snapshot.prefill.formats
+    formats = [kv_format for kv_format in snapshot.decode.formats if kv_format in with_prefill]
+    if not formats:
+        return None
+    shortest = next(snapshot.prefill.walk(Order.LOAD, formats, snapshot.lot)).num_queued_tokens
+    best, cost = None, float(shortest + facts.num_prompt_tokens)
+    for kv_format in formats:
+        found, cost = _quickest(snapshot, facts, kv_format, cost)
+        best = found or best
+    return best
+
+
+def _quickest(
+    snapshot: Snapshot, facts: RequestFacts, kv_format: KvFormat, most: float
+) -> tuple[WorkerKey | None, float]:
+    """The decode worker of this format that has the prompt computed soonest, if at a cost below `most`; that cost."""
+    best = None
+    for group in snapshot.decode.groups(Order.MIXED, kv_format, snapshot.lot):  # of equal slowness each
+        for worker in islice(group, _FEW):
+            slowness = _SMALL_STEP_COST * mixed_slowness(worker)
+            if slowness * facts.num_prompt_tokens >= most:
+                return best, most  # and so are all behind it
+            if _has_room(worker, facts):
+                cost = slowness * (worker.num_queued_tokens + facts.num_prompt_tokens)
+                best, most = (worker.key, cost) if cost < most else (best, most)
+                break  # those behind it in the group have more to compute
+    return best, most
+
+
+# --- the best few of each role ------------------------------------------------------------------------------------
+
+
+def _decodes(
+    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, formats: Sequence[KvFormat], num: int
+) -> list[WorkerLoad]:
+    """Up to `num` decode workers, the best first: who is wished, then who pairs with the wished prefill worker, then by
+    load; those to avoid behind all others."""
+    pool, skipped = snapshot.decode, wishes.exclude | wishes.avoid
+    found: list[WorkerLoad] = []
+    wished = pool.find(wishes.decode)
+    if wished is not None and wished.kv_format in formats:
+        if wished.key not in skipped:
+            found.append(wished)
+        skipped = skipped | {wished.key}
+    wished_format = _wished_format(snapshot, wishes)
+    for is_off in (False, True):
+        group = [f for f in formats if (wished_format is not None and f != wished_format) == is_off]
+        if group and len(found) < num:
+            found += _by_load(snapshot, facts, group, skipped, num - len(found))
+    if len(found) < num and wishes.avoid:
+        avoided = (worker for worker in map(pool.find, wishes.avoid - wishes.exclude) if worker is not None)
+        able = (worker for worker in avoided if worker.kv_format in formats)
+        by_load = sorted(able, key=lambda worker: (decode_load(worker), worker.key))
+        found += sorted(by_load, key=lambda worker: _decode_class(worker, facts, wishes, wished_format))
+    return found[:num]
+
+
+def _by_load(
+    snapshot: Snapshot, facts: RequestFacts, formats: Sequence[KvFormat], skipped: frozenset[WorkerKey], num: int
+) -> list[WorkerLoad]:
+    """Up to `num` decode workers: those with room for the prompt first, then smaller batches, then more free pages.
+
+    Where the `_FEW` with the smallest batches have no room, only the `_FEW` with most free pages are looked at, and of
+    these the smallest batches come first.
+    """
+    roomy: list[WorkerLoad] = []
+    full: list[WorkerLoad] = []
+    for worker in snapshot.decode.walk(Order.LOAD, formats, snapshot.lot):
+        if worker.key in skipped:
+            continue
+        (roomy if _has_room(worker, facts) else full).append(worker)
+        if len(roomy) >= num or len(roomy) + len(full) >= max(num, _FEW):
+            break
+    if not roomy:
+        known = (w for w in snapshot.decode.walk(Order.ROOM, formats, snapshot.lot) if w.key not in skipped)
+        roomy = sorted((w for w in islice(known, _FEW) if _has_room(w, facts)), key=decode_load)
+    return [*roomy, *full][:num]
+
+
+def _prefills(snapshot: Snapshot, wishes: Wishes, kv_format: KvFormat, num: int) -> list[WorkerLoad]:
+    """Up to `num` prefill workers, the best first: who is wished, then by load; those to avoid behind all others."""
+    pool, skipped = snapshot.prefill, wishes.exclude | wishes.avoid
+    found: list[WorkerLoad] = []
+    wished = pool.find(wishes.prefill)
+    if wished is not None and wished.kv_format == kv_format:
+        if wished.key not in skipped:
+            found.append(wished)
+        skipped = skipped | {wished.key}
+    if len(found) < num:
+        others = (w for w in pool.walk(Order.LOAD, [kv_format], snapshot.lot) if w.key not in skipped)
+        found += islice(others, num - len(found))
+    if len(found) < num and wishes.avoid:
+        avoided = (worker for worker in map(pool.find, wishes.avoid - wishes.exclude) if worker is not None)
+        able = (worker for worker in avoided if worker.kv_format == kv_format)
+        found += sorted(able, key=lambda worker: (worker.key != wishes.prefill, prefill_load(worker), worker.key))
+    return found[:num]
+
+
+# --- two that go well together ------------------------------------------------------------------------------------
+
+
+def _best_pair(
+    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, formats: Sequence[KvFormat]
+) -> tuple[WorkerLoad, WorkerLoad]:
+    """The prefill and the decode worker, where something is known of the ways between some."""
+    wished_format = _wished_format(snapshot, wishes)
+
+    def rank(pair: tuple[WorkerLoad, WorkerLoad]) -> tuple[float, ...]:
+        prefill, decode = pair
+        of_prefill = _prefill_rank(snapshot, facts, wishes, prefill, decode.key)
+        is_broken, *others = of_prefill
+        return (is_broken, *_decode_class(decode, facts, wishes, wished_format), *others)
+
+    best = min(_pairs(snapshot, facts, wishes, formats, _FEW), key=rank)
+    if _is_broken(snapshot, best[0].key, best[1].key):  # as are all of the few: the best of all that is not
+        everyone = _pairs(snapshot, facts, wishes, formats, len(snapshot.prefill) + len(snapshot.decode))
+        return next((pair for pair in everyone if not _is_broken(snapshot, pair[0].key, pair[1].key)), best)
+    return best
+
+
+def _pairs(
+    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, formats: Sequence[KvFormat], num: int
+) -> Iterator[tuple[WorkerLoad, WorkerLoad]]:
+    """The best decode workers, each with the best prefill workers."""
+    prefills = {kv_format: _prefills(snapshot, wishes, kv_format, num) for kv_format in formats}
+    for decode in _decodes(snapshot, facts, wishes, formats, num):
+        for prefill in prefills[decode.kv_format]:
+            yield prefill, decode
+
+
+def _is_broken(snapshot: Snapshot, prefill: WorkerKey, decode: WorkerKey) -> bool:
+    link = snapshot.links.get((prefill, decode))
+    return link is not None and link.is_broken
+
+
+def _prefill_rank(
+    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, prefill: WorkerLoad, decode: WorkerKey
+) -> tuple[float, ...]:
+    """For this decode worker: a way that works, then wishes, then fewer prompt tokens until all pages are there."""
+    delay = prefill.num_queued_tokens + _exposed_tokens(snapshot, facts, prefill, decode)
+    is_broken = _is_broken(snapshot, prefill.key, decode)
+    return is_broken, prefill.key in wishes.avoid, prefill.key != wishes.prefill, delay
+
+
+def _exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad, decode: WorkerKey) -> float:
+    """How many prompt tokens a prefill worker computes while a handoff goes on after the prompt's own computation.
+
+    Pages travel while the prompt is computed, so only a way that is slower than the computation counts; and only where
+    it is so by more than its share of `_NOTABLE`, as else the batches matter more.
+    """
+    link = snapshot.links.get((prefill.key, decode))
+    if link is None or not snapshot.prefill_tokens_per_s:
+        return 0.0
+    handoff_s = facts.num_prompt_tokens * prefill.kv_format.layout.token_bytes / max(link.bytes_per_s, 1.0)
+    exposed = handoff_s * snapshot.prefill_tokens_per_s - facts.num_prompt_tokens
+    return exposed if exposed > _NOTABLE * facts.num_prompt_tokens else 0.0
+
+
 # --- what it costs ------------------------------------------------------------------------------------------------
 
 
-def _prefill_cost(worker: WorkerLoad) -> tuple[int, int, WorkerKey]:
-    """Fewer prompt tokens in front first, then fewer requests, then the name: equal inputs give equal routes."""
-    return worker.num_queued_tokens, worker.num_active, worker.key
+def _wished_format(snapshot: Snapshot, wishes: Wishes) -> KvFormat | None:
+    """That of the wished prefill worker, which is to find a partner."""
+    wished = snapshot.prefill.find(wishes.prefill)
+    return wished.kv_format if wished is not None and wished.key not in wishes.exclude else None
 
 
-def _decode_cost(worker: WorkerLoad, facts: RequestFacts) -> tuple[bool, int, int, WorkerKey]:
-    """Room for the prompt first, then a smaller batch, then more free pages."""
-    return not _has_room(worker, facts), worker.num_active, -worker.num_available_pages, worker.key
-
-
-def _local_cost(worker: WorkerLoad, facts: RequestFacts) -> float:
-    """Time until a decode worker has computed the prompt, in tokens of a prefill worker."""
-    room = worker.mixed_step_tokens - worker.num_stepping
-    if room < 1 or not _has_room(worker, facts):
-        return float("inf")
-    slowness = _SMALL_STEP_COST * worker.mixed_step_tokens / room
-    return slowness * (worker.num_queued_tokens + facts.num_prompt_tokens)
+def _decode_class(
+    worker: WorkerLoad, facts: RequestFacts, wishes: Wishes, wished_format: KvFormat | None
+) -> tuple[bool, bool, bool, bool]:
+    """What counts before its load."""
+    is_off = wished_format is not None and worker.kv_format != wished_format
+    return worker.key in wishes.avoid, worker.key != wishes.decode, is_off, not _has_room(worker, facts)
 
 
 def _has_room(worker: WorkerLoad, facts: RequestFacts) -> bool:

@@ -1,30 +1,15 @@
-"""The workers as a routing decision sees them: plain data of one moment. Pure."""
+"""The workers as a routing decision sees them. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvtransfer.layout import KvFormat
-from tandem.core.identity import WorkerKey
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """One ready worker as the router sees it now: its last report and what was sent to it since."""
-
-    key: WorkerKey
-    kv_format: KvFormat
-    page_size: int
-    num_active: int  # requests that run or wait there
-    num_queued_tokens: int  # prompt tokens not yet computed
-    num_available_pages: int  # free or evictable, less what our unanswered reservations will take
-    # Of a decode worker: requests that take part in its steps now, and the tokens of a step up to which it computes
-    # prompts; 0: it should not.
-    num_stepping: int = 0
-    mixed_step_tokens: int = 0
-
+from router.policy.pool import Pool
+from router.policy.worker_load import WorkerLoad
+from tandem.core.identity import Role, WorkerKey
 
 Pair = tuple[WorkerKey, WorkerKey]
 """A prefill worker and a decode worker."""
@@ -45,15 +30,28 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All workers that may get new requests, and the pools that more will join."""
+    """All workers that may get new requests, and the pools that more will join; to be used at once.
 
-    prefill: Sequence[WorkerLoad]
-    decode: Sequence[WorkerLoad]
-    # Whether the membership has a worker of the pool that is not ready: it starts, or is to be replaced.
+    Attributes:
+        is_prefill_coming: the membership has a worker of the pool that is not ready: it starts, or is to be replaced.
+        is_decode_coming: as `is_prefill_coming`.
+        links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
+        prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
+        lot: decides between workers of equal rank.
+    """
+
+    prefill: Pool
+    decode: Pool
     is_prefill_coming: bool = False
     is_decode_coming: bool = False
-    # Only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
     links: Mapping[Pair, Link] = field(default_factory=dict)
+    prefill_tokens_per_s: float = 0.0
+    lot: int = 0
+
+    @classmethod
+    def of(cls, prefill: Iterable[WorkerLoad], decode: Iterable[WorkerLoad], **others: Any) -> Snapshot:
+        """Of workers that are not followed any further."""
+        return cls(Pool(Role.PREFILL, prefill), Pool(Role.DECODE, decode), **others)
 
     @property
     def may_get_better(self) -> bool:

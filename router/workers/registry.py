@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvtransfer.layout import mismatch
+from kvtransfer.layout import KvFormat, mismatch
 from kvtransfer.wire import protocols_of
+from router.policy.pool import Pool
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
@@ -28,20 +31,31 @@ from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded
 _log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
+_WEIGHT = 1 / 16  # of the newest prompt in the speed of prefill
+_NOTHING = WorkerStatus()
 
 
 class WorkerRegistry:
     """All sessions. Methods run on the router's loop."""
 
-    def __init__(self, *, lease_s: float, metrics: RouterMetrics) -> None:
+    def __init__(self, *, lease_s: float, metrics: RouterMetrics, seed: int | None = None) -> None:
+        """`seed`: of the lots that decide between workers of equal rank where several routers choose; else random."""
         self._lease_s = lease_s
         self._metrics = metrics
+        self._random = random.Random(seed)
         self._version = -1
         #: Routers that serve the same workers, this one included.
         self.num_routers = 1
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
+        # Invariant: have all and only sessions that take requests: their loads, and how much context each can hold.
+        self._pools = {role: Pool(role) for role in WORKER_ROLES}
+        self._context_of: dict[WorkerKey, int] = {}
+        self._contexts: Counter[int] = Counter()  # the values of `_context_of`
+        self._num_members: Counter[Role] = Counter()
+        # Learnt from what prefill workers say of their prompts; 0 before.
+        self._prefill_tokens_per_s = 0.0
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
         #: Each stays while it is a member: whoever kills it may not have heard of it yet.
         self.suspected: set[WorkerKey] = set()
@@ -67,7 +81,8 @@ class WorkerRegistry:
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
         if unknown := len(membership.members) - len(members):
             _log.error("%d members of unknown roles ignored", unknown)
-        self._members = {WorkerKey(m.worker_id, m.incarnation): m for m in members}
+        before, self._members = self._members, {WorkerKey(m.worker_id, m.incarnation): m for m in members}
+        self._num_members = Counter(ROLE_FROM_PROTO[member.role] for member in self._members.values())
         for key, member in self._members.items():
             self._apply_member(key, member)
         self.suspected &= self._members.keys()
@@ -77,14 +92,16 @@ class WorkerRegistry:
                 self._sessions[key].declare_dead(f"{lives[key.worker_id]} has taken its place")
             else:
                 self._sessions[key].retire()
+                self.load_changed(self._sessions[key])
         self._forget_closed()
-        _log.info("membership %d: %s", membership.version, ", ".join(map(_shown, members)) or "no worker")
+        _log.info("membership %d: %d workers; %s", self._version, len(self._members), _changes(before, self._members))
         self._tell_watchers()
 
     def _apply_member(self, key: WorkerKey, member: Member) -> None:
         session = self._sessions.get(key)
         if session is not None and not (session.state is SessionState.CLOSED and member.state in _CONNECTABLE):
             session.update(member)
+            self.load_changed(session)
             if member.state == "failed":
                 session.declare_dead("the supervisor has declared it failed")
         elif member.address and member.state in _CONNECTABLE:
@@ -111,17 +128,23 @@ class WorkerRegistry:
     # -- for requests
 
     def snapshot(self) -> Snapshot:
-        """The load of every worker that takes requests, and whether others will."""
-        ready = [session for session in self._sessions.values() if session.takes_requests]
-        ready_keys = {session.key for session in ready}
-        coming = {ROLE_FROM_PROTO[member.role] for key, member in self._members.items() if key not in ready_keys}
+        """The load of every worker that takes requests, and whether others will; to be used at once."""
+        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
         return Snapshot(
-            prefill=[s.load() for s in ready if s.is_prefill],
-            decode=[s.load() for s in ready if not s.is_prefill],
-            is_prefill_coming=Role.PREFILL in coming,
-            is_decode_coming=Role.DECODE in coming,
+            prefill,
+            decode,
+            is_prefill_coming=len(prefill) < self._num_members[Role.PREFILL],
+            is_decode_coming=len(decode) < self._num_members[Role.DECODE],
             links=self.links,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            # What others choose now is known to none of several routers.
+            lot=self._random.getrandbits(32) if self.num_routers > 1 else 0,
         )
+
+    @property
+    def num_decode(self) -> int:
+        """Decode workers that take requests."""
+        return len(self._pools[Role.DECODE])
 
     def session(self, key: WorkerKey) -> WorkerSession:
         """The session of a worker in the current snapshot."""
@@ -129,8 +152,7 @@ class WorkerRegistry:
 
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""
-        limits = (s.info.max_context for s in self._sessions.values() if s.takes_requests)
-        return min(filter(None, limits), default=None)
+        return min(filter(None, self._contexts), default=None)
 
     def watch(self, mailbox: Mailbox[Event]) -> None:
         """From now on `mailbox` gets `WorkersChanged` whenever a worker comes or goes."""
@@ -147,6 +169,7 @@ class WorkerRegistry:
     # -- what sessions report (SessionObserver)
 
     def session_changed(self, session: WorkerSession) -> None:
+        self.load_changed(session)
         if session.state is SessionState.LOST:
             self._metrics.workers_lost.labels(session.role).inc()
             self._forget_links(session.key)  # what became of them meanwhile was not heard
@@ -157,6 +180,28 @@ class WorkerRegistry:
             # Not at once: the caller may be walking over the sessions.
             asyncio.get_running_loop().call_soon(self._forget_closed)
         self._tell_watchers()
+
+    def load_changed(self, session: WorkerSession) -> None:
+        if self._sessions.get(session.key) is not session:  # closed, and another has taken its place
+            return
+        if session.takes_requests:
+            self._pools[session.role].put(session.load())
+            self._note_context(session.key, session.info.max_context)
+        elif session.key in self._context_of:
+            self._pools[session.role].discard(session.key)
+            self._note_context(session.key, None)
+
+    def _note_context(self, key: WorkerKey, num_tokens: int | None) -> None:
+        before = self._context_of.pop(key, None) if num_tokens is None else self._context_of.get(key)
+        if before == num_tokens:
+            return
+        if before is not None:
+            self._contexts[before] -= 1
+            if not self._contexts[before]:
+                del self._contexts[before]
+        if num_tokens is not None:
+            self._context_of[key] = num_tokens
+            self._contexts[num_tokens] += 1
 
     def worker_died(self, session: WorkerSession) -> None:
         self._metrics.worker_deaths.labels(session.role).inc()
@@ -177,7 +222,10 @@ class WorkerRegistry:
 
     def _warn_of_formats(self, session: WorkerSession) -> None:
         """Log which of the connected workers cannot serve a request together with this one, and why."""
-        others = self._connected(Role.DECODE if session.is_prefill else Role.PREFILL)
+        role = Role.DECODE if session.is_prefill else Role.PREFILL
+        if all(kv_format == session.kv_format for kv_format in self._pools[role].formats):
+            return
+        others = self._connected(role)
         prefill, decode = ([session], others) if session.is_prefill else (others, [session])
         if differing := _mismatches(prefill, decode):
             _log.error(
@@ -189,18 +237,20 @@ class WorkerRegistry:
             )
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None:
-        before = self._counted.get(session.key, WorkerStatus())
+        self.load_changed(session)
+        is_first = session.key not in self._counted
+        before = _NOTHING if is_first else self._counted[session.key]
         self._counted[session.key] = status
         metrics, role, transport = self._metrics, session.role, session.info.transport or "unknown"
-        for counter, now, then in (
-            (metrics.prompt_tokens_computed.labels(role), status.prompt_tokens_computed, before.prompt_tokens_computed),
-            (metrics.prompt_tokens_cached.labels(role), status.prompt_tokens_cached, before.prompt_tokens_cached),
-            (metrics.decode_tokens, status.decode_tokens, before.decode_tokens),
-            (metrics.preemptions, status.preemptions, before.preemptions),
-            (metrics.kv_transfer_bytes.labels(transport), status.transfer_bytes, before.transfer_bytes),
+        for counter, labels, now, then in (
+            (metrics.prompt_tokens_computed, [role], status.prompt_tokens_computed, before.prompt_tokens_computed),
+            (metrics.prompt_tokens_cached, [role], status.prompt_tokens_cached, before.prompt_tokens_cached),
+            (metrics.decode_tokens, [], status.decode_tokens, before.decode_tokens),
+            (metrics.preemptions, [], status.preemptions, before.preemptions),
+            (metrics.kv_transfer_bytes, [transport], status.transfer_bytes, before.transfer_bytes),
         ):
-            if now > then:
-                counter.inc(now - then)
+            if now > then or is_first:  # a counter is exported from its first worker on
+                (counter.labels(*labels) if labels else counter).inc(now - then)
         for reason, number in status.refused.items():
             if number > before.refused.get(reason, 0):
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
@@ -236,6 +286,7 @@ class WorkerRegistry:
                 self._link_changed(message)
         if isinstance(message, HandoffDone | PrefillEnded):
             metrics.prefill_compute_s.observe(message.compute_s)
+            self._note_speed(message.num_computed_tokens, message.compute_s)
         if isinstance(message, HandoffDone | PrefillEnded | ComputesHere) and message.attempt > 1:
             metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
 
@@ -248,6 +299,11 @@ class WorkerRegistry:
         )
         known = self.links.get((prefill, decode), Link())
         self.links[prefill, decode] = replace(known, is_broken=message.is_broken)
+
+    def _note_speed(self, num_tokens: int, compute_s: float) -> None:
+        if num_tokens and compute_s > 0:
+            newest, known = num_tokens / compute_s, self._prefill_tokens_per_s
+            self._prefill_tokens_per_s = known + _WEIGHT * (newest - known) if known else newest
 
     def _writer_suspected(self, key: WorkerKey) -> None:
         _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)
@@ -280,6 +336,9 @@ class WorkerRegistry:
 
 def _mismatches(prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession]) -> list[dict[str, Any]]:
     """Every pair that may not serve a request together, with what differs."""
+    by_format: defaultdict[KvFormat, list[WorkerSession]] = defaultdict(list)
+    for session in decode:
+        by_format[session.kv_format].append(session)
     return [
         {
             "prefill": str(p.key),
@@ -287,8 +346,9 @@ def _mismatches(prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession
             "differences": mismatch(p.kv_format, str(p.key), d.kv_format, str(d.key)),
         }
         for p in prefill
-        for d in decode
-        if p.kv_format != d.kv_format
+        for kv_format, those in by_format.items()
+        if p.kv_format != kv_format
+        for d in those
     ]
 
 
@@ -316,5 +376,6 @@ def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
     }
 
 
-def _shown(member: Member) -> str:
-    return f"{ROLE_FROM_PROTO[member.role]} {member.worker_id}/{member.incarnation} {member.state}"
+def _changes(before: Mapping[WorkerKey, Member], now: Mapping[WorkerKey, Member]) -> str:
+    changed = [f"{key} {m.state}" for key, m in now.items() if key not in before or before[key].state != m.state]
+    return ", ".join([*changed, *(f"{key} gone" for key in before if key not in now)]) or "no change"

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import grpc
 
 from kvtransfer.wire import kv_format, protocols_of
-from router.policy.snapshot import WorkerLoad
+from router.policy.known_load import KnownLoad, Report
+from router.policy.worker_load import WorkerLoad
 from router.request.events import DecodeLeaves, Event, WorkerLost
 from router.request.mailbox import Mailbox
 from router.workers import wire
@@ -63,18 +63,11 @@ class SessionObserver(Protocol):
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
 
+    def load_changed(self, session: WorkerSession) -> None:
+        """What the worker holds for us has changed, and with it `load`."""
+
     def event_seen(self, message: Any) -> None:
         """A message of the worker, other than its hello and its tokens."""
-
-
-@dataclass(slots=True)
-class Held:
-    """One request that this worker holds for us."""
-
-    mailbox: Mailbox[Event]
-    num_queued_tokens: int  # of its prompt, not yet computed
-    num_pages: int  # that its reservation will take, until the worker's own figures show it
-    steps: bool  # it takes part in the worker's steps: computed or generated there
 
 
 class WorkerSession:
@@ -91,7 +84,9 @@ class WorkerSession:
         self._lease_s = lease_s
         self._observer = observer
         # Invariant: all and only requests with an attempt under way at this worker.
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, Mailbox[Event]] = {}
+        self._known = KnownLoad()  # of these requests, and by the worker's own word
+        self._num_sent = 0  # commands on this stream
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._is_retired = False
         self._has_died = False
@@ -163,31 +158,25 @@ class WorkerSession:
         return self.member.state
 
     def load(self) -> WorkerLoad:
-        """This worker in a placement snapshot. Reports lag, so what was sent since then counts too."""
-        info, status, pages = self.info, self.status, self.status.pages
-        held = self._held.values()
-        return WorkerLoad(
-            key=self.key,
-            kv_format=self.kv_format,
-            page_size=max(1, info.layout.page_size),
-            num_active=max(status.num_running + status.num_queued, len(held)),
-            num_queued_tokens=max(status.num_queued_tokens, sum(h.num_queued_tokens for h in held)),
-            num_available_pages=pages.free + pages.cached - sum(h.num_pages for h in held),
-            num_stepping=max(status.num_running, sum(h.steps for h in held)),
-            mixed_step_tokens=info.mixed_step_tokens,
-        )
+        """This worker in a placement snapshot."""
+        page_size = max(1, self.info.layout.page_size)
+        return self._known.load(self.key, self.kv_format, page_size, self.info.mixed_step_tokens)
 
     # -- for requests
 
     def hold(self, request_id: str, mailbox: Mailbox[Event], num_prompt_tokens: int, *, computes: bool) -> None:
         """From now on events of `request_id` go to `mailbox`, and the loss of this worker too.
 
+        The next command is the one that starts it.
+
         Args:
             computes: the prompt is to be computed there.
         """
         page_size = 0 if self.is_prefill else self.info.layout.page_size
         num_pages = pages_for(num_prompt_tokens, page_size) if page_size else 0
-        self._held[request_id] = Held(mailbox, num_prompt_tokens if computes else 0, num_pages, computes)
+        self._held[request_id] = mailbox
+        self._known.hold(request_id, self._num_sent + 1, num_prompt_tokens, num_pages, computes=computes)
+        self._observer.load_changed(self)
 
     def note_taken_up(self, request_id: str, *, steps: bool) -> None:
         """The worker computes the prompt, has pages for it, or generates: its own figures show so from now on.
@@ -195,13 +184,14 @@ class WorkerSession:
         Args:
             steps: the request takes part in the worker's steps.
         """
-        if (held := self._held.get(request_id)) is not None:
-            held.num_pages = held.num_queued_tokens = 0
-            held.steps = steps
+        if self._known.note_taken_up(request_id, steps=steps):
+            self._observer.load_changed(self)
 
     def let_go(self, request_id: str) -> None:
         """The attempt is over here."""
-        self._held.pop(request_id, None)
+        if self._held.pop(request_id, None) is not None:
+            self._known.let_go(request_id)
+            self._observer.load_changed(self)
         if self._is_retired and not self._held:
             self.close("the worker left the cluster")
 
@@ -209,6 +199,7 @@ class WorkerSession:
         """Queue a command. It is lost with the stream, as is all that it would have changed."""
         if self.state is SessionState.OPEN:
             self._commands.put_nowait(command)
+            self._num_sent += 1
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
         """Tell the worker to drop an attempt and free all it holds."""
@@ -256,7 +247,7 @@ class WorkerSession:
 
     async def _one_stream(self) -> None:
         """One connection, from its opening to its end. Raises `WorkerLostError` or gRPC's error."""
-        self._commands = asyncio.Queue()
+        self._commands, self._num_sent = asyncio.Queue(), 0
         async with make_channel(self.member.address) as channel:
             stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
             call = stub.Session()
@@ -277,6 +268,7 @@ class WorkerSession:
     def _receive(self, message: Any) -> None:
         if message.HasField("status"):
             was_leaving, self.status = self.is_leaving, message.status
+            self._known.hear(_report(message))
             self._tell_leaving(was_leaving)
             self._observer.status_reported(self, message.status)
         for event in message.events:
@@ -288,8 +280,8 @@ class WorkerSession:
             self._greet(message)
             return
         happened = wire.event_from_proto(message, self.key)
-        if happened is not None and (holder := self._held.get(message.request_id)) is not None:
-            holder.mailbox.put(happened)
+        if happened is not None and (mailbox := self._held.get(message.request_id)) is not None:
+            mailbox.put(happened)
         if not isinstance(message, Token):
             self._observer.event_seen(message)
 
@@ -309,8 +301,9 @@ class WorkerSession:
 
     def _tell_lost(self, error: TandemError) -> None:
         held, self._held = self._held, {}
-        for holder in held.values():
-            holder.mailbox.put(WorkerLost(self.key, error, self.is_leaving))
+        self._known.clear()
+        for mailbox in held.values():
+            mailbox.put(WorkerLost(self.key, error, self.is_leaving))
 
     def _tell_leaving(self, was_leaving: bool) -> None:
         """If it begins to drain, tell the requests that a decode worker holds: they are to go on elsewhere."""
@@ -318,8 +311,8 @@ class WorkerSession:
             return
         _log.info("worker %s leaves; it holds %d requests", self.key, len(self._held))
         if not self.is_prefill:
-            for holder in list(self._held.values()):
-                holder.mailbox.put(DecodeLeaves(self.key))
+            for mailbox in list(self._held.values()):
+                mailbox.put(DecodeLeaves(self.key))
 
     def _set_overdue(self, is_overdue: bool) -> None:
         if is_overdue:
@@ -339,6 +332,17 @@ class WorkerSession:
         if state is not self.state:
             self.state = state
             self._observer.session_changed(self)
+
+
+def _report(message: Any) -> Report:
+    status, pages = message.status, message.status.pages
+    return Report(
+        num_active=status.num_running + status.num_queued + status.num_incoming,
+        num_queued_tokens=status.num_queued_tokens,
+        num_available_pages=pages.free + pages.cached,
+        num_stepping=status.num_running,
+        num_commands=message.num_commands if message.HasField("num_commands") else None,
+    )
 
 
 class _Watchdog:

@@ -16,7 +16,8 @@ from prefill_worker.events import HandedOff, PromptEnded, PromptStarted
 from router.policy.recovery import FIRST, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
 from router.policy.retry_budget import RetryBudget
 from router.policy.route import RequestFacts, Route, Wishes, choose_prefill
-from router.policy.snapshot import Snapshot, WorkerLoad
+from router.policy.snapshot import Snapshot
+from router.policy.worker_load import WorkerLoad
 from router.request.journal import Journal
 from router.request.request import Request, TokenGiven
 from tandem.core.errors import IncompatibleError, InternalError, NoWorkerError, TandemError, WorkerLostError
@@ -86,7 +87,7 @@ class Router:
 
     def snapshot(self) -> Snapshot:
         by_role = {role: [self._load(w) for w in self.workers if w.role is role] for role in Role}
-        return Snapshot(by_role[Role.PREFILL], by_role[Role.DECODE], is_prefill_coming=True, is_decode_coming=True)
+        return Snapshot.of(by_role[Role.PREFILL], by_role[Role.DECODE], is_prefill_coming=True, is_decode_coming=True)
 
     def _load(self, worker: Node) -> WorkerLoad:
         """As `WorkerSession.load`."""
@@ -165,19 +166,23 @@ class InFlight:
         """What the client has, by choice."""
         return [choice.token_ids for choice in self.journal.choices]
 
+    @property
+    def facts(self) -> RequestFacts:
+        """As `router.lifecycle.in_flight`."""
+        return RequestFacts(
+            num_prompt_tokens=len(self.request.prompt_ids),
+            priority=self.request.priority,
+            mixed_pool_tokens=self._router.mixed_pool_tokens,
+            is_first_attempt=self.journal.attempt == 1,
+        )
+
     def place(self) -> None:
         """Begin the next attempt, as soon as there are workers for it."""
         if self.is_over:
             return
         router, now_s = self._router, self._router.kernel.now_s
-        facts = RequestFacts(
-            num_prompt_tokens=len(self.request.prompt_ids),
-            priority=self.request.priority,
-            mixed_pool_tokens=router.mixed_pool_tokens,
-            is_first_attempt=self.journal.attempt == 1,
-        )
         try:
-            route = router.choose_route(router.snapshot(), facts, self.plan.wishes)
+            route = router.choose_route(router.snapshot(), self.facts, self.plan.wishes)
         except NoWorkerError:
             router.wait(self)
             return
@@ -323,7 +328,7 @@ class _Attempt:
         if self._prefill is None:
             wishes = self._in_flight.plan.wishes
             try:
-                key = choose_prefill(self._router.snapshot(), self._decode.key, FORMAT, wishes)
+                key = choose_prefill(self._router.snapshot(), self._in_flight.facts, self._decode.key, FORMAT, wishes)
             except (NoWorkerError, IncompatibleError) as error:
                 return self._over(Fault.UNSERVED, self._decode, error)
             self._prefill = self._router.find(key)

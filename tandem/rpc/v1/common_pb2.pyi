@@ -377,6 +377,7 @@ class WorkerStatus(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_INCOMING_FIELD_NUMBER: _builtins.int
     PAGE_NETWORK_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
@@ -396,6 +397,8 @@ class WorkerStatus(_message.Message):
     """since start"""
     prompt_tokens_cached: _builtins.int
     """since start; found in the prefix cache"""
+    num_incoming: _builtins.int
+    """requests that have pages here, and whose handoff is not over"""
     page_network: _builtins.str
     """interface and address by which pages come and go; empty: not said by the user"""
     @_builtins.property
@@ -422,12 +425,13 @@ class WorkerStatus(_message.Message):
         preemptions: _builtins.int = ...,
         prompt_tokens_cached: _builtins.int = ...,
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_incoming: _builtins.int = ...,
         page_network: _builtins.str = ...,
         links: Global___LinkReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "links", b"links", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "links", b"links", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

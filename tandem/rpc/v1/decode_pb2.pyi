@@ -160,6 +160,9 @@ class DecodeEvents(_message.Message):
 
     EVENTS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    NUM_COMMANDS_FIELD_NUMBER: _builtins.int
+    num_commands: _builtins.int
+    """of this stream, that the status shows"""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeEvent]:
         """in order; the tokens of one step travel together"""
@@ -171,12 +174,15 @@ class DecodeEvents(_message.Message):
         *,
         events: _abc.Iterable[Global___DecodeEvent] | None = ...,
         status: _common_pb2.WorkerStatus | None = ...,
+        num_commands: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_commands", b"_num_commands", "num_commands", b"num_commands", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_commands", b"_num_commands", "events", b"events", "num_commands", b"num_commands", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_commands: _TypeAlias = _typing.Literal["num_commands"]  # noqa: Y015
+    _WhichOneofArgType__num_commands: _TypeAlias = _typing.Literal["_num_commands", b"_num_commands"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_commands) -> _WhichOneofReturnType__num_commands | None: ...
 
 Global___DecodeEvents: _TypeAlias = DecodeEvents  # noqa: Y015
 

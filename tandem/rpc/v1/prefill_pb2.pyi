@@ -190,6 +190,9 @@ class PrefillEvents(_message.Message):
 
     EVENTS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    NUM_COMMANDS_FIELD_NUMBER: _builtins.int
+    num_commands: _builtins.int
+    """of this stream, that the status shows"""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillEvent]:
         """in order"""
@@ -201,12 +204,15 @@ class PrefillEvents(_message.Message):
         *,
         events: _abc.Iterable[Global___PrefillEvent] | None = ...,
         status: _common_pb2.WorkerStatus | None = ...,
+        num_commands: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_commands", b"_num_commands", "num_commands", b"num_commands", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_commands", b"_num_commands", "events", b"events", "num_commands", b"num_commands", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_commands: _TypeAlias = _typing.Literal["num_commands"]  # noqa: Y015
+    _WhichOneofArgType__num_commands: _TypeAlias = _typing.Literal["_num_commands", b"_num_commands"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_commands) -> _WhichOneofReturnType__num_commands | None: ...
 
 Global___PrefillEvents: _TypeAlias = PrefillEvents  # noqa: Y015
 

@@ -12,7 +12,8 @@ from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
 from router.policy.retry_budget import RetryBudget
 from router.policy.route import RequestFacts, Route, Why, Wishes, choose
-from router.policy.snapshot import Snapshot, WorkerLoad
+from router.policy.snapshot import Snapshot
+from router.policy.worker_load import WorkerLoad
 from tandem.core.clock import VirtualClock
 from tandem.core.errors import (
     DrainingError,
@@ -203,7 +204,7 @@ def load(key: WorkerKey) -> WorkerLoad:
 @given(st.lists(st.tuples(st.sampled_from(list(Fault)), st.booleans()), min_size=40, max_size=40), st.integers(1, 5))
 def test_every_request_ends_and_never_asks_who_is_gone(steps: list[tuple[Fault, bool]], max_attempts: int) -> None:
     """Whatever happens to attempts placed by the plans themselves: the request ends, for one of the known reasons."""
-    snapshot = Snapshot([load(k) for k in KEYS[:3]], [load(k) for k in KEYS[3:]])
+    snapshot = Snapshot.of([load(k) for k in KEYS[:3]], [load(k) for k in KEYS[3:]])
     state = recovery(replace(LIMITS, max_attempts=max_attempts), burst=4)
     wishes, gone, num_failures = Wishes(), set[WorkerKey](), 0
     for fault, is_decode in steps:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.route import RequestFacts, Route, Why, choose
-from router.policy.snapshot import Snapshot, WorkerLoad
+from router.policy.snapshot import Snapshot
+from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import WorkerKey
 
@@ -44,7 +45,7 @@ def chosen(snapshot: Snapshot, num_tokens: int, longest: int = LONGEST) -> str |
 
 def test_an_idle_prefill_worker_gets_every_prompt() -> None:
     for num_tokens in (1, 16, 512, 2000):
-        assert chosen(Snapshot([load("p0")], [load("d0")]), num_tokens) is None
+        assert chosen(Snapshot.of([load("p0")], [load("d0")]), num_tokens) is None
 
 
 @pytest.mark.parametrize(
@@ -58,42 +59,42 @@ def test_an_idle_prefill_worker_gets_every_prompt() -> None:
     ],
 )
 def test_decode_is_asked_where_the_prompt_is_ready_sooner(stepping: int, queued: int, decides: str | None) -> None:
-    snapshot = Snapshot([load("p0", queued=queued)], [load("d0", stepping=stepping)])
+    snapshot = Snapshot.of([load("p0", queued=queued)], [load("d0", stepping=stepping)])
     assert chosen(snapshot, 512) == decides
 
 
 def test_the_shortest_queue_of_prefill_counts() -> None:
     decode = [load("d0")]
-    assert chosen(Snapshot([load("p0", queued=9000), load("p1", queued=9000)], decode), 512) == "d0"
-    assert chosen(Snapshot([load("p0", queued=9000), load("p1")], decode), 512) is None
+    assert chosen(Snapshot.of([load("p0", queued=9000), load("p1", queued=9000)], decode), 512) == "d0"
+    assert chosen(Snapshot.of([load("p0", queued=9000), load("p1")], decode), 512) is None
 
 
 def test_what_decode_has_to_compute_already_counts() -> None:
     prefill = [load("p0", queued=512)]
-    assert chosen(Snapshot(prefill, [load("d0", queued=512, stepping=1)]), 512) is None
-    assert chosen(Snapshot(prefill, [load("d0", queued=512, stepping=1), load("d1", stepping=1)]), 512) == "d1"
+    assert chosen(Snapshot.of(prefill, [load("d0", queued=512, stepping=1)]), 512) is None
+    assert chosen(Snapshot.of(prefill, [load("d0", queued=512, stepping=1), load("d1", stepping=1)]), 512) == "d1"
 
 
 def test_a_prompt_that_does_not_fit_is_handed_off() -> None:
     prefill = [load("p0", queued=9000)]
-    assert chosen(Snapshot(prefill, [load("d0", pages=31)]), 512) is None
-    assert chosen(Snapshot(prefill, [load("d0", pages=31), load("d1", pages=32, stepping=5)]), 512) == "d1"
+    assert chosen(Snapshot.of(prefill, [load("d0", pages=31)]), 512) is None
+    assert chosen(Snapshot.of(prefill, [load("d0", pages=31), load("d1", pages=32, stepping=5)]), 512) == "d1"
 
 
 def test_it_can_be_switched_off_and_needs_both_pools() -> None:
     prefill = [load("p0", queued=9000)]
-    assert chosen(Snapshot(prefill, [load("d0")]), 512, 0) is None
-    assert chosen(Snapshot([], [load("d0")]), 512) is None
-    assert chosen(Snapshot(prefill, []), 512) is None
+    assert chosen(Snapshot.of(prefill, [load("d0")]), 512, 0) is None
+    assert chosen(Snapshot.of([], [load("d0")]), 512) is None
+    assert chosen(Snapshot.of(prefill, []), 512) is None
 
 
 def test_handoffs_that_wait_at_prefill_take_nothing_from_decode_yet() -> None:
-    snapshot = Snapshot([load("p0", queued=20_000, active=39)], [load("d0", active=39, stepping=0)])
+    snapshot = Snapshot.of([load("p0", queued=20_000, active=39)], [load("d0", active=39, stepping=0)])
     assert chosen(snapshot, 512) == "d0"
 
 
 def test_long_prompts_are_handed_off() -> None:
-    snapshot = Snapshot([load("p0", queued=100_000)], [load("d0")])
+    snapshot = Snapshot.of([load("p0", queued=100_000)], [load("d0")])
     assert chosen(snapshot, 2000) == "d0"
     assert chosen(snapshot, 2001) is None
 
@@ -101,21 +102,21 @@ def test_long_prompts_are_handed_off() -> None:
 def test_a_worker_that_does_not_want_to_is_not_asked() -> None:
     """As those on GPUs unless they are configured to."""
     unwilling = replace(load("d0"), mixed_step_tokens=0)
-    assert chosen(Snapshot([load("p0", queued=9000)], [unwilling]), 512) is None
+    assert chosen(Snapshot.of([load("p0", queued=9000)], [unwilling]), 512) is None
 
 
 def test_only_workers_that_pair_count() -> None:
     """The others may serve other weights."""
     old, new = load("p0", queued=3000), load("p1", layout="b")
-    assert chosen(Snapshot([old], [load("d0", stepping=1), load("d1", layout="b")]), 512) == "d0"
-    assert chosen(Snapshot([old], [load("d1", layout="b")]), 512) is None
-    assert chosen(Snapshot([old, new], [load("d0", stepping=1)]), 512) == "d0", "an idle one that pairs with nobody"
-    assert chosen(Snapshot([old, new], [load("d0", stepping=1), load("d1", layout="b")]), 512) is None
+    assert chosen(Snapshot.of([old], [load("d0", stepping=1), load("d1", layout="b")]), 512) == "d0"
+    assert chosen(Snapshot.of([old], [load("d1", layout="b")]), 512) is None
+    assert chosen(Snapshot.of([old, new], [load("d0", stepping=1)]), 512) == "d0", "an idle one that pairs with nobody"
+    assert chosen(Snapshot.of([old, new], [load("d0", stepping=1), load("d1", layout="b")]), 512) is None
 
 
 def test_only_new_requests_that_are_not_urgent() -> None:
     """A later attempt goes as recovery says, and who is urgent does not wait for full steps."""
-    snapshot = Snapshot([load("p0", queued=9000)], [load("d0")])
+    snapshot = Snapshot.of([load("p0", queued=9000)], [load("d0")])
     facts = RequestFacts(512, mixed_pool_tokens=LONGEST)
     assert alone(snapshot, facts)
     assert alone(snapshot, replace(facts, priority=1))
@@ -141,10 +142,10 @@ def test_only_workers_with_room_and_never_against_a_shorter_queue(
     prefill: list[WorkerLoad], decode: list[WorkerLoad], num_tokens: int, random: object
 ) -> None:
     facts = RequestFacts(num_tokens, mixed_pool_tokens=LONGEST)
-    route = alone(Snapshot(prefill, decode), facts)
+    route = alone(Snapshot.of(prefill, decode), facts)
     random.shuffle(prefill)  # type: ignore[attr-defined]
     random.shuffle(decode)  # type: ignore[attr-defined]
-    assert alone(Snapshot(prefill, decode), facts) == route
+    assert alone(Snapshot.of(prefill, decode), facts) == route
     if route is None:
         return
     (worker,) = [w for w in decode if w.key == route.decode]

@@ -6,9 +6,11 @@ from typing import Any
 
 from router.request.events import Event
 from router.request.mailbox import Mailbox
-from router.workers.session import WorkerSession
+from router.workers.session import SessionState, WorkerSession
 from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, Layout, PageCounts, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
+from tandem.rpc.v1.decode_pb2 import DecodeCommand, DecodeEvents
+from tandem.rpc.v1.prefill_pb2 import PrefillEvents
 
 PAGE_SIZE, FREE_PAGES = 16, 100
 PROMPT_TOKENS = 40  # three pages
@@ -20,6 +22,7 @@ class Unheard:
     def session_changed(self, session: WorkerSession) -> None: ...
     def worker_died(self, session: WorkerSession) -> None: ...
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
+    def load_changed(self, session: WorkerSession) -> None: ...
     def event_seen(self, message: Any) -> None: ...
 
 
@@ -27,8 +30,15 @@ def session_of(role: Any) -> WorkerSession:
     """A session without a stream, whose worker has said that it is idle."""
     session = WorkerSession(Member(worker_id="w", incarnation="1", role=role), lease_s=1.0, observer=Unheard())
     session.info = WorkerInfo(layout=Layout(page_size=PAGE_SIZE))
-    session.status = WorkerStatus(pages=PageCounts(free=FREE_PAGES))
+    hear(session)
     return session
+
+
+def hear(session: WorkerSession, *, num_commands: int | None = None, **figures: int) -> None:
+    """The worker reports these figures; where it says so, with so many commands of this router in them."""
+    make: Any = PrefillEvents if session.is_prefill else DecodeEvents
+    status = WorkerStatus(pages=PageCounts(free=FREE_PAGES), **figures)
+    session._receive(make(status=status, num_commands=num_commands))
 
 
 def hold(session: WorkerSession, *, computes: bool) -> None:
@@ -90,7 +100,33 @@ def test_what_is_not_held_counts_for_nothing() -> None:
 def test_the_workers_own_figures_count_where_they_are_larger() -> None:
     decode = session_of(ROLE_DECODE)
     hold(decode, computes=True)
-    decode.status = WorkerStatus(
-        pages=PageCounts(free=FREE_PAGES), num_running=5, num_queued=2, num_queued_tokens=PROMPT_TOKENS + 1
-    )
+    hear(decode, num_running=5, num_queued=2, num_queued_tokens=PROMPT_TOKENS + 1)
     assert shown(decode) == (7, PROMPT_TOKENS + 1, 5, 3)
+
+
+def test_what_a_report_does_not_show_yet_counts_beside_it() -> None:
+    """Most of what it shows may be of other routers."""
+    decode = session_of(ROLE_DECODE)
+    figures = {"num_running": 5, "num_queued": 1, "num_incoming": 1, "num_queued_tokens": 2 * PROMPT_TOKENS}
+    hear(decode, num_commands=0, **figures)
+    hold(decode, computes=True)
+    decode.send(DecodeCommand())
+    assert shown(decode) == (8, 3 * PROMPT_TOKENS, 5, 3)
+    hear(decode, num_commands=0, **figures)
+    assert shown(decode) == (8, 3 * PROMPT_TOKENS, 5, 3)
+    hear(decode, num_commands=1, **figures)
+    assert shown(decode) == (7, 2 * PROMPT_TOKENS, 5, 3)
+
+
+def test_the_number_of_a_command_is_its_own() -> None:
+    """Others go to the same worker: only the one that starts the request decides when a report shows it."""
+    decode = session_of(ROLE_DECODE)
+    decode.state = SessionState.OPEN
+    decode.cancel("of before", 1, "")
+    hold(decode, computes=True)
+    decode.send(DecodeCommand())
+    decode.cancel("of after", 1, "")
+    hear(decode, num_commands=1)
+    assert shown(decode) == (1, PROMPT_TOKENS, 1, 3)
+    hear(decode, num_commands=2)
+    assert shown(decode)[1] == 0

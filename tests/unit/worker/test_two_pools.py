@@ -70,7 +70,7 @@ def test_whatever_comes_all_end(
     decode_pages = max(pages_for(p + o, PAGE) for p, o, _ in sizes) + slack[1]
 
     def place(snapshot: Snapshot, _: RequestFacts, __: Wishes) -> Route:
-        return Route(rng.choice(snapshot.prefill).key, rng.choice(snapshot.decode).key, 0, Why.LOAD)
+        return Route(rng.choice(list(snapshot.prefill)).key, rng.choice(list(snapshot.decode)).key, 0, Why.LOAD)
 
     def node(num_pages: int, share: float) -> NodeSpec:
         return NodeSpec(num_pages, SchedulerLimits(seqs, 16, 8, 100, share), AnyTime(rng), cache, ageing_s)

@@ -1,0 +1,186 @@
+"""The workers of one role in the orders that a routing decision asks for, kept while their loads change. Pure.
+
+Each order is a sorted list, so the least loaded workers stand in front. With a thousand workers a change costs two
+searches and a shift of some kilobytes. Workers of equal rank are taken in turn from one that the *lot* of the decision
+names: so routers that know the same do not all choose the same worker.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from itertools import chain
+from typing import Any
+
+from kvtransfer.layout import KvFormat
+from router.policy.worker_load import WorkerLoad
+from tandem.core.identity import Role, WorkerKey
+
+Rank = tuple[float, ...]
+_Entry = tuple[Rank, WorkerKey, WorkerLoad]
+
+_BEHIND_ALL_KEYS = ("\U0010ffff",)
+
+
+class Order(Enum):
+    LOAD = "load"  # the least loaded first
+    ROOM = "room"  # of decode: the most available pages first
+    MIXED = "mixed"  # of decode: the quickest to compute a prompt first; without those that compute none
+
+
+def prefill_load(load: WorkerLoad) -> Rank:
+    """Fewer prompt tokens in front first, then fewer requests."""
+    return load.num_queued_tokens, load.num_active
+
+
+def decode_load(load: WorkerLoad) -> Rank:
+    """A smaller batch first, then more free pages."""
+    return load.num_active, -load.num_available_pages
+
+
+def mixed_slowness(load: WorkerLoad) -> float:
+    """How much longer prompts take in the steps of a decode worker than if they had the steps for themselves."""
+    room = load.mixed_step_tokens - load.num_stepping
+    return load.mixed_step_tokens / room if room >= 1 else math.inf
+
+
+def _mixed_rank(load: WorkerLoad) -> Rank | None:
+    """A greater share of the steps first, then fewer prompt tokens in front."""
+    slowness = mixed_slowness(load)
+    return (slowness, load.num_queued_tokens) if slowness < math.inf else None
+
+
+#: The orders of each role, by ranks; a worker without a rank is not in the order.
+_RANKS: Mapping[Role, Mapping[Order, Callable[[WorkerLoad], Rank | None]]] = {
+    Role.PREFILL: {Order.LOAD: prefill_load},
+    Role.DECODE: {
+        Order.LOAD: decode_load,
+        Order.ROOM: lambda load: (-load.num_available_pages,),
+        Order.MIXED: _mixed_rank,
+    },
+}
+
+
+class Pool:
+    """Workers that may get new requests, by KV format."""
+
+    def __init__(self, role: Role, loads: Iterable[WorkerLoad] = ()) -> None:
+        self._ranks = _RANKS[role]
+        self._loads: dict[WorkerKey, WorkerLoad] = {}
+        # Invariant: a worker stands in the orders of its format by the ranks of its load; no format is without workers.
+        self._orders: dict[KvFormat, dict[Order, _Ranking]] = {}
+        for load in loads:
+            self.put(load)
+
+    def put(self, load: WorkerLoad) -> None:
+        """From now on this worker has this load."""
+        before = self._loads.get(load.key)
+        if before == load:
+            return
+        if before is not None and before.kv_format != load.kv_format:
+            self.discard(load.key)
+            before = None
+        orders = self._orders.get(load.kv_format)
+        if orders is None:
+            orders = self._orders[load.kv_format] = {order: _Ranking() for order in self._ranks}
+        self._loads[load.key] = load
+        for order, rank_of in self._ranks.items():
+            orders[order].move(load, rank_of(before) if before is not None else None, rank_of(load))
+
+    def discard(self, key: WorkerKey) -> None:
+        """This worker gets no new requests, if it ever did."""
+        load = self._loads.pop(key, None)
+        if load is None:
+            return
+        orders = self._orders[load.kv_format]
+        for order, rank_of in self._ranks.items():
+            orders[order].move(load, rank_of(load), None)
+        if not orders[Order.LOAD]:
+            del self._orders[load.kv_format]
+
+    # -- for decisions
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[WorkerLoad]:
+        return iter(self._loads.values())
+
+    def find(self, key: WorkerKey | None) -> WorkerLoad | None:
+        return self._loads.get(key) if key is not None else None
+
+    @property
+    def formats(self) -> Collection[KvFormat]:
+        """Those of its workers, in an order that does not depend on who came first."""
+        return sorted(self._orders, key=repr) if len(self._orders) > 1 else self._orders.keys()
+
+    def first(self, exclude: Collection[WorkerKey], kv_format: KvFormat | None = None) -> WorkerLoad | None:
+        """Any one, of this format if it is given, that is not in `exclude`; `None`: there is none."""
+        if kv_format is None:
+            return next((load for key, load in self._loads.items() if key not in exclude), None)
+        orders = self._orders.get(kv_format)
+        entries: Iterable[_Entry] = orders[Order.LOAD] if orders is not None else ()
+        return next((load for _, key, load in entries if key not in exclude), None)
+
+    def walk(self, order: Order, formats: Collection[KvFormat], lot: int) -> Iterator[WorkerLoad]:
+        """The workers of these formats that are in the order; those of equal rank by `lot`."""
+        walks = [self._orders[kv_format][order].walk(lot) for kv_format in formats if kv_format in self._orders]
+        entries = walks[0] if len(walks) == 1 else heapq.merge(*walks, key=_rank)
+        return (load for _, _, load in entries)
+
+    def groups(self, order: Order, kv_format: KvFormat, lot: int) -> Iterator[Iterator[WorkerLoad]]:
+        """As `walk`, in one group for each first part of a rank."""
+        for group in self._orders[kv_format][order].groups(lot):
+            yield (load for _, _, load in group)
+
+
+def _rank(entry: _Entry) -> Rank:
+    return entry[0]
+
+
+class _Ranking:
+    """Workers in the order of their ranks, those of equal rank in that of their keys."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[_Entry]:
+        return iter(self._entries)
+
+    def move(self, load: WorkerLoad, old: Rank | None, new: Rank | None) -> None:
+        """From rank `old` to rank `new`; `None`: it was, or is, not in this order."""
+        if old is not None:
+            place: Any = (old, load.key)  # just before the entry, which goes on
+            at = bisect_left(self._entries, place)
+            if old == new:
+                self._entries[at] = (old, load.key, load)
+                return
+            del self._entries[at]
+        if new is not None:
+            insort(self._entries, (new, load.key, load))
+
+    def walk(self, lot: int, start: int = 0, end: int | None = None) -> Iterator[_Entry]:
+        """Those from `start` to before `end`; of equal rank in turn, from the one that the lot names."""
+        entries, end = self._entries, len(self._entries) if end is None else end
+        while start < end:
+            last: Any = (entries[start][0], _BEHIND_ALL_KEYS)
+            behind = bisect_left(entries, last, start, end)
+            named = start + lot % (behind - start)
+            for at in chain(range(named, behind), range(start, named)):
+                yield entries[at]
+            start = behind
+
+    def groups(self, lot: int) -> Iterator[Iterator[_Entry]]:
+        """A walk of those whose ranks begin alike, for each such beginning."""
+        entries, start = self._entries, 0
+        while start < len(entries):
+            next_rank: Any = ((math.nextafter(entries[start][0][0], math.inf),),)
+            end = bisect_left(entries, next_rank, start)
+            yield self.walk(lot, start, end)
+            start = end

@@ -1,0 +1,24 @@
+"""What a routing decision knows of one worker. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer.layout import KvFormat
+from tandem.core.identity import WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One ready worker as the router sees it now: its last report and what was sent to it since."""
+
+    key: WorkerKey
+    kv_format: KvFormat
+    page_size: int
+    num_active: int  # requests that run or wait there
+    num_queued_tokens: int  # prompt tokens not yet computed
+    num_available_pages: int  # free or evictable, less what our unanswered reservations will take
+    # Of a decode worker: requests that take part in its steps now, and the tokens of a step up to which it computes
+    # prompts; 0: it should not.
+    num_stepping: int = 0
+    mixed_step_tokens: int = 0

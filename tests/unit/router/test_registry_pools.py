@@ -1,0 +1,234 @@
+"""The pools that placement reads are at all times what the sessions say, whatever happens to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from router.policy.snapshot import Link
+from router.policy.worker_load import WorkerLoad
+from router.request.events import Event
+from router.request.mailbox import Mailbox
+from router.workers.registry import WorkerRegistry
+from router.workers.session import SessionState, WorkerSession
+from tandem.core.identity import Role, WorkerKey
+from tandem.core.metrics import RouterMetrics
+from tandem.core.pages import pages_for
+from tandem.rpc.v1.common_pb2 import (
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    Layout,
+    PageCounts,
+    WorkerInfo,
+    WorkerStatus,
+)
+from tandem.rpc.v1.control_pb2 import Member, Membership
+from tandem.rpc.v1.decode_pb2 import DecodeEvents
+from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEvents
+
+NAMES = {"prefill-0": ROLE_PREFILL, "prefill-1": ROLE_PREFILL, "decode-0": ROLE_DECODE, "decode-1": ROLE_DECODE}
+names, requests = st.sampled_from(sorted(NAMES)), st.sampled_from("abcd")
+PAGE = 16
+
+
+class Registry(WorkerRegistry):
+    """Its sessions have no streams; a test says what comes on them."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__(lease_s=1.0, metrics=RouterMetrics())
+        self.states: dict[str, str] = {}
+        self.lives: dict[str, int] = {}
+
+    def push(self) -> None:
+        self.version += 1
+        members = [
+            Member(worker_id=n, incarnation=str(self.lives.get(n, 1)), role=NAMES[n], address="a:1", state=state)
+            for n, state in self.states.items()
+        ]
+        self.apply(Membership(version=self.version, members=members))
+
+    def of(self, name: str) -> WorkerSession | None:
+        return self._sessions.get(WorkerKey(name, str(self.lives.get(name, 1))))
+
+    def hear(self, name: str, **status: Any) -> None:
+        session = self.of(name)
+        if session is not None:
+            make: Any = PrefillEvents if session.is_prefill else DecodeEvents
+            session._receive(make(status=WorkerStatus(**status)))
+
+    def greet(self, name: str, *, page_size: int = PAGE, max_context: int = 100) -> None:
+        session = self.of(name)
+        if session is not None and session.state is SessionState.CONNECTING:
+            info = WorkerInfo(worker_id=name, incarnation=session.key.incarnation, role=NAMES[name], transport="ucx")
+            info.layout.CopyFrom(Layout(page_size=page_size, dtype="float32"))
+            info.max_context, info.mixed_step_tokens = max_context, 12
+            session._greet(info)
+
+
+@pytest.fixture(autouse=True)
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerSession, "start", lambda self: None)
+
+
+def scanned(registry: WorkerRegistry, role: Role) -> dict[WorkerKey, WorkerLoad]:
+    ready = [session for session in registry.sessions() if session.takes_requests and session.role is role]
+    return {session.key: session.load() for session in ready}
+
+
+class Cluster(RuleBasedStateMachine):
+    """Workers join, are met, report, get requests, drain, are lost and leave, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = Registry()
+        self.late: list[WorkerSession] = []  # sessions that attempts may still know
+
+    @initialize()
+    def some_are_there(self) -> None:
+        self.registry.states = dict.fromkeys(["prefill-0", "decode-0"], "ready")
+        self.registry.push()
+
+    @rule(name=names, state=st.sampled_from(["starting", "ready", "ready", "draining", "failed"]))
+    def membership_says(self, name: str, state: str) -> None:
+        self._remember(name)
+        self.registry.states[name] = state
+        self.registry.push()
+
+    @rule(name=names, restarts=st.booleans())
+    def leaves(self, name: str, restarts: bool) -> None:
+        self._remember(name)
+        if self.registry.states.pop(name, None) is not None and restarts:
+            self.registry.lives[name] = self.registry.lives.get(name, 1) + 1
+            self.registry.states[name] = "ready"
+        self.registry.push()
+
+    @rule(name=names, page_size=st.sampled_from([PAGE, 32]), max_context=st.sampled_from([0, 50, 100]))
+    def is_met(self, name: str, page_size: int, max_context: int) -> None:
+        self.registry.greet(name, page_size=page_size, max_context=max_context)
+
+    @rule(
+        name=names,
+        running=st.integers(0, 3),
+        tokens=st.integers(0, 300),
+        free=st.integers(0, 50),
+        leaving=st.booleans(),
+    )
+    def reports(self, name: str, running: int, tokens: int, free: int, leaving: bool) -> None:
+        pages = PageCounts(free=free, cached=1)
+        self.registry.hear(name, num_running=running, num_queued_tokens=tokens, pages=pages, draining=leaving)
+
+    @rule(name=names, request=requests, computes=st.booleans())
+    def gets(self, name: str, request: str, computes: bool) -> None:
+        session = self.registry.of(name)
+        if session is not None and session.takes_requests:
+            mailbox: Mailbox[Event] = Mailbox()
+            session.hold(request, mailbox, 40, computes=computes)
+
+    @rule(name=names, request=requests, steps=st.booleans())
+    def takes_up(self, name: str, request: str, steps: bool) -> None:
+        if (session := self.registry.of(name)) is not None:
+            session.note_taken_up(request, steps=steps)
+
+    @rule(name=names, request=requests)
+    def ends(self, name: str, request: str) -> None:
+        if (session := self.registry.of(name)) is not None:
+            session.let_go(request)
+
+    @precondition(lambda self: self.late)
+    @rule(request=requests)
+    def ends_late(self, request: str) -> None:
+        """An attempt lets go of a session in whose place there may be another."""
+        self.late.pop().let_go(request)
+
+    @rule(name=names)
+    def is_lost(self, name: str) -> None:
+        session = self.registry.of(name)
+        if session is not None and session.state is SessionState.OPEN:
+            session._set_state(SessionState.LOST)
+            session._tell_lost(Exception())  # type: ignore[arg-type]
+            session._set_state(SessionState.CONNECTING)
+
+    def _remember(self, name: str) -> None:
+        if (session := self.registry.of(name)) is not None:
+            self.late.append(session)
+
+    @invariant()
+    def pools_are_what_a_scan_finds(self) -> None:
+        registry = self.registry
+        snapshot = registry.snapshot()
+        by_role = {role: scanned(registry, role) for role in (Role.PREFILL, Role.DECODE)}
+        assert {load.key: load for load in snapshot.prefill} == by_role[Role.PREFILL]
+        assert {load.key: load for load in snapshot.decode} == by_role[Role.DECODE]
+        assert registry.num_decode == len(by_role[Role.DECODE])
+        limits = [s.info.max_context for s in registry.sessions() if s.takes_requests and s.info.max_context]
+        assert registry.max_context() == min(limits, default=None)
+        coming = {
+            registry._sessions[key].role if key in registry._sessions else Role(key.worker_id.split("-")[0])
+            for key in registry._members
+            if not any(key in loads for loads in by_role.values())
+        }
+        assert snapshot.is_prefill_coming == (Role.PREFILL in coming)
+        assert snapshot.is_decode_coming == (Role.DECODE in coming)
+
+
+@pytest.mark.long
+async def test_pools_follow_their_sessions() -> None:
+    """In a loop: a session that closes asks it to be forgotten soon."""
+    run_state_machine_as_test(Cluster, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+async def test_a_way_is_known_as_long_as_both_its_workers_are_members() -> None:
+    registry = Registry()
+    registry.states = dict.fromkeys(["prefill-0", "decode-0", "decode-1"], "ready")
+    registry.push()
+    pairs = [(WorkerKey("prefill-0", "1"), WorkerKey(name, "1")) for name in ("decode-0", "decode-1")]
+    registry.links.update(dict.fromkeys(pairs, Link(is_broken=True)))
+    assert registry.snapshot().links.keys() == set(pairs)
+    registry.lives["decode-1"] = 2
+    registry.push()
+    assert registry.snapshot().links.keys() == {pairs[0]}
+
+
+def test_the_speed_of_prefill_is_learnt_from_its_prompts() -> None:
+    registry = Registry()
+    assert not registry.snapshot().prefill_tokens_per_s
+    registry.event_seen(HandoffDone(compute_s=0.0, num_computed_tokens=0))  # all of it was cached
+    registry.event_seen(HandoffDone(compute_s=0.5, num_computed_tokens=1000))
+    assert registry.snapshot().prefill_tokens_per_s == 2000.0
+    registry.event_seen(HandoffDone(compute_s=1.0, num_computed_tokens=1000))
+    assert 1000.0 < registry.snapshot().prefill_tokens_per_s < 2000.0
+
+
+def test_one_router_chooses_by_name_between_equals_and_several_by_lot() -> None:
+    registry = Registry()
+    registry.push()
+    assert {registry.snapshot().lot for _ in range(10)} == {0}
+    registry.num_routers = 2
+    assert len({registry.snapshot().lot for _ in range(10)}) == 10
+
+
+def test_a_reservation_counts_pages_of_decode_alone() -> None:
+    registry = Registry()
+    registry.states = dict.fromkeys(["prefill-0", "decode-0"], "ready")
+    registry.push()
+    for name in registry.states:
+        registry.greet(name)
+        registry.hear(name, pages=PageCounts(free=50))
+        session = registry.of(name)
+        assert session is not None
+        session.hold("a", Mailbox(), 40, computes=False)
+    (prefill,), (decode,) = registry.snapshot().prefill, registry.snapshot().decode
+    assert prefill.num_available_pages - decode.num_available_pages == pages_for(40, PAGE)

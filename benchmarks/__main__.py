@@ -12,7 +12,7 @@ from tandem.cli import add_command, run
 from tandem.core.arguments import Parser, port, whole
 
 #: What `parts` can measure.
-PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "idle", "startup")
+PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "placement", "idle", "startup")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -83,12 +83,21 @@ class Ledger(Generic[A]):
         self.attempts: dict[AttemptKey, A] = {}
         # Invariant: all and only those in WAITING, sorted by (turn, arrival).
         self.waiting: list[A] = []
+        # Invariant: the sum over all attempts.
+        self.num_to_come = 0
 
     def of_state(self, state: AttemptState) -> list[A]:
         return [attempt for attempt in self.attempts.values() if attempt.state is state]
 
     def has(self, attempt: A) -> bool:
         return self.attempts.get(attempt.key) is attempt
+
+    def set_state(self, attempt: A, state: AttemptState) -> None:
+        if self.has(attempt):
+            self.num_to_come -= attempt.num_to_come
+        attempt.state = state
+        if self.has(attempt):
+            self.num_to_come += attempt.num_to_come
 
     def push(self, attempt: A) -> None:
         """Queue a new attempt for pages.
@@ -100,7 +109,7 @@ class Ledger(Generic[A]):
             raise OverloadedError(
                 f"{len(self.waiting)} reservations wait here already", request_id=attempt.key.request_id
             )
-        attempt.state = AttemptState.WAITING
+        self.set_state(attempt, AttemptState.WAITING)
         self.attempts[attempt.key] = attempt
         insort(self.waiting, attempt, key=lambda a: (a.turn, a.arrival))
 
@@ -116,6 +125,7 @@ class Ledger(Generic[A]):
         """Forget an attempt that was cancelled or has ended. The caller gives back its pages."""
         if not self.has(attempt):
             return
+        self.num_to_come -= attempt.num_to_come
         del self.attempts[attempt.key]
         if attempt.state is AttemptState.WAITING:
             self.waiting.remove(attempt)
@@ -123,7 +133,7 @@ class Ledger(Generic[A]):
     def admit(self, attempt: A) -> None:
         """The handoff is verified: its reserved pages become used ones."""
         self._pool.admit(attempt.pages)
-        attempt.state = AttemptState.ENTERING
+        self.set_state(attempt, AttemptState.ENTERING)
 
     def end(
         self,
@@ -180,11 +190,11 @@ class Ledger(Generic[A]):
             pool.release(cached)
             return False
         head.cached, head.pages = tuple(cached), tuple(pages)
-        head.state = AttemptState.ENTERING if is_local else AttemptState.GRANTED
+        self.set_state(head, AttemptState.ENTERING if is_local else AttemptState.GRANTED)
         return True
 
     def _has_place(self, head: A) -> bool:
-        busy = len(self._scheduler.running) + sum(attempt.num_to_come for attempt in self.attempts.values())
+        busy = len(self._scheduler.running) + self.num_to_come
         return busy == 0 or busy + head.num_running <= self._scheduler.limits.max_num_seqs
 
     def _leaves_growth(self, needed: int) -> bool:

@@ -295,7 +295,7 @@ class DecodeRole:
                 return
             num_cached = len(job.cached) * self._pool.page_size
             job.local = ComputesHere(job.key, num_cached, len(job.prompt_ids) - num_cached)
-            job.state = AttemptState.COMPUTING
+            self.ledger.set_state(job, AttemptState.COMPUTING)
             self._scheduler.enter(job.begin_prompt(self._pool.page_size))
             self.snapshot()  # goes with it: from now on the router counts the prompt by the worker's figures
             self._emit({job.session: [job.local]})
@@ -374,7 +374,7 @@ class DecodeRole:
             computing = (s for s in self._scheduler.running if not s.is_decode)
             tokens = sum(s.num_to_compute for s in (*waiting, *computing))
             tokens += sum(attempt.num_tokens for attempt in attempts if attempt.max_local_tokens)
-            self._load.take(len(waiting) + len(attempts), tokens)
+            self._load.take(len(waiting) + len(attempts), tokens, self.ledger.num_to_come)
 
     def _draining(self, key: AttemptKey) -> DrainingError:
         return DrainingError(f"{self._worker_id} is draining", request_id=key.request_id)

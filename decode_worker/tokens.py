@@ -71,7 +71,7 @@ class TokenBook:
 
     def enter(self, job: DecodeJob, outputs: dict[int, list[int]], pages: list[int], num_published: int) -> None:
         """Let choices into the batch that share the prompt's `pages`; each copies what it writes to."""
-        job.state = AttemptState.RUNNING
+        self.ledger.set_state(job, AttemptState.RUNNING)
         for num_entered, (choice, output) in enumerate(outputs.items()):
             if num_entered:
                 self.scheduler.pool.share(pages)

@@ -12,9 +12,16 @@ from tandem.worker.request import AttemptFailed, TokenSampled
 from tandem.worker.wire import failed_to_proto, grant_to_proto, token_to_proto
 
 
-def make_events(events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus) -> decode_pb.DecodeEvents:
-    """One message to a router. A `WorkerInfo` is the hello that each session begins with."""
-    return decode_pb.DecodeEvents(events=[_event_to_proto(event) for event in events], status=status)
+def make_events(
+    events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus, num_commands: int
+) -> decode_pb.DecodeEvents:
+    """One message to a router. A `WorkerInfo` is the hello that each session begins with.
+
+    Args:
+        num_commands: of this router, that `status` shows.
+    """
+    messages = [_event_to_proto(event) for event in events]
+    return decode_pb.DecodeEvents(events=messages, status=status, num_commands=num_commands)
 
 
 def _event_to_proto(event: Event | pb.WorkerInfo) -> decode_pb.DecodeEvent:

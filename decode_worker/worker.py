@@ -171,7 +171,16 @@ class DecodeWorker:
         except InvalidRequestError as error:
             self.hub.emit({session: [AttemptFailed(AttemptKey(reserve.request_id, reserve.attempt), error)]})
             return
-        self._to_driver(lambda: self.core.reserve(session, spec, reserve.max_local_tokens))
+        num_tokens = len(spec.prompt_ids) if reserve.max_local_tokens else 0
+        self.parts.load.arriving(num_tokens)
+
+        def take_in() -> None:
+            self.parts.load.taken_in(num_tokens)
+            self.core.reserve(session, spec, reserve.max_local_tokens)
+            if self.parts.load.is_behind:  # refused, or nothing new
+                self.core.snapshot()
+
+        self._to_driver(take_in)
 
     def session_ended(self, session: int) -> None:
         """A router is gone."""

@@ -12,9 +12,16 @@ from tandem.worker.request import AttemptFailed, TokenSampled
 from tandem.worker.wire import failed_to_proto, token_to_proto
 
 
-def make_events(events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus) -> prefill_pb.PrefillEvents:
-    """One message to a router. A `WorkerInfo` is the hello that each session begins with."""
-    return prefill_pb.PrefillEvents(events=[_event_to_proto(event) for event in events], status=status)
+def make_events(
+    events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus, num_commands: int
+) -> prefill_pb.PrefillEvents:
+    """One message to a router. A `WorkerInfo` is the hello that each session begins with.
+
+    Args:
+        num_commands: of this router, that `status` shows.
+    """
+    messages = [_event_to_proto(event) for event in events]
+    return prefill_pb.PrefillEvents(events=messages, status=status, num_commands=num_commands)
 
 
 def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:

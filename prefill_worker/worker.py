@@ -203,7 +203,14 @@ class PrefillWorker:
         # Opened from here, so that no grant can be attached before, however long the runner's step takes.
         num_pages = pages_for(len(spec.prompt_ids), self.parts.pool.page_size)
         self.parts.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
-        self.parts.runner.submit(lambda: self.core.start(session, spec, receiver))
+        num_tokens = len(spec.prompt_ids)
+        self.parts.load.arriving(num_tokens)
+
+        def start() -> None:
+            self.parts.load.taken_in(num_tokens)
+            self.core.start(session, spec, receiver)
+
+        self.parts.runner.submit(start)
 
     def session_ended(self, session: int) -> None:
         """A router is gone."""

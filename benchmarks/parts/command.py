@@ -21,6 +21,7 @@ from benchmarks.parts import figures as parts
 from benchmarks.parts.figures import Figure
 from benchmarks.parts.file import PartsFile
 from benchmarks.parts.handoff import HandoffSizes, measure_handoffs
+from benchmarks.parts.placement import PlacementSizes, measure_placement
 from benchmarks.parts.router import RouterSizes, measure_streaming, measure_ttft
 from benchmarks.parts.routers import NUM_ROUTERS, measure_sharing
 from benchmarks.parts.serve import ServeSizes, measure_serve
@@ -41,6 +42,7 @@ class PartSizes:
 
     handoff: HandoffSizes = field(default_factory=HandoffSizes)
     router: RouterSizes = field(default_factory=RouterSizes)
+    placement: PlacementSizes = field(default_factory=PlacementSizes)
     serve: ServeSizes = field(default_factory=ServeSizes)
     num_streaming_rounds: int = 3
 
@@ -114,6 +116,12 @@ async def _sharing(setting: _Setting, _: frozenset[str]) -> list[Figure]:
     return [parts.sharing_figure(measured, sizes.num_streams, sizes.num_tokens)]
 
 
+async def _placement(setting: _Setting, _: frozenset[str]) -> list[Figure]:
+    sizes = setting.sizes.placement
+    setting.tell(f"{sizes.num_rounds} requests and statuses with each number of workers")
+    return [parts.placement_figure(measure_placement(sizes))]
+
+
 async def _serve(setting: _Setting, wanted: frozenset[str]) -> list[Figure]:
     sizes, figures = setting.sizes.serve, []
     start_s, idle = await measure_serve(
@@ -133,6 +141,7 @@ async def _serve(setting: _Setting, wanted: frozenset[str]) -> list[Figure]:
 
 #: What is measured together, in this order: figures, and how. The second argument names the wanted ones.
 _GROUPS: tuple[tuple[frozenset[str], Callable[[_Setting, frozenset[str]], Awaitable[list[Figure]]]], ...] = (
+    (frozenset({"placement"}), _placement),
     (frozenset({"streaming"}), _streaming),
     (frozenset({"routers"}), _sharing),
     (frozenset({"ttft"}), _ttft),

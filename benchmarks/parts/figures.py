@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.parts.handoff import Admissions, Transfers
+from benchmarks.parts.placement import PlacementCost
 from benchmarks.parts.router import RouterTtft, Streamed
 from benchmarks.parts.routers import token_cpu_s
 from benchmarks.parts.serve import Idle
@@ -19,6 +20,9 @@ FORMAT = "tandem-parts/1"
 
 #: What an admission may take beyond one step, in seconds.
 ADMISSION_SLACK_S = 0.005
+
+#: Shorter times are shown in microseconds.
+_SHOWN_AS_US_S = 1e-4
 
 #: Units of figures.
 SHARE, CORES, SECONDS, TOKENS_PER_S = "share", "cores", "s", "tokens/s"
@@ -55,10 +59,11 @@ ADMISSION = Part("admission", "admission at decode, from when it takes up the co
 ROUTER_TTFT = Part("ttft", "what the router adds to TTFT, 1 request in flight, p50", SECONDS, "")
 STREAMING = Part("streaming", "tokens that one router process streams, 1 event a token", TOKENS_PER_S, "")
 SHARING = Part("routers", "CPU of a streamed token: four routers that share a port", SHARE, "of one router's")
+PLACEMENT = Part("placement", "the router places a request among the most workers that were tried, p50", SECONDS, "")
 IDLE = Part("idle", "idle: CPU of all of Tandem's own processes", CORES, "")
 STARTUP = Part("startup", "`tandem serve` to its first answer, warm", SECONDS, "")
 
-PARTS = (EXPOSED, BANDWIDTH, ADMISSION, ROUTER_TTFT, STREAMING, SHARING, IDLE, STARTUP)
+PARTS = (EXPOSED, BANDWIDTH, ADMISSION, ROUTER_TTFT, STREAMING, SHARING, PLACEMENT, IDLE, STARTUP)
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,25 @@ def sharing_figure(measured: Mapping[int, Sequence[Streamed]], num_streams: int,
     )
 
 
+def placement_figure(measured: PlacementCost) -> Figure:
+    """The cost with the most workers; with fewer beside it."""
+    samples = {}
+    for name, found in (
+        ("placement", measured.placement_s),
+        ("whole request", measured.request_s),
+        ("status", measured.status_s),
+    ):
+        samples |= {f"{name}, {num:,} workers": _of(seconds) for num, seconds in found.items()}
+    most = max(measured.placement_s)
+    return Figure(
+        PLACEMENT,
+        statistics.median(measured.placement_s[most]),
+        Goal(50e-6, is_lower=False),
+        f"{most:,} scripted workers; choice of both and what is noted of them, without what is sent",
+        samples,
+    )
+
+
 def idle_figure(measured: Idle, idle_s: float) -> Figure:
     """CPU seconds a second of all that is Tandem's own."""
     own: defaultdict[str, float] = defaultdict(float)
@@ -230,11 +254,13 @@ def _of(values: Sequence[float]) -> Distribution:
 
 
 def shown(value: float, unit: str) -> str:
-    """`24 %`, `3.21 ms`, `12,345 tokens/s`."""
+    """`24 %`, `3.21 ms`, `12.3 µs`, `12,345 tokens/s`."""
     if unit == SHARE:
         return f"{value * 100:,.0f} %"
     if unit == CORES:
         return f"{value * 100:.2f} % of a core"
+    if unit == SECONDS and 0 < value < _SHOWN_AS_US_S:
+        return f"{value * 1e6:,.1f} µs"
     if unit == SECONDS:
         return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.2f} ms"
     return f"{value:,.0f} {unit}"

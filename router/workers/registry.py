@@ -38,11 +38,22 @@ _NOTHING = WorkerStatus()
 class WorkerRegistry:
     """All sessions. Methods run on the router's loop."""
 
-    def __init__(self, *, lease_s: float, metrics: RouterMetrics, seed: int | None = None) -> None:
-        """`seed`: of the lots that decide between workers of equal rank where several routers choose; else random."""
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        metrics: RouterMetrics,
+        seed: int | None = None,
+        begin: Callable[[WorkerSession], None] = WorkerSession.start,
+    ) -> None:
+        """Args:
+        seed: of the lots that decide between workers of equal rank where several routers choose; else random.
+        begin: begins a session; where it does not connect, messages come by `WorkerSession.receive`.
+        """
         self._lease_s = lease_s
         self._metrics = metrics
         self._random = random.Random(seed)
+        self._begin = begin
         self._version = -1
         #: Routers that serve the same workers, this one included.
         self.num_routers = 1
@@ -107,7 +118,7 @@ class WorkerRegistry:
         elif member.address and member.state in _CONNECTABLE:
             session = WorkerSession(member, lease_s=self._lease_s, observer=self)
             self._sessions[key] = session
-            session.start()
+            self._begin(session)
 
     def _forget_closed(self) -> None:
         for key in [k for k, s in self._sessions.items() if s.state is SessionState.CLOSED and k not in self._members]:

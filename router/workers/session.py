@@ -256,7 +256,7 @@ class WorkerSession:
                 try:
                     async for message in call:
                         watchdog.heard()
-                        self._receive(message)
+                        self.receive(message)
                 except asyncio.CancelledError:
                     if not watchdog.has_fired or self._is_closed():
                         raise
@@ -265,7 +265,8 @@ class WorkerSession:
                     watchdog.stop()
                     self._is_overdue = False
 
-    def _receive(self, message: Any) -> None:
+    def receive(self, message: Any) -> None:
+        """What the worker says: its status, and events in order."""
         if message.HasField("status"):
             was_leaving, self.status = self.is_leaving, message.status
             self._known.hear(_report(message))

@@ -140,6 +140,7 @@ class WorkerParts:
             num_running=load.num_running,
             num_queued=load.num_queued,
             num_queued_tokens=load.num_queued_tokens,
+            num_incoming=load.num_incoming,
             pages=page_counts_to_proto(load.pages),
             draining=self.life.draining,
             prompt_tokens_computed=counters.num_prompt_tokens_computed,

@@ -33,9 +33,9 @@ class SessionHub(Generic[Command, Event, Events]):
     """All sessions of one worker.
 
     Args:
-        handler: gets the commands. Its sessions begin once it is complete.
+        handler: gets the commands, and has each in the status when it returns. Its sessions begin once it is complete.
         loop: the worker's event loop.
-        make_events: builds a message of events and a status.
+        make_events: builds a message of events, a status, and how many of the session's commands the status shows.
         hello: the first event of every session.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
         read_report: the same, with what is too long for every message: for hellos and heartbeats.
@@ -47,7 +47,7 @@ class SessionHub(Generic[Command, Event, Events]):
         self,
         handler: SessionHandler[Command],
         loop: asyncio.AbstractEventLoop,
-        make_events: Callable[[Sequence[Event], pb.WorkerStatus], Events],
+        make_events: Callable[[Sequence[Event], pb.WorkerStatus, int], Events],
         hello: Callable[[], Event],
         read_status: Callable[[], pb.WorkerStatus],
         read_report: Callable[[], pb.WorkerStatus],
@@ -64,8 +64,10 @@ class SessionHub(Generic[Command, Event, Events]):
         self._heartbeat_s = heartbeat_s
         self._interval_s = interval_s
         self._sessions: dict[int, ServedStream[Events]] = {}
+        self._num_commands: dict[int, int] = {}  # of each session, that were taken in
         self._next = 0
         self._changed = asyncio.Event()
+        self._num_told = 0  # requests, as all routers were last told
 
     # -- from other threads
 
@@ -79,7 +81,7 @@ class SessionHub(Generic[Command, Event, Events]):
 
     def status_changed(self) -> None:
         """Let routers have the load soon; thread-safe."""
-        self._loop.call_soon_threadsafe(self._changed.set)
+        self._loop.call_soon_threadsafe(self._note_change)
 
     # -- in the event loop
 
@@ -92,7 +94,21 @@ class SessionHub(Generic[Command, Event, Events]):
         for number, events in events_by_session.items():
             session = self._sessions.get(number)
             if session is not None:
-                session.put(self._make_events(events, status))
+                self._put(session, events, status)
+
+    def _note_change(self) -> None:
+        """Several routers must hear at once of requests that come and go: else all send theirs to one idle worker."""
+        self._changed.set()
+        if len(self._sessions) > 1 and _num_requests(status := self._read_status()) != self._num_told:
+            self._tell_all(status)
+
+    def _tell_all(self, status: pb.WorkerStatus) -> None:
+        self._num_told = _num_requests(status)
+        for session in list(self._sessions.values()):
+            self._put(session, [], status)
+
+    def _put(self, session: ServedStream[Events], events: Sequence[Event], status: pb.WorkerStatus) -> None:
+        session.put(self._make_events(events, status, self._num_commands[session.number]))
 
     async def run(self, commands: AsyncIterator[Command]) -> AsyncIterator[Events]:
         """Serve one router until either side ends."""
@@ -107,18 +123,25 @@ class SessionHub(Generic[Command, Event, Events]):
         session: ServedStream[Events] = ServedStream(self._next, cut_off)
         self._next += 1
         self._sessions[session.number] = session
-        session.put(self._make_events([self._hello()], self._read_report()))
+        self._num_commands[session.number] = 0
+        self._put(session, [self._hello()], self._read_report())
         try:
-            with session.reading(commands, lambda command: self._handler.command(session.number, command)):
+            with session.reading(commands, lambda command: self._take(session.number, command)):
                 async for message in session.messages():
                     yield message
         finally:
             self._end(session)
 
+    def _take(self, number: int, command: Command) -> None:
+        self._handler.command(number, command)
+        if number in self._num_commands:  # it may have ended its own session
+            self._num_commands[number] += 1
+
     def _end(self, session: ServedStream[Events]) -> None:
         """Tell the handler, once."""
         session.drop()
         if self._sessions.pop(session.number, None) is not None:
+            del self._num_commands[session.number]
             self._handler.session_ended(session.number)
 
     async def beat(self) -> None:
@@ -130,9 +153,7 @@ class SessionHub(Generic[Command, Event, Events]):
                     await self._changed.wait()
             self._changed.clear()
             if self._sessions:
-                message = self._make_events([], self._read_report())
-                for session in list(self._sessions.values()):
-                    session.put(message)
+                self._tell_all(self._read_report())
             # A busy worker changes at every step; routers need it a few times a second.
             await asyncio.sleep(min(self._interval_s, self._heartbeat_s))
 
@@ -140,3 +161,7 @@ class SessionHub(Generic[Command, Event, Events]):
         """End every session once what is queued has gone out; the server bounds how long that may take."""
         for session in list(self._sessions.values()):
             session.end()
+
+
+def _num_requests(status: pb.WorkerStatus) -> int:
+    return status.num_running + status.num_queued + status.num_incoming

@@ -25,6 +25,7 @@ from benchmarks.parts.figures import Figure, shown, shown_goal
 from benchmarks.parts.file import PartsFile
 from benchmarks.parts.handoff import Admissions, HandoffSizes, Transfers
 from benchmarks.parts.pair import PairSession
+from benchmarks.parts.placement import PlacementCost, PlacementSizes, measure_placement
 from benchmarks.parts.router import RouterSizes, RouterTtft, Streamed, _Reader, _Tally
 from benchmarks.parts.serve import Idle, is_own, measure_idle, name_of
 from benchmarks.peers.figures import Goal
@@ -97,6 +98,21 @@ def test_routers_are_compared_by_the_cpu_of_a_token_where_it_cost_least() -> Non
     assert figure.facts["2: tokens/s"] == 20_000
 
 
+def test_placement_is_the_median_with_the_most_workers() -> None:
+    times = {8: [1e-5] * 3, 1024: [2e-5, 3e-5, 9e-5]}
+    figure = parts.placement_figure(PlacementCost(times, times, times))
+    assert figure.value == pytest.approx(3e-5)
+    assert figure.as_json()["is_reached"]
+    assert figure.samples["status, 1,024 workers"].num == 3
+
+
+def test_placement_is_measured_with_each_number_of_workers() -> None:
+    cost = measure_placement(PlacementSizes(num_workers=(1, 5), num_rounds=20))
+    for seconds in (cost.placement_s, cost.request_s, cost.status_s):
+        assert {num: len(found) for num, found in seconds.items()} == {1: 20, 5: 20}
+    assert all(a <= b for num in (1, 5) for a, b in zip(cost.placement_s[num], cost.request_s[num], strict=True))
+
+
 IDLE = Idle(own_cpu=[("Worker", 0.01), ("Worker", 0.005), ("tandem serve", 0.02)], ray_cpu=0.2, num_ray_processes=9)
 
 
@@ -118,6 +134,7 @@ def test_startup_is_the_median_start() -> None:
         (0.249, "share", "25 %"),
         (0.0123, "cores", "1.23 % of a core"),
         (0.0031, "s", "3.10 ms"),
+        (0.0000131, "s", "13.1 µs"),
         (12.5, "s", "12.50 s"),
         (12_345.6, "tokens/s", "12,346 tokens/s"),
     ],

@@ -78,7 +78,7 @@ def compute(queue: Queue, taken: Attempt) -> None:
     sequence = Sequence(key.request_id, 1, 0, 0, 0, [1] * num_tokens, num_tokens, SamplingParams(), True, num_cached)
     sequence.pages = [*taken.cached, *taken.pages]
     queue._scheduler.enter(sequence)
-    taken.state = COMPUTING
+    queue.set_state(taken, COMPUTING)
 
 
 def computed(queue: Queue, name: str) -> None:
@@ -182,7 +182,7 @@ def test_places_in_the_batch_are_counted_with_all_choices_to_come() -> None:
     two = queue.attempts[AttemptKey("two", 1)]
     queue.admit(two)
     assert pump(queue) == [], "admitted ones will run"
-    two.state = AttemptState.RUNNING
+    queue.set_state(two, AttemptState.RUNNING)
     assert names(pump(queue)) == ["more"], "1 + 2 of 4; running ones are counted by the scheduler"
 
 
@@ -382,6 +382,7 @@ def test_everybody_gets_pages_in_order_within_the_bounds(
                 computed(queue, attempt.key.request_id)
         order += names(pump(queue))
         pool(queue).check()
+        assert queue.num_to_come == sum(attempt.num_to_come for attempt in queue.attempts.values())
     assert order == [f"r{n}" for n in range(len(sizes))]
     counts = pool(queue).counts()
     assert counts.free + counts.cached == 20

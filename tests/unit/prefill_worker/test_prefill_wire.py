@@ -27,8 +27,8 @@ def test_a_message_has_all_events_in_order_and_the_status() -> None:
         HandedOff(KEY, STATS, WORK),
         AttemptFailed(KEY, DrainingError("it drains")),
     ]
-    message = make_events(events, status)
-    assert message.status == status
+    message = make_events(events, status, 7)
+    assert (message.status, message.num_commands) == (status, 7)
     name = {"request_id": "request", "attempt": 2}
     work = {"compute_s": 0.5, "num_computed_tokens": 7, "num_cached_tokens": 4}
     assert list(message.events[:5]) == [

@@ -48,7 +48,7 @@ class Registry(WorkerRegistry):
     version = 0
 
     def __init__(self) -> None:
-        super().__init__(lease_s=1.0, metrics=RouterMetrics())
+        super().__init__(lease_s=1.0, metrics=RouterMetrics(), begin=lambda _: None)
         self.states: dict[str, str] = {}
         self.lives: dict[str, int] = {}
 
@@ -67,7 +67,7 @@ class Registry(WorkerRegistry):
         session = self.of(name)
         if session is not None:
             make: Any = PrefillEvents if session.is_prefill else DecodeEvents
-            session._receive(make(status=WorkerStatus(**status)))
+            session.receive(make(status=WorkerStatus(**status)))
 
     def greet(self, name: str, *, page_size: int = PAGE, max_context: int = 100) -> None:
         session = self.of(name)
@@ -76,11 +76,6 @@ class Registry(WorkerRegistry):
             info.layout.CopyFrom(Layout(page_size=page_size, dtype="float32"))
             info.max_context, info.mixed_step_tokens = max_context, 12
             session._greet(info)
-
-
-@pytest.fixture(autouse=True)
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerSession, "start", lambda self: None)
 
 
 def scanned(registry: WorkerRegistry, role: Role) -> dict[WorkerKey, WorkerLoad]:

@@ -38,7 +38,7 @@ def hear(session: WorkerSession, *, num_commands: int | None = None, **figures: 
     """The worker reports these figures; where it says so, with so many commands of this router in them."""
     make: Any = PrefillEvents if session.is_prefill else DecodeEvents
     status = WorkerStatus(pages=PageCounts(free=FREE_PAGES), **figures)
-    session._receive(make(status=status, num_commands=num_commands))
+    session.receive(make(status=status, num_commands=num_commands))
 
 
 def hold(session: WorkerSession, *, computes: bool) -> None:

@@ -37,6 +37,7 @@ class Handler:
 class Message:
     events: list[str]
     status: pb.WorkerStatus
+    num_commands: int
 
 
 class Stream:
@@ -84,8 +85,8 @@ class Stream:
 
 
 def make_hub(handler: Handler, *, heartbeat_s: float = 60.0, interval_s: float = 0.0) -> SessionHub[str, str, Message]:
-    def make(events: Sequence[str], status: pb.WorkerStatus) -> Message:
-        return Message(list(events), status)
+    def make(events: Sequence[str], status: pb.WorkerStatus, num_commands: int) -> Message:
+        return Message(list(events), status, num_commands)
 
     counter = iter(range(1000))
     return SessionHub(
@@ -257,3 +258,42 @@ async def test_hellos_and_heartbeats_have_the_whole_report_and_events_the_load_o
     assert stream.heard[2].status.HasField("links")
     stream.say(None)
     await stream.ended()
+
+
+async def test_each_message_says_how_many_commands_of_its_session_the_status_shows() -> None:
+    """The handler has taken a command in when it returns."""
+
+    class Echo(Handler):
+        def command(self, session: int, command: str) -> None:
+            hub.emit({session: [command]})
+
+    hub = make_hub(Echo())
+    one, other = Stream(hub), Stream(hub)
+    await one.events(1)
+    await other.events(1)
+    for stream, command, num_events in ((one, "a", 2), (one, "b", 3), (other, "c", 2)):
+        stream.say(command)
+        await stream.events(num_events)
+    assert [(m.events, m.num_commands) for m in one.heard] == [(["hello"], 0), (["a"], 1), (["b"], 2)]
+    assert [(m.events, m.num_commands) for m in other.heard] == [(["hello"], 0), (["c"], 1)]
+    hub.close()
+
+
+@pytest.mark.parametrize(("num_routers", "told"), [(1, []), (2, [0, 3, 4])])
+async def test_several_routers_hear_at_once_of_requests_that_come_and_go(num_routers: int, told: list[int]) -> None:
+    """What else changes with each step waits for the beat; one router knows by itself what it sent."""
+    statuses = [pb.WorkerStatus(num_running=2, num_queued_tokens=tokens) for tokens in (10, 9, 8)]
+    statuses += [pb.WorkerStatus(num_running=2, num_queued=1), pb.WorkerStatus(num_running=2, num_incoming=2)]
+    hub = make_hub(Handler(), interval_s=60.0)
+    streams = [Stream(hub) for _ in range(num_routers)]
+    for stream in streams:
+        await stream.events(1)
+    for status in statuses:
+        hub._read_status = lambda status=status: status  # type: ignore[misc]
+        hub.status_changed()
+        await asyncio.sleep(0)
+    hub.broadcast(["last"])
+    for stream in streams:
+        await stream.events(2)
+        assert [message.status for message in stream.heard[1:-1]] == [statuses[number] for number in told]
+    hub.close()

@@ -172,10 +172,10 @@ class DecodeWorker:
             self.hub.emit({session: [AttemptFailed(AttemptKey(reserve.request_id, reserve.attempt), error)]})
             return
         num_tokens = len(spec.prompt_ids) if reserve.max_local_tokens else 0
-        self.parts.load.arriving(num_tokens)
+        number = self.parts.load.arriving(num_tokens)
 
         def take_in() -> None:
-            self.parts.load.taken_in(num_tokens)
+            self.parts.load.taken_in(number)
             self.core.reserve(session, spec, reserve.max_local_tokens)
             if self.parts.load.is_behind:  # refused, or nothing new
                 self.core.snapshot()

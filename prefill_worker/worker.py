@@ -203,14 +203,13 @@ class PrefillWorker:
         # Opened from here, so that no grant can be attached before, however long the runner's step takes.
         num_pages = pages_for(len(spec.prompt_ids), self.parts.pool.page_size)
         self.parts.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
-        num_tokens = len(spec.prompt_ids)
-        self.parts.load.arriving(num_tokens)
+        number = self.parts.load.arriving(len(spec.prompt_ids))
 
-        def start() -> None:
-            self.parts.load.taken_in(num_tokens)
+        def begin() -> None:
+            self.parts.load.taken_in(number)
             self.core.start(session, spec, receiver)
 
-        self.parts.runner.submit(start)
+        self.parts.runner.submit(begin)
 
     def session_ended(self, session: int) -> None:
         """A router is gone."""

@@ -125,13 +125,13 @@ class Pool:
         entries: Iterable[_Entry] = orders[Order.LOAD] if orders is not None else ()
         return next((load for _, key, load in entries if key not in exclude), None)
 
-    def walk(self, order: Order, formats: Collection[KvFormat], lot: int) -> Iterator[WorkerLoad]:
+    def walk(self, order: Order, formats: Collection[KvFormat], lot: float) -> Iterator[WorkerLoad]:
         """The workers of these formats that are in the order; those of equal rank by `lot`."""
         walks = [self._orders[kv_format][order].walk(lot) for kv_format in formats if kv_format in self._orders]
         entries = walks[0] if len(walks) == 1 else heapq.merge(*walks, key=_rank)
         return (load for _, _, load in entries)
 
-    def groups(self, order: Order, kv_format: KvFormat, lot: int) -> Iterator[Iterator[WorkerLoad]]:
+    def groups(self, order: Order, kv_format: KvFormat, lot: float) -> Iterator[Iterator[WorkerLoad]]:
         """As `walk`, in one group for each first part of a rank."""
         for group in self._orders[kv_format][order].groups(lot):
             yield (load for _, _, load in group)
@@ -165,18 +165,18 @@ class _Ranking:
         if new is not None:
             insort(self._entries, (new, load.key, load))
 
-    def walk(self, lot: int, start: int = 0, end: int | None = None) -> Iterator[_Entry]:
+    def walk(self, lot: float, start: int = 0, end: int | None = None) -> Iterator[_Entry]:
         """Those from `start` to before `end`; of equal rank in turn, from the one that the lot names."""
         entries, end = self._entries, len(self._entries) if end is None else end
         while start < end:
             last: Any = (entries[start][0], _BEHIND_ALL_KEYS)
             behind = bisect_left(entries, last, start, end)
-            named = start + lot % (behind - start)
+            named = start + int(lot * (behind - start))
             for at in chain(range(named, behind), range(start, named)):
                 yield entries[at]
             start = behind
 
-    def groups(self, lot: int) -> Iterator[Iterator[_Entry]]:
+    def groups(self, lot: float) -> Iterator[Iterator[_Entry]]:
         """A walk of those whose ranks begin alike, for each such beginning."""
         entries, start = self._entries, 0
         while start < len(entries):

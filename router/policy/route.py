@@ -1,7 +1,11 @@
-"""Decides which workers serve a request and which one computes its prompt: one pure decision over a snapshot.
+"""Decides which workers serve a request and which one computes its prompt: one pure decision over ordered pools.
 
 Prefill is bound by compute, so the waiting prompt tokens tell how long a new prompt waits there. Decode is bound by
-pages and by the size of its batch. Both workers of a pair must have the same KV format.
+pages and by the size of its batch. Both workers of a pair must have the same KV format. A decision looks at the first
+few of each pool's order, whatever the size of the pool.
+
+**Ways between workers.** A pair that is known to be broken is chosen only where there is no other, whatever is wished.
+Where a way is slower than prefill computes, the tokens that could be computed meanwhile count as if they waited.
 
 **The mixed pool.** A decode step mostly reads the weights, so some prompt tokens in it cost little more. A decode
 worker can compute a whole prompt in chunks that fill its steps up to `mixed_step_tokens`
@@ -333,7 +337,11 @@ def _exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad
     link = snapshot.links.get((prefill.key, decode))
     if link is None or not snapshot.prefill_tokens_per_s:
         return 0.0
-    handoff_s = facts.num_prompt_tokens * prefill.kv_format.layout.token_bytes / max(link.bytes_per_s, 1.0)
+    try:
+        token_bytes = prefill.kv_format.layout.token_bytes
+    except IncompatibleError:  # elements of a later version: how long they take is not known
+        return 0.0
+    handoff_s = facts.num_prompt_tokens * token_bytes / max(link.bytes_per_s, 1.0)
     exposed = handoff_s * snapshot.prefill_tokens_per_s - facts.num_prompt_tokens
     return exposed if exposed > _NOTABLE * facts.num_prompt_tokens else 0.0
 

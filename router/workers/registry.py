@@ -111,8 +111,9 @@ class WorkerRegistry:
     def _apply_member(self, key: WorkerKey, member: Member) -> None:
         session = self._sessions.get(key)
         if session is not None and not (session.state is SessionState.CLOSED and member.state in _CONNECTABLE):
-            session.update(member)
-            self.load_changed(session)
+            if member != session.member:
+                session.update(member)
+                self.load_changed(session)
             if member.state == "failed":
                 session.declare_dead("the supervisor has declared it failed")
         elif member.address and member.state in _CONNECTABLE:
@@ -149,7 +150,7 @@ class WorkerRegistry:
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             # What others choose now is known to none of several routers.
-            lot=self._random.getrandbits(32) if self.num_routers > 1 else 0,
+            lot=self._random.random() if self.num_routers > 1 else 0.0,
         )
 
     @property

@@ -259,7 +259,10 @@ class SecurityConfig:
 class MetricsConfig:
     enabled: bool = _key(True, "Serve `GET /metrics` (Prometheus).")
     worker_interval_s: float = _key(
-        0.25, "The least time between two load reports of a busy worker, in seconds.", minimum=0.01
+        0.25,
+        "The least time between two load reports of a busy worker, in seconds. Several routers hear at once of "
+        "requests that come or go.",
+        minimum=0.01,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -42,37 +43,39 @@ class LoadReport:
         self._scheduler = scheduler
         self._on_change = on_change
         self._on_taken = on_taken
-        self._lock = threading.Lock()
         self._newest = LoadSnapshot(scheduler.pool.counts())
-        # Requests and their prompt tokens that no snapshot shows yet; of these, what the next one shows.
-        self._arriving, self._taken_in = (0, 0), (0, 0)
+        self._numbers = itertools.count()
+        # Prompt tokens of requests that no snapshot shows yet, by their numbers; of these, whom the next one shows.
+        # No other thread sees a change of either half done.
+        self._arriving: dict[int, int] = {}
+        self._taken_in: deque[int] = deque()
 
     @property
     def newest(self) -> LoadSnapshot:
-        with self._lock:
-            num, num_tokens = self._arriving
-            if not num:
-                return self._newest
-            newest = self._newest
-        return replace(
-            newest, num_queued=newest.num_queued + num, num_queued_tokens=newest.num_queued_tokens + num_tokens
-        )
+        newest, arriving = self._newest, list(self._arriving.values())
+        if not arriving:
+            return newest
+        num_queued, num_tokens = newest.num_queued + len(arriving), newest.num_queued_tokens + sum(arriving)
+        return replace(newest, num_queued=num_queued, num_queued_tokens=num_tokens)
 
-    def arriving(self, num_tokens: int) -> None:
-        """A request has come, with so many prompt tokens to compute here; from any thread. `taken_in` follows."""
-        with self._lock:
-            self._arriving = _sum(self._arriving, 1, num_tokens)
+    def arriving(self, num_tokens: int) -> int:
+        """A request has come, with so many prompt tokens to compute here; from any thread.
+
+        Returns its number, for `taken_in`.
+        """
+        number = next(self._numbers)
+        self._arriving[number] = num_tokens
         self._on_change()
+        return number
 
-    def taken_in(self, num_tokens: int) -> None:
-        """The next snapshot shows it, or it is refused before that; of any thread that takes snapshots."""
-        with self._lock:
-            self._taken_in = _sum(self._taken_in, 1, num_tokens)
+    def taken_in(self, number: int) -> None:
+        """The next snapshot shows it, or it is refused before that."""
+        self._taken_in.append(number)
 
     @property
     def is_behind(self) -> bool:
         """Whether something was taken in that no snapshot shows."""
-        return self._taken_in != (0, 0)
+        return bool(self._taken_in)
 
     def take(self, num_queued: int, num_queued_tokens: int, num_incoming: int = 0) -> None:
         """Note the load."""
@@ -80,14 +83,9 @@ class LoadReport:
         now = LoadSnapshot(
             scheduler.pool.counts(), len(scheduler.running), num_queued, num_queued_tokens, num_incoming
         )
-        with self._lock:
-            num, num_tokens = self._taken_in
-            self._arriving, self._taken_in = _sum(self._arriving, -num, -num_tokens), (0, 0)
-            has_changed, self._newest = num > 0 or now != self._newest, now
+        has_changed, self._newest = bool(self._taken_in) or now != self._newest, now
+        while self._taken_in:
+            del self._arriving[self._taken_in.popleft()]
         if has_changed:
             self._on_change()
         self._on_taken()
-
-
-def _sum(counts: tuple[int, int], num: int, num_tokens: int) -> tuple[int, int]:
-    return counts[0] + num, counts[1] + num_tokens

@@ -78,6 +78,7 @@ class Router:
         self.links: list[prefill_pb2.LinkChanged] = []
         self.infos: dict[str, pb.WorkerInfo] = {}
         self.statuses: dict[str, pb.WorkerStatus] = {}
+        self.num_commands: dict[str, int] = {}  # that the status of a side shows
         self.attaches = True  # hand each grant on at once
         self.ended: set[str] = set()  # sides whose stream is over
         self._asks: dict[AttemptKey, Ask] = {}
@@ -131,6 +132,7 @@ class Router:
         try:
             async for message in self._calls[side]:
                 self.statuses[side] = message.status
+                self.num_commands[side] = message.num_commands
                 for event in message.events:
                     await self._hear(side, event)
                 self._heard.set()

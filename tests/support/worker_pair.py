@@ -215,6 +215,9 @@ class WorkerPair:
             self.on_runner(worker, worker.parts.pool.check)
             if counts.used or counts.reserved or counts.quarantined:
                 left.append(f"{worker.parts.worker_id}: {counts}")
+            load = worker.parts.load.newest
+            if load.num_running or load.num_queued or load.num_queued_tokens or load.num_incoming:
+                left.append(f"{worker.parts.worker_id}: {load}")
             scheduler = worker.parts.scheduler
             if scheduler.running or scheduler.waiting or scheduler.parked:
                 left.append(f"{worker.parts.worker_id}: {scheduler.running} {scheduler.waiting} {scheduler.parked}")

@@ -38,7 +38,7 @@ from tandem.rpc.v1.decode_pb2 import DecodeEvents
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEvents
 
 NAMES = {"prefill-0": ROLE_PREFILL, "prefill-1": ROLE_PREFILL, "decode-0": ROLE_DECODE, "decode-1": ROLE_DECODE}
-names, requests = st.sampled_from(sorted(NAMES)), st.sampled_from("abcd")
+names, requests = st.sampled_from(sorted(NAMES)), st.sampled_from("ab")
 PAGE = 16
 
 
@@ -92,9 +92,11 @@ class Cluster(RuleBasedStateMachine):
         self.late: list[WorkerSession] = []  # sessions that attempts may still know
 
     @initialize()
-    def some_are_there(self) -> None:
-        self.registry.states = dict.fromkeys(["prefill-0", "decode-0"], "ready")
+    def all_are_met(self) -> None:
+        self.registry.states = dict.fromkeys(NAMES, "ready")
         self.registry.push()
+        for name in NAMES:
+            self.registry.greet(name)
 
     @rule(name=names, state=st.sampled_from(["starting", "ready", "ready", "draining", "failed"]))
     def membership_says(self, name: str, state: str) -> None:
@@ -136,6 +138,15 @@ class Cluster(RuleBasedStateMachine):
     def takes_up(self, name: str, request: str, steps: bool) -> None:
         if (session := self.registry.of(name)) is not None:
             session.note_taken_up(request, steps=steps)
+
+    @rule(name=names, request=requests, computes=st.booleans(), steps=st.booleans())
+    def serves(self, name: str, request: str, computes: bool, steps: bool) -> None:
+        """From its beginning to its end, with a look after each step."""
+        self.gets(name, request, computes)
+        self.pools_are_what_a_scan_finds()
+        self.takes_up(name, request, steps)
+        self.pools_are_what_a_scan_finds()
+        self.ends(name, request)
 
     @rule(name=names, request=requests)
     def ends(self, name: str, request: str) -> None:
@@ -182,7 +193,7 @@ class Cluster(RuleBasedStateMachine):
 @pytest.mark.long
 async def test_pools_follow_their_sessions() -> None:
     """In a loop: a session that closes asks it to be forgotten soon."""
-    run_state_machine_as_test(Cluster, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Cluster, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
 
 
 async def test_a_way_is_known_as_long_as_both_its_workers_are_members() -> None:

@@ -168,14 +168,14 @@ def followed(role: Role, loads: Iterable[WorkerLoad], gone: Collection[WorkerKey
     return pool, list(left.values())
 
 
-@given(loads_of("p", 16), loads_of("d", 16), some, facts_of_any, wishes_of_any, st.integers(0, 1 << 32))
+@given(loads_of("p", 16), loads_of("d", 16), some, facts_of_any, wishes_of_any, st.floats(0.0, 1.0, exclude_max=True))
 def test_a_route_is_one_that_the_scan_of_all_finds_best(
     prefills: list[WorkerLoad],
     decodes: list[WorkerLoad],
     gone: frozenset[WorkerKey],
     facts: RequestFacts,
     wishes: Wishes,
-    lot: int,
+    lot: float,
 ) -> None:
     prefill, prefills = followed(Role.PREFILL, prefills, gone)
     decode, decodes = followed(Role.DECODE, decodes, gone)
@@ -199,9 +199,9 @@ def _prefills_for(scan: Scan, decode: WorkerLoad) -> set[WorkerKey]:
         return set()
 
 
-@given(loads_of("d", 16), some, st.integers(0, 1 << 32))
+@given(loads_of("d", 16), some, st.floats(0.0, 1.0, exclude_max=True))
 def test_each_order_has_all_workers_by_their_newest_loads(
-    loads: list[WorkerLoad], gone: frozenset[WorkerKey], lot: int
+    loads: list[WorkerLoad], gone: frozenset[WorkerKey], lot: float
 ) -> None:
     pool, left = followed(Role.DECODE, loads, gone)
     assert sorted(worker.key for worker in pool) == sorted(worker.key for worker in left)
@@ -224,7 +224,7 @@ def test_each_order_has_all_workers_by_their_newest_loads(
 def test_the_lot_decides_between_equals_and_only_between_them() -> None:
     idle = [load(f"p{n}") for n in range(4)]
     snapshot = Snapshot.of([*idle, load("p9", active=1)], [load(f"d{n}", active=n // 2) for n in range(6)])
-    routes = [choose(replace(snapshot, lot=lot), RequestFacts(10)) for lot in range(100)]
+    routes = [choose(replace(snapshot, lot=lot / 100), RequestFacts(10)) for lot in range(100)]
     assert {route.prefill for route in routes} == {worker.key for worker in idle}
     assert {route.decode.worker_id for route in routes} == {"d0", "d1"}
     assert choose(snapshot, RequestFacts(10)) == routes[0], "the same lot, the same route"

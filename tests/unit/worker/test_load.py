@@ -20,17 +20,16 @@ def figures(snapshot: LoadSnapshot) -> tuple[int, int, int]:
 
 def test_what_comes_during_a_step_counts_at_once_and_once() -> None:
     load, changes = make()
-    load.arriving(100)
-    load.arriving(50)
+    one, two = load.arriving(100), load.arriving(50)
     assert figures(load.newest) == (2, 150, 0)
     assert len(changes) == 2
-    load.taken_in(100)
+    load.taken_in(one)
     assert load.is_behind
     assert figures(load.newest) == (2, 150, 0), "until a snapshot shows it"
     load.take(1, 100)
     assert not load.is_behind
     assert figures(load.newest) == (2, 150, 0)
-    load.taken_in(50)
+    load.taken_in(two)
     load.take(1, 80, 2)
     assert figures(load.newest) == (1, 80, 2), "the second one was refused, the first one is under way"
 
@@ -39,8 +38,7 @@ def test_a_snapshot_that_changes_nothing_is_told_to_nobody() -> None:
     load, changes = make()
     load.take(0, 0)
     assert not changes
-    load.arriving(10)
-    load.taken_in(10)
+    load.taken_in(load.arriving(10))
     load.take(0, 0)
     load.take(0, 0)
     assert len(changes) == 2, "it came, and was refused"

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels | parts | link | gpu`: what only those measure who work on Tandem itself."""
+"""`python -m benchmarks kernels | parts | placement | link | gpu`: what only those measure who work on Tandem."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_kernels(commands)
     _add_parts(commands)
+    _add_placement(commands)
     _add_link(commands)
     _add_gpu(commands)
     return parser
@@ -87,6 +88,17 @@ def _add_parts(commands: Any) -> None:
     )
     command.add_argument(
         "--transport", choices=("ucx", "nccl"), help="of the handoffs (default: ucx where it is installed)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def _add_placement(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "placement",
+        "how much longer requests queue where several routers place them than where one does; simulated; minutes",
+        "python -m benchmarks placement\npython -m benchmarks placement --json docs/figures/placement.json",
+        _placement,
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
@@ -155,6 +167,13 @@ def _parts(options: argparse.Namespace) -> int:
     from benchmarks.parts import command
 
     command.run(options.model, options.transport, options.only, options.json)
+    return 0
+
+
+def _placement(options: argparse.Namespace) -> int:
+    from benchmarks.placement import command
+
+    command.run(options.json)
     return 0
 
 

@@ -201,7 +201,7 @@ def sharing_figure(measured: Mapping[int, Sequence[Streamed]], num_streams: int,
 
 def placement_figure(measured: PlacementCost) -> Figure:
     """The cost with the most workers; with fewer beside it."""
-    samples = {}
+    samples: dict[str, Distribution] = {}
     for name, found in (
         ("placement", measured.placement_s),
         ("whole request", measured.request_s),

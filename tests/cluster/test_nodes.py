@@ -98,6 +98,24 @@ def test_a_command_does_not_wait_for_the_supervisors_actor_which_rests(serve: Se
     assert run.returncode == 0, run.stderr
 
 
+def test_logs_of_all_processes_are_read_wherever_they_run(serve: Serve, nodes: dict[str, Any]) -> None:
+    address = nodes["cluster"].address
+    said = serve.tandem("logs", "--tail", "1000", "--address", address)
+    assert said.returncode == 0, said.stderr
+    for process in ("prefill-0", "decode-0", "router-0", "supervisor"):
+        assert any(line.startswith(f"{process} ") for line in said.stdout.splitlines()), process
+    following = serve.start("logs", "decode-0", "--tail", "1000", "--follow", "--address", address)
+    try:
+        assert following.stdout is not None
+        assert next(line for line in following.stdout if "worker ready: decode-0" in line)
+    finally:
+        following.kill()
+        following.wait()
+    unknown = serve.tandem("logs", "decode-7", "--address", address)
+    assert unknown.returncode == 1
+    assert "there is no log of decode-7; there are those of decode-0" in unknown.stderr
+
+
 STATUS_OF_THE_NEXT = """
 import contextlib, sys, psutil
 from tandem import cli

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.cluster.launch.hosts import DEFAULT_KEY, DEFAULT_NAME
 
-_SERVING = ("model", "served-model-name", "dtype", "host", "port", "prefill", "decode")
+_SERVING = ("model", "served-model-name", "dtype", "host", "port", "prefill", "decode", "routers")
 
 
 def add_commands(

@@ -92,7 +92,8 @@ def down(path: Path) -> int:
 
 
 def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys: bool) -> str:
-    """How the head starts Tandem. On machines that stay, with as many workers as they have room for."""
+    """How the head starts Tandem. On machines that stay, with as many workers as they have room for, and a router on
+    each of those that are named for routers."""
     words = ["tandem serve --detach --address auto"]
     if (mount := file.mount("tandem.yaml")) is not None:
         words.append(f"--config {mount.in_shell}")
@@ -100,8 +101,9 @@ def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys:
         words.append(f"--certificates {mount.in_shell}")
     if has_keys:
         words.append(f"--api-keys-file {_KEYS_ON_HEAD}")
-    places = {str(role): num for role, num in file.places.items() if role in WORKER_ROLES and num}
-    for name, value in {**places, **wishes.options}.items():
+    places = {str(role): file.places[role] for role in WORKER_ROLES if file.places[role]}
+    routers = {"routers": file.places[Role.ROUTER]} if file.places[Role.ROUTER] > 1 else {}
+    for name, value in {**places, **routers, **wishes.options}.items():
         values = value if isinstance(value, list) else [value]
         words.append(f"--{name} {' '.join(shlex.quote(str(each)) for each in values)}")
     return " ".join(words)

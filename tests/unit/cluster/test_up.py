@@ -225,6 +225,21 @@ def test_settings_of_the_user_come_before_those_of_the_file(place: Path) -> None
     assert "--prefill 1 --decode 1 --model 'my models/a' --served-model-name a '*'" in command
 
 
+def test_each_host_that_is_named_for_routers_gets_one(place: Path) -> None:
+    lists = {Role.PREFILL: ["10.0.0.2"], Role.ROUTER: ["10.0.0.4", "10.0.0.5"]}
+    hosts = plan_hosts("10.0.0.1", lists, user="me", key="~/.ssh/key", cluster_name="ours")
+    (place / "hosts.yaml").write_text(hosts_file(hosts))
+    file, config = LaunchFile.read(place / "hosts.yaml"), load(place / "tandem.yaml")
+    assert serve_command(file, config, Wishes({}, None), has_keys=False).endswith("--prefill 1 --routers 2")
+    assert serve_command(file, config, Wishes({"routers": 1}, None), has_keys=False).endswith("--prefill 1 --routers 1")
+
+
+def test_every_option_of_serve_is_passed_on(place: Path) -> None:
+    given = "--model m --served-model-name a --dtype float32 --host ::1 --port 9 --prefill 3 --decode 4 --routers 5"
+    assert cli.main(["up", "hosts.yaml", *given.split()]) == 0
+    assert set(given.split()) <= set(asked(place)[-1].strip("()").split())
+
+
 def test_an_expired_certificate_stops_it_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Later(datetime):
         @classmethod

@@ -43,9 +43,7 @@ def cut(pair: WorkerPair) -> int:
     services = {int(w.parts.info.address.rpartition(":")[2]) for w in (pair.prefill, pair.decode)}
     all_of_us = [c for c in psutil.Process().net_connections("tcp") if c.raddr]
     pages = [c for c in all_of_us if not {c.laddr.port, c.raddr.port} & services]
-    for connection in pages:
-        shut_down(os.getpid(), connection.fd)
-    return len(pages)
+    return sum(shut_down(os.getpid(), connection) for connection in pages)
 
 
 async def is_whole(pair: WorkerPair) -> None:

@@ -20,7 +20,8 @@ import psutil
 
 from tandem.rpc.v1.control_pb2 import DrainRouterReply, DrainRouterRequest, StopRouterRequest
 from tests.support.ports import free_port
-from tests.support.scripted_worker import ScriptedDecode, ScriptedPool, ScriptedPrefill
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,8 @@ from tandem.core import config as configuration
 from tandem.core.errors import ConfigError
 from tandem.rpc.v1.control_pb2 import DrainRouterRequest
 from tests.support.ports import free_port
-from tests.support.scripted_worker import ScriptedDecode, ScriptedPool, ScriptedPrefill
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.shared_port import BODY, SharedPort, SteadyLoad
 from tests.support.waiting import wait_until
 

@@ -48,7 +48,9 @@ def launcher_file(directory: Path, gcs_address: str) -> Path:
         "idle_timeout_minutes": 0.05,
         "upscaling_speed": 100.0,
         "provider": {
-            "type": "fake_multinode",
+            # Named by its class: the defaults of the type `fake_multinode` are missing from Ray's wheel.
+            "type": "external",
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,

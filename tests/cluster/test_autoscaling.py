@@ -60,6 +60,8 @@ def launcher_file(directory: Path, gcs_address: str) -> Path:
         },
         "auth": {},
         "file_mounts": {},
+        "cluster_synced_files": [],
+        "file_mounts_sync_continuously": False,
         "head_node_type": "ray.head.default",
         "available_node_types": {
             "ray.head.default": {"node_config": {}, "max_workers": 0, "resources": {"CPU": 1, "router": 1}},

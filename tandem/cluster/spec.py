@@ -15,7 +15,11 @@ SUPERVISOR_NAME = "supervisor"
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Plain data that travels to every actor."""
+    """Plain data that travels to every actor, also to those of the version before or after this one.
+
+    So fields are added with a default only, here, in the configuration, in the arguments of actors' constructors and in
+    what their methods return; and none changes its meaning.
+    """
 
     config: Config  # `model.served_names` is never empty
     model_name: str  # one that requests may use

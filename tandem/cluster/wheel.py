@@ -6,17 +6,25 @@ import ast
 import hashlib
 import io
 import zipfile
+import zlib
 from dataclasses import dataclass
 from email.parser import Parser
 from importlib import metadata
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 
 from tandem.core.errors import ConfigError
 from tandem.core.protocols import Protocols, agree
 from tandem.core.version import DISTRIBUTION, version
 
 _PROTOCOLS = "tandem/core/protocols.py"
+
+_MAX_TEXT_BYTES = 1 << 20
+
+# What reading a file that is damaged, or something else, may raise. A requirement that is none is a `ValueError`.
+_BROKEN = (
+    zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError, SyntaxError,
+)  # fmt: skip
 
 MAX_BYTES = 60 << 20
 """Of a wheel: it travels in one message."""
@@ -49,15 +57,15 @@ def read_wheel(content: bytes) -> Wheel:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             names = archive.namelist()
             (described,) = (n for n in names if n.endswith(".dist-info/METADATA") and n.count("/") == 1)
-            fields = Parser().parsestr(archive.read(described).decode(), headersonly=True)
-            source = archive.read(_PROTOCOLS).decode() if _PROTOCOLS in names else ""
-        requirements = tuple(map(Requirement, fields.get_all("Requires-Dist", [])))
-    except (zipfile.BadZipFile, ValueError, InvalidRequirement) as error:
+            fields = Parser().parsestr(_text(archive, described), headersonly=True)
+            protocols = _protocols_in(_text(archive, _PROTOCOLS) if _PROTOCOLS in names else "")
+        requirements = map(Requirement, fields.get_all("Requires-Dist", []))
+        needed = tuple(each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""}))
+    except _BROKEN as error:
         raise ConfigError(f"this is no wheel ({error}); make one with `make wheel`") from error
     if fields["Name"] != DISTRIBUTION:
         raise ConfigError(f"this is a wheel of {fields['Name']}, not of {DISTRIBUTION}")
-    needed = tuple(each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""}))
-    return Wheel(hashlib.sha256(content).hexdigest(), fields["Version"], _protocols_in(source), needed)
+    return Wheel(hashlib.sha256(content).hexdigest(), fields["Version"], protocols, needed)
 
 
 def check_upgrade(wheel: Wheel) -> None:
@@ -80,6 +88,12 @@ def _is_installed(requirement: Requirement) -> bool:
         return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
     except metadata.PackageNotFoundError:
         return False
+
+
+def _text(archive: zipfile.ZipFile, name: str) -> str:
+    if archive.getinfo(name).file_size > _MAX_TEXT_BYTES:
+        raise ValueError(f"{name} is too long")
+    return archive.read(name).decode()
 
 
 def _protocols_in(source: str) -> Protocols:

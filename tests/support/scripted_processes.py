@@ -134,6 +134,7 @@ class World:
         self.memory = Memory(1, None)
         self.remembered = Intent({})
         self.wheels: dict[Build, bytes] = {}
+        self.builds: dict[str, Build] = {}  # of each process that was asked for, by name
         self.closing_remembered = threading.Event()
         self.memberships: list[control_pb2.Membership] = []
         self.told = asyncio.Event()  # a membership has come since it was cleared
@@ -162,7 +163,7 @@ class World:
 
     # as a Launcher; called in threads
 
-    def keep_build(self, build: Build, wheel: bytes) -> None:
+    def keep_build(self, build: Build, wheel: bytes, before: Build) -> None:
         self.wheels[build] = wheel
 
     def start(
@@ -183,7 +184,7 @@ class World:
             self.routers.append(await self.serve(ScriptedRouterProcess(name=name, incarnation=incarnation)))
             return self.routers[-1]
 
-        self.started_beside[name] = list(beside)
+        self.started_beside[name], self.builds[name] = list(beside), build
         if role is not Role.ROUTER:
             self.takes_orders.wait()
         make = make_router() if role is Role.ROUTER else make_worker()

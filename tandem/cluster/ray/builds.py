@@ -7,6 +7,7 @@ more; so the wheel is kept there under a name of ours too, as long as the cluste
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ray._private.runtime_env.packaging import package_exists, upload_package_to_gcs
@@ -21,13 +22,15 @@ _WHEELS = b"wheel:"
 
 def keep_wheel(build: Build, content: bytes) -> None:
     """For all processes of this build, also those that later supervisors start. Blocks."""
-    internal_kv._internal_kv_put(_WHEELS + build.digest.encode(), content, overwrite=True, namespace=NAMESPACE)
+    internal_kv._internal_kv_put(_key(build), content, overwrite=True, namespace=NAMESPACE)
 
 
-def forget_wheels() -> None:
-    """All of them; the processes that run keep what they have. Blocks."""
+def forget_wheels(*, but: Collection[Build] = ()) -> None:
+    """All others; the processes that run keep what they have. Blocks."""
+    kept = {_key(build) for build in but}
     for key in internal_kv._internal_kv_list(_WHEELS, namespace=NAMESPACE):
-        internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+        if key not in kept:
+            internal_kv._internal_kv_del(key, namespace=NAMESPACE)
 
 
 def environment_for(build: Build, variables: dict[str, str]) -> dict[str, Any]:
@@ -40,8 +43,12 @@ def environment_for(build: Build, variables: dict[str, str]) -> dict[str, Any]:
         return {"env_vars": variables} if variables else {}
     uri = f"gcs://_ray_pkg_tandem_{build.digest}.zip"
     if not package_exists(uri):
-        content = internal_kv._internal_kv_get(_WHEELS + build.digest.encode(), namespace=NAMESPACE)
+        content = internal_kv._internal_kv_get(_key(build), namespace=NAMESPACE)
         if content is None:
             raise InternalError(f"the wheel of {build.version} is not in Ray's control store; upgrade again")
         upload_package_to_gcs(uri, content)
     return {"env_vars": variables, "py_modules": [uri]}
+
+
+def _key(build: Build) -> bytes:
+    return _WHEELS + build.digest.encode()

@@ -188,8 +188,9 @@ class RayLauncher:
         self._router_nodes = kept.get("routers", {})
         return Memory(term, _read_intent(kept["intent"]) if "intent" in kept else None)
 
-    def keep_build(self, build: Build, wheel: bytes) -> None:
+    def keep_build(self, build: Build, wheel: bytes, before: Build) -> None:
         keep_wheel(build, wheel)
+        forget_wheels(but=[build, before])
 
     def remember(self, intent: Intent) -> None:
         self._remember(intent=dataclasses.asdict(intent))

@@ -73,8 +73,8 @@ class Launcher(Protocol):
     ) -> ProcessHandle:
         """`beside`: the others of its pool that stay; routers are spread over nodes with regard to them."""
 
-    def keep_build(self, build: Build, wheel: bytes) -> None:
-        """For `start`, also by later supervisors."""
+    def keep_build(self, build: Build, wheel: bytes, before: Build) -> None:
+        """For `start`, also by later supervisors; of other builds only `before` may still be asked for."""
 
     def nodes(self) -> Sequence[Node]:
         """Those that are taken for alive; none where all runs on one host."""

@@ -174,7 +174,7 @@ class Supervisor:
         upgrade = self.cluster.upgrade
         if not upgrade.is_done(self.cluster.slots.values()):
             raise ConfigError("processes are being replaced for another upgrade; `tandem status` shows its progress")
-        await asyncio.to_thread(self._launcher.keep_build, build, wheel)
+        await asyncio.to_thread(self._launcher.keep_build, build, wheel, upgrade.wanted)
         self._feed(ev.BuildChanged(build))
         await self._remember()
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tandem.cluster.supervisor.events import Intent
+from tandem.cluster.supervisor.events import INSTALLED, Build, Intent
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase
@@ -376,6 +376,24 @@ async def test_a_drained_worker_is_replaced_by_one_that_was_ready_before(world: 
         old.drained.set()
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert set(supervisor.cluster.workers) == {"prefill-0", "decode-1"}
+
+
+async def test_an_upgrade_replaces_all_and_a_second_one_waits_for_its_end(world: World) -> None:
+    later = Build("aa", "0.2.0")
+    async with supervising(world) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        for process in world.workers:
+            process.drained.set()
+        world.routers[0].left.set()
+        await supervisor.upgrade(later, b"a wheel")
+        assert world.wheels == {later: b"a wheel"}
+        assert world.remembered.build == later
+        with pytest.raises(ConfigError, match="for another upgrade"):
+            await supervisor.upgrade(Build("bb", "0.3.0"), b"another")
+        cluster = supervisor.cluster
+        await until_change(supervisor, lambda: cluster.settled and cluster.upgrade.is_done(cluster.slots.values()))
+        assert set(cluster.slots) == {"prefill-1", "decode-1", "router-1"}
+        assert set(world.builds.values()) == {INSTALLED, later}
 
 
 async def test_a_drain_beyond_its_time_ends_in_a_kill(world: World) -> None:

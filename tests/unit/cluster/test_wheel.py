@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import zipfile
+from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem.cluster.wheel import Wheel, check_upgrade, read_wheel
 from tandem.core.errors import ConfigError, IncompatibleError
 from tandem.core.protocols import NEWEST, OLDEST, Protocols
 
+FEW = settings(max_examples=200)
 PROTOCOLS = f"OLDEST = {OLDEST}\nNEWEST = {NEWEST}\n"
 
 
@@ -38,6 +42,16 @@ def test_a_wheel_says_its_version_its_protocols_and_what_it_needs() -> None:
 def test_what_is_no_wheel_is_refused(content: bytes) -> None:
     with pytest.raises(ConfigError, match="no wheel"):
         read_wheel(content)
+
+
+@FEW
+@given(st.data())
+def test_no_damage_is_anything_but_refused(data: st.DataObject) -> None:
+    content = bytearray(wheel("numpy==1.0"))
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=8)):
+        content[at] = data.draw(st.integers(0, 255))
+    with suppress(ConfigError):  # or the damage changed nothing that counts
+        read_wheel(bytes(content))
 
 
 def test_a_wheel_of_something_else_is_refused_by_name() -> None:

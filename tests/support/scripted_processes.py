@@ -109,6 +109,7 @@ class ScriptedWorkerProcess(ScriptedProcess):
 class ScriptedRouterProcess(ScriptedProcess):
     memberships: list[control_pb2.Membership] = field(default_factory=list)
     asked_to_drain: asyncio.Event = field(default_factory=asyncio.Event)
+    asked_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)  # its last connection has ended
     url: str = "http://127.0.0.1:8000"
 
@@ -254,6 +255,7 @@ class _Router(control_pb2_grpc.RouterControlServicer):
     ) -> control_pb2.DrainRouterReply:
         if request.others_serve:
             self._router.draining = True
+            self._router.asked_to_leave.set()
             await self._router.left.wait()
             return control_pb2.DrainRouterReply()
         self._router.asked_to_drain.set()

@@ -82,7 +82,7 @@ async def test_a_removed_router_goes_only_when_its_last_connection_has_ended(wor
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         await supervisor.scale({Role.ROUTER: 1})
         leaving = next(router for router in world.routers if router.name == "router-1")
-        await until_change(supervisor, lambda: leaving.draining)
+        await asyncio.wait_for(leaving.asked_to_leave.wait(), 5)
         assert not leaving.ended.done()
         assert not leaving.asked_to_drain.is_set(), "it refuses nobody"
         leaving.left.set()
@@ -98,7 +98,7 @@ async def test_a_drained_router_is_replaced_by_one_on_its_own_node(world: World)
         await until_change(supervisor, lambda: "router-2" in world.started_beside)
         assert world.started_beside["router-2"] == ["router-1"], "the one that leaves is not counted"
         old = next(router for router in world.routers if router.name == "router-0")
-        await until_change(supervisor, lambda: old.draining)
+        await asyncio.wait_for(old.asked_to_leave.wait(), 5)
         old.left.set()
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert set(supervisor.cluster.routers) == {"router-1", "router-2"}

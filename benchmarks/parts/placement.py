@@ -13,12 +13,14 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
+from kvtransfer.wire import protocols_to_proto
 from router.policy.route import RequestFacts, choose
 from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.workers.registry import WorkerRegistry
 from router.workers.session import WorkerSession
 from tandem.core.metrics import RouterMetrics
+from tandem.core.protocols import Protocols
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import DecodeCommand, DecodeEvent, DecodeEvents
@@ -124,6 +126,7 @@ def _registry(num: int) -> WorkerRegistry:
         key, role = session.key, session.member.role
         info = pb.WorkerInfo(worker_id=key.worker_id, incarnation=key.incarnation, role=role, transport="ucx")
         info.layout.CopyFrom(layout)
+        info.protocols.CopyFrom(protocols_to_proto(Protocols()))
         hello: Any = (
             PrefillEvents(events=[PrefillEvent(hello=info)])
             if session.is_prefill

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvtransfer.wire import protocols_to_proto
 from router.policy.snapshot import Link
 from router.policy.worker_load import WorkerLoad
 from router.request.events import Event
@@ -25,6 +26,7 @@ from router.workers.session import SessionState, WorkerSession
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.core.pages import pages_for
+from tandem.core.protocols import Protocols
 from tandem.rpc.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_PREFILL,
@@ -75,6 +77,7 @@ class Registry(WorkerRegistry):
             info = WorkerInfo(worker_id=name, incarnation=session.key.incarnation, role=NAMES[name], transport="ucx")
             info.layout.CopyFrom(Layout(page_size=page_size, dtype="float32"))
             info.max_context, info.mixed_step_tokens = max_context, 12
+            info.protocols.CopyFrom(protocols_to_proto(Protocols()))
             session._greet(info)
 
 

@@ -26,7 +26,8 @@ from tandem.rpc.v1 import supervisor_pb2_grpc
 
 TIMEOUT_S = 10.0
 
-_LOOK_S = 0.2  # again at Ray's control store, for a supervisor that starts
+_START_S = 30.0  # a supervisor that Ray starts again: on a busy host the process alone takes its time
+_LOOK_S = 0.2  # again at Ray's control store, for one that starts
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _ask_ray(address: str) -> Target:
     with open_store(address, remedy=remedy):
         from tandem.cluster.ray import kv_store  # imports Ray, which must have been told about its token before
 
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + _START_S
         while kept := kv_store.recall():
             face = kv_store.face_of(kept)
             if face is not None and statefile.listens(face.address, TIMEOUT_S):
@@ -144,7 +145,7 @@ def _ask_ray(address: str) -> Target:
             if time.monotonic() > deadline_s:
                 where = f"; it was at {face.address}, which this host may be unable to reach" if face else ""
                 raise WorkerLostError(
-                    f"the supervisor in the Ray cluster at {address} has not started within {TIMEOUT_S:g} s{where}"
+                    f"the supervisor in the Ray cluster at {address} has not started within {_START_S:g} s{where}"
                 )
             time.sleep(_LOOK_S)
     raise ConfigError(

@@ -16,7 +16,8 @@ from tandem.cluster.certs import make_certificates
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
+# Seven nodes and as many workers: more than two cores start in a moment.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.faults]
 
 MOST = 3
 """Nodes of each type at most."""

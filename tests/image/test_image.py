@@ -156,6 +156,9 @@ def folder_of(volume: dict[str, Any], made: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         shutil.copy(made / file, folder)
-    for path in (folder, *folder.iterdir()):
-        os.chown(path, 1000, 1000)
+    # Files are root's. By `defaultMode` 0400 and `fsGroup` a Secret's can be read by that group and by nobody else.
+    for path in folder.iterdir():
+        os.chown(path, 0, 1000)
+        path.chmod(0o440 if "secret" in volume else 0o644)
+    folder.chmod(0o755)
     return folder

@@ -18,7 +18,7 @@ from serving import Rays, Serve
 from tests.support.ports import free_port
 from tests.support.waiting import nothing, wait_until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.faults]
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 LEASE_S = 1.0

@@ -348,7 +348,7 @@ SMALL = parts_command.PartSizes(
         num_prompts=2, prompt=96, num_raw=3, num_admissions=5, short_prompt=40, num_running=2, running_tokens=100,
         kv_bytes=16 << 20,
     ),
-    RouterSizes(num_ttft=5, num_warm_up=2, num_streams=8, num_tokens=400),
+    RouterSizes(num_ttft=5, num_warm_up=2, num_streams=8, num_tokens=2000),
     num_streaming_rounds=1,
 )  # fmt: skip
 
@@ -390,6 +390,7 @@ def test_the_router_is_measured_before_workers_that_answer_at_once(
 
 
 @pytest.mark.processes
+@pytest.mark.alone  # twelve processes at once: a cluster beside it would stand still for seconds
 def test_routers_that_share_a_port_are_measured_together(tmp_path: Path) -> None:
     (figure,) = measure(tmp_path, ["routers"]).values()
     assert figure["value"] > 0

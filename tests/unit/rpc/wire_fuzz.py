@@ -63,8 +63,11 @@ def methods(service: ServiceDescriptor) -> dict[str, MethodDescriptor]:
 
 
 def messages(descriptor: Descriptor, **fixed: SearchStrategy[Any]) -> SearchStrategy[Message]:
-    """Any message of this type; fields named in `fixed` are taken from there, at the top and in nested messages."""
-    values = {field.name: fixed.get(field.name, _values(field, fixed)) for field in descriptor.fields}
+    """Any message of this type; fields named in `fixed` are taken from there, at the top and in nested messages.
+
+    Of a repeated field of messages, each of them is.
+    """
+    values = {field.name: _fixed(field, fixed) or _values(field, fixed) for field in descriptor.fields}
     cls = GetMessageClass(descriptor)
 
     def build(chosen: dict[str, Any]) -> Message:
@@ -78,6 +81,11 @@ def messages(descriptor: Descriptor, **fixed: SearchStrategy[Any]) -> SearchStra
     if oneof is not None:
         return st.one_of([st.fixed_dictionaries({f.name: values[f.name]}).map(build) for f in oneof.fields])
     return st.fixed_dictionaries({}, optional=values).map(build)
+
+
+def _fixed(field: FieldDescriptor, fixed: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Any] | None:
+    one = fixed.get(field.name)
+    return st.lists(one, max_size=4) if one is not None and field.is_repeated and field.message_type else one
 
 
 def _values(field: FieldDescriptor, fixed: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Any]:

@@ -184,7 +184,7 @@ def sharing_figure(measured: Mapping[int, Sequence[Streamed]], num_streams: int,
     """The most routers against one; of each number the tokens a second too, which the cores that there are bound."""
     facts = {}
     for num, rounds in measured.items():
-        facts[f"{num}: tokens/s"] = statistics.median(streamed.tokens_per_s for streamed in rounds)
+        facts[f"{num}: tokens/s"] = statistics.median(streamed.whole_tokens_per_s for streamed in rounds)
         facts[f"{num}: CPU of a token, µs"] = token_cpu_s(rounds) * 1e6
         facts[f"{num}: routers' CPU, cores"] = statistics.median(streamed.cpu_share for streamed in rounds)
         facts[f"{num}: reader's CPU, cores"] = statistics.median(streamed.reader_cpu_share for streamed in rounds)

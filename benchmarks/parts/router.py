@@ -90,10 +90,12 @@ class Streamed:
     """All streams at once.
 
     Attributes:
-        num_events: in the time in which all streams ran; `seconds` long.
+        num_events: in the time in which all streams ran; `seconds` long. Where several routers serve, each its own
+            workers, there may be no such time.
         cpu_share: CPU seconds of the routers for each second of the whole load; 1 is one core.
         reader_cpu_share: the same of this process, which read them.
         token_cpu_s: CPU seconds of the routers for each token of the whole load.
+        whole_tokens_per_s: of the whole load, from the first request to the last event.
     """
 
     num_events: int
@@ -101,6 +103,7 @@ class Streamed:
     cpu_share: float
     reader_cpu_share: float
     token_cpu_s: float
+    whole_tokens_per_s: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -133,10 +136,12 @@ async def stream_all(address: str, routers: Sequence[int], sizes: RouterSizes) -
         async with AsyncExitStack() as watches:
             used = [await watches.enter_async_context(watched(psutil.Process(pid))) for pid in routers]
             own = await watches.enter_async_context(watched(psutil.Process()))
+            begun_s = loop.time()
             for reader in readers:
                 reader.send(message)
             async with asyncio.timeout(_STREAM_S):
                 await tally.over
+            whole_s = loop.time() - begun_s
     except TimeoutError:
         raise TandemError(f"{sizes.num_streams} streams had not ended after {_STREAM_S:.0f} s") from None
     finally:
@@ -144,12 +149,14 @@ async def stream_all(address: str, routers: Sequence[int], sizes: RouterSizes) -
             reader.close()
     for reader in readers:
         reader.check()
+    num_tokens = sizes.num_streams * sizes.num_tokens
     return Streamed(
         tally.num_in_window,
         tally.window_s,
         sum(usage.cpu_share for usage in used),
         own.cpu_share,
-        sum(usage.cpu_s for usage in used) / (sizes.num_streams * sizes.num_tokens),
+        sum(usage.cpu_s for usage in used) / num_tokens,
+        num_tokens / whole_s,
     )
 
 

@@ -79,7 +79,7 @@ def test_the_routers_part_of_ttft_is_what_the_worker_did_not_take() -> None:
 
 
 def test_streaming_is_the_median_round() -> None:
-    rounds = [Streamed(100_000, seconds, 0.9, 0.2, 3e-5) for seconds in (5.0, 8.0, 12.5)]
+    rounds = [Streamed(100_000, seconds, 0.9, 0.2, 3e-5, 7_000.0) for seconds in (5.0, 8.0, 12.5)]
     figure = parts.streaming_figure(rounds, 256, 400)
     assert figure.value == 12_500
     assert figure.as_json()["is_reached"]
@@ -88,7 +88,7 @@ def test_streaming_is_the_median_round() -> None:
 
 def test_routers_are_compared_by_the_cpu_of_a_token_where_it_cost_least() -> None:
     rounds = {
-        num: [Streamed(100_000, 5.0, 0.9, 0.2, token_s) for token_s in (cost, 2 * cost)]
+        num: [Streamed(100_000, 5.0, 0.9, 0.2, token_s, 20_000.0) for token_s in (cost, 2 * cost)]
         for num, cost in ((1, 3e-5), (2, 3e-5), (4, 3.3e-5))
     }
     figure = parts.sharing_figure(rounds, 256, 400)
@@ -348,7 +348,7 @@ SMALL = parts_command.PartSizes(
         num_prompts=2, prompt=96, num_raw=3, num_admissions=5, short_prompt=40, num_running=2, running_tokens=100,
         kv_bytes=16 << 20,
     ),
-    RouterSizes(num_ttft=5, num_warm_up=2, num_streams=8, num_tokens=2000),
+    RouterSizes(num_ttft=5, num_warm_up=2, num_streams=8, num_tokens=400),
     num_streaming_rounds=1,
 )  # fmt: skip
 

@@ -67,7 +67,10 @@ def messages(descriptor: Descriptor, **fixed: SearchStrategy[Any]) -> SearchStra
 
     Of a repeated field of messages, each of them is.
     """
-    values = {field.name: _fixed(field, fixed) or _values(field, fixed) for field in descriptor.fields}
+    values = {
+        field.name: _fixed(field, fixed) if field.name in fixed else _values(field, fixed)
+        for field in descriptor.fields
+    }
     cls = GetMessageClass(descriptor)
 
     def build(chosen: dict[str, Any]) -> Message:
@@ -83,9 +86,9 @@ def messages(descriptor: Descriptor, **fixed: SearchStrategy[Any]) -> SearchStra
     return st.fixed_dictionaries({}, optional=values).map(build)
 
 
-def _fixed(field: FieldDescriptor, fixed: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Any] | None:
-    one = fixed.get(field.name)
-    return st.lists(one, max_size=4) if one is not None and field.is_repeated and field.message_type else one
+def _fixed(field: FieldDescriptor, fixed: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Any]:
+    one = fixed[field.name]
+    return st.lists(one, max_size=4) if field.is_repeated and field.message_type is not None else one
 
 
 def _values(field: FieldDescriptor, fixed: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Any]:

@@ -390,7 +390,7 @@ def test_the_router_is_measured_before_workers_that_answer_at_once(
 
 
 @pytest.mark.processes
-@pytest.mark.alone  # twelve processes at once: a cluster beside it would stand still for seconds
+@pytest.mark.faults  # twelve processes at once: half a minute in which whatever runs beside it stands still
 def test_routers_that_share_a_port_are_measured_together(tmp_path: Path) -> None:
     (figure,) = measure(tmp_path, ["routers"]).values()
     assert figure["value"] > 0

@@ -61,7 +61,7 @@ test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is 
 test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
-		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster $(ARGS) || status=$$?; \
+		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/unit/bench/test_bench_parts.py $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status
 
 test-hosts: $(STAMP)  ## bring up clusters on test hosts, break hosts and networks, fill in the table (needs root)

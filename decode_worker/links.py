@@ -36,7 +36,8 @@ class WriterLinks:
         self._links[writer] = _Link(number)
         if known is None:
             return Closed.NONE
-        # A writer posts on its first connection at once, and on a later one only when its greeting came through.
+        # A writer posts on its first connection at once, and on a later one only when its greeting came through
+        # (`Transport.open_writes`).
         return Closed.WRITTEN if known.number == 0 or known.is_up.is_set() else Closed.UNWRITTEN
 
     def greeted(self, writer: str, number: int) -> None:

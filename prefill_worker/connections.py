@@ -51,6 +51,7 @@ class _Connection:
     peer: Peer
     number: int = 0  # of the connection that counts; it rises each time that one is made anew
     is_whole: asyncio.Event = field(default_factory=asyncio.Event)  # not known to be broken
+    has_broken: bool = False  # again, while it was made anew
     is_greeted: asyncio.Event = field(default_factory=asyncio.Event)  # the first greeting came through, or did not
 
 
@@ -118,7 +119,10 @@ class Connections:
     def broke(self, receiver: str, why: str) -> None:
         """The connection to this decode worker broke: make it anew, unless that is under way."""
         connection = self._of_peers.get(receiver)
-        if connection is None or not connection.is_whole.is_set():
+        if connection is None:
+            return
+        if not connection.is_whole.is_set():
+            connection.has_broken = True
             return
         _log.warning("the connection to %s is broken and is made anew: %s", connection.peer.info.worker_id, why)
         connection.is_whole.clear()
@@ -143,11 +147,15 @@ class Connections:
             await calls.ask_transport(lambda transport: transport.hang_up(peer.name))
             await self._peers.pair_again(peer, connection.number)
             calls.link_closed(peer.info.incarnation)
+            connection.has_broken = False  # what is told of the one before was told before it was closed
             await calls.ask_transport(lambda transport: transport.connect(peer.info.transport_metadata))
+            if not await self._greet(connection):
+                return False
+            await calls.ask_transport(lambda transport: transport.open_writes(peer.name))
         except TandemError as error:
             _log.info("%s is not reached: %s", peer.info.worker_id, error)
             return False
-        return await self._greet(connection)
+        return not connection.has_broken
 
     def _is_current(self, connection: _Connection) -> bool:
         return self._of_peers.get(connection.peer.info.incarnation) is connection

@@ -40,6 +40,9 @@ from tandem.core.clock import Clock
 
 _log = logging.getLogger(__name__)
 
+# What is under way to a decode worker may take this long to drain, in seconds, also where there is no time of grace.
+_LEAST_DRAIN_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class SealedPages:
@@ -139,7 +142,9 @@ class SenderDriver:
         self._next_number = 0
         self._replacement_asked = False
         link_limits = LinkLimits(
-            batch_bytes=limits.batch_bytes, drain_s=limits.grace_s / 4, write_timeout_s=limits.write_timeout_s
+            batch_bytes=limits.batch_bytes,
+            drain_s=max(_LEAST_DRAIN_S, limits.grace_s / 4),
+            write_timeout_s=limits.write_timeout_s,
         )
         self._links = Links(link_limits, callbacks.links_changed)
         self._is_giving_turns = False

@@ -65,6 +65,8 @@ class Transport(ABC):
         self._peers = PeerBook(self.name, agent_name)
         # Peers to which the connection is broken: nothing is posted. Invariant: `_hung_up` is a part of it.
         self._broken: set[PeerId] = set()
+        # Connected anew, and no greeting has come through yet: nobody may write there before `open_writes`.
+        self._unproven: set[PeerId] = set()
         self._hung_up: set[PeerId] = set()
         self._me: Envelope | None = None
         self._owner: object = None  # of the registered memory
@@ -117,9 +119,18 @@ class Transport(ABC):
                 if is_new:
                     self._peers.withdraw(name)
                 raise
+            if name in self._hung_up:
+                self._unproven.add(name)
             self._hung_up.discard(name)
             self._broken.discard(name)
         return name
+
+    def open_writes(self, peer: PeerId) -> None:
+        """The peer has heard from us on a connection that was made anew: from now on writes go there. Idempotent.
+
+        Before that they fail as settled, so that nothing has gone by a connection that never came up.
+        """
+        self._unproven.discard(peer)
 
     def hang_up(self, peer: PeerId) -> None:
         """Close this end of the connection to a peer that lives: nothing more is sent on it.
@@ -230,7 +241,11 @@ class Transport(ABC):
         """Whether `peer` was known; it is not any more, and its name is not taken again."""
         self._broken.discard(peer)
         self._hung_up.discard(peer)
+        self._unproven.discard(peer)
         return self._peers.leave(peer)
+
+    def _takes_no_writes(self, peer: PeerId) -> bool:
+        return peer in self._broken or peer in self._unproven
 
     def _registered(self) -> Envelope:
         if self._me is None:

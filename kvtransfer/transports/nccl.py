@@ -84,7 +84,7 @@ class NcclTransport(Transport):
         handle = self._new_write(peer, descriptors, tag)
         with self._lock:
             self._outgoing.add(handle)
-        if peer in self._broken:
+        if self._takes_no_writes(peer):
             error = f"the connection to {peer} is broken"
             self._report(WriteFailed(handle, error, settled=True, is_link_broken=True))
             return handle

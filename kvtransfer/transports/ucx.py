@@ -128,7 +128,7 @@ class UcxTransport(Transport):
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
         handle, agent = self._new_write(peer, descriptors, tag), self._agent
-        if peer in self._broken:
+        if self._takes_no_writes(peer):
             error = f"the connection to {peer} is broken"
             self._ready.append(WriteFailed(handle, error, settled=True, is_link_broken=True))
             return handle

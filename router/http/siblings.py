@@ -194,6 +194,8 @@ class Siblings:
                     self._answer(connection)
                 except OSError as error:  # it has gone, or is too slow
                     _log.info("another router got no answer: %s", error)
+                except Exception:  # noqa: BLE001 - logged; without this thread no router that starts gets the socket
+                    _log.exception("another router got no answer")
 
     def _answer(self, connection: socket.socket) -> None:
         asked = connection.recv(1)

@@ -193,6 +193,10 @@ class WorkerRegistry:
             asyncio.get_running_loop().call_soon(self._forget_closed)
         self._tell_watchers()
 
+    def readiness_changed(self, session: WorkerSession) -> None:
+        self.load_changed(session)
+        self._tell_watchers()
+
     def load_changed(self, session: WorkerSession) -> None:
         if self._sessions.get(session.key) is not session:  # closed, and another has taken its place
             return

@@ -58,6 +58,9 @@ class SessionObserver(Protocol):
 
     def session_changed(self, session: WorkerSession) -> None: ...
 
+    def readiness_changed(self, session: WorkerSession) -> None:
+        """It takes requests or does not any more, while its state stays."""
+
     def worker_died(self, session: WorkerSession) -> None:
         """It was lost without a plan; called once for each incarnation."""
 
@@ -319,7 +322,7 @@ class WorkerSession:
         if is_overdue:
             _log.warning("nothing is heard of worker %s: nothing new goes there until it is", self.key)
         self._is_overdue = is_overdue
-        self._observer.session_changed(self)
+        self._observer.readiness_changed(self)
 
     def _note_death(self) -> None:
         if not self._has_died and not self.is_leaving:

@@ -171,5 +171,9 @@ def test_a_cut_connection_fails_writes_until_both_ends_have_hung_up_and_connecte
     writer.connect(reader.metadata())
     writer.greet(pair.peer, 7)
     assert reader.greetings() == [7]
+    (early,) = poll(pair, writer.write(pair.peer, WRITE))
+    assert isinstance(early, WriteFailed)
+    assert early.settled, "nothing goes by a connection before its greeting is known to have come through"
+    writer.open_writes(pair.peer)
     assert isinstance(poll(pair, writer.write(pair.peer, WRITE))[0], WriteCompleted)
     assert landed(pair) == bytes([1]) * 20

@@ -139,6 +139,7 @@ def test_a_connection_that_broke_is_made_anew_by_both_ends(
             return number in reading.call("greetings", reader.agent_name)
 
         wait_until(heard, "the greeting", 10)
+        writing.call("open_writes", writer.agent_name, peer)
         writing.call("fill", writer.agent_name, 100 + number)
         large = [Descriptor(0, 4096, 4 << 20)]
         assert isinstance(writing.call("end_of", writer.agent_name, peer, large, 10), WriteCompleted)

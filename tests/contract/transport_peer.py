@@ -154,6 +154,9 @@ class Agent:
     def greet(self, peer: PeerId, number: int) -> None:
         self.transport.greet(peer, number)
 
+    def open_writes(self, peer: PeerId) -> None:
+        self.transport.open_writes(peer)
+
     def greetings(self) -> list[int]:
         self.poll()
         return [e.number for e in self.events if isinstance(e, GreetingArrived)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from router.http.auth import KEYS_VARIABLE, ApiKeys, digests_of_variable
-from tandem.cluster.certs import make_certificates
+from tandem.cluster.certs import AUTHORITY_KEY_FILE, make_certificates
 from tandem.cluster.launch.launch_file import LaunchFile, Mount
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import HttpConfig
@@ -92,6 +92,11 @@ def _certificates(mount: Mount, say: Say) -> None:
     if not mount.source.exists():
         made = make_certificates(mount.source, days=_CERTIFICATE_DAYS)
         say(f"  certificates  made {made.directory}, until {made.expires:%Y-%m-%d}; {made.authority_key} signs more")
+    if (key := mount.source / AUTHORITY_KEY_FILE).exists():
+        raise ConfigError(
+            f"{key} signs certificates and must reach no host, where {mount.source} goes whole: move it out of there",
+            key="file_mounts",
+        )
     for role in PeerRole:
         load_identity(mount.source, role)
 

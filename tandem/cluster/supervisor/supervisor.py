@@ -76,6 +76,7 @@ class Supervisor:
         self._changed = asyncio.Event()  # another one for each change
         self._remembered: ev.Intent | None = None
         self._remembering = asyncio.Lock()
+        self._upgrading = asyncio.Lock()
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
@@ -170,13 +171,15 @@ class Supervisor:
         Raises:
             ConfigError: another change has not ended yet.
         """
-        self._check_open()
-        upgrade = self.cluster.upgrade
-        if not upgrade.is_done(self.cluster.slots.values()):
-            raise ConfigError("processes are being replaced for another upgrade; `tandem status` shows its progress")
-        await asyncio.to_thread(self._launcher.keep_build, build, wheel, upgrade.wanted)
-        self._feed(ev.BuildChanged(build))
-        await self._remember()
+        async with self._upgrading:
+            self._check_open()
+            upgrade = self.cluster.upgrade
+            if not upgrade.is_done(self.cluster.slots.values()):
+                text = "processes are being replaced for another upgrade; `tandem status` shows its progress"
+                raise ConfigError(text)
+            await asyncio.to_thread(self._launcher.keep_build, build, wheel, upgrade.wanted)
+            self._feed(ev.BuildChanged(build))
+            await self._remember()
 
     async def shut_down(self, grace_s: float) -> None:
         """Let requests end for at most `grace_s`, then stop everything; returns when all of it has stopped.

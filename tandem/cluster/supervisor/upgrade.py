@@ -52,5 +52,6 @@ class Upgrade:
         return next((slot for slot in old if slot.incarnation not in self._declined), None)
 
     def is_done(self, slots: Iterable[Slot]) -> bool:
-        """Every process runs what is wanted."""
-        return all(slot.build == self.wanted for slot in slots if slot.phase is not Phase.WAITING)
+        """Every process runs what is wanted, or has been given up."""
+        slots = (slot for slot in slots if slot.phase is not Phase.WAITING)
+        return all(slot.build == self.wanted or slot.incarnation in self._declined for slot in slots)

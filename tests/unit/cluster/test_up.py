@@ -252,6 +252,16 @@ def test_an_expired_certificate_stops_it_here(place: Path, monkeypatch: pytest.M
     assert asked(place) == []
 
 
+def test_certificates_with_their_authoritys_key_among_them_go_to_no_host(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_certificates(place / "home/tandem-certs", days=1)
+    made.authority_key.rename(place / "home/tandem-certs/ca.key")
+    assert cli.main(["up", "hosts.yaml"]) == 1
+    assert "ca.key signs certificates and must reach no host" in capsys.readouterr().err
+    assert asked(place) == []
+
+
 @pytest.mark.parametrize(("text", "why"), [("", "is no file for Ray's launcher"), ("a: [", "is not YAML")])
 def test_another_file_is_refused(place: Path, capsys: pytest.CaptureFixture[str], text: str, why: str) -> None:
     (place / "hosts.yaml").write_text(text)

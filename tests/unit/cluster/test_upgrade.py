@@ -143,6 +143,7 @@ def test_where_the_way_back_fails_too_both_builds_go_on_side_by_side() -> None:
     cluster.run()
     assert sorted(build.version for build in cluster.builds) == ["0.2.0", "0.2.0", "0.2.0", "0.3.0"]
     assert cluster.pools.settled
+    assert cluster.pools.upgrade.is_done(cluster.pools.slots.values()), "the next upgrade may come"
 
 
 def test_the_next_supervisor_goes_on_with_an_upgrade() -> None:

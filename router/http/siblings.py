@@ -173,6 +173,9 @@ class Siblings:
 
     def _open_door(self, listener: socket.socket) -> None:
         self._remove(self._entry)  # of an earlier process with this number
+        # Whether an accept waits is said once for all copies, and `dup` says it again by its original: were it to
+        # wait, the event loop of a router that serves would stand still in the accept behind the last connection.
+        listener.setblocking(False)
         self._listener = listener.dup()
         self._door.bind(self._path(self._entry))
         self._door.listen()

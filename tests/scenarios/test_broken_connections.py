@@ -15,10 +15,14 @@ from tests.scenarios.processes import ProcessCluster, running
 from tests.support.cut import break_connections
 from tests.support.waiting import wait_until
 
-# Every prompt is handed off.
-CONFIG = {"model": {"served_names": ["*"]}, "scheduling": {"mixed_pool": False, "local_prefill_tokens": 0}}
 NUM_REQUESTS = 8
 NUM_CUTS = 3
+# Every prompt is handed off. Each cut may end an attempt.
+CONFIG = {
+    "model": {"served_names": ["*"]},
+    "scheduling": {"mixed_pool": False, "local_prefill_tokens": 0},
+    "limits": {"max_attempts": NUM_CUTS + 1},
+}
 MEND_S = 1.0
 SLACK = 3.0
 

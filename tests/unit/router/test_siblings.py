@@ -58,6 +58,22 @@ def sibling(tmp_path: Path) -> Iterator[Callable[[str], Siblings]]:
         each.close()
 
 
+def test_a_router_that_gets_the_socket_leaves_it_as_those_need_it_that_accept(
+    sibling: Callable[[str], Siblings],
+) -> None:
+    """Whether an accept waits is the socket's own, for all copies: an event loop that accepts must never wait there."""
+    serving, is_shared = sibling("router-0").take_listener(bound)
+    with serving:
+        assert not is_shared
+        assert not os.get_blocking(serving.fileno())
+        taken, is_shared = sibling("router-1").take_listener(never)
+        with taken:
+            assert is_shared
+            assert not os.get_blocking(serving.fileno())
+            with pytest.raises(BlockingIOError):
+                serving.accept()
+
+
 def test_the_first_binds_and_the_others_get_the_same_socket(sibling: Callable[[str], Siblings]) -> None:
     first, first_shares = sibling("router-0").take_listener(bound)
     second, second_shares = sibling("router-1").take_listener(never)

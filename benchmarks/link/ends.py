@@ -24,7 +24,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, Grant, RefusalReason
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent, WriteCompleted, WriteFailed
+from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent, WriteCompleted, WriteFailed, WritePosted
 from kvtransfer.transports.registry import create_transport
 from prefill_worker.events import HandoffStats
 from prefill_worker.links import LinkFigures
@@ -267,8 +267,9 @@ class SendingEnd(End):
         self.ask(connect).result()
 
     def on_event(self, event: ThreadEvent) -> None:
-        if isinstance(event, WriteCompleted | WriteFailed) and event.handle.tag in self._raw:
-            self._raw.pop(event.handle.tag).put(event)
+        if isinstance(event, WritePosted | WriteCompleted | WriteFailed) and event.handle.tag in self._raw:
+            if not isinstance(event, WritePosted):
+                self._raw.pop(event.handle.tag).put(event)
         else:
             self.driver.on_transport(event)
 

@@ -40,7 +40,11 @@ def listening(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.processes
 def test_all_is_measured_over_loopback(
-    listening: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    listening: tuple[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     transport, port = listening
     monkeypatch.setenv(SECRET, "of this test")
@@ -59,6 +63,7 @@ def test_all_is_measured_over_loopback(
         assert len(long[name]) == 2, name
         assert min(long[name]) > 0, name
     assert "700" in capsys.readouterr().out
+    assert not caplog.records, "nothing failed in between"
 
 
 @pytest.mark.processes

@@ -84,9 +84,10 @@ class RayHandle:
     async def kill(self) -> None:
         """Ray reports a killed actor dead at once, but a process that does not react would live on for seconds: its
         node's watcher ends it."""
-        ray.kill(self._actor, no_restart=True)
+        works = [asyncio.to_thread(ray.kill, self._actor, no_restart=True)]
         if self._place is not None:
-            await self._watchers.kill(*self._place)
+            works.append(self._watchers.kill(*self._place))
+        await asyncio.gather(*works)
 
     async def _call(self, ref: Awaitable[_T]) -> _T:
         """Await an actor call; Ray's errors become ours here and nowhere else."""
@@ -217,9 +218,9 @@ class RayLauncher:
                 _log.warning("the supervisor's actor does not rest: %s", translate(error).message)
                 await asyncio.sleep(WAIT_SLICE_S)
 
-    def end_self(self) -> None:
+    async def end_self(self) -> None:
         """End the watchers and the supervisor's own actor for good, and forget what was remembered."""
-        self._watchers.end()
+        await self._watchers.end()
         with self._memory:
             self._over = True
             kv_store.forget()

@@ -48,4 +48,4 @@ async def serve_supervisor(
         await supervisor.run()
         resting.cancel()
     await server.stop(grace=2.0)  # lets the answer to Shutdown and the last watch go out
-    launcher.end_self()
+    await launcher.end_self()

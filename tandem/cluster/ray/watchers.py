@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from tandem.cluster.ray.actor import make_actor, pinned
 from tandem.cluster.ray.node_watcher import NodeWatcher, WatcherActor
@@ -58,6 +58,8 @@ class _Node:
 class NodeWatchers:
     """Asks the watcher of a process's node, and has one made where there is none.
 
+    To make an actor or to end it waits for Ray's control store: in a thread, for heartbeats are heard meanwhile.
+
     Args:
         keep: called in a thread with the processes of this node that a later supervisor must be able to judge.
     """
@@ -66,6 +68,8 @@ class NodeWatchers:
         self._spec, self._keep = spec, keep
         self._here = NodeWatcher()
         self._nodes: dict[str, _Node] = {}  # by Ray's node id
+        self._making: dict[str, asyncio.Task[_Node]] = {}  # by node id; all that ask meanwhile wait for the same one
+        self._ending: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str] = {}  # of the nodes that were ever asked about
         self._kills: dict[str, asyncio.Future[None]] = {}  # under way, by the process's name
         self._kept: dict[str, ProcessId] = {}  # by name, oldest first
@@ -111,15 +115,12 @@ class NodeWatchers:
         if node_id == self._spec.node_id:
             await self._here.wait_ended(process, None)
             return
-        with self._used(node_id) as node:
-            try:
+        try:
+            async with self._used(node_id) as node:
                 while not await self._has_ended(node, process):
                     pass  # still running: ask again
-            except RayError as error:  # dead, or not to be placed: its node is gone, and it may run on no other
-                if self._nodes.get(node_id) is node:
-                    del self._nodes[node_id]
-                    ray.kill(node.actor, no_restart=True)
-                raise WorkerLostError(f"node {node_id[:8]} is gone") from error
+        except RayError as error:  # dead, or not to be placed: its node is gone, and it may run on no other
+            raise WorkerLostError(f"node {node_id[:8]} is gone") from error
 
     async def boot_of(self, node_id: str) -> HostBoot:
         """The boot under which a node runs. Raises `WorkerLostError` when it does not say."""
@@ -127,7 +128,7 @@ class NodeWatchers:
             return this_boot(self._addresses[node_id])
         try:
             async with asyncio.timeout(_MEET_S):
-                with self._used(node_id) as node:
+                async with self._used(node_id) as node:
                     boot: HostBoot = await node.actor.boot.remote()
                     return boot
         except (RayError, TimeoutError) as error:
@@ -146,7 +147,7 @@ class NodeWatchers:
 
     async def _kill_there(self, node_id: str, process: ProcessId) -> None:
         try:
-            with self._used(node_id) as node:
+            async with self._used(node_id) as node:
                 while not await self._has_killed(node, process):
                     pass  # ask again
         except RayError as error:
@@ -175,13 +176,14 @@ class NodeWatchers:
                 self._nodes[name.partition(".")[0]] = _Node(actor)
         return ended
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """End them all; the cluster has stopped."""
         for killing in list(self._kills.values()):
             killing.cancel()
-        for node in self._nodes.values():
-            ray.kill(node.actor, no_restart=True)
-        self._nodes.clear()
+        await asyncio.gather(*self._making.values(), return_exceptions=True)
+        for node_id, node in list(self._nodes.items()):
+            self._give_up(node_id, node)
+        await asyncio.gather(*self._ending)
 
     async def _has_killed(self, node: _Node, process: ProcessId) -> bool:
         try:
@@ -199,24 +201,43 @@ class NodeWatchers:
             await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             _log.warning("the watcher of %s does not answer; starting it again", process.name)
-            ray.kill(node.actor, no_restart=False)
+            await asyncio.to_thread(ray.kill, node.actor, no_restart=False)
         return False
 
-    @contextmanager
-    def _used(self, node_id: str) -> Iterator[_Node]:
-        """Its watcher, which stays at least until the block ends, and some time after the last one."""
-        if (node := self._nodes.get(node_id)) is None:
-            node = self._nodes[node_id] = _Node(self._make(node_id))
+    @asynccontextmanager
+    async def _used(self, node_id: str) -> AsyncIterator[_Node]:
+        """Its watcher, which stays at least until the block ends, and some time after the last one.
+
+        One that has failed is not kept: whoever comes next gets another.
+        """
+        node = self._nodes.get(node_id) or await self._made(node_id)
         if node.ending is not None:
             node.ending.cancel()
             node.ending = None
         node.num_users += 1
         try:
             yield node
+        except RayError as error:
+            if not isinstance(error, ActorUnavailableError | RayTaskError):  # by these it lives, or will again
+                self._give_up(node_id, node)
+            raise
         finally:
             node.num_users -= 1
             if node.num_users == 0:
-                node.ending = asyncio.get_running_loop().call_later(_LINGER_S, self._end_idle, node_id, node)
+                self._end_later(node_id, node)
+
+    async def _made(self, node_id: str) -> _Node:
+        """A new watcher; all who ask at the same time get the same."""
+        making = self._making.get(node_id)
+        if making is None:
+            making = self._making[node_id] = asyncio.create_task(self._make_node(node_id))
+            making.add_done_callback(lambda _: self._making.pop(node_id))
+        return await asyncio.shield(making)  # one who waits no longer takes it from nobody
+
+    async def _make_node(self, node_id: str) -> _Node:
+        node = self._nodes[node_id] = _Node(await asyncio.to_thread(self._make, node_id))
+        self._end_later(node_id, node)  # unless somebody still waits for it
+        return node
 
     def _make(self, node_id: str) -> Any:
         return make_actor(
@@ -227,7 +248,18 @@ class NodeWatchers:
             **pinned(node_id, self._addresses.get(node_id, "")),
         ).remote(self._spec)
 
+    def _end_later(self, node_id: str, node: _Node) -> None:
+        node.ending = asyncio.get_running_loop().call_later(_LINGER_S, self._end_idle, node_id, node)
+
     def _end_idle(self, node_id: str, node: _Node) -> None:
-        if node.num_users == 0 and self._nodes.get(node_id) is node:
-            del self._nodes[node_id]
-            ray.kill(node.actor, no_restart=True)
+        if node.num_users == 0:
+            self._give_up(node_id, node)
+
+    def _give_up(self, node_id: str, node: _Node) -> None:
+        """It is asked nothing any more."""
+        if self._nodes.get(node_id) is not node:
+            return
+        del self._nodes[node_id]
+        ending = asyncio.create_task(asyncio.to_thread(ray.kill, node.actor, no_restart=True))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)

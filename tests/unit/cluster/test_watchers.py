@@ -7,20 +7,23 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from tandem.cluster.ray import watchers
 from tandem.cluster.ray.launcher import as_kept, kept_of
 from tandem.cluster.ray.watchers import NodeWatchers
 from tandem.cluster.spec import ClusterSpec
+from tandem.core.errors import WorkerLostError
 from tandem.core.machine import HostBoot
 from tandem.core.pidfd import ProcessId, started_at
+from tests.support.waiting import until
 
 LINGER_S = 0.05
 PROCESS = ProcessId("decode-0.x", 1, 1)
@@ -52,7 +55,8 @@ class FakeActor:
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # the watcher itself
 
     def __post_init__(self) -> None:
-        self.kill, self.wait_ended, self.boot = Call(self._kill), Call(self._wait_ended), Call(self._boot)
+        self.kill, self.wait_ended = Call(self._kill), Call(self._wait_ended)
+        self.boot = Call(lambda: self._boot())
 
     async def _kill(self, process: ProcessId) -> None:
         self.ended.set()
@@ -66,7 +70,7 @@ class FakeActor:
 
 
 @pytest.fixture
-def actors(monkeypatch: pytest.MonkeyPatch) -> list[FakeActor]:
+async def actors(monkeypatch: pytest.MonkeyPatch) -> list[FakeActor]:
     made: list[FakeActor] = []
 
     def make(_self: NodeWatchers, _node_id: str) -> FakeActor:
@@ -74,7 +78,8 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> list[FakeActor]:
         return made[-1]
 
     monkeypatch.setattr(NodeWatchers, "_make", make)
-    monkeypatch.setattr("tandem.cluster.ray.watchers.ray.kill", lambda actor, no_restart: actor.gone.set())
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(watchers.ray, "kill", lambda actor, no_restart: loop.call_soon_threadsafe(actor.gone.set))
     monkeypatch.setattr(watchers, "_LINGER_S", LINGER_S)
     return made
 
@@ -86,7 +91,7 @@ async def test_a_watcher_ends_some_time_after_the_last_process_of_its_node(
     """A worker that has crashed is killed once more, to be sure: that use is the last."""
     nodes = NodeWatchers(spec, keep_nothing)
     proof = asyncio.create_task(nodes.wait_ended("node", PROCESS))
-    await asyncio.sleep(0)
+    await until(lambda: actors, "a watcher is made")
     (actor,) = actors
     if crashed:
         actor.ended.set()
@@ -259,3 +264,105 @@ async def test_a_node_is_asked_which_boot_it_runs(actors: list[FakeActor], spec:
     assert await nodes.boot_of("node") == FakeActor.BOOT
     (actor,) = actors
     await asyncio.wait_for(actor.gone.wait(), 20 * LINGER_S)  # nothing of ours keeps the node
+
+
+async def test_while_ray_makes_a_watcher_everything_else_goes_on_and_all_who_ask_get_the_same(
+    actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's control store takes its time, or has gone."""
+    may_go_on, make = threading.Event(), NodeWatchers._make
+
+    def make_late(nodes: NodeWatchers, node_id: str) -> FakeActor:
+        assert may_go_on.wait(5)
+        return cast(FakeActor, make(nodes, node_id))
+
+    monkeypatch.setattr(NodeWatchers, "_make", make_late)
+    nodes = NodeWatchers(spec, keep_nothing)
+    asked = [asyncio.create_task(nodes.boot_of("node")) for _ in range(3)]
+    impatient = asyncio.create_task(nodes.boot_of("node"))
+    await asyncio.wait(asked, timeout=0.05)
+    assert not any(task.done() for task in asked)
+    impatient.cancel()
+    may_go_on.set()
+    assert await asyncio.wait_for(asyncio.gather(*asked), 5) == [FakeActor.BOOT] * 3
+    assert len(actors) == 1
+
+
+async def test_while_ray_ends_a_watcher_everything_else_goes_on(
+    actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, threads = threading.Event(), list[threading.Thread]()
+
+    def end_late(_actor: FakeActor, no_restart: bool) -> None:
+        threads.append(threading.current_thread())
+        assert may_go_on.wait(5)
+
+    monkeypatch.setattr(watchers.ray, "kill", end_late)
+    nodes = NodeWatchers(spec, keep_nothing)
+    assert await nodes.boot_of("node") == FakeActor.BOOT
+    await until(lambda: threads, "the watcher is ended")
+    assert threads != [threading.main_thread()]
+    may_go_on.set()
+    await nodes.end()
+
+
+async def test_a_watcher_that_nobody_waits_for_any_more_ends(
+    actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, make = threading.Event(), NodeWatchers._make
+
+    def make_late(nodes: NodeWatchers, node_id: str) -> FakeActor:
+        assert may_go_on.wait(5)
+        return cast(FakeActor, make(nodes, node_id))
+
+    monkeypatch.setattr(NodeWatchers, "_make", make_late)
+    monkeypatch.setattr(watchers, "_MEET_S", 0.02)
+    nodes = NodeWatchers(spec, keep_nothing)
+    with pytest.raises(WorkerLostError):
+        await nodes.boot_of("node")
+    may_go_on.set()
+    await until(lambda: actors, "the watcher is made")
+    await asyncio.wait_for(actors[0].gone.wait(), 20 * LINGER_S)
+
+
+@pytest.mark.parametrize("call", ["boot", "kill"])
+async def test_a_watcher_that_has_failed_is_asked_nothing_more(
+    actors: list[FakeActor], spec: ClusterSpec, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_actor: FakeActor, *_: object) -> None:
+        raise ActorDiedError
+
+    ask: dict[str, Callable[[], Awaitable[Any]]] = {
+        "boot": lambda: nodes.boot_of("node"),
+        "kill": lambda: nodes.kill("node", PROCESS),
+    }
+    nodes = NodeWatchers(spec, keep_nothing)
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeActor, f"_{call}", fail)
+        if call == "boot":
+            with pytest.raises(WorkerLostError):
+                await ask[call]()
+        else:
+            await ask[call]()
+    await ask[call]()
+    first, second = actors
+    await asyncio.wait_for(first.gone.wait(), 5)
+    assert second.ended.is_set() == (call == "kill")
+
+
+async def test_a_watcher_that_starts_again_is_not_taken_from_those_who_wait_for_it(
+    actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def restart(_actor: FakeActor) -> None:
+        raise ActorUnavailableError("it is started again", None)
+
+    nodes = NodeWatchers(spec, keep_nothing)
+    proof = asyncio.create_task(nodes.wait_ended("node", PROCESS))
+    await until(lambda: actors, "a watcher is made")
+    monkeypatch.setattr(FakeActor, "_boot", restart)
+    with pytest.raises(WorkerLostError):
+        await nodes.boot_of("node")
+    (actor,) = actors
+    assert not actor.gone.is_set()
+    actor.ended.set()
+    await asyncio.wait_for(proof, 5)

@@ -31,6 +31,7 @@ class NodeSurvey:
     ) -> None:
         self._cluster, self._launcher, self._feed, self._heartbeat_s = cluster, launcher, feed, heartbeat_s
         self._listing: asyncio.Future[Sequence[Node]] | None = None
+        self._meeting: set[str] = set()  # nodes that are being asked which machine they are
 
     async def find_place(self, name: str, is_wanted: Callable[[], bool]) -> Aim | None:
         """Where to start the life that begins in this slot: a node that answers now, where one has room.
@@ -49,15 +50,18 @@ class NodeSurvey:
         """Ask nodes that are missed for a sign of life, look for others, and for machines that are back."""
         book, loop = self._cluster.book, asyncio.get_running_loop()
         met_at = -math.inf
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            meets = bool(book.unproven) and loop.time() - met_at >= MEET_EVERY_S
-            if meets or looks_for_nodes(self._cluster.slots, book):
-                await self._list()
-            await asyncio.gather(*(self._knock(node) for node in to_knock(self._cluster.slots, book)))
-            if meets:
-                met_at = loop.time()
-                await asyncio.gather(*(self._meet(node) for node in book.to_meet))
+        async with asyncio.TaskGroup() as meetings:  # a machine may take long to answer: knocks go on meanwhile
+            while True:
+                await asyncio.sleep(self._heartbeat_s)
+                meets = bool(book.unproven) and loop.time() - met_at >= MEET_EVERY_S
+                if meets or looks_for_nodes(self._cluster.slots, book):
+                    await self._list()
+                await asyncio.gather(*(self._knock(node) for node in to_knock(self._cluster.slots, book)))
+                if meets:
+                    met_at = loop.time()
+                    for node in book.to_meet:
+                        if node.node_id not in self._meeting:
+                            meetings.create_task(self._meet(node))
 
     async def _list(self) -> None:
         if self._listing is None or self._listing.done():  # else one hangs: Ray answers nobody
@@ -80,9 +84,12 @@ class NodeSurvey:
         return answered
 
     async def _meet(self, node: Node) -> None:
+        self._meeting.add(node.node_id)
         try:
             boot = await self._launcher.meet(node)
         except WorkerLostError as error:
             _log.warning("node %s does not say which machine it is: %s", node.node_id[:8], error)
         else:
             self._feed(ev.NodeMet(node.node_id, boot))
+        finally:
+            self._meeting.discard(node.node_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -114,3 +115,31 @@ async def test_what_waits_for_a_node_starts_on_the_one_that_answers_again(world:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert world.named("decode-0").node_id == "d1"
         assert supervisor.cluster.workers["decode-0"].failures == 0
+
+
+async def test_nodes_are_knocked_at_while_a_machine_does_not_say_which_one_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_survey, "MEET_EVERY_S", 0.1)
+    asked, answer = asyncio.Event(), asyncio.Event()
+    num_asked = 0
+
+    async def meet(_node: Node) -> HostBoot:
+        nonlocal num_asked
+        num_asked += 1
+        asked.set()
+        await answer.wait()
+        raise WorkerLostError("it did not say")
+
+    monkeypatch.setattr(world, "meet", meet)
+    async with supervising(world) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        supervisor.cluster.book.leave_unproven("decode-0.x", HostBoot(FIRST.address, "machine", "boot"))
+        await asyncio.wait_for(asked.wait(), 5)
+        cut_off: tuple[set[str], ...] = (set(), {"p"}, set())
+        for world.cut_off in cut_off:
+            supervisor.cluster.book.miss("p")
+            await until(lambda: supervisor.cluster.book.suspects == world.cut_off, "p is knocked at")
+            await until(lambda: not supervisor.cluster.book.missed, "p is knocked at")
+        assert num_asked == 1, "one that is being asked is not asked again"
+        answer.set()

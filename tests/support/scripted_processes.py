@@ -159,6 +159,7 @@ class World:
         self.autoplace = True  # else what is bound to no node is never placed
         self.takes_orders = threading.Event()  # else it blocks, as Ray does without its control store
         self.takes_orders.set()
+        self.cannot_start: TandemError | None = None  # why no worker can even be asked for
         self.loop = asyncio.get_running_loop()
         self._servers = AsyncExitStack()
 
@@ -188,6 +189,8 @@ class World:
         self.started_beside[name], self.builds[name] = list(beside), build
         if role is not Role.ROUTER:
             self.takes_orders.wait()
+            if self.cannot_start is not None:
+                raise self.cannot_start
         make = make_router() if role is Role.ROUTER else make_worker()
         return asyncio.run_coroutine_threadsafe(make, self.loop).result()
 

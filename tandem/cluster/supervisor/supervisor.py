@@ -369,9 +369,13 @@ class Supervisor:
             aim = found
             self.cluster.ask(start.name, self.now)
         beside = self.cluster.staying_beside(start.name)
-        handle = await asyncio.to_thread(
-            self._launcher.start, start.role, start.name, start.incarnation, beside, start.build, aim
-        )
+        try:
+            handle = await asyncio.to_thread(
+                self._launcher.start, start.role, start.name, start.incarnation, beside, start.build, aim
+            )
+        except TandemError as error:
+            self._feed(ev.Exited(start.name, start.incarnation, ev.Ending(error.code, error.message)))
+            return
         if self._is_wanted(start):
             self._take(handle)
         else:  # dismissed while its process was asked for

@@ -14,7 +14,7 @@ from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import MAX_POOL
-from tandem.core.errors import ConfigError, ModelLoadError, WorkerLostError
+from tandem.core.errors import ConfigError, InternalError, ModelLoadError, WorkerLostError
 from tandem.core.identity import Role
 from tandem.rpc.v1 import common_pb2
 from tandem.rpc.v1.control_pb2 import SuspectedWriter
@@ -124,6 +124,20 @@ async def test_a_failed_start_is_killed_and_its_error_kept(world: World) -> None
         error = supervisor.cluster.workers["decode-0"].last_error
         assert error is not None
         assert (error.code, error.message) == ("model_load", "no weights")
+
+
+async def test_a_worker_that_cannot_even_be_asked_for_is_tried_again_and_the_others_go_on(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        world.cannot_start = InternalError("the wheel of 1.2 is not in Ray's control store")
+        world.named("decode-0").die()
+        slot = supervisor.cluster.workers["decode-0"]
+        await until_change(supervisor, lambda: slot.failures >= 3)
+        assert slot.last_error is not None
+        assert slot.last_error.message == "the wheel of 1.2 is not in Ray's control store"
+        assert not world.named("prefill-0").ended.done()
+        world.cannot_start = None
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
 
 
 async def test_a_worker_that_answers_no_heartbeat_is_killed(world: World) -> None:

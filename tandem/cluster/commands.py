@@ -17,7 +17,7 @@ from tandem.cluster.client import TIMEOUT_S, Target, Where, find_cluster, find_s
 from tandem.cluster.following import Following, node_advice, unfinished
 from tandem.cluster.plain import plain
 from tandem.cluster.serve.processes import wait_for_exit
-from tandem.cluster.serve.report import Reporter, cluster_table, make_console, network_line, pools_line
+from tandem.cluster.serve.report import Reporter, cluster_table, link_lines, make_console, network_line, pools_line
 from tandem.cluster.statefile import Stage
 from tandem.cluster.waits import check_wait
 from tandem.cluster.wheel import read_wheel
@@ -63,6 +63,8 @@ def status(where: Where, *, as_json: bool) -> int:
     if ways := network_line(cluster):
         console.print(ways)
     console.print(cluster_table(cluster))
+    for line in link_lines(cluster):
+        console.print(line)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews, cluster_table
+from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews, cluster_table, link_lines, network_line
 from tandem.rpc.v1 import common_pb2, supervisor_pb2
 
 
@@ -72,3 +72,39 @@ def test_a_worker_is_told_with_its_host_where_that_is_another(node: str, where: 
     worker.member.node, worker.member.pid = node, 41
     ((line, _),) = ClusterNews().lines(supervisor_pb2.Cluster(workers=[worker]))
     assert line.endswith(f"loads the model {where}")
+
+
+def worker_of(name: str, node: str = "10.0.0.1", **links: float) -> supervisor_pb2.ClusterWorker:
+    """`links`: bytes per second by decode worker; below 0: broken."""
+    worker = supervisor_pb2.ClusterWorker()
+    worker.member.worker_id, worker.member.incarnation, worker.member.node = name, f"{name}-life", node
+    for receiver, rate in links.items():
+        receiver = receiver.replace("_", "-")
+        link = worker.load.links.links.add(worker_id=receiver, incarnation=f"{receiver}-life")
+        link.bytes_per_s, link.is_broken = abs(rate), rate < 0
+    return worker
+
+
+def test_what_was_learnt_of_links_is_told_of_workers_that_live() -> None:
+    decodes = [worker_of(f"decode-{n}") for n in range(4)]
+    first = worker_of("prefill-0", decode_0=1.25e9, decode_1=-9e9, decode_2=3.5e8, decode_3=0, decode_9=1e9)
+    found = link_lines(supervisor_pb2.Cluster(workers=[first, worker_of("prefill-1", decode_3=0), *decodes]))
+    assert found == [
+        "prefill-0: sends at 350 MB/s to decode-2, 1.25 GB/s to decode-0; its link to decode-1 is broken"
+    ]
+
+
+def test_of_many_links_the_slowest_and_the_fastest_are_told() -> None:
+    rates = {f"decode_{n}": 1e9 + n * 1e8 for n in range(20)}
+    decodes = [worker_of(f"decode-{n}") for n in range(20)]
+    found = link_lines(supervisor_pb2.Cluster(workers=[worker_of("prefill-0", **rates), *decodes]))
+    assert found == ["prefill-0: sends at 1 GB/s (to decode-0) to 2.9 GB/s to 20 decode workers"]
+
+
+def test_the_network_of_pages_is_told_on_several_hosts_also_where_nobody_has_named_it() -> None:
+    one, other = worker_of("prefill-0"), worker_of("decode-0", node="10.0.0.2")
+    assert network_line(supervisor_pb2.Cluster(workers=[one])) == ""
+    assert "transport.interface names none" in network_line(supervisor_pb2.Cluster(workers=[one, other]))
+    one.load.page_network, other.load.page_network = "eth1 10.1.0.1", "eth1 10.1.0.2"
+    told = network_line(supervisor_pb2.Cluster(workers=[one, other]))
+    assert told == "pages go by eth1: prefill-0 10.1.0.1, decode-0 10.1.0.2"

@@ -82,10 +82,10 @@ def a_home(folder: Path) -> Path:
 
 
 def started_with(
-    commands: list[str], address: str, folder: Path, **environment: str
+    commands: list[str], address: str, folder: Path, *, ray: str = SAYS_HOW, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `commands` as Ray's launcher would on the machine at `address`, with a `ray` that only says how."""
-    for name, script in {"hostname": f"echo '{address} '", "ray": SAYS_HOW}.items():
+    """Run `commands` as Ray's launcher would on the machine at `address`, with a stand-in for `ray`."""
+    for name, script in {"hostname": f"echo '{address} '", "ray": ray}.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
     own = {"HOME": str(a_home(folder)), "RAY_AUTH_MODE": "unset", "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -94,6 +94,22 @@ def started_with(
     return subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, env={**os.environ, **own, **environment}, check=False
     )
+
+
+SLOW = '[ "$1" != start ] || { echo try >> "$HOME/tries"; [ $(wc -l < "$HOME/tries") -gt "$FAILS" ]; }'
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_a_host_that_is_too_slow_for_rays_own_patience_is_tried_three_times(
+    name: str, commands: str, num_failures: int, tmp_path: Path
+) -> None:
+    started = started_with(read(name)[commands], "192.168.1.11", tmp_path, ray=SLOW, FAILS=str(num_failures))
+    assert (started.returncode == 0) == (num_failures < 3)
+    assert (tmp_path / "home/tries").read_text().count("try") == 3
+    said = [line for line in started.stderr.splitlines() if line.startswith("Ray has not started on ")]
+    assert [line.rpartition(" (try ")[2] for line in said] == [f"{n} of 3)" for n in range(1, num_failures + 1)]
 
 
 def certificates_left(folder: Path) -> set[str]:

@@ -7,10 +7,15 @@ import re
 from string import Template
 from typing import Final
 
+import yaml
+
 from tandem.cluster.launch.hosts import DEFAULT_NAME, Host, Hosts
 from tandem.core.identity import Role
 
-_PLAIN: Final = re.compile(r"[A-Za-z~/][\w.~/333-]*")
+# What begins with a letter is no number in any YAML; "~" is null, and these words are no text in some.
+_PLAIN: Final = re.compile(r"(?:~?/|[A-Za-z])[A-Za-z0-9_.~/-]*")
+_WORDS: Final = frozenset(["null", "true", "false", "yes", "no", "on", "off", "y", "n"])
+_ONE_LINE: Final = 1 << 30
 _OPTIONS: Final = {Role.PREFILL: "--prefill", Role.DECODE: "--decode", Role.ROUTER: "--routers"}
 
 _TEMPLATE: Final = Template("""\
@@ -68,6 +73,8 @@ setup_commands:
 # before it ends itself. A host that is cut off stays in the cluster for about two minutes (the health checks), and
 # nothing is started there meanwhile: see docs/deploy.md for both. Autoscaler v2, which Ray's launcher turns on,
 # counts the head among the workers where there is one type of node, and would leave one of them out.
+#
+# Ray gives its own start 30 s, which a slow or busy machine may exceed: it is tried three times.
 head_start_ray_commands:
   - ray stop
   - echo $head > ~/tandem/head
@@ -75,8 +82,9 @@ head_start_ray_commands:
     ulimit -n 65536; export RAY_AUTH_MODE=token; export RAY_gcs_rpc_server_reconnect_timeout_s=600;
     export RAY_enable_autoscaler_v2=0;
     export RAY_health_check_timeout_ms=20000 RAY_health_check_failure_threshold=6;
-    ray start --head --port=6379 --node-ip-address=$head --resources='$head_resources'
-    --autoscaling-config=~/ray_bootstrap_config.yaml
+    for try in 1 2 3; do ray start --head --port=6379 --node-ip-address=$head --resources='$head_resources'
+    --autoscaling-config=~/ray_bootstrap_config.yaml && exit;
+    echo "Ray has not started on $head (try $$try of 3)" >&2; ray stop; done; exit 1
 
 worker_start_ray_commands:
   - ray stop
@@ -91,7 +99,9 @@ $cases
     for role in supervisor router client prefill decode; do
     case " $$roles " in *" $$role "*) ;; *) rm -f ~/tandem-certs/$$role.pem ~/tandem-certs/$$role.key ;; esac; done;
     ulimit -n 65536; export RAY_AUTH_MODE=token; export RAY_gcs_rpc_server_reconnect_timeout_s=600;
-    ray start --address=$$RAY_HEAD_IP:6379 --node-ip-address=$$address --resources="$$resources"
+    for try in 1 2 3; do
+    ray start --address=$$RAY_HEAD_IP:6379 --node-ip-address=$$address --resources="$$resources" && exit;
+    echo "Ray has not started on $$address (try $$try of 3)" >&2; ray stop; done; exit 1
 """)
 
 
@@ -143,8 +153,9 @@ def _with_name(host: Host) -> str:
 
 
 def _text(value: str) -> str:
-    """As YAML has it: in quotes unless it is surely plain."""
-    return value if _PLAIN.fullmatch(value) else json.dumps(value)
+    """As YAML has it: in quotes unless all of its readers take it for text, and for this text, without them."""
+    is_plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+    return value if is_plain else yaml.safe_dump(value, default_style='"', width=_ONE_LINE).strip()
 
 
 def _resources(host: Host) -> str:

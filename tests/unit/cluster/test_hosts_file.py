@@ -119,6 +119,20 @@ def test_what_is_typed_is_text_in_the_file_whatever_it_looks_like() -> None:
     assert tree["cluster_name"] == "yes no"
 
 
+WORDS = ["no", "null", "Yes", "on", "OFF", "1e3", "0x10", "1_000", "12:30", "~", ".inf", "-", "=", "a #b", "é", "😀"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_that_yaml_would_take_for_something_else_is_text(word: str) -> None:
+    tree = written(plan_hosts("node1", {}, user=word, key=word, cluster_name=word))
+    assert (tree["auth"]["ssh_user"], tree["auth"]["ssh_private_key"], tree["cluster_name"]) == (word, word, word)
+
+
+@pytest.mark.parametrize("word", ["y", "N"])
+def test_a_word_that_only_other_readers_take_for_a_boolean_is_in_quotes(word: str) -> None:
+    assert f'ssh_user: "{word}"' in hosts_file(plan_hosts("node1", {}, user=word, key="k", cluster_name="c"))
+
+
 def test_the_command_prints_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["hosts", "--head", "node1", "--prefill", "node2, 10.0.0.3=2", "--decode", "10.0.0.4", "--user", "me"]
     assert cli.main(line) == 0

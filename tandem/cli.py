@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.cluster.launch.arguments import add_commands as add_launch_commands
 from tandem.core.arguments import Parser, port, whole
 from tandem.core.config import MAX_POOL, Config, load
-from tandem.core.errors import TandemError
+from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
 
 if TYPE_CHECKING:
     from tandem.cluster.client import Where
@@ -23,7 +23,7 @@ _workers = whole(1, MAX_POOL)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run one command; the exit code: 0 done, 1 failed, 2 wrong usage, 3 no cluster runs, 130 interrupted."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.version:
@@ -42,7 +42,7 @@ def run(program: str, options: argparse.Namespace) -> int:
         if options.debug:
             traceback.print_exc()
         print(f"{program} {options.command}: {error.message}", file=sys.stderr)
-        return 1
+        return NOT_RUNNING if isinstance(error, NotRunningError) else 1
     except KeyboardInterrupt:
         print(f"{program} {options.command}: interrupted", file=sys.stderr)
         return 130

@@ -18,7 +18,7 @@ import grpc
 from tandem.cluster import statefile
 from tandem.cluster.statefile import ClusterFile, Stage
 from tandem.core.config import SecurityConfig
-from tandem.core.errors import ConfigError, ForbiddenError, WorkerLostError
+from tandem.core.errors import ConfigError, ForbiddenError, NotRunningError, WorkerLostError
 from tandem.rpc.channel import host_of, make_blocking_channel
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import Security
@@ -78,7 +78,8 @@ def find_cluster(where: Where) -> Target:
     """The cluster on that HTTP port of this host, the one in that Ray, or the only one there is.
 
     Raises:
-        ConfigError: there is none, or more than one to choose from.
+        NotRunningError: there is none.
+        ConfigError: there is more than one to choose from.
         WorkerLostError: its supervisor takes too long to start, or has ended.
     """
     found = _ask_ray(where.address) if where.address else _on_this_host(where.port)
@@ -100,8 +101,8 @@ def _on_this_host(port: int | None) -> Target:
     where = f"on port {port}" if port else "on this host"
     if clusters:
         ports = " or ".join(str(cluster.port) for cluster in clusters)
-        raise ConfigError(f"no cluster of this user runs {where}; choose --port {ports}", key="--port")
-    raise ConfigError(
+        raise NotRunningError(f"no cluster of this user runs {where}; choose --port {ports}", key="--port")
+    raise NotRunningError(
         f"no cluster of this user runs {where}; start one with `tandem serve`, or name its Ray cluster with --address"
     )
 
@@ -148,7 +149,7 @@ def _ask_ray(address: str) -> Target:
                     f"the supervisor in the Ray cluster at {address} has not started within {_START_S:g} s{where}"
                 )
             time.sleep(_LOOK_S)
-    raise ConfigError(
+    raise NotRunningError(
         f"no Tandem cluster runs in the Ray cluster at {address}; start one with `tandem serve --address {address}`",
         key="--address",
     )

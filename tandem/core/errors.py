@@ -2,6 +2,7 @@
 
     TandemError
     ├── ConfigError                  a key of tandem.yaml or an option is wrong; names key and remedy
+    │   └── NotRunningError          no cluster runs where one was looked for
     ├── InvalidRequestError          the client's request is wrong; names the field        400
     │   ├── ContextLengthError       prompt and output together exceed the context         400
     │   ├── UnsupportedEncodingError the body of the request is compressed                 415
@@ -33,6 +34,9 @@ HTTP in `router.http.app`.
 from __future__ import annotations
 
 from typing import ClassVar
+
+NOT_RUNNING = 3
+"""Exit code of a command that was meant for a cluster, where none runs."""
 
 
 class TandemError(Exception):
@@ -66,6 +70,12 @@ class ConfigError(TandemError):
     def __init__(self, message: str, *, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
+
+
+class NotRunningError(ConfigError):
+    """Certain, unlike the silence of one that may run."""
+
+    code = "not_running"
 
 
 class InvalidRequestError(TandemError):

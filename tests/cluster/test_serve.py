@@ -168,4 +168,4 @@ def test_ctrl_c_leaves_no_process(serve: Serve) -> None:
     assert serve.processes() == []
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
     assert serve.lines[-1] == "Stopped."
-    assert serve.tandem("status").returncode == 1
+    assert serve.tandem("status").returncode == 3

@@ -101,7 +101,7 @@ def test_tandem_stop_ends_it_and_waits_for_the_end(serves: list[Serve], tmp_path
     assert run.returncode == 0, run.stderr + serve.output
     assert serve.process.wait(timeout=5) == 0
     assert serve.processes() == []
-    assert serve.tandem("stop").returncode == 1
+    assert serve.tandem("stop").returncode == 3
 
 
 def test_a_second_ctrl_c_stops_at_once(serves: list[Serve], tmp_path: Path) -> None:

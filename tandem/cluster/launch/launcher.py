@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.cluster.launch.launch_file import LaunchFile
 from tandem.core.errors import ConfigError, InternalError
@@ -13,6 +15,11 @@ from tandem.core.errors import ConfigError, InternalError
 _NEEDS = ("ssh", "rsync")
 _FOR_PEOPLE = ("--log-style", "pretty", "--log-color", "false")  # without a terminal it would be a log for programs
 _ENVIRONMENT = 'export PATH="$HOME/tandem/venv/bin:$PATH" RAY_AUTH_MODE=token; '
+
+_ENDED = re.compile(r"tandem-ended-with=(\d+)")
+"""What a question ends with: the launcher does not tell the code of a command, and SSH has codes of its own."""
+
+_NO_HEAD = re.compile(r"Head node of cluster .* not found")
 
 SSH_OPTIONS = (
     "-o", "StrictHostKeyChecking=no",
@@ -23,6 +30,24 @@ SSH_OPTIONS = (
     "-o", "ServerAliveInterval=5",
 )  # fmt: skip
 """As Ray's launcher has them: hosts are known by their addresses."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of the head to a question.
+
+    Attributes:
+        code: with which the command ended; `None`: it was not run, or nobody knows how it ended.
+        has_head: the launcher knows of one.
+    """
+
+    code: int | None
+    text: str = ""
+    has_head: bool = True
+
+    @property
+    def last_line(self) -> str:
+        return (self.text.strip().splitlines() or ["it said nothing"])[-1].strip()
 
 
 class Launcher:
@@ -55,10 +80,15 @@ class Launcher:
         """Whether a command succeeded on the head, with Tandem's environment; `hear` gets each line that it prints."""
         return _run(self._line_on_head(command), hear) == 0
 
-    def asks_head(self, command: str) -> bool:
-        """As `on_head`, and nothing is printed."""
-        line = self._line_on_head(command)
-        return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+    def ask_head(self, question: str) -> Answer:
+        """What a command says on the head; nothing is printed."""
+        line = self._line_on_head(f"{question}; echo tandem-ended-with=$?")
+        run = subprocess.run(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if ended := _ENDED.search(run.stdout):
+            return Answer(int(ended[1]), run.stdout[: ended.start()])
+        return Answer(None, run.stdout, has_head=not _NO_HEAD.search(run.stdout))
 
     def _line_on_head(self, command: str) -> list[str]:
         """Where Ray's launcher makes the head, it alone knows its address. Of machines that stay it forgets what it has

@@ -16,7 +16,7 @@ from tandem.cluster.launch.launcher import SSH_OPTIONS, Launcher
 from tandem.cluster.launch.prepare import prepare_keys, prepare_mounts
 from tandem.cluster.serve.report import Reporter
 from tandem.core.config import Config, load
-from tandem.core.errors import ConfigError, InternalError, WorkerLostError
+from tandem.core.errors import NOT_RUNNING, ConfigError, InternalError, WorkerLostError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.security import is_loopback
 
@@ -25,6 +25,7 @@ DEFAULT_KEYS = Path("~/tandem-api-keys")
 
 _KEYS_ON_HEAD = "~/tandem/api-keys"
 _STATUS = "tandem status --address auto"
+_NO_SUCH_COMMAND = 127
 _STOP = "tandem stop --address auto"
 _READY = "Ready: "
 _KEY_IN_CURL = "-H 'Authorization: Bearer KEY'"
@@ -49,7 +50,13 @@ def up(path: Path, wishes: Wishes) -> int:
         keys = prepare_keys(
             config.http, wishes.api_keys_file, DEFAULT_KEYS.expanduser(), os.environ, reporter.line
         )
-        if launcher.asks_head(_STATUS):
+        is_running, why = _asked_whether_one_runs(launcher)
+        if is_running is None:
+            raise WorkerLostError(
+                f"a Tandem cluster may run on the hosts of {path}, and `ray up` would end it: {why}; mend that, or end "
+                f"what may be left there with `tandem down {path}`"
+            )
+        if is_running:
             raise ConfigError(
                 f"a Tandem cluster runs on the hosts of {path}, and `ray up` would end it; end it in order with "
                 f"`tandem down {path}`",
@@ -74,10 +81,11 @@ def down(path: Path) -> int:
         file = LaunchFile.read(path)
         launcher = Launcher(file)
         reporter.line("Stopping Tandem", style="bold")
-        if launcher.asks_head(_STATUS):
+        is_running, why = _asked_whether_one_runs(launcher)
+        if is_running is not False:
             launcher.on_head(_STOP)
-        else:
-            reporter.line("  none answers on the head")
+        if not is_running:
+            reporter.line(f"  {why}")
         has_left = False
         if file.worker_addresses:
             reporter.line("Ending Ray on the hosts", style="bold")
@@ -89,6 +97,20 @@ def down(path: Path) -> int:
             )
         reporter.line("Ended.")
     return 0
+
+
+def _asked_whether_one_runs(launcher: Launcher) -> tuple[bool | None, str]:
+    """Whether a cluster runs on the head; `None`: nobody can tell. And why it is not known to."""
+    answer = launcher.ask_head(_STATUS)
+    if answer.code == 0:
+        return True, ""
+    if answer.code == NOT_RUNNING:
+        return False, "none runs on the head"
+    if answer.code == _NO_SUCH_COMMAND:
+        return False, "Tandem is not installed on the head"
+    if not answer.has_head:
+        return False, "there is no head"
+    return None, f"the head does not say whether one runs ({answer.last_line})"
 
 
 def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys: bool) -> str:

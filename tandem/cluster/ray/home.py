@@ -19,7 +19,7 @@ import tandem
 from tandem.cluster.ray.probe import asks_for_token
 from tandem.cluster.spec import NAMESPACE
 from tandem.core.addresses import split_address
-from tandem.core.errors import ConfigError, InternalError
+from tandem.core.errors import ConfigError, InternalError, NotRunningError
 from tandem.core.identity import WORKER_ROLES
 from tandem.rpc.security import is_loopback
 
@@ -119,24 +119,40 @@ def open_store(address: str, *, remedy: str) -> Iterator[None]:
     host need not be a node of it.
 
     Raises:
+        NotRunningError: no Ray runs on this host, which `auto` means.
         ConfigError: as `join_ray`, also for a store that is lost within the block.
     """
     _set_environment()
     _use_token_if_there()
     if address != "auto":
         _check_answers(address, remedy)
-    from ray._private.services import canonicalize_bootstrap_address_or_die
     from ray.exceptions import RayError
     from ray.experimental import internal_kv
 
     try:
-        where = canonicalize_bootstrap_address_or_die(address) if address == "auto" else address
+        where = _address_here(remedy) if address == "auto" else address
         internal_kv._initialize_internal_kv(internal_kv.GcsClient(address=where))
         yield
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise _not_joined(address, error, remedy) from error
     finally:
         internal_kv._internal_kv_reset()
+
+
+def _address_here(remedy: str) -> str:
+    """Of the Ray of this host. Raises `NotRunningError`: there is none; one that crashed may have left its address."""
+    from ray._private.services import canonicalize_bootstrap_address, find_gcs_addresses
+
+    try:
+        where = str(canonicalize_bootstrap_address("auto"))
+    except ConnectionError as error:
+        raise NotRunningError(f"no Ray runs on this host; {remedy}", key="--address") from error
+    if not find_gcs_addresses():
+        try:
+            asks_for_token(where, remedy=remedy)
+        except ConfigError as error:
+            raise NotRunningError(error.message, key="--address") from error
+    return where
 
 
 def _not_joined(address: str, error: Exception, remedy: str) -> ConfigError:

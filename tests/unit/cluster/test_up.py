@@ -31,7 +31,11 @@ printf '%s\\n' "$1" "${@: -1}" >> asked
 """
 SSH = """#!/bin/bash
 command="${@: -1}"
-[[ "$command" != *"tandem status"* ]] || { [ -e running ]; exit; }
+case "$command" in
+  *"tandem status"*)
+    [ ! -e unreachable ] || { echo "ssh: connect to host 10.0.0.1 port 22: No route to host" >&2; exit 255; }
+    exec bash -c "${command#*; }" ;;
+esac
 printf '%s\\n' "${@: -2:1}" "${command#*; }" >> asked
 case "$command" in
   *"tandem serve"*)
@@ -39,6 +43,10 @@ case "$command" in
     echo "Ready: http://10.0.0.1:8000"
     echo "  try it    curl http://10.0.0.1:8000/v1/completions -H 'Authorization: Bearer KEY' -d '{}'" ;;
 esac
+"""
+TANDEM = """#!/bin/bash
+[ ! -e silent ] || { echo "tandem status: the supervisor does not answer" >&2; exit 1; }
+[ -e running ] || { echo "tandem status: no Ray runs on this host" >&2; exit 3; }
 """
 
 
@@ -50,7 +58,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         directory.mkdir()
     (tmp_path / "dist" / WHEEL).touch()
     (tmp_path / "tandem.yaml").write_text("model: {path: embedded}\n")
-    for name, text in {"ray": RAY, "ssh": SSH, "rsync": "#!/bin/bash\n"}.items():
+    for name, text in {"ray": RAY, "ssh": SSH, "rsync": "#!/bin/bash\n", "tandem": TANDEM}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("HOME", str(home))
@@ -131,6 +139,16 @@ def start_already(place: Path) -> list[str]:
     return []
 
 
+def silence(place: Path) -> list[str]:
+    (place / "silent").touch()
+    return []
+
+
+def cut_off(place: Path) -> list[str]:
+    (place / "unreachable").touch()
+    return []
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
@@ -140,6 +158,8 @@ def start_already(place: Path) -> list[str]:
         (spoil_mount, "copies requirements to the hosts, and it does not exist"),
         (spoil_settings, "prot"),
         (start_already, "a Tandem cluster runs on the hosts of hosts.yaml"),
+        (silence, "the head does not say whether one runs (tandem status: the supervisor does not answer)"),
+        (cut_off, "the head does not say whether one runs (ssh: connect to host 10.0.0.1 port 22: No route to host)"),
     ],
 )
 def test_what_is_wrong_is_said_before_ray_starts(
@@ -176,6 +196,23 @@ def test_down_ends_tandem_then_ray_on_all_hosts(place: Path) -> None:
     assert asked(place) == [head, "(tandem stop --address auto)", head, f"({end_ray})", "down", "hosts.yaml"]
 
 
+@pytest.mark.parametrize("spoil", [silence, cut_off])
+def test_down_ends_what_may_run_and_says_that_nobody_knows(
+    place: Path, capsys: pytest.CaptureFixture[str], spoil: object
+) -> None:
+    assert callable(spoil)
+    spoil(place)
+    assert cli.main(["down", "hosts.yaml"]) == 0
+    assert "the head does not say whether one runs" in capsys.readouterr().out
+    assert asked(place)[1] == "(tandem stop --address auto)"
+    assert asked(place)[-2:] == ["down", "hosts.yaml"]
+
+
+def test_a_head_without_tandem_has_no_cluster(place: Path) -> None:
+    (place / "bin/tandem").unlink()
+    assert cli.main(["up", "hosts.yaml"]) == 0
+
+
 def test_a_host_on_which_ray_was_not_ended_is_named(place: Path) -> None:
     """As the head runs it: `ssh` is a stand-in that reaches all hosts but one."""
     (place / "bin/ssh").write_text('#!/bin/bash\necho "$*" >> asked\n[[ "$*" != *10.0.0.3* ]]\n')
@@ -207,13 +244,27 @@ def test_what_a_provider_makes_is_reached_by_its_launcher(place: Path) -> None:
     """Which alone knows the address of its head."""
     tree = yaml.safe_load((place / "hosts.yaml").read_text())
     (place / "hosts.yaml").write_text(yaml.safe_dump({**tree, "provider": {"type": "aws"}}))
-    answers = 'case "$*" in *"tandem status"*) exit 1 ;; *"tandem serve"*) echo "Ready: http://10.0.0.1:8000" ;; esac'
+    no_head = 'echo "RuntimeError: Head node of cluster (ours) not found!" >&2; exit 1'
+    serve = 'echo "Ready: http://10.0.0.1:8000"'
+    answers = f'case "$*" in *"tandem status"*) {no_head} ;; *"tandem serve"*) {serve} ;; esac'
     (place / "bin/ray").write_text(f"{RAY}{answers}\n")
     assert cli.main(["up", "hosts.yaml"]) == 0
     serve = "tandem serve --detach --address auto --config ~/tandem/tandem.yaml --certificates ~/tandem-certs"
     assert asked(place)[-2:] == ["exec", serve]
     assert cli.main(["down", "hosts.yaml"]) == 0
-    assert asked(place)[-4:] == ["exec", "tandem status --address auto", "down", "hosts.yaml"]
+    assert asked(place)[-4::2] == ["exec", "down"]
+    assert asked(place)[-3].startswith("tandem status --address auto; ")
+
+
+def test_a_providers_head_that_cannot_be_asked_may_have_a_cluster(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load((place / "hosts.yaml").read_text())
+    (place / "hosts.yaml").write_text(yaml.safe_dump({**tree, "provider": {"type": "aws"}}))
+    (place / "bin/ray").write_text(f"{RAY}echo 'Command failed:'; exit 1\n")
+    assert cli.main(["up", "hosts.yaml"]) == 1
+    assert "the head does not say whether one runs (Command failed:)" in capsys.readouterr().err
+    assert "up" not in asked(place)
 
 
 def test_settings_of_the_user_come_before_those_of_the_file(place: Path) -> None:

@@ -16,6 +16,7 @@ CLASSES = [cls for cls in _tree(TandemError) if cls.__module__ == errors.__name_
 LEAVES = [cls for cls in CLASSES if cls is not TandemError]
 STATUSES = {
     "ConfigError": 500,
+    "NotRunningError": 500,
     "InvalidRequestError": 400,
     "ContextLengthError": 400,
     "UnsupportedEncodingError": 415,

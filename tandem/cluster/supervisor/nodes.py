@@ -77,12 +77,15 @@ class NodeBook:
         """A process there did not answer a heartbeat."""
         self.missed.add(node_id)
 
-    def take_knock(self, node_id: str, answered: bool) -> None:
+    def take_knock(self, node_id: str, answered: bool) -> bool:
+        """Whether that is new."""
         self.missed.discard(node_id)
+        is_new = (node_id in self.suspects) == answered
         if answered:
             self.suspects.discard(node_id)
         else:
             self.suspects.add(node_id)
+        return is_new
 
     def leave_unproven(self, incarnation: str, boot: HostBoot) -> list[str]:
         """It ran there, is taken for lost, and its end was not seen; itself where its boot is known to be over."""

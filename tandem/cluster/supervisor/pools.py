@@ -15,18 +15,17 @@ An event that names another incarnation than the slot's present one is stale and
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.nodes import Aim, NodeBook
 from tandem.cluster.supervisor.placing import best_aim, to_move
+from tandem.cluster.supervisor.slot_table import SlotTable
 from tandem.cluster.supervisor.slots import Phase, Policy, Slot, place_of
+from tandem.cluster.supervisor.surplus import least_needed
 from tandem.cluster.supervisor.upgrade import Upgrade
 from tandem.core.identity import WORKER_ROLES, Role
-
-_DISMISSAL_ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING: 2, Phase.READY: 3}
 
 
 @dataclass
@@ -37,12 +36,15 @@ class PoolState:
     new_incarnation: Callable[[], str]  # a name never used before in this Ray cluster
     version: int = 0  # of the membership; starts above every version of an earlier supervisor
     wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
-    slots: dict[str, Slot] = field(default_factory=dict)  # of all pools, by name
+    slots: SlotTable = field(init=False)  # of all pools, by name
     upgrade: Upgrade = field(default_factory=Upgrade)
     book: NodeBook = field(default_factory=NodeBook)  # the nodes on which workers run
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
     _published: tuple[tuple[ev.Member, ...], int] = ((), 1)
+
+    def __post_init__(self) -> None:
+        self.slots = SlotTable(self.policy)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event at `now` (seconds on any steady clock) and say what shall be done, in order."""
@@ -50,7 +52,7 @@ class PoolState:
         out += self._renew(now)
         routers = [router for router in self.routers.values() if router.listens]  # one that drains serves requests too
         num_ready = sum(router.phase is Phase.READY for router in routers)
-        now_published = tuple(slot.member for slot in self.workers.values()), max(1, num_ready)
+        now_published = self.slots.members, max(1, num_ready)
         if now_published != self._published:
             self._published, self.version = now_published, self.version + 1
         elif isinstance(event, ev.Started):
@@ -61,33 +63,33 @@ class PoolState:
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
-        return min((t for slot in self.slots.values() for t in slot.times(self.policy) if t is not None), default=None)
+        return self.slots.first_time()
 
     @property
-    def workers(self) -> dict[str, Slot]:
-        return {name: slot for name, slot in self.slots.items() if slot.role in WORKER_ROLES}
+    def workers(self) -> Mapping[str, Slot]:
+        return self.slots.workers
 
     @property
-    def routers(self) -> dict[str, Slot]:
-        return {name: slot for name, slot in self.slots.items() if slot.role is Role.ROUTER}
+    def routers(self) -> Mapping[str, Slot]:
+        return self.slots.of(Role.ROUTER)
+
+    @property
+    def shown(self) -> object:
+        """Changes whenever something does that people can see, without loads and the errors of requests."""
+        upgrade = self.upgrade.wanted, self.upgrade.note
+        return self.slots.revision, tuple(self.wanted.items()), upgrade, self.closing, self.stopping
 
     @property
     def intent(self) -> ev.Intent:
         """What the next supervisor must be told if this one dies now."""
-        drains = {
-            slot.name: ev.Drain(slot.incarnation, slot.drain_s, slot.refill, slot.successor)
-            for slot in self.slots.values()
-            if slot.leaving and slot.phase is not Phase.STOPPING
-        }
-        failures = {slot.name: slot.failures for slot in self.slots.values() if slot.failures}
         return ev.Intent(
             wanted=dict(self.wanted),
-            drains=drains,
-            failures=failures,
+            drains=self.slots.drains,
+            failures=self.slots.failures,
             closing_s=self.closing_s,
             build=self.upgrade.wanted,
             build_before=self.upgrade.before,
-            builds={s.incarnation: s.build for s in self.slots.values() if s.build != ev.INSTALLED},
+            builds=self.slots.builds,
             unproven=dict(self.book.unproven),
         )
 
@@ -98,16 +100,16 @@ class PoolState:
 
     def staying_beside(self, name: str) -> list[str]:
         """The other slots of its pool that are not leaving."""
-        role = place_of(name)[0]
-        return [slot.name for slot in self._of(role) if slot.name != name and not slot.leaving]
+        pool = self.slots.of(place_of(name)[0])
+        return [slot.name for slot in pool.values() if slot.name != name and not slot.leaving]
 
     @property
     def settled(self) -> bool:
         """Every pool has exactly its wanted processes, all ready."""
         return (
             not self.closing
-            and all(slot.phase is Phase.READY for slot in self.slots.values())
-            and all(len(self._of(role)) == wanted for role, wanted in self.wanted.items())
+            and self.slots.all_ready
+            and all(len(self.slots.of(role)) == wanted for role, wanted in self.wanted.items())
         )
 
     @property
@@ -175,8 +177,7 @@ class PoolState:
         """
         if self.stopping:
             return []
-        counted = [slot for slot in self._of(role) if slot.counts]
-        missing = self.wanted[role] - len(counted)
+        missing = self.wanted[role] - self.slots.num_counted(role)
         if missing >= 0:
             added = [self._new_slot(role) for _ in range(missing)]
             for slot in added:
@@ -184,12 +185,8 @@ class PoolState:
                 slot.retry_at = now + self.policy.delay(slot.failures)
             self._hurry(role, now)
             return self._start_due(now)
-        out = []
-        for _ in range(-missing):
-            surplus = _surplus(counted)
-            counted.remove(surplus)
-            out += self._dismiss(surplus, now)
-        return out
+        surplus = least_needed([slot for slot in self.slots.of(role).values() if slot.counts], -missing)
+        return [step for slot in surplus for step in self._dismiss(slot, now)]
 
     def _dismiss(self, slot: Slot, now: float) -> list[ev.Instruction]:
         """The pool needs it no more."""
@@ -206,13 +203,9 @@ class PoolState:
         return self._drain(slot, now)
 
     def _new_slot(self, role: Role) -> Slot:
-        taken = {slot.index for slot in self._of(role)}
-        slot = Slot(role, next(i for i in range(len(taken) + 1) if i not in taken))
+        slot = Slot(role, self.slots.free_index(role))
         self.slots[slot.name] = slot
         return slot
-
-    def _of(self, role: Role) -> list[Slot]:
-        return [slot for slot in self.slots.values() if slot.role is role]
 
     # --- replacing one process by an order -----------------------------------------------------------------------
 
@@ -230,8 +223,9 @@ class PoolState:
 
     def _renew(self, now: float) -> list[ev.Instruction]:
         """Replace the next process that does not run the wanted build."""
-        slot = None if self.closing or self.stopping else self.upgrade.next(self.slots.values())
-        if slot is None:
+        if self.closing or self.stopping or self.slots.has_moving or self.slots.all_run(self.upgrade.wanted):
+            return []
+        if (slot := self.upgrade.next(self.slots.values())) is None:
             return []
         return self._order_drain(ev.DrainOrdered(slot.name, replace_first=True, timeout_s=self.policy.drain_s), now)
 
@@ -254,7 +248,7 @@ class PoolState:
     def _relieve(self, now: float) -> list[ev.Instruction]:
         """Drain those whose successor is ready, or finds no node; keep those whose successor cannot start."""
         out: list[ev.Instruction] = []
-        for slot in [slot for slot in self.slots.values() if slot.successor and slot.phase is Phase.READY]:
+        for slot in [slot for slot in self.slots.replaced if slot.phase is Phase.READY]:
             successor = self.slots.get(slot.successor)
             if successor is None or successor.leaving or successor.phase is Phase.READY:
                 out += self._drain(slot, now)
@@ -299,7 +293,8 @@ class PoolState:
             case ev.NodesListed():
                 self.book.take_list(event.nodes)
             case ev.NodeKnocked():
-                self.book.take_knock(event.node_id, event.answered)
+                if not self.book.take_knock(event.node_id, event.answered):
+                    return []
         moved = to_move(self.slots, self.book)
         return [step for slot in moved for step in self._move(slot, "its node does not answer", now)]
 
@@ -371,7 +366,7 @@ class PoolState:
 
     def _hurry(self, role: Role, now: float) -> None:
         """In a pool where nobody serves or starts, the first of those that wait for a restart waits only briefly."""
-        slots = self._of(role)
+        slots = self.slots.of(role).values()
         if any(slot.phase in (Phase.READY, Phase.STARTING) for slot in slots):
             return
         waiting = [(slot.retry_at, slot.index, slot) for slot in slots if slot.retry_at is not None]
@@ -380,7 +375,7 @@ class PoolState:
             first.retry_at = min(retry_at, now + self.policy.max_lone_delay_s)
 
     def _start_due(self, now: float) -> list[ev.Instruction]:
-        return [self._start(slot) for slot in self.slots.values() if slot.is_due(now)]
+        return [self._start(slot) for slot in self.slots.due(now) if slot.is_due(now)]
 
     def _tell_all(self, ended: str) -> list[ev.Instruction]:
         """Every other worker may have exchanged pages with the one that has ended."""
@@ -396,8 +391,9 @@ class PoolState:
         return [ev.NoteEnded(slot.name, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
     def _tick(self, now: float) -> list[ev.Instruction]:
-        out = self._start_due(now)
-        for slot in self.slots.values():
+        due = self.slots.due(now)
+        out = [self._start(slot) for slot in due if slot.is_due(now)]
+        for slot in due:
             if slot.aim_by is not None and slot.aim_by <= now:
                 out += self._try_another_node(slot, now)
             silent_at = slot.silent_at(self.policy)
@@ -426,17 +422,3 @@ class PoolState:
             elif slot.phase is not Phase.STOPPING:
                 out += self._stop(slot, now, kill="the cluster stops" if slot.phase is Phase.STARTING else "")
         return out
-
-
-def _surplus(slots: list[Slot]) -> Slot:
-    """Which of a pool is needed least: who holds least goes first; of equals the latest, so that low numbers stay.
-
-    Of routers one goes that has another on its node, where there is such a one: each node has a port of its own.
-    """
-    crowds = Counter(slot.placement.node for slot in slots if slot.role is Role.ROUTER and slot.placement is not None)
-
-    def need(slot: Slot) -> tuple[int, int, int, int]:
-        num_together = crowds[slot.placement.node] if slot.placement is not None else 0
-        return _DISMISSAL_ORDER[slot.phase], -num_together, slot.num_requests, -slot.index
-
-    return min(slots, key=need)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.cluster.supervisor.events import INSTALLED, Build, Ending, Member, Placement
+from tandem.cluster.supervisor.events import INSTALLED, Build, Drain, Ending, Member, Placement
 from tandem.cluster.supervisor.nodes import Aim
 from tandem.core.identity import Role
 
 MAX_UNTOLD = 1024
 """Endings that are kept for a worker that does not take them; long before that many its silence ends it."""
+
+_BY_HEARTBEAT = frozenset({"heard_at", "num_requests"})
 
 
 class Phase(Enum):
@@ -88,6 +91,13 @@ class Slot:
     drain_s: float = 0.0  # how long its drain may take
     untold: dict[str, None] = field(default_factory=dict)  # incarnations whose ends it must be told of, oldest first
     note: str = ""  # for people: what became of an order
+    on_set: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Tell `on_set` of all but what each heartbeat changes."""
+        object.__setattr__(self, name, value)
+        if name not in _BY_HEARTBEAT and (on_set := self.__dict__.get("on_set")) is not None:
+            on_set()
 
     @property
     def name(self) -> str:
@@ -139,9 +149,17 @@ class Slot:
             return self.heard_at + policy.loading_silence_s
         return None
 
-    def times(self, policy: Policy) -> list[float | None]:
+    def next_time(self, policy: Policy) -> float | None:
         """When time alone changes something about it; `None`: never."""
-        return [self.retry_at, self.deadline, self.place_by, self.aim_by, self.silent_at(policy)]
+        times = (self.retry_at, self.deadline, self.place_by, self.aim_by, self.silent_at(policy))
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def drain(self) -> Drain | None:
+        """What a later supervisor must know of its leaving."""
+        if not self.leaving or self.phase is Phase.STOPPING:
+            return None
+        return Drain(self.incarnation, self.drain_s, self.refill, self.successor)
 
     def is_due(self, now: float) -> bool:
         return self.retry_at is not None and self.retry_at <= now

@@ -74,6 +74,7 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._clock_jump: ClockJump
         self._changed = asyncio.Event()  # another one for each change
+        self._shown: object = None  # what it was like at the last one
         self._remembered: ev.Intent | None = None
         self._remembering = asyncio.Lock()
         self._upgrading = asyncio.Lock()
@@ -248,7 +249,6 @@ class Supervisor:
             survey.cancel()
 
     def _feed(self, event: ev.Event) -> None:
-        before = self._outline()
         if not isinstance(event, _UNREMARKABLE):
             _log.info("%s", event)
         for instruction in self.cluster.handle(event, self.now):
@@ -257,7 +257,8 @@ class Supervisor:
         self._arm()
         if self.cluster.closed:
             self._closed.set()
-        if self._outline() != before or self.cluster.closed:
+        if (shown := self.cluster.shown) != self._shown or self.cluster.closed:
+            self._shown = shown
             self._note_change()
         if self.opened.is_set() and self.cluster.intent != self._remembered and not self.cluster.stopping:
             self._spawn(self._remember())
@@ -265,13 +266,6 @@ class Supervisor:
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _outline(self) -> object:
-        """All that a watcher can see, without the loads and the errors of requests."""
-        cluster = self.cluster
-        slots = [(slot.member, slot.phase, slot.failures, slot.leaving, slot.note) for slot in cluster.slots.values()]
-        build = cluster.upgrade.wanted, cluster.upgrade.note
-        return slots, tuple(cluster.wanted.items()), build, cluster.closing, cluster.stopping
 
     def _do(self, instruction: ev.Instruction) -> None:
         # Absent: it has ended meanwhile, or its process has not even been asked for; its own task tells.
@@ -368,7 +362,7 @@ class Supervisor:
                 return
             aim = found
             self.cluster.ask(start.name, self.now)
-        beside = self.cluster.staying_beside(start.name)
+        beside = self.cluster.staying_beside(start.name) if start.role is Role.ROUTER else []
         try:
             handle = await asyncio.to_thread(
                 self._launcher.start, start.role, start.name, start.incarnation, beside, start.build, aim

@@ -301,7 +301,7 @@ class ReceiverDriver:
         """
         closed = self._closed.setdefault(sender, _ClosedLink(0.0))
         closed.due_s = self._clock.now() + self._in_flight_s(is_here)
-        self._set_deadline()
+        self.happened(ev.LinkClosed(sender))
 
     def _in_flight_s(self, is_here: bool) -> float:
         return IN_FLIGHT_S if is_here else max(IN_FLIGHT_S, self._grace_s)

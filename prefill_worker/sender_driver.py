@@ -84,6 +84,9 @@ class SenderCallbacks(Protocol):
     def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
         """What is known of the links to decode workers has changed."""
 
+    def link_hangs(self, receiver: str, why: str) -> None:
+        """A write to this decode worker has had its time. `link_closed` settles it, when its connection is closed."""
+
     def deadline(self, deadline_s: float | None) -> None:
         """`tick` is due at this time."""
 
@@ -298,7 +301,8 @@ class SenderDriver:
         self._check_quarantine()
 
     def _end_overdue(self, receiver: str, link: Link) -> None:
-        """Give up the handoffs whose writes have had their time."""
+        """Give up the handoffs whose writes have had their time, and have the connection closed: else what hangs of
+        attempts that have ended already would never end."""
         now_s = self._now()
         overdue = link.find_overdue(now_s)
         if overdue is None:
@@ -306,6 +310,7 @@ class SenderDriver:
         for key in overdue.keys:
             if (entry := self._entries.get(key)) is not None:
                 self._feed(entry, ev.WriteOverdue(overdue.detail))
+        self._callbacks.link_hangs(receiver, overdue.detail)
         self._give_turns(link)
         self._links.tell_news(receiver, now_s)
 
@@ -371,9 +376,8 @@ class SenderDriver:
         for entry in self._entries.values():
             if (due_s := entry.handoff.next_deadline_s()) is not None:
                 yield due_s
-            # An overdue write matters to whoever waits for it, or for its room.
-            is_sending = entry.handoff.state is SenderState.SENDING
-            link = self._link_of(entry) if is_sending else None
+            # An overdue write matters to whoever waits for it, for its room, or for its end after a failure.
+            link = self._link_of(entry)
             if link is not None and (due_s := link.next_deadline_s()) is not None:
                 yield due_s
             if entry.draining_since_s is not None and entry.draining_since_s + grace_s > now_s:

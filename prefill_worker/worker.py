@@ -296,12 +296,6 @@ class PrefillWorker:
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.parts.life.spawn(work)
 
-    def _write_hangs(self, key: AttemptKey) -> None:
-        """A connection by which nothing goes is as good as broken; what hangs is settled by closing it."""
-        target = self._targets.get(key)
-        if target is not None:
-            self.connections.broke(target.incarnation, "a write took too long")
-
     def link_changed(self, peer: Peer, *, is_broken: bool) -> None:
         here, there = self.parts.info, peer.info
         changed = LinkChanged(here.worker_id, here.incarnation, there.worker_id, there.incarnation, is_broken)
@@ -398,8 +392,6 @@ class PrefillWorker:
         error = HandoffError(f"the handoff failed: {reason} ({failure.detail})", reason=reason)
         error.request_id = failure.key.request_id
         error.retryable = failure.retryable
-        if failure.reason is FailureReason.WRITE_TIMEOUT:
-            self.parts.loop.call_soon_threadsafe(self._write_hangs, failure.key)
         if failure.reason is FailureReason.CANCELLED:
             return  # the caller that cancelled it knows
         self.parts.runner.submit(lambda: self.core.handoff_failed(failure.key, error))
@@ -422,6 +414,10 @@ class PrefillWorker:
     def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
         self._links = links
         self.hub.status_changed()
+
+    def link_hangs(self, receiver: str, why: str) -> None:
+        """A connection by which nothing goes is as good as broken; what hangs is settled by closing it."""
+        self.parts.loop.call_soon_threadsafe(self.connections.broke, receiver, why)
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)

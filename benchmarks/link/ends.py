@@ -325,6 +325,9 @@ class SendingEnd(End):
     def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
         """The driver has learnt of the link; whoever measures it here does so by himself."""
 
+    def link_hangs(self, receiver: str, why: str) -> None:
+        """Nobody makes the connection anew here: the handoff fails."""
+
     def answered(self, answered: Answered) -> None:
         """What the receiver said of a commit."""
         key, grant_id, answer = answered

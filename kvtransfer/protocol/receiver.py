@@ -64,7 +64,7 @@ class ReceiverHandoffs(GrantBook):
         match event:
             case ev.Tick():
                 self._tick(now_s)
-            case ev.WriterExited():
+            case ev.WriterExited() | ev.LinkClosed():
                 self._kill_asked_s.pop(event.sender, None)
                 for record in [r for r in self._live.values() if r.sender == event.sender]:
                     self._transition(record, event, now_s)
@@ -283,6 +283,9 @@ class ReceiverHandoffs(GrantBook):
         if event.num_bytes > 0 and (record.left_bytes is None or event.num_bytes < record.left_bytes):
             record.left_bytes, record.drained_s = event.num_bytes, now_s
 
+    def _drained_by_closing(self, record: GrantRecord, _: Any, now_s: float, __: RefusalReason) -> None:
+        record.left_bytes, record.drained_s = 0, now_s
+
     def _ignore(self, record: GrantRecord, event: Any, now_s: float, reason: RefusalReason) -> None:
         """A late or repeated message that changes nothing."""
 
@@ -323,6 +326,7 @@ def _table() -> dict[tuple[GrantState, type], _Handler]:
         },
         ev.WriterConfirmedIdle: {R._writer_stopped: (G, O, Q), R._ignore: (V, A, D, F)},
         ev.WriterDraining: {R._still_draining: (Q,), R._ignore: (G, O, V, A, D, F)},
+        ev.LinkClosed: {R._drained_by_closing: (Q,), R._ignore: (O, V, A, D, F)},
         ev.WriterExited: {R._writer_stopped: (O, Q), R._ignore: (V, A, D, F)},
     }  # fmt: skip
     return {(s, event): handler for event, cells in rows.items() for handler, states in cells.items() for s in states}

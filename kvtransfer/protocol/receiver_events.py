@@ -113,6 +113,14 @@ class WriterDraining(ReceiverEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkClosed(ReceiverEvent):
+    """The writer has closed the connection by which it wrote, as we have. No fence: bytes may have to land yet. But
+    it is not silent, and nothing more goes by that connection."""
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
 class WriterExited(ReceiverEvent):
     """A fence for all its grants: the writer's process has ended, seen on its own host."""
 

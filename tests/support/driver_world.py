@@ -91,6 +91,7 @@ class Sending(RecordingEnd, SenderEnd):
 
     succeeded = _told("succeeded")
     quarantine, release, closed = _told("quarantine"), _told("release"), _told("closed")
+    link_hangs = _told("link_hangs")
 
     def failed(self, failure: sev.Fail) -> None:
         self.tell("failed", failure.reason, failure.refusal)

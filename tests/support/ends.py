@@ -115,6 +115,9 @@ class SenderEnd(End):
     def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
         self.links = links
 
+    def link_hangs(self, receiver: str, why: str) -> None:
+        """Nobody makes connections anew here, unless a subclass does."""
+
     def commit_part(self, part: CommitPart) -> None:
         decode = self.cluster.decode(part.receiver)
         self.link.send(lambda: decode.hear(self, part), lambda: decode.hear_noise(self))

@@ -117,6 +117,17 @@ class _Sending(SenderEnd):
     def replace_self(self, num_quarantined: int) -> None:
         self.world.replaced.append(SENDER)
 
+    def link_hangs(self, receiver: str, why: str) -> None:
+        """As the worker does, if it is told to: have both ends close the connection."""
+        receiving = self.world.receiving
+
+        def closed_there() -> None:
+            receiving.driver.link_closed(SENDER, is_here=False)
+            self.link.send(lambda: self.driver.link_closed(RECEIVER))
+
+        if self.world.closes_what_hangs:
+            self.link.send(closed_there)
+
 
 class _Receiving(ReceiverEnd):
     def __init__(self, world: SlowWorld) -> None:
@@ -177,6 +188,7 @@ class SlowWorld:
         told: by handoff.
         killed_s: when the writer should have been killed.
         replaced: who asked to be replaced.
+        closes_what_hangs: whether a connection by which nothing goes is closed.
     """
 
     def __init__(self, link: LinkSpec) -> None:
@@ -186,6 +198,7 @@ class SlowWorld:
         self.told: dict[AttemptKey, Told] = {}
         self.killed_s: list[float] = []
         self.replaced: list[str] = []
+        self.closes_what_hangs = False
         self.sending = _Sending(self)
         self.receiving = _Receiving(self)
 

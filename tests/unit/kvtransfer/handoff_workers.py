@@ -101,6 +101,7 @@ class ReceivingWorker:
             "cancel": lambda: rx.RequestCancelled(KEY),
             "idle": lambda: rx.WriterConfirmedIdle(grant.grant_id, SENDER, grant.capability),
             "draining": lambda: rx.WriterDraining(grant.grant_id, SENDER, 100),
+            "link-closed": lambda: rx.LinkClosed(SENDER),
             "exit": lambda: rx.WriterExited(SENDER),
         }[name]()
 

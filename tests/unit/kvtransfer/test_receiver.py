@@ -37,6 +37,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("refused", "FreePages"),
         "idle": ("refused", "FreePages"),
         "draining": ("granted", ""),
+        "link-closed": ("granted", ""),
         "exit": ("granted", ""),
     },
     "open": {
@@ -55,6 +56,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("quarantined", STOP),
         "idle": ("refused", "EndWrites FreePages"),
         "draining": ("open", ""),
+        "link-closed": ("open", ""),
         "exit": ("refused", "EndWrites FreePages"),
     },
     "verifying": {
@@ -73,6 +75,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("abandoned", NO),
         "idle": ("verifying", ""),
         "draining": ("verifying", ""),
+        "link-closed": ("verifying", ""),
         "exit": ("verifying", ""),
     },
     "abandoned": {
@@ -91,6 +94,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("abandoned", ""),
         "idle": ("abandoned", ""),
         "draining": ("abandoned", ""),
+        "link-closed": ("abandoned", ""),
         "exit": ("abandoned", ""),
     },
     "quarantined": {
@@ -109,6 +113,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("quarantined", ""),
         "idle": ("refused", LIFT),
         "draining": ("quarantined", ""),
+        "link-closed": ("quarantined", ""),
         "exit": ("refused", LIFT),
     },
     "admitted": {
@@ -127,6 +132,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("admitted", ""),
         "idle": ("admitted", ""),
         "draining": ("admitted", ""),
+        "link-closed": ("admitted", ""),
         "exit": ("admitted", ""),
     },
     "refused": {
@@ -145,6 +151,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("refused", ""),
         "idle": ("refused", ""),
         "draining": ("refused", ""),
+        "link-closed": ("refused", ""),
         "exit": ("refused", ""),
     },
 }
@@ -194,11 +201,11 @@ def test_the_table_and_this_walk_cover_each_other() -> None:
         "attach": ev.GrantGivenOut, "renew": ev.LeaseRenewed, "part": ev.PartReceived,
         "part-right": ev.PartVerified, "commit": ev.CommitReceived,
         "right": ev.DigestsVerified, "cancel": ev.RequestCancelled, "idle": ev.WriterConfirmedIdle,
-        "draining": ev.WriterDraining, "exit": ev.WriterExited,
+        "draining": ev.WriterDraining, "link-closed": ev.LinkClosed, "exit": ev.WriterExited,
     }  # fmt: skip
     for state, row in EXPECTED.items():
         for name, kind in kinds.items():
-            unreachable = state == "granted" and name == "exit"  # no writer is known there
+            unreachable = state == "granted" and name in ("link-closed", "exit")  # no writer is known there
             legal = row[name][0] != "!" and not unreachable
             assert ((GrantState(state), kind) in TRANSITIONS) == legal, (state, name)
 
@@ -339,6 +346,19 @@ def test_a_cancel_leaves_the_writer_its_lease_to_drain_in() -> None:
     assert "KillWriter" not in names(worker.feed(ev.Tick()))
     worker.now_s += LIMITS.lease_s
     assert "KillWriter" in names(worker.feed(ev.Tick()))
+
+
+def test_a_writer_that_has_closed_its_connection_gets_a_lease_for_what_it_has_to_say_and_not_for_ever() -> None:
+    worker = ReceivingWorker().reach("quarantined")
+    begun_s = worker.now_s
+    for _ in range(20):
+        worker.now_s += LIMITS.lease_s / 2
+        worker.feed(ev.LinkClosed(SENDER))
+        if "KillWriter" in names(worker.feed(ev.Tick())):
+            break
+        assert "KillWriter" not in names(worker.feed(ev.LinkClosed("prefill-9#1")))
+    assert worker.now_s >= begun_s + LIMITS.longest_drain_s + LIMITS.grace_s
+    assert worker.now_s < begun_s + LIMITS.longest_drain_s + LIMITS.grace_s + LIMITS.lease_s
 
 
 def test_one_exit_fences_all_grants_of_that_writer_only() -> None:

@@ -461,6 +461,7 @@ def test_writes_that_never_end_and_hold_too_much_replace_the_sender_once(world: 
     world.sending.wait("replace_self", 3)
     world.sending.run(world.sending.driver.tick)
     assert [t[0] for t in world.sending.told].count("replace_self") == 1
+    world.sending.wait("link_hangs", RECEIVER)
     assert world.sending.timer.due_s is None, "nothing is due any more"
     world.sending.run(lambda: world.sending.driver.receiver_lost(RECEIVER))
     world.sending.wait("closed", KEY)

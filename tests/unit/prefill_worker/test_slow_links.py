@@ -157,3 +157,27 @@ def test_a_writer_that_drains_for_ever_is_killed_in_the_end() -> None:
     world.run_until(lambda: world.killed_s)
     assert told.quarantined_s is not None
     assert 60 <= world.killed_s[0] - told.quarantined_s < 60 + GRACE_S + 2
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "died_s"),
+    [pytest.param(100 * MB, 10.0, id="in the middle"), pytest.param(1 * MB, 0.03, id="with its first write")],
+)
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_what_hangs_of_a_cancelled_handoff_is_settled_by_closing_its_connection(
+    bytes_per_s: float, died_s: float, num_others: int
+) -> None:
+    """Nobody waits for it but its pages; the writer is healthy, and is not killed for it."""
+    world = over(bytes_per_s, (died_s, 0.0))
+    world.link.messages_pass = world.closes_what_hangs = True
+    told = world.told[key := world.start(PAGES_OF_4_GIB // 4)]
+    others = [world.told[world.start(PAGES_OF_4_GIB // 4)] for _ in range(num_others)]
+    world.run_for(died_s)
+    world.cancel(key)
+    world.run_until(lambda: (told.closed_s and told.lifted_s) or world.killed_s)
+    check_nobody_is_blamed(world)
+    assert told.why in (FailureReason.CANCELLED, FailureReason.STOP_ASKED), "whichever comes first"
+    assert world.now_s < died_s + LEASE_S + GRACE_S + 2
+    assert all(other.failed_s for other in others), "what carries nothing for one carries nothing for all"
+    world.run_for(2 * (LEASE_S + GRACE_S))
+    check_nobody_is_blamed(world)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from decode_worker.landing import IdleWord, Landing
 from kvtransfer.digest import ReadExtent, digest_pages
 from kvtransfer.extents import ArenaShape, page_ranges
 from kvtransfer.layout import LayoutId
@@ -26,12 +27,6 @@ from tandem.core import fault_points
 from tandem.core.clock import Clock
 
 _log = logging.getLogger(__name__)
-
-# How long bytes of a writer on this host may still arrive after its process has ended. Over TCP the kernel goes on
-# sending, and bytes stay in socket buffers until the transport is polled: in a measurement 7.7 MB of one write landed
-# with the first poll after the writer's exit. Between hosts a kernel repeats lost packets for longer; there the whole
-# grace time must pass.
-IN_FLIGHT_S = 0.5
 
 
 class Incoming(Protocol):
@@ -105,19 +100,6 @@ class Answer:
     verified_at_s: float = 0.0  # of a commit whose pages were verified just now, on the driver's clock
 
 
-@dataclass(slots=True)
-class _ClosedLink:
-    """A connection that broke between two living workers, closed at both ends.
-
-    Attributes:
-        due_s: from when on none of its bytes can be on their way.
-        confirmed: (grant, capability) of what its writer has said to be idle since; taken up when it is due.
-    """
-
-    due_s: float
-    confirmed: set[tuple[str, bytes]] = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True)
 class _Arriving:
     """What has arrived of one grant."""
@@ -146,7 +128,6 @@ class ReceiverDriver:
         clock: Clock,
     ) -> None:
         self._handoffs = ReceiverHandoffs(incarnation, layout, limits, secret=secret)
-        self._grace_s = limits.grace_s
         self._shape = shape
         self._read_extent = read_extent
         self._callbacks = callbacks
@@ -161,10 +142,7 @@ class ReceiverDriver:
         self._arriving: dict[str, _Arriving] = {}
         # Arrivals of writes that belong to no open grant of their writer, and messages without meaning.
         self.num_arrivals_ignored = 0
-        # When the exit of a writer becomes a fence, by incarnation.
-        self._exited: dict[str, float] = {}
-        # By incarnation: writers whose connection was closed, while bytes of it may be under way.
-        self._closed: dict[str, _ClosedLink] = {}
+        self._landing = Landing(limits.grace_s)
         # Refused calls of senders, by reason, without repetitions of calls about what has ended well.
         self.refusals: Counter[RefusalReason] = Counter()
 
@@ -205,11 +183,12 @@ class ReceiverDriver:
 
         If a connection of its was closed just now, that is a fence only when nothing of it can be on its way.
         """
-        closed = self._closed.get(sender)
-        if closed is not None:
-            closed.confirmed.add((grant_id, capability))
-            return Answer()
-        return self._answer_sender(ev.WriterConfirmedIdle(grant_id, sender, capability), f"{sender}, {grant_id}")
+        word = IdleWord(grant_id, sender, capability)
+        return Answer() if self._landing.hold(word) else self._take_word(word)
+
+    def _take_word(self, word: IdleWord) -> Answer:
+        event = ev.WriterConfirmedIdle(word.grant_id, word.sender, word.capability)
+        return self._answer_sender(event, f"{word.sender}, {word.grant_id}")
 
     def writer_draining(self, grant_id: str, sender: str, num_bytes: int) -> None:
         """A sender that was asked to stop answers that so many bytes of the grant are still under way."""
@@ -290,7 +269,7 @@ class ReceiverDriver:
         Args:
             is_here: it ran on this host.
         """
-        self._exited.setdefault(sender, self._clock.now() + self._in_flight_s(is_here))
+        self._landing.exit(sender, self._clock.now(), is_here=is_here)
         self._set_deadline()
 
     def link_closed(self, sender: str, *, is_here: bool) -> None:
@@ -299,30 +278,23 @@ class ReceiverDriver:
         Args:
             is_here: the writer runs on this host.
         """
-        closed = self._closed.setdefault(sender, _ClosedLink(0.0))
-        closed.due_s = self._clock.now() + self._in_flight_s(is_here)
+        self._landing.close_link(sender, self._clock.now(), is_here=is_here)
         self.happened(ev.LinkClosed(sender))
-
-    def _in_flight_s(self, is_here: bool) -> float:
-        return IN_FLIGHT_S if is_here else max(IN_FLIGHT_S, self._grace_s)
 
     def tick(self) -> None:
         """A deadline may have come."""
         now_s = self._clock.now()
-        due = [sender for sender, due_s in self._exited.items() if now_s >= due_s]
-        landed = [sender for sender, closed in self._closed.items() if now_s >= closed.due_s]
-        if due or landed:
+        exited, words = self._landing.take_exited(now_s), self._landing.take_landed(now_s)
+        if exited or words:
             # This thread may have been stopped for long: let bytes that have come land before their pages are freed.
             while events := self._transport.poll():
                 for event in events:
                     self._deliver(event)
-        for sender in due:
-            del self._exited[sender]
+        for sender in exited:
             self.happened(ev.WriterExited(sender))
             self._transport.disconnect(PeerId(sender))
-        for sender in landed:
-            for grant_id, capability in self._closed.pop(sender).confirmed:
-                self.confirm_idle(grant_id, sender, capability)
+        for word in words:
+            self._take_word(word)
         self.happened(ev.Tick())
 
     # -- carrying out
@@ -337,8 +309,7 @@ class ReceiverDriver:
         return answer
 
     def _set_deadline(self) -> None:
-        landing_s = (closed.due_s for closed in self._closed.values())
-        deadlines_s = (self._handoffs.next_deadline_s(), *self._exited.values(), *landing_s)
+        deadlines_s = (self._handoffs.next_deadline_s(), *self._landing.deadlines_s())
         self._callbacks.deadline(min((d for d in deadlines_s if d is not None), default=None))
 
     def _run(self, event: ev.ReceiverEvent) -> None:

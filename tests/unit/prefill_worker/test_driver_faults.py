@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.receiver_driver import IN_FLIGHT_S
+from decode_worker.landing import IN_FLIGHT_S
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol.messages import FailureReason, RefusalReason
 from kvtransfer.transports.events import MessageArrived, PeerId, TransportEvent, WriteArrived
@@ -85,7 +85,7 @@ def test_a_write_that_fails_in_the_middle_is_settled_by_an_exit_only(world: Worl
 def test_an_exit_on_another_host_waits_for_the_grace_and_the_connection_lasts_until_then(
     world: World, is_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_worker.receiver_driver.IN_FLIGHT_S", 0.02)
+    monkeypatch.setattr("decode_worker.landing.IN_FLIGHT_S", 0.02)
     world.open(2)
     world.attach(world.grant((7, 3)))
     driver = world.receiving.driver
@@ -142,7 +142,7 @@ def test_a_connection_closed_at_both_ends_settles_its_writes_once_they_had_time_
     world: World, is_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody ends for it: no writer is suspected, and the pages come back at both ends."""
-    monkeypatch.setattr("decode_worker.receiver_driver.IN_FLIGHT_S", 0.02)
+    monkeypatch.setattr("decode_worker.landing.IN_FLIGHT_S", 0.02)
     world.open(2)
     world.attach(world.grant((7, 3)))
     world.seal((1, 2), 0, layers=(0,))
@@ -157,3 +157,27 @@ def test_a_connection_closed_at_both_ends_settles_its_writes_once_they_had_time_
     assert world.now_s >= closed_s + (0.02 if is_here else GRACE_S)
     assert not any(told[0] == "kill_writer" for told in receiving.told)
     assert not receiving.expected
+
+
+@pytest.mark.parametrize("world", [plan("broken", "unsettled write", late_s=1000.0)], indirect=True)
+def test_pages_come_back_over_a_link_that_breaks_again_and_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_worker.landing.IN_FLIGHT_S", 0.02)
+    world.open(2)
+    world.attach(world.grant((7, 3)))
+    world.seal((1, 2), 0, layers=(0,))
+    world.sending.wait("quarantine", (1, 2))
+    receiving, sending = world.receiving, world.sending
+    receiving.run(lambda: receiving.driver.happened(rev.RequestCancelled(KEY)))
+
+    def breaks() -> None:
+        receiving.driver.link_closed(SENDER, is_here=True)
+        world.kernel.after(0.015, breaks)
+
+    breaks()
+    sending.driver.link_closed(RECEIVER)
+    said_s = world.now_s
+    receiving.wait("lift", (7, 3))
+    assert world.now_s < said_s + 0.05
+    assert not any(told[0] == "kill_writer" for told in receiving.told)

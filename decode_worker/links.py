@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Any
 
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import PeerId
 
-class Closed(Enum):
-    """Which connection a writer has closed."""
-
-    NONE = "none"
-    UNWRITTEN = "unwritten"  # pages never went by it
-    WRITTEN = "written"  # bytes may be on their way
+AskTransport = Callable[[Callable[[Transport], Any]], Future[Any]]
+"""Runs a command on the transfer thread, in order; an error is the caller's. Raises `TransportError` when it stops."""
 
 
 @dataclass(slots=True)
@@ -20,25 +20,46 @@ class _Link:
     number: int
     is_up: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def may_be_written(self) -> bool:
+        """A writer posts on its first connection at once, and on a later one only when its greeting came through
+        (`Transport.open_writes`), if the transport greets."""
+        return self.number == 0 or self.is_up.is_set()
+
 
 class WriterLinks:
     """One for each writer that has paired, by its incarnation. The writer numbers its connections; the next one comes
     when it has closed the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask_transport: AskTransport) -> None:
+        self._ask_transport = ask_transport
         self._links: dict[str, _Link] = {}
 
-    def begin(self, writer: str, number: int) -> Closed:
-        """A writer is about to connect; which connection of its is closed for that."""
+    async def connect(self, writer: str, number: int, metadata: bytes, closed: Callable[[], object]) -> PeerId:
+        """Learn a writer that is about to connect, or is about to connect anew; ours of the one before is closed.
+
+        Args:
+            closed: called on the transfer thread if bytes of the connection that was closed may be on their way.
+
+        Raises:
+            TransportError: its metadata cannot be used, or this worker stops.
+        """
         known = self._links.get(writer)
-        if known is not None and number <= known.number:  # a call that is repeated
-            return Closed.NONE
-        self._links[writer] = _Link(number)
-        if known is None:
-            return Closed.NONE
-        # A writer posts on its first connection at once, and on a later one only when its greeting came through
-        # (`Transport.open_writes`).
-        return Closed.WRITTEN if known.number == 0 or known.is_up.is_set() else Closed.UNWRITTEN
+        old = known if known is not None and known.number < number else None
+        if known is None or old is not None:  # else the call is repeated
+            self._links[writer] = _Link(number)
+        may_be_written = old is not None and old.may_be_written
+
+        def connect(transport: Transport) -> PeerId:
+            if old is not None:
+                transport.hang_up(PeerId(writer))
+                if may_be_written or not transport.greets:
+                    closed()
+            return transport.connect(metadata)
+
+        # Carried out even if whoever asks goes away meanwhile: this number is counted, and closes nothing again.
+        peer: PeerId = await asyncio.shield(asyncio.wrap_future(self._ask_transport(connect)))
+        return peer
 
     def greeted(self, writer: str, number: int) -> None:
         """A greeting came on this connection."""
@@ -46,16 +67,24 @@ class WriterLinks:
         if link is not None and link.number == number:
             link.is_up.set()
 
-    async def wait_up(self, writer: str, number: int, timeout_s: float) -> bool:
-        """Wait until a greeting has come on this connection; `False`: none came in time, or another one counts."""
+    async def await_greeting(self, writer: str, number: int, timeout_s: float) -> bool:
+        """Wait until a greeting has come on this connection; `False`: none came in time, or another one counts.
+
+        Raises:
+            TransportError: this worker stops.
+        """
         link = self._links.get(writer)
         if link is None or link.number != number:
             return False
+        key = f"greeting/{writer}/{number}"  # of its own: the one before may be awaited still
+        self._ask_transport(lambda transport: transport.expect_incoming(key, PeerId(writer), ()))
         try:
             async with asyncio.timeout(timeout_s):
                 await link.is_up.wait()
         except TimeoutError:
             return False
+        finally:
+            self._ask_transport(lambda transport: transport.end_incoming(key))
         return True
 
     def forget(self, writer: str) -> None:

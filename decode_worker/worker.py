@@ -15,7 +15,7 @@ from grpc import aio
 
 from decode_worker.commits import CommitStreams, error_of
 from decode_worker.events import Event, WriterSuspected
-from decode_worker.links import Closed, WriterLinks
+from decode_worker.links import WriterLinks
 from decode_worker.receiver_driver import Answer, ReceiverDriver
 from decode_worker.role import DecodeRole
 from decode_worker.wire import make_events
@@ -23,7 +23,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
-from kvtransfer.transports.events import GreetingArrived, MessageArrived, PeerId, ThreadEvent
+from kvtransfer.transports.events import GreetingArrived, MessageArrived, ThreadEvent
 from kvtransfer.wire import check_pair
 from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
@@ -72,7 +72,7 @@ class DecodeWorker:
             interval_s=parts.config.metrics.worker_interval_s,
         )
         self.commits = CommitStreams(self, parts.loop)
-        self.links = WriterLinks()
+        self.links = WriterLinks(parts.transfer.submit)
         # By incarnation: prefill workers that have paired and are not known to have exited. In the event loop.
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._channels: dict[str, aio.Channel] = {}
@@ -207,16 +207,9 @@ class DecodeWorker:
             raise TransportError(f"{prefill.worker_id} ({incarnation}) gives the description of {described} as its own")
         self._check_alive(prefill)
         is_here = prefill.host_id == self.parts.info.host_id
-        closed = self.links.begin(incarnation, link)
-
-        def connect(transport: Transport) -> PeerId:
-            if closed is not Closed.NONE:
-                transport.hang_up(PeerId(incarnation))
-            if closed is Closed.WRITTEN:
-                self.driver.link_closed(incarnation, is_here=is_here)
-            return transport.connect(metadata)
-
-        peer = await asyncio.wrap_future(self.parts.transfer.submit(connect))
+        peer = await self.links.connect(
+            incarnation, link, metadata, lambda: self.driver.link_closed(incarnation, is_here=is_here)
+        )
         try:
             self._check_alive(prefill)
         except WorkerLostError:
@@ -230,15 +223,15 @@ class DecodeWorker:
 
     async def await_greeting(self, request: decode_pb.AwaitGreetingRequest) -> bool:
         """Whether a greeting comes on this connection, in the time that the prefill worker gives it."""
-        writer, key = request.sender_incarnation, f"greeting/{request.sender_incarnation}"
+        writer = request.sender_incarnation
         if not self.has_paired(writer):
             return False
         timeout_s = min(request.timeout_s, self.parts.config.transport.lease_s)
-        self.parts.on_transfer(lambda transport: transport.expect_incoming(key, PeerId(writer), ()))
         try:
-            return await self.links.wait_up(writer, request.link, timeout_s)
-        finally:
-            self.parts.on_transfer(lambda transport: transport.end_incoming(key))
+            return await self.links.await_greeting(writer, request.link, timeout_s)
+        except TransportError as stops:
+            _log.info("%s is not waited for: %s", writer, stops)
+            return False
 
     def _check_alive(self, prefill: pb.WorkerInfo) -> None:
         if prefill.incarnation in self._ended:

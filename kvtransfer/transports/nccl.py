@@ -3,6 +3,10 @@
 For GPU fabrics without a usable NIC. The library is two-sided, so the reader's helper threads (see `pairs`) store what
 arrives, and only into ranges that were announced by `expect_incoming`: here `end_incoming` is a fence. The transfer
 thread itself never blocks. One communicator for each pair and direction, made by its first write.
+
+A connection is closed (`hang_up`) without waiting: what is outstanding fails at once, and nothing of it is stored any
+more. A helper thread that waits for the peer in gloo or NCCL cannot be woken; it is ready for the next connection when
+that wait has ended, after `timeout_s` at most.
 """
 
 from __future__ import annotations
@@ -107,6 +111,18 @@ class NcclTransport(Transport):
         with self._lock:
             self._events.append(event)
         self.doorbell.ring()
+
+    def _hang_up(self, peer: PeerId) -> None:
+        if (reader := self._readers.get(peer)) is not None:
+            reader.hang_up()
+        if (writer := self._writers.get(peer)) is None:
+            return
+        error = f"disconnected from {peer}"
+        unsent, given_up = writer.give_up()
+        if given_up is not None:
+            self._report(WriteFailed(given_up.handle, error, settled=False, is_link_broken=True))
+        for write in unsent:
+            self._report(WriteFailed(write.handle, error, settled=True, is_link_broken=True))
 
     def disconnect(self, peer: PeerId) -> None:
         if not self._forget(peer):

@@ -175,6 +175,8 @@ class PairWriter(PairThread):
         self._theirs: Store | None = None
         # Guarded by _changed.
         self._queue: deque[QueuedWrite] = deque()
+        self._under_way: QueuedWrite | None = None  # `None` also where it was given up
+        self._begins_anew = False  # with the next write, by another communicator
         self._number = 0
         super().__init__(side, f"kv-writer-{side.agent_name}-{peer}")
 
@@ -182,6 +184,17 @@ class PairWriter(PairThread):
         with self._changed:
             self._queue.append(write)
             self._changed.notify()
+
+    def give_up(self) -> tuple[list[QueuedWrite], QueuedWrite | None]:
+        """Give up the writes that have not begun, and the one under way. Their ends are the caller's to report.
+
+        Neither library ends what waits for the peer already. The next write waits for that, for `timeout_s` at most.
+        """
+        with self._changed:
+            unsent, self._queue = list(self._queue), deque()
+            given_up, self._under_way = self._under_way, None
+            self._begins_anew = True
+        return unsent, given_up
 
     def _main(self) -> None:
         while True:
@@ -191,13 +204,20 @@ class PairWriter(PairThread):
                 if self._closing:
                     unsent, self._queue = list(self._queue), deque()
                     break
-                write = self._queue.popleft()
-            self._side.report(self._send(write))
+                write = self._under_way = self._queue.popleft()
+                if self._begins_anew:
+                    self._begins_anew = False
+                    self._drop_communicator()
+            events = self._send(write)
+            with self._changed:
+                is_wanted, self._under_way = self._under_way is write, None
+            for event in events if is_wanted else ():
+                self._side.report(event)
         for write in unsent:
             self._side.report(WriteFailed(write.handle, f"disconnected from {self._peer}", settled=True))
         self._group = self._theirs = None
 
-    def _send(self, write: QueuedWrite) -> TransportEvent:
+    def _send(self, write: QueuedWrite) -> list[TransportEvent]:
         """Carry one write out and say how it ended."""
         number, self._number = self._number, self._number + 1
         has_sent = False
@@ -210,15 +230,22 @@ class PairWriter(PairThread):
                     self._send_frames(self._communicator(), write.descriptors)
                     answer = self._answer(f"d/{number}")
             if answer == _OK:
-                return WriteCompleted(write.handle)
+                return [WriteCompleted(write.handle)]
             # A spoken refusal: the reader is through with the write, and the communicator is in order.
-            return WriteFailed(write.handle, f"refused by {self._peer}: {answer.decode()}", settled=True)
+            return [WriteFailed(write.handle, f"refused by {self._peer}: {answer.decode()}", settled=True)]
         except TransportError as error:
-            self._group = self._theirs = None
-            self._generation += 1
-            if has_sent:
-                self._side.report(LinkBroken(PeerId(self._peer), str(error)))
-            return WriteFailed(write.handle, str(error), settled=not has_sent, is_link_broken=has_sent)
+            self._drop_communicator()
+            failed = WriteFailed(write.handle, str(error), settled=not has_sent, is_link_broken=has_sent)
+            return [LinkBroken(PeerId(self._peer), str(error)), failed] if has_sent else [failed]
+
+    def _drop_communicator(self) -> None:
+        self._group = self._theirs = None
+        self._generation += 1
+
+    def _check_wanted(self) -> None:
+        """Raises `TransportError` where the write under way was given up."""
+        if self._closing or self._under_way is None:
+            raise TransportError("closing" if self._closing else "the connection was closed")
 
     def _announce(self, write: QueuedWrite, number: int) -> None:
         if self._theirs is None:
@@ -235,8 +262,9 @@ class PairWriter(PairThread):
         deadline_s, probe_s = now_s + self._side.timeout_s, now_s + _PROBE_EVERY_S
         while not self._own.check([key]):
             now_s = time.monotonic()
-            if self._closing or now_s >= deadline_s:
-                raise TransportError("closing" if self._closing else f"no answer within {self._side.timeout_s} s")
+            self._check_wanted()
+            if now_s >= deadline_s:
+                raise TransportError(f"no answer within {self._side.timeout_s} s")
             if now_s >= probe_s:
                 self._probe()
                 probe_s = now_s + _PROBE_EVERY_S
@@ -258,6 +286,7 @@ class PairWriter(PairThread):
     def _send_frames(self, group: ProcessGroup, descriptors: Sequence[Descriptor]) -> None:
         arena = self._side.arena
         for frame in frames([(d.local_offset, d.num_bytes) for d in descriptors], self._side.frame_bytes):
+            self._check_wanted()
             packed = torch.cat([arena[start : start + size] for start, size in frame])
             group.send([packed], 1, 0).wait()
         self._side.finish()
@@ -287,6 +316,8 @@ class PairReader(PairThread):
         self._peer_at = peer_at
         self._lock = lock
         self._may_store = may_store
+        self._num_hang_ups = 0  # guarded by _lock
+        self._num_begun_anew = 0  # of these, after which it has
         self._name = f"{peer}>{side.agent_name}"
         self._own_port = own_store.port
         self._wake = PrefixStore(self._name, own_store)
@@ -297,6 +328,11 @@ class PairReader(PairThread):
         super().ask_to_close()
         self._wake.queue_push("headers", "")  # what the thread waits for
 
+    def hang_up(self) -> None:
+        """Store nothing more of the write that is being received. A fence, as the end of a grant."""
+        with self._lock:
+            self._num_hang_ups += 1
+
     def _main(self) -> None:
         own = self._side.connect_store(self._side.host, self._own_port, _FOREVER_S)
         headers = PrefixStore(self._name, own)
@@ -304,6 +340,8 @@ class PairReader(PairThread):
             data = headers.queue_pop("headers")
             if self._closing:
                 break
+            if headers.queue_len("headers"):  # its writer has given it up: it announces one at a time
+                continue
             try:
                 with translated(f"writes from {self._peer}"):
                     self._receive(Header.unpack(data))
@@ -314,11 +352,15 @@ class PairReader(PairThread):
         self._group = self._theirs = None
 
     def _receive(self, header: Header) -> None:
+        with self._lock:
+            num_hang_ups = self._num_hang_ups
+            allowed = all(self._may_store(start, size) for start, size in header.ranges)
+        if num_hang_ups != self._num_begun_anew:  # as the writer does
+            self._num_begun_anew = num_hang_ups
+            self._group = self._theirs = None
         if self._theirs is None:
             self._theirs = PrefixStore(self._name, self._side.connect_store(*self._peer_at))
         theirs, number = self._theirs, header.number
-        with self._lock:
-            allowed = all(self._may_store(start, size) for start, size in header.ranges)
         theirs.set(f"g/{number}", _OK if allowed else b"no grant covers it")  # type: ignore[arg-type]
         if not allowed:
             return
@@ -329,14 +371,14 @@ class PairReader(PairThread):
         for frame in frames(header.ranges, header.frame_bytes):
             packed = torch.empty(sum(size for _, size in frame), dtype=torch.uint8, device=self._side.arena.device)
             self._group.recv([packed], 0, 0).wait()
-            stored = self._scatter(packed, frame) and stored
+            stored = self._scatter(packed, frame, num_hang_ups) and stored
         if stored:
             self._side.report(WriteArrived(self._peer, header.tag))  # type: ignore[arg-type]
         theirs.set(f"d/{number}", _OK if stored else b"its grant ended meanwhile")  # type: ignore[arg-type]
 
-    def _scatter(self, packed: torch.Tensor, frame: Sequence[tuple[int, int]]) -> bool:
+    def _scatter(self, packed: torch.Tensor, frame: Sequence[tuple[int, int]], num_hang_ups: int) -> bool:
         with self._lock:
-            if not all(self._may_store(start, size) for start, size in frame):
+            if num_hang_ups != self._num_hang_ups or not all(self._may_store(start, size) for start, size in frame):
                 return False
             at = 0
             for start, size in frame:

@@ -389,6 +389,68 @@ def test_ending_a_grant_is_a_fence_on_a_two_sided_transport(make_pair: Callable[
     assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
 
 
+
+def connect_anew(pair: Pair) -> None:
+    """What workers do about a connection that broke, once the writer has hung up."""
+    me = PeerId(pair.writer.transport.agent_name)
+    pair.reader.hang_up(me)
+    pair.reader.connect(pair.writer.metadata())
+    pair.writer.connect(pair.reader.metadata())
+    pair.writer.open_writes(pair.peer)
+
+
+def test_a_connection_that_both_ends_have_closed_is_made_anew(pair: Pair) -> None:
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)])), WriteCompleted)
+    for value in (1, 2):
+        pair.writer.hang_up(pair.peer)
+        late = pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)]))
+        assert isinstance(late, WriteFailed)
+        assert (late.settled, late.is_link_broken) == (True, True)
+        connect_anew(pair)
+        pair.writer.arena[:64] = value
+        assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
+        assert pair.reader.read(0, 64) == bytes([value]) * 64
+
+
+def test_gloo_fails_all_that_is_outstanding_at_once_when_it_hangs_up(
+    make_pair: Callable[..., Pair], own_process: PeerProcess
+) -> None:
+    pair = make_pair("nccl", own_process, timeout_s=60.0)
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
+    own_process.signal(signal.SIGSTOP)
+    handles = [pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)]) for _ in range(3)]
+    pair.writer.poll_for(0.2)
+    assert not any(pair.writer.ends(handle) for handle in handles)
+    pair.writer.hang_up(pair.peer)
+    pair.writer.poll()
+    ends = [end for handle in handles for end in pair.writer.ends(handle) if isinstance(end, WriteFailed)]
+    assert [(end.settled, end.is_link_broken) for end in ends] == [(False, True), (True, True), (True, True)]
+    assert not pair.writer.transport.wants_polling
+    own_process.signal(signal.SIGCONT)
+    connect_anew(pair)
+    pair.writer.arena[:10] = 4
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
+    assert pair.reader.read(0, 10) == bytes([4]) * 10
+    assert all(len(pair.writer.ends(handle)) == 1 for handle in handles)
+    assert not pair.writer.broken(), "what was given up says nothing of the new connection"
+
+
+def test_hanging_up_is_a_fence_on_a_two_sided_transport(make_pair: Callable[..., Pair]) -> None:
+    """The same peer may have the same pages again by then."""
+    pair = make_pair("nccl", frame_bytes=16 << 10)
+    assert isinstance(pair.reader, Agent)
+    pair.writer.arena[:] = 9
+    handle = pair.writer.write(pair.peer, [Descriptor(0, 0, ARENA_BYTES)])
+    pair.wait(lambda: pair.reader.arena[0] == 9, "its first byte")
+    pair.reader.hang_up(PeerId(pair.writer.transport.agent_name))
+    at_the_fence = pair.reader.read()
+    assert isinstance(pair.end_of(handle), WriteFailed), "the write was over before: send more"
+    assert pair.reader.read() == at_the_fence
+    pair.writer.hang_up(pair.peer)
+    connect_anew(pair)
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
+
+
 # ---- closing
 
 

@@ -249,6 +249,9 @@ class RemoteAgent:
     def end(self, key: str) -> None:
         self.host.call("end", self.agent_name, key)
 
+    def hang_up(self, peer: PeerId) -> None:
+        self.host.call("hang_up", self.agent_name, peer)
+
     def read(self, offset: int = 0, num_bytes: int = ARENA_BYTES) -> bytes:
         return self.host.call("read", self.agent_name, offset, num_bytes)
 

@@ -251,6 +251,7 @@ class WorkerSession:
     async def _one_stream(self) -> None:
         """One connection, from its opening to its end. Raises `WorkerLostError` or gRPC's error."""
         self._commands, self._num_sent = asyncio.Queue(), 0
+        self._is_overdue = False  # not before: the last stream counts as open until it is closed
         async with make_channel(self.member.address) as channel:
             stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
             call = stub.Session()
@@ -266,7 +267,6 @@ class WorkerSession:
                     raise WorkerLostError(f"worker {self.key} was silent for {self._lease_s:g} s") from None
                 finally:
                     watchdog.stop()
-                    self._is_overdue = False
 
     def receive(self, message: Any) -> None:
         """What the worker says: its status, and events in order."""

@@ -11,21 +11,10 @@ from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, Layout, PageCoun
 from tandem.rpc.v1.control_pb2 import Member
 from tandem.rpc.v1.decode_pb2 import DecodeCommand, DecodeEvents
 from tandem.rpc.v1.prefill_pb2 import PrefillEvents
+from tests.support.unheard import Unheard
 
 PAGE_SIZE, FREE_PAGES = 16, 100
 PROMPT_TOKENS = 40  # three pages
-
-
-class Unheard:
-    """A `SessionObserver` of a session that is never started."""
-
-    def session_changed(self, session: WorkerSession) -> None: ...
-
-    def readiness_changed(self, session: WorkerSession) -> None: ...
-    def worker_died(self, session: WorkerSession) -> None: ...
-    def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
-    def load_changed(self, session: WorkerSession) -> None: ...
-    def event_seen(self, message: Any) -> None: ...
 
 
 def session_of(role: Any) -> WorkerSession:

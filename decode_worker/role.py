@@ -19,11 +19,12 @@ from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError, TandemError
 from tandem.core.pages import page_keys
+from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits
-from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import SampleTokens
 from tandem.worker.turn import turn_of
 from tandem.worker.validate import open_journals, validate

@@ -12,9 +12,10 @@ from decode_worker.job import Choice, DecodeJob, Prompt
 from decode_worker.ledger import AttemptState, Ledger
 from tandem.core.errors import InternalError
 from tandem.core.sampling import SampledToken
+from tandem.worker.batch import Batch, ScheduledSequence
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.request import AttemptFailed, RequestLimits, TokenSampled
-from tandem.worker.scheduler import Batch, BatchScheduler, ScheduledSequence
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.step import SampleTokens
 

@@ -9,8 +9,8 @@ from prefill_worker.events import PromptWork
 from tandem.core.errors import TandemError
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken
+from tandem.worker.batch import ScheduledSequence
 from tandem.worker.request import AttemptSpec, RequestLimits
-from tandem.worker.scheduler import ScheduledSequence
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.turn import turn_of
 from tandem.worker.validate import open_journals, validate

@@ -21,11 +21,12 @@ from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
+from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
-from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import SampleTokens
 
 # So many ended attempts are remembered, so that a late repetition of a start is not taken for a new attempt.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tandem.core.config import Config, TransportConfig
 from tandem.core.identity import Role
-from tandem.worker.scheduler import SchedulerLimits
+from tandem.worker.batch import SchedulerLimits
 
 # A step of this many tokens takes hardly longer than reading the weights does (docs/log/experiments.md, 22).
 _CPU_MIXED_STEP_TOKENS = 8

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from tandem.core.errors import InternalError
 from tandem.engine.engine import Engine, SequenceInput
+from tandem.worker.batch import Batch
 from tandem.worker.pacing import Pacing
-from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
 
 _log = logging.getLogger(__name__)

@@ -33,68 +33,17 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, pages_for
+from tandem.worker.batch import Batch, ScheduledSequence, SchedulerLimits
 from tandem.worker.sequence import Sequence
 
 _order = attrgetter("order")
 
 # In a step that is full already, the first paced prompt still gets `paced_tokens` divided by this.
 _LEAST_PACED_PART = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of one step and of the queue; counts of sequences and tokens."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunk_size: int  # a multiple of the page size: all chunks but a prompt's last one fill whole pages
-    queue_bound: int
-    # Sequences that are not promoted are admitted while no more than this share of the pool is in use. One is always
-    # admitted when there is no other.
-    unpromoted_share: float = 1.0
-    # A step takes tokens of paced prompts until it has `paced_tokens`; it may have up to `most_paced_tokens` where few
-    # sequences wait for it, or spare threads compute it.
-    paced_tokens: int = 8
-    most_paced_tokens: int = 0
-    # So many tokens of chunks keep the processor busy; `_may_join` says what may still join such a step.
-    saturating_tokens: int = 512
-    # From so many sequences on, a step completes two prompts even if one keeps the processor busy; 0: never.
-    num_to_pair: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """What one sequence computes in this step: tokens [start, start + num_tokens)."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samples: bool  # the step reaches the newest token, and a token is sampled after it
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step, as plain data. It is empty when nothing can run now."""
-
-    items: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (source page, target page), before the step
-    preempted: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    # Running sequences that got no page and could preempt none; they go on when pages come back.
-    stalled: list[Sequence] = field(default_factory=list)
-    # Of chunks that are not paced: all their tokens; how many of them complete their sequence; the tokens of those.
-    num_chunk_tokens: int = 0
-    num_ending: int = 0
-    num_ending_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
 
 
 class BatchScheduler:

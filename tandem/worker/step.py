@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from tandem.core.errors import InternalError
 from tandem.core.sampling import SampledToken, SampleRow
-from tandem.worker.scheduler import Batch
+from tandem.worker.batch import Batch
 
 SampleTokens = Callable[[Any, Sequence[Sequence[SampleRow]]], list[list[SampledToken | InternalError]]]
 """From logits, one row an item, and what is asked of each row, to tokens; see `tandem.engine.sampler.Sampler`."""

@@ -16,7 +16,7 @@ from typing import Any
 from router.policy.route import choose
 from router.request.request import Request
 from tandem.core.identity import Role
-from tandem.worker.scheduler import SchedulerLimits
+from tandem.worker.batch import SchedulerLimits
 from tests.support.decode_node import DecodeNode
 from tests.support.link import Link, LinkSpec
 from tests.support.node import Node, NodeSpec

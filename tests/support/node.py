@@ -9,11 +9,12 @@ from kvtransfer.layout import KvFormat
 from tandem.core.clock import Clock
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
+from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import RequestLimits
-from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
 from tests.support.ends import Cluster, End
 from tests.support.link import Link
 from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample

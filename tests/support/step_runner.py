@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from tandem.worker.scheduler import Batch, BatchScheduler
+from tandem.worker.batch import Batch
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
 from tests.support.scripted_model import NUM_LAYERS, Memory
 from tests.support.virtual_time import Kernel

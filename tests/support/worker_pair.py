@@ -25,9 +25,9 @@ from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tandem.core.config import from_dict
 from tandem.engine.random_model import ModelSpec, save
+from tandem.worker.batch import SchedulerLimits
 from tandem.worker.parts import WorkerPlace
 from tandem.worker.process import WorkerProcess
-from tandem.worker.scheduler import SchedulerLimits
 from tests.support.waiting import nothing, until
 
 PAGE = 16

@@ -19,12 +19,13 @@ from tandem.core.clock import VirtualClock
 from tandem.core.errors import DrainingError, InternalError, OverloadedError
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
+from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
 from tandem.worker.runner import Runner
-from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason
 from tests.support.imports import HEAVY, loaded_by
 

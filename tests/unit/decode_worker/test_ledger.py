@@ -11,7 +11,8 @@ from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.errors import OverloadedError
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SamplingParams
-from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.batch import SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence
 from tandem.worker.turn import turn_of
 

@@ -12,8 +12,8 @@ from router.policy.recovery import Fault, failure
 from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError
 from tandem.core.identity import WorkerKey
 from tandem.core.sampling import SampledToken, SamplingParams
+from tandem.worker.batch import SchedulerLimits
 from tandem.worker.request import AttemptFailed, AttemptSpec, TokenSampled
-from tandem.worker.scheduler import SchedulerLimits
 from tests.support import driver_world
 from tests.support.driver_world import KEY, RECEIVER, SENDER
 from tests.support.imports import HEAVY, loaded_by

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tandem.core.pages import PagePool
+from tandem.worker.batch import SchedulerLimits
 from tandem.worker.load import LoadReport, LoadSnapshot
-from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
 
 
 def make() -> tuple[LoadReport, list[int]]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from tandem.core.pages import PagePool
+from tandem.worker.batch import SchedulerLimits
 from tandem.worker.pacing import Pacing
 from tandem.worker.runner import Runner
-from tandem.worker.scheduler import BatchScheduler, SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
 
 WAIT_S = 10.0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SamplingParams
-from tandem.worker.scheduler import Batch, BatchScheduler, SchedulerLimits
+from tandem.worker.batch import Batch, SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.turn import turn_of
 

@@ -23,8 +23,8 @@ from router.policy.snapshot import Snapshot
 from router.request.request import Request
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SamplingParams
+from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.request import AttemptSpec
-from tandem.worker.scheduler import Batch, SchedulerLimits
 from tests.support.decode_node import DecodeNode
 from tests.support.handoff_world import World, WorldSpec
 from tests.support.link import LinkSpec

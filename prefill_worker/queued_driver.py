@@ -7,7 +7,8 @@ from concurrent.futures import Future, wait
 
 from kvtransfer.protocol.messages import AttemptKey, FirstToken
 from kvtransfer.transports.base import Transport
-from prefill_worker.sender_driver import SealedPages, SenderDriver
+from prefill_worker.sender_driver import SenderDriver
+from prefill_worker.sending import SealedPages
 
 # The longest time that the runner waits, once a step, until the driver knows which prompts are computed. Where all
 # pages are written, their commits go out meanwhile.

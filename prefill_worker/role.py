@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
-from kvtransfer.protocol.messages import AttemptKey, FailureReason, FirstToken, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, FailureReason, RefusalReason
 from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted
 from prefill_worker.job import PromptJob, StepPart, make_job, part_of
 from prefill_worker.retained_prompts import RetainedPrompts
-from prefill_worker.sender_driver import SealedPages
+from prefill_worker.sending import SealedPages, SenderPort
 from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, TandemError
@@ -31,22 +31,6 @@ from tandem.worker.step import SampleTokens
 
 # So many ended attempts are remembered, so that a late repetition of a start is not taken for a new attempt.
 _NUM_REMEMBERED = 4096
-
-
-class SenderPort(Protocol):
-    """The sender driver as the role calls it. Calls are carried out in order, perhaps later and in another thread."""
-
-    def computed_layer(self, layer: int, pages: tuple[int, ...]) -> None: ...
-
-    def sealed(self, pages: list[SealedPages]) -> None: ...
-
-    def computed(self, key: AttemptKey, first_tokens: tuple[FirstToken, ...], computed_s: float) -> None: ...
-
-    def wait_taken(self) -> None:
-        """Wait, for a short time at most, until the driver knows which prompts are computed."""
-
-    def cancel(self, key: AttemptKey) -> None:
-        """End this attempt, whether it had begun or not."""
 
 
 class PrefillRole:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvtransfer.digest import ReadExtent
 from kvtransfer.extents import ArenaShape, merge_extents
@@ -19,7 +17,7 @@ from kvtransfer.protocol.arrivals import WriteTag
 from kvtransfer.protocol.attempts import SenderLimits, SenderState
 from kvtransfer.protocol.link import Link
 from kvtransfer.protocol.link_window import LinkLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant
+from kvtransfer.protocol.messages import AttemptKey, FirstToken, Grant
 from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transports.events import (
     GreetingArrived,
@@ -32,9 +30,10 @@ from kvtransfer.transports.events import (
     WriteFailed,
     WritePosted,
 )
-from prefill_worker.events import HandoffStats
-from prefill_worker.links import LinkFigures, Links
+from prefill_worker.handoff_entry import HandoffEntry
+from prefill_worker.links import Links
 from prefill_worker.sealed_digests import SealedDigests
+from prefill_worker.sending import SealedPages, SenderCallbacks
 from tandem.core import fault_points
 from tandem.core.clock import Clock
 
@@ -42,70 +41,6 @@ _log = logging.getLogger(__name__)
 
 # What is under way to a decode worker may take this long to drain, in seconds, also where there is no time of grace.
 _LEAST_DRAIN_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class SealedPages:
-    """Pages of one prompt whose KV in some layers is final."""
-
-    key: AttemptKey
-    layers: range
-    first_index: int  # place of the first among the prompt's pages
-    local_pages: tuple[int, ...]
-
-
-class SenderCallbacks(Protocol):
-    """What the driver reports to its worker. Called on the transfer thread; each call must hand over and return."""
-
-    def commit_part(self, part: CommitPart) -> None: ...
-
-    def commit(self, commit: Commit, *, again: bool) -> None:
-        """`again`: an earlier sending had no answer."""
-
-    def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
-        """Tell the receiver that nothing of the grant is outstanding, until it has heard."""
-
-    def succeeded(self, key: AttemptKey, stats: HandoffStats) -> None: ...
-
-    def failed(self, failure: ev.Fail) -> None: ...
-
-    def quarantine(self, pages: tuple[int, ...]) -> None:
-        """The attempt is over, and writes may still read these pages."""
-
-    def release(self, pages: tuple[int, ...]) -> None:
-        """No write can read these pages any more. Each sealed page comes exactly once."""
-
-    def closed(self, key: AttemptKey) -> None:
-        """The handoff is over; no other call about it follows."""
-
-    def replace_self(self, num_quarantined: int) -> None:
-        """Writes of ended attempts hold this many pages and do not end: only a new process frees them."""
-
-    def links_changed(self, links: tuple[LinkFigures, ...]) -> None:
-        """What is known of the links to decode workers has changed."""
-
-    def link_hangs(self, receiver: str, why: str) -> None:
-        """A write to this decode worker has had its time. `link_closed` settles it, when its connection is closed."""
-
-    def deadline(self, deadline_s: float | None) -> None:
-        """`tick` is due at this time."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    handoff: SenderHandoff
-    number: int  # in the tags of its writes
-    # All pages ever sealed for it: the driver holds them until the handoff is done.
-    pages: set[int] = field(default_factory=set)
-    released: bool = False
-    # Set when the attempt has failed and its writes have not ended: since then, or since one of them has ended.
-    draining_since_s: float | None = None
-    has_committed: bool = False
-    first_post_s: float | None = None
-    computed_s: float = 0.0
-    verified_at_s: float | None = None
-    num_descriptors: int = 0
-    num_extents: int = 0
 
 
 class SenderDriver:
@@ -140,8 +75,8 @@ class SenderDriver:
         self._write = write
         self._peer = peer
         self._now = clock.now
-        self._entries: dict[AttemptKey, _Entry] = {}
-        self._by_number: dict[int, _Entry] = {}
+        self._entries: dict[AttemptKey, HandoffEntry] = {}
+        self._by_number: dict[int, HandoffEntry] = {}
         self._next_number = 0
         self._replacement_asked = False
         link_limits = LinkLimits(
@@ -165,7 +100,7 @@ class SenderDriver:
         if key in self._entries:
             return
         handoff = SenderHandoff(key, self._incarnation, receiver, self._layout, num_pages, self._limits)
-        entry = _Entry(handoff, self._next_number)
+        entry = HandoffEntry(handoff, self._next_number)
         self._next_number += 1
         self._entries[key] = entry
         self._by_number[entry.number] = entry
@@ -248,13 +183,13 @@ class SenderDriver:
     def receiver_lost(self, receiver: str) -> None:
         """A decode worker's process has ended."""
         self._links.forget(receiver)
-        for key in [k for k, e in self._entries.items() if _receiver(e) == receiver]:
+        for key in [k for k, e in self._entries.items() if e.receiver == receiver]:
             self._handle(key, ev.ReceiverExited())
 
     def link_closed(self, receiver: str) -> None:
         """The connection to a decode worker that lives was closed, and decode knows it."""
         # All hear of it before any of them posts again.
-        for entry in [e for e in self._entries.values() if _receiver(e) == receiver]:
+        for entry in [e for e in self._entries.values() if e.receiver == receiver]:
             self._feed(entry, ev.LinkClosed())
         if (link := self._links.get(receiver)) is not None:
             link.close()
@@ -293,7 +228,7 @@ class SenderDriver:
 
     def tick(self) -> None:
         """A deadline may have come."""
-        for receiver in dict.fromkeys(_receiver(entry) for entry in self._entries.values()):
+        for receiver in dict.fromkeys(entry.receiver for entry in self._entries.values()):
             if receiver is not None and (link := self._links.get(receiver)) is not None:
                 self._end_overdue(receiver, link)
         for key in list(self._entries):
@@ -346,7 +281,7 @@ class SenderDriver:
         finally:
             self._is_giving_turns = False
 
-    def _feed(self, entry: _Entry, event: ev.SenderEvent) -> None:
+    def _feed(self, entry: HandoffEntry, event: ev.SenderEvent) -> None:
         key, handoff = entry.handoff.key, entry.handoff
         for instruction in handoff.handle(event, self._now()):
             self._carry_out(entry, instruction)
@@ -364,8 +299,8 @@ class SenderDriver:
         elif handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
             entry.draining_since_s = self._now()
 
-    def _link_of(self, entry: _Entry) -> Link | None:
-        receiver = _receiver(entry)
+    def _link_of(self, entry: HandoffEntry) -> Link | None:
+        receiver = entry.receiver
         return self._links.get(receiver) if receiver is not None else None
 
     def _set_deadline(self) -> None:
@@ -383,7 +318,7 @@ class SenderDriver:
             if entry.draining_since_s is not None and entry.draining_since_s + grace_s > now_s:
                 yield entry.draining_since_s + grace_s
 
-    def _carry_out(self, entry: _Entry, instruction: ev.SenderInstruction) -> None:
+    def _carry_out(self, entry: HandoffEntry, instruction: ev.SenderInstruction) -> None:
         key = entry.handoff.key
         match instruction:
             case ev.PostWrites():
@@ -401,7 +336,7 @@ class SenderDriver:
                 self.num_stops_ignored += 1
                 _log.warning("a stop of %s without its capability is ignored", instruction.grant_id)
             case ev.Succeed():
-                self._callbacks.succeeded(key, self._stats(entry))
+                self._callbacks.succeeded(key, entry.stats(self._now()))
                 fault_points.reach("prefill.acked")
             case ev.Fail():
                 self._callbacks.failed(instruction)
@@ -410,7 +345,7 @@ class SenderDriver:
             case ev.ReleasePages():
                 pass  # all at once when the handoff is done, see `_handle`
 
-    def _post(self, entry: _Entry, post: ev.PostWrites) -> None:
+    def _post(self, entry: HandoffEntry, post: ev.PostWrites) -> None:
         key, write_id = entry.handoff.key, post.write_id
         tag = WriteTag(entry.number, write_id, post.grant.epoch, post.runs).pack()
         peer = self._peer(post.grant.receiver)
@@ -437,18 +372,3 @@ class SenderDriver:
             return True
 
         self._write(name, descriptors, tag, may_post=may_post)
-
-    def _stats(self, entry: _Entry) -> HandoffStats:
-        now_s = self._now()
-        return HandoffStats(
-            num_bytes=entry.handoff.num_bytes_posted,
-            num_extents=entry.num_extents,
-            num_descriptors=entry.num_descriptors,
-            handoff_s=now_s - (entry.first_post_s or now_s),
-            exposed_s=now_s - entry.computed_s,
-            answer_s=now_s - (entry.verified_at_s or now_s),
-        )
-
-
-def _receiver(entry: _Entry) -> str | None:
-    return entry.handoff.grant.receiver if entry.handoff.grant else None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,13 +13,15 @@ from grpc import aio
 from kvtransfer.extents import ArenaShape
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FailureReason, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import LinkBroken, PeerId, ThreadEvent
+from prefill_worker.attaching import Attaching
 from prefill_worker.commits import Commits
 from prefill_worker.connections import Connections
 from prefill_worker.events import Event, HandoffStats, LinkChanged
 from prefill_worker.links import LinkFigures
+from prefill_worker.meetings import Meetings
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.queued_driver import QueuedDriver
 from prefill_worker.role import PrefillRole
@@ -42,12 +42,9 @@ from tandem.worker.parts import WorkerParts
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import grant_from_proto, refusal_from_proto, spec_from_proto
+from tandem.worker.wire import refusal_from_proto, spec_from_proto
 
 _log = logging.getLogger(__name__)
-
-# Pairings ahead of need that one worker has under way at a time.
-_MEETINGS = 4
 
 Hub = SessionHub[prefill_pb.PrefillCommand, Event | pb.WorkerInfo, prefill_pb.PrefillEvents]
 
@@ -80,7 +77,7 @@ class PrefillWorker:
             confirm_for_s=transport.lease_s + transport.grace_s,
         )
         self.connections = Connections(self.peers, self, patience_s=transport.lease_s / 4)
-        self._meeting = asyncio.Semaphore(_MEETINGS)
+        self._meetings = Meetings(self.peers, self.connections, parts.life.spawn)
         self.commits = Commits(
             parts.worker_id, lambda receiver: self.peers.peers.get(receiver), parts.loop.call_soon_threadsafe
         )
@@ -127,6 +124,8 @@ class PrefillWorker:
             clock=clock,
             is_draining=lambda: parts.life.draining,
         )
+
+        self._attaching = Attaching(parts, self.peers, self.connections, self.driver, self.core)
 
     @property
     def hooks(self) -> StepHooks:
@@ -178,7 +177,10 @@ class PrefillWorker:
             case "start":
                 self._take_in(session, command.start)
             case "attach":
-                self.parts.life.spawn(self._attach(command.attach))
+                attach = command.attach
+                target = self._targets.get(AttemptKey(attach.request_id, attach.attempt))
+                if target is not None:  # else it was cancelled meanwhile
+                    self.parts.life.spawn(self._attaching.attach(attach, target))
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
                 self.parts.runner.submit(lambda: self.core.cancel(key))
@@ -186,7 +188,7 @@ class PrefillWorker:
                 request_id = command.release.request_id
                 self.parts.runner.submit(lambda: self.core.release_request(request_id))
             case "meet":
-                self._meet(command.meet.decode)
+                self._meetings.meet(command.meet.decode)
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 
@@ -215,75 +217,7 @@ class PrefillWorker:
         """A router is gone."""
         self.parts.runner.submit(lambda: self.core.session_ended(session))
 
-    async def _attach(self, command: prefill_pb.AttachGrant) -> None:
-        """Become the grant's writer, and stay it for as long as the handoff lasts."""
-        key = AttemptKey(command.request_id, command.attempt)
-        target = self._targets.get(key)
-        if target is None:  # cancelled meanwhile
-            return
-        try:
-            peer = await self.peers.get(target)
-            await self.connections.wait_whole(peer)
-            grant = grant_from_proto(command.grant, peer.layout)
-            if grant.key != key or grant.receiver != target.incarnation:
-                raise HandoffError(
-                    f"grant {grant.grant_id} is for {grant.key} at {grant.receiver}, not for {key}",
-                    reason=FailureReason.GRANT_MISMATCH.value,
-                )
-            asked_s = time.monotonic()
-            reply = await self.peers.attach(peer, grant, renew=False)
-        except TandemError as error:
-            # Decode could not be reached, or must not be paired with.
-            self.parts.runner.submit(partial(self.core.fail, key, error))
-            return
-        if not reply.ok:
-            reason, detail = refusal_from_proto(reply.error)
-            if reason is not RefusalReason.ALREADY_ENDED:  # else the command was a repetition
-                self.parts.on_transfer(lambda _: self.driver.happened(key, ev.RefusalReceived(reason, detail)))
-            return
-        self.parts.on_transfer(lambda _: self._attached(key, grant, asked_s + reply.lease_s))
-        self.core.grant_attached(key)
-        self.parts.runner.submit(lambda: self.core.attach(key))
-        await self._renew(peer, key, grant, reply.lease_s)
-
-    def _attached(self, key: AttemptKey, grant: Grant, lease_ends_s: float) -> None:
-        """On the transfer thread."""
-        fault_points.reach("prefill.attached")
-        self.driver.attached(key, grant, lease_ends_s)
-
-    async def _renew(self, peer: Peer, key: AttemptKey, grant: Grant, lease_s: float) -> None:
-        """Keep the lease while the handoff needs it; a lease that is not renewed is lost by time."""
-        while True:
-            await asyncio.sleep(lease_s / 3)
-            if not self.driver.needs_lease(key):
-                return
-            asked_s = time.monotonic()
-            try:
-                reply = await self.peers.attach(peer, grant, renew=True)
-            except TandemError as error:
-                _log.warning("lease of %s not renewed: %s", grant.grant_id, error)
-                continue
-            if not reply.ok:
-                return  # committed already, or ended: the commit's answer says which
-            ends_s = asked_s + reply.lease_s
-            self.parts.on_transfer(lambda _, e=ends_s: self.driver.happened(key, ev.LeaseExtended(grant.grant_id, e)))  # type: ignore[misc]
-
     # -- decode workers, in the event loop
-
-    def _meet(self, decode: Sequence[pb.WorkerInfo]) -> None:
-        """Pair with these before a request needs them: a few at a time, and not every worker with the same first."""
-        for info in random.sample(decode, len(decode)):
-            if info.incarnation not in self.peers.peers:
-                self.parts.life.spawn(self._meet_one(info))
-
-    async def _meet_one(self, info: pb.WorkerInfo) -> None:
-        async with self._meeting:
-            try:
-                await self.peers.get(info)
-            except TandemError as error:  # the first request for it tries again
-                _log.warning("not paired ahead with %s: %s", info.worker_id, error)
-                return
-            await self.connections.wait_greeted(info.incarnation)
 
     async def _connect(self, metadata: bytes) -> PeerId:
         return await asyncio.wrap_future(self.parts.transfer.submit(lambda transport: transport.connect(metadata)))

@@ -28,7 +28,8 @@ from kvtransfer.transports.events import MessageArrived, PeerId, ThreadEvent, Wr
 from kvtransfer.transports.registry import create_transport
 from prefill_worker.events import HandoffStats
 from prefill_worker.links import LinkFigures
-from prefill_worker.sender_driver import SealedPages, SenderDriver
+from prefill_worker.sender_driver import SenderDriver
+from prefill_worker.sending import SealedPages
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TransportError
 from tandem.engine.arena import KVArena

@@ -14,7 +14,7 @@ from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transports.events import MessageArrived, TransportEvent
-from prefill_worker.sender_driver import SealedPages
+from prefill_worker.sending import SealedPages
 from tests.support.arena import Arena
 from tests.support.ends import End, ReceiverEnd, SenderEnd
 from tests.support.link import Link, LinkSpec

@@ -13,7 +13,7 @@ from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
-from prefill_worker.sender_driver import SealedPages
+from prefill_worker.sending import SealedPages
 from tests.support.arena import Arena
 from tests.support.ends import ReceiverEnd, SenderEnd
 from tests.support.link import Link, LinkSpec

@@ -1,0 +1,237 @@
+"""Connections that break, also while they are made anew: the code of both ends, over loopback transports in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from decode_worker.links import WriterLinks
+from kvtransfer.extents import Descriptor
+from kvtransfer.transfer_thread import TransferThread
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import (
+    GreetingArrived,
+    LinkBroken,
+    PeerId,
+    ThreadEvent,
+    WriteCompleted,
+    WriteFailed,
+)
+from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
+from prefill_worker.connections import Connections
+from prefill_worker.peers import Peer
+from tandem.core.errors import HandoffError, WorkerLostError
+from tests.support.waiting import until
+
+PREFILL, DECODE = "prefill-0#1", "decode-0#1"
+PATIENCE_S = 5.0
+
+
+class End:
+    """A worker's transport in its thread."""
+
+    def __init__(self, name: str, network: LoopbackNetwork) -> None:
+        self.transport = LoopbackTransport(name, network=network)
+        self.arena = np.zeros(64, np.uint8)
+        self.transport.register(self.arena.ctypes.data, self.arena.nbytes, owner=self.arena)
+        self.metadata = self.transport.metadata()
+        self.errors: list[BaseException] = []
+        self.thread = TransferThread(self.transport, self.heard, self.errors.append, idle_poll_s=0.01)
+        self.loop = asyncio.get_running_loop()
+        self.thread.start()
+
+    def heard(self, event: ThreadEvent) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        self.thread.stop()
+        assert not self.errors
+
+
+class DecodeEnd(End):
+    """As a decode worker answers the calls of `DecodePeers`."""
+
+    def __init__(self, network: LoopbackNetwork, prefill: PrefillEnd) -> None:
+        super().__init__(DECODE, network)
+        self.links = WriterLinks(self.thread.submit)
+        self.prefill = prefill
+        self.num_closed = 0
+        self.before_pairing: list[Callable[[], None]] = []  # of these, one each time that it is paired with again
+
+    def heard(self, event: ThreadEvent) -> None:
+        if isinstance(event, GreetingArrived):
+            self.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.number)
+
+    def _closed(self) -> None:
+        self.num_closed += 1
+
+    async def pair(self, number: int) -> None:
+        await self.links.connect(PREFILL, number, self.prefill.metadata, self._closed)
+
+    async def pair_again(self, _: Any, number: int) -> None:
+        if self.before_pairing:
+            self.before_pairing.pop(0)()
+        await self.pair(number)
+
+    async def await_greeting(self, _: Any, number: int, timeout_s: float) -> bool:
+        return await self.links.await_greeting(PREFILL, number, min(timeout_s, 0.3))
+
+
+class PrefillEnd(End):
+    """As a prefill worker has its connections; `told` is what routers hear."""
+
+    def __init__(self, network: LoopbackNetwork) -> None:
+        super().__init__(PREFILL, network)
+        self.told: list[bool] = []
+        self.num_closed = 0
+        self.ends: asyncio.Queue[WriteCompleted | WriteFailed] = asyncio.Queue()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.after_command: list[Callable[[], None]] = []  # of these, one after each that the connections give
+
+    def heard(self, event: ThreadEvent) -> None:
+        if isinstance(event, LinkBroken):
+            self.loop.call_soon_threadsafe(self.connections.broke, event.peer, event.error)
+        if isinstance(event, WriteCompleted | WriteFailed):
+            self.loop.call_soon_threadsafe(self.ends.put_nowait, event)
+
+    def begin(self, decode: DecodeEnd) -> None:
+        self.connections = Connections(decode, self, PATIENCE_S)  # type: ignore[arg-type]
+        info = SimpleNamespace(incarnation=DECODE, worker_id="decode-0", transport_metadata=decode.metadata)
+        self.peer = cast(Peer, SimpleNamespace(info=info, name=PeerId(DECODE)))
+        self.connections.begin(self.peer)
+
+    # -- `Calls`
+
+    def ask_transport(self, command: Callable[[Transport], Any]) -> Awaitable[Any]:
+        asked: Future[Any] = self.thread.submit(command)
+        if self.after_command:
+            then = self.after_command.pop(0)
+            asked.add_done_callback(lambda _: then())
+        return asyncio.wrap_future(asked)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def link_changed(self, peer: Any, *, is_broken: bool) -> None:
+        self.told.append(is_broken)
+
+    def link_closed(self, receiver: str) -> None:
+        assert receiver == DECODE
+        self.num_closed += 1
+
+    async def write(self) -> WriteCompleted | WriteFailed:
+        self.thread.write(PeerId(DECODE), [Descriptor(0, 0, 8)], b"tag")
+        return await asyncio.wait_for(self.ends.get(), 5)
+
+
+class Site:
+    def __init__(self) -> None:
+        self.network = LoopbackNetwork()
+        self.prefill = PrefillEnd(self.network)
+        self.decode = DecodeEnd(self.network, self.prefill)
+
+    def cut(self) -> None:
+        self.network.cut(PREFILL, DECODE)
+
+    def cut_and_notice(self) -> None:
+        """A commit is about to be sent."""
+        self.cut()
+        self.prefill.thread.submit(lambda transport: transport.send(PeerId(DECODE), b"a commit"))
+
+    async def is_up(self) -> None:
+        await until(lambda: not self.prefill.tasks, "the end of all that is under way")
+        assert self.prefill.connections.is_whole(DECODE)
+        assert isinstance(await self.prefill.write(), WriteCompleted)
+        assert not self.prefill.transport._expected
+        await until(lambda: not self.decode.transport._expected, "the end of all greetings at decode")
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    await site.decode.pair(0)
+    site.prefill.transport.connect(site.decode.metadata)
+    site.prefill.begin(site.decode)
+    await site.prefill.connections.wait_greeted(DECODE)
+    await site.is_up()
+    yield site
+    for task in site.prefill.tasks:
+        task.cancel()
+    site.prefill.stop()
+    site.decode.stop()
+
+
+async def test_a_connection_that_breaks_is_made_anew_and_routers_hear_both(site: Site) -> None:
+    site.cut()
+    failed = await site.prefill.write()
+    assert isinstance(failed, WriteFailed)
+    assert failed.is_link_broken
+    await until(lambda: site.prefill.told, "the news")
+    await site.is_up()
+    assert site.prefill.told == [True, False]
+    assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+@pytest.mark.parametrize("after", range(5))
+async def test_one_that_breaks_again_at_any_moment_while_it_is_made_anew_is_up_in_the_end(
+    site: Site, after: int, is_noticed: bool
+) -> None:
+    """Hang up, connect, greet, end of the greeting, open: after each of these commands."""
+    nothing = [lambda: None] * after
+    site.prefill.after_command = [*nothing, site.cut_and_notice if is_noticed else site.cut]
+    site.cut()
+    assert isinstance(await site.prefill.write(), WriteFailed)
+    await until(lambda: not site.prefill.after_command, "the second break")
+    for _ in range(3):  # one that nobody has noticed yet shows with the next write
+        await until(lambda: not site.prefill.tasks, "the end of all that is under way")
+        if isinstance(await site.prefill.write(), WriteCompleted):
+            break
+    await site.is_up()
+    assert site.prefill.told[-1] is False
+    assert site.prefill.num_closed >= site.decode.num_closed
+
+
+async def test_who_waits_for_a_connection_goes_on_when_its_peer_has_ended(site: Site) -> None:
+    """The next call finds that it is gone."""
+    connections, waiting = site.prefill.connections, list[asyncio.Task[None]]()
+
+    def ends() -> None:
+        waiting.append(asyncio.create_task(connections.wait_whole(site.prefill.peer)))
+        site.prefill.loop.call_later(0.01, connections.forget, DECODE)
+        raise WorkerLostError("no way there")
+
+    site.decode.before_pairing = [ends]
+    site.cut()
+    assert isinstance(await site.prefill.write(), WriteFailed)
+    await until(lambda: waiting, "whoever waits")
+    await asyncio.wait_for(waiting[0], 5)
+    await until(lambda: not site.prefill.tasks, "the end of all tries")
+    with pytest.raises(WorkerLostError):
+        await connections.wait_whole(site.prefill.peer)
+
+
+async def test_a_peer_that_cannot_be_reached_is_tried_until_it_can(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_reached() -> None:
+        raise WorkerLostError("no way there")
+
+    monkeypatch.setattr(site.prefill.connections, "_patience_s", 0.02)
+    site.decode.before_pairing = [not_reached] * 2
+    site.cut()
+    assert isinstance(await site.prefill.write(), WriteFailed)
+    await until(lambda: not site.prefill.connections.is_whole(DECODE), "the break")
+    with pytest.raises(HandoffError, match="broke and is not up again"):
+        await site.prefill.connections.wait_whole(site.prefill.peer)
+    await until(lambda: not site.decode.before_pairing, "two tries")
+    assert site.prefill.num_closed == 0, "nothing is settled before decode knows"
+    await site.is_up()

@@ -7,7 +7,7 @@ workers and events to routers leave through the event loop, pages go back throug
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvtransfer.digest import ReadExtent
 from kvtransfer.extents import ArenaShape, merge_extents
@@ -86,6 +86,7 @@ class SenderDriver:
         )
         self._links = Links(link_limits, callbacks.links_changed)
         self._is_giving_turns = False
+        self._due_s: float | None = None  # when the next tick is. Invariant: nothing is due before it
         self.num_bytes_written = 0
         self.num_stops_ignored = 0  # asked for without the grant's capability
 
@@ -194,7 +195,6 @@ class SenderDriver:
         if (link := self._links.get(receiver)) is not None:
             link.close()
             self._give_turns(link)
-        self._set_deadline()
 
     def on_transport(self, event: ThreadEvent) -> None:
         """A write was posted, ended or failed."""
@@ -234,6 +234,10 @@ class SenderDriver:
         for key in list(self._entries):
             self._handle(key, ev.Tick())
         self._check_quarantine()
+        self._due_s = None
+        self._callbacks.deadline(None)
+        for entry in self._entries.values():
+            self._expect_ticks_of(entry)
 
     def _end_overdue(self, receiver: str, link: Link) -> None:
         """Give up the handoffs whose writes have had their time, and have the connection closed: else what hangs of
@@ -267,7 +271,6 @@ class SenderDriver:
         self._feed(entry, event)
         if (link := self._link_of(entry)) is not None:
             self._give_turns(link)
-        self._set_deadline()
 
     def _give_turns(self, link: Link) -> None:
         """Let those post who wait for this link, as far as it has room."""
@@ -298,25 +301,27 @@ class SenderDriver:
             self._callbacks.closed(key)
         elif handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
             entry.draining_since_s = self._now()
+        self._expect_ticks_of(entry)
 
     def _link_of(self, entry: HandoffEntry) -> Link | None:
         receiver = entry.receiver
         return self._links.get(receiver) if receiver is not None else None
 
-    def _set_deadline(self) -> None:
-        self._callbacks.deadline(min(self._deadlines(), default=None))
+    def _expect_ticks_of(self, entry: HandoffEntry) -> None:
+        self._expect_tick(entry.handoff.next_deadline_s())
+        # An overdue write matters to whoever waits for it, for its room, or for its end after a failure.
+        if (link := self._link_of(entry)) is not None:
+            self._expect_tick(link.next_deadline_s())
+        if entry.draining_since_s is not None and entry.handoff.state is SenderState.DRAINING:
+            due_s = entry.draining_since_s + self._limits.grace_s
+            self._expect_tick(due_s if due_s > self._now() else None)
 
-    def _deadlines(self) -> Iterator[float]:
-        now_s, grace_s = self._now(), self._limits.grace_s
-        for entry in self._entries.values():
-            if (due_s := entry.handoff.next_deadline_s()) is not None:
-                yield due_s
-            # An overdue write matters to whoever waits for it, for its room, or for its end after a failure.
-            link = self._link_of(entry)
-            if link is not None and (due_s := link.next_deadline_s()) is not None:
-                yield due_s
-            if entry.draining_since_s is not None and entry.draining_since_s + grace_s > now_s:
-                yield entry.draining_since_s + grace_s
+    def _expect_tick(self, due_s: float | None) -> None:
+        """Have `tick` called then, if it is not called sooner. No event looks at other handoffs than its own: that
+        something is due later by now, or not any more, is found by the tick that it was due for."""
+        if due_s is not None and (self._due_s is None or due_s < self._due_s):
+            self._due_s = due_s
+            self._callbacks.deadline(due_s)
 
     def _carry_out(self, entry: HandoffEntry, instruction: ev.SenderInstruction) -> None:
         key = entry.handoff.key

@@ -9,7 +9,8 @@ import pytest
 from kvtransfer.protocol import receiver_events as rev
 from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.arrivals import ExtentRun, WriteTag
-from kvtransfer.protocol.messages import CommitPart, FailureReason, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, CommitPart, FailureReason, RefusalReason
+from kvtransfer.protocol.sender import SenderHandoff
 from kvtransfer.transports.events import PeerId, WriteArrived
 from prefill_worker.events import HandoffStats
 from tests.support.driver_world import FIRST, KEY, LEASE_S, MINE, RECEIVER, SENDER, THEIRS, World
@@ -443,6 +444,25 @@ def test_a_stop_without_the_capability_is_counted_and_changes_nothing(world: Wor
     world.seal()
     world.computed()
     world.sending.wait("succeeded", KEY)
+
+
+def test_an_event_of_one_handoff_looks_at_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of each step is one, and hundreds of prompts may wait."""
+    looks, look = list[AttemptKey](), SenderHandoff.next_deadline_s
+
+    def watched(handoff: SenderHandoff) -> float | None:
+        looks.append(handoff.key)
+        return look(handoff)
+
+    monkeypatch.setattr(SenderHandoff, "next_deadline_s", watched)
+    for number in range(100):
+        world.sending.driver.open(AttemptKey(f"other-{number}", 1), 3, RECEIVER)
+    world.open()
+    world.attach(world.grant())
+    world.seal()
+    world.computed()
+    world.sending.wait("succeeded", KEY)
+    assert set(looks) == {KEY}
 
 
 @pytest.mark.parametrize("world", [LinkSpec(fault_share=1.0, faults=["lost completion"])], indirect=True)

@@ -33,18 +33,22 @@ class Meetings:
         self._connections = connections
         self._spawn = spawn
         self._turn = asyncio.Semaphore(_MEETINGS)
+        # By incarnation: all and only those that are being paired with, or are to be. Each router names all of them.
+        self._under_way: set[str] = set()
 
     def meet(self, decode: Sequence[pb.WorkerInfo]) -> None:
         """Pair with these: a few at a time, and not every worker with the same first."""
         for info in random.sample(decode, len(decode)):
-            if info.incarnation not in self._peers.peers:
+            if info.incarnation not in self._peers.peers and info.incarnation not in self._under_way:
+                self._under_way.add(info.incarnation)
                 self._spawn(self._meet_one(info))
 
     async def _meet_one(self, info: pb.WorkerInfo) -> None:
-        async with self._turn:
-            try:
+        try:
+            async with self._turn:
                 await self._peers.get(info)
-            except TandemError as error:  # the first request for it tries again
-                _log.warning("not paired ahead with %s: %s", info.worker_id, error)
-                return
-            await self._connections.wait_greeted(info.incarnation)
+                await self._connections.wait_greeted(info.incarnation)
+        except TandemError as error:  # the first request for it tries again
+            _log.warning("not paired ahead with %s: %s", info.worker_id, error)
+        finally:
+            self._under_way.discard(info.incarnation)

@@ -6,7 +6,7 @@ import pytest
 
 from kvtransfer.protocol.messages import FailureReason
 from tests.support.link import LinkSpec
-from tests.support.slow_world import GRACE_S, LEASE_S, PAGES_OF_4_GIB, RECEIVER, SlowWorld
+from tests.support.slow_world import GRACE_S, LEASE_S, PAGE_BYTES, PAGES_OF_4_GIB, RECEIVER, SlowWorld
 
 GIB, MB = 1 << 30, 1e6
 RATES = [pytest.param(rate, id=f"{rate / 1e9:g} GB a second") for rate in (10 * MB, 100 * MB, 350 * MB, 10_000 * MB)]
@@ -181,3 +181,28 @@ def test_what_hangs_of_a_cancelled_handoff_is_settled_by_closing_its_connection(
     assert all(other.failed_s for other in others), "what carries nothing for one carries nothing for all"
     world.run_for(2 * (LEASE_S + GRACE_S))
     check_nobody_is_blamed(world)
+
+
+@pytest.mark.parametrize("bytes_per_s", [10 * MB, 100 * MB])
+@pytest.mark.parametrize("cancelled", [(0,), (1, 4, 6), (0, 1, 2, 3, 4, 5, 6)])
+def test_of_eight_handoffs_those_that_go_on_get_the_room_of_those_that_are_cancelled(
+    bytes_per_s: float, cancelled: tuple[int, ...]
+) -> None:
+    world, num_pages = over(bytes_per_s), PAGES_OF_4_GIB // 32
+    keys = [world.start(num_pages) for _ in range(8)]
+    share_s = num_pages * PAGE_BYTES / bytes_per_s
+    for number in cancelled:
+        world.run_for(share_s / 8)
+        world.cancel(keys[number])
+    told = [world.told[key] for key in keys]
+    world.run_until(lambda: all(one.closed_s for one in told))
+    assert [one.succeeded_s is None for one in told] == [number in cancelled for number in range(8)]
+    num_left = 8 - len(cancelled)
+    assert world.now_s < (num_left + 0.5 * len(cancelled)) * share_s * 1.1 + 1, "nothing of the others was sent in vain"
+    world.run_until(lambda: all(told[number].lifted_s for number in cancelled))
+    world.run_for(2 * (LEASE_S + GRACE_S))
+    check_nobody_is_blamed(world)
+    link = world.sending.driver._links.get(RECEIVER)
+    assert link is not None
+    assert (link.window.num_bytes, link.next_deadline_s(), link.next_turn()) == (0, None, None)
+    assert world.sending.timer.due_s is None

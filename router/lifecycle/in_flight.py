@@ -91,8 +91,7 @@ class InFlightRequest:
         event = self._pending.popleft()
         if isinstance(event, BrokenOff):
             raise event.error
-        if isinstance(event, WorkerLost) and not event.is_planned:
-            self.recovery.note_death(event.worker)
+        self._note_loss(event)
         return event
 
     @contextmanager
@@ -150,6 +149,8 @@ class InFlightRequest:
                     fault_points.reach("router.placed")
                     return route
             await self._change_of_workers(wake_s)
+            if self._last_failure is not None:  # another worker that held the request may have been lost meanwhile
+                await self._until_losses_are_clear(self._last_failure)
 
     async def _change_of_workers(self, until_s: float) -> None:
         """Wait until a worker comes or goes, for at most until then."""
@@ -161,8 +162,30 @@ class InFlightRequest:
         finally:
             self.context.workers.unwatch(self.inbox)
             timer.cancel()
-        if self._last_failure is not None:  # both workers that held the request may have died
-            self.recovery.check_deaths(self._last_failure)
+
+    async def _until_losses_are_clear(self, cause: TandemError) -> None:
+        """Nobody gets the request while two workers may have died of it: wait for word of them.
+
+        It comes when one is connected again, or when the supervisor has seen its end; in lease and grace it finds out.
+
+        Raises:
+            WorkersDiedError: two have died.
+            WorkerLostError: no word came.
+            TandemError: as `next_event`.
+        """
+        for event in self._pending:
+            self._note_loss(event)
+        context, transport = self.context, self.context.config.transport
+        wait_s = transport.lease_s + transport.grace_s
+        give_up_s = context.clock.now() + wait_s
+        while self.recovery.must_wait(context.workers.fate, cause):
+            if context.clock.now() >= give_up_s:
+                raise self.recovery.nothing_was_heard(wait_s, cause)
+            await self._change_of_workers(give_up_s)
+
+    def _note_loss(self, event: Event) -> None:
+        if isinstance(event, WorkerLost) and not event.is_planned:
+            self.recovery.losses.note_lost(event.worker)
 
     def _complete(self, error: TandemError, waited_s: float) -> None:
         """Complete the error of a request that could not be placed: it names the failure before, if there was one."""
@@ -170,7 +193,7 @@ class InFlightRequest:
         if self._last_failure is not None:
             error.message = f"{self._last_failure.message}; then for {waited_s:g} s: {error.message}"
 
-    def begin_anew(self, end: AttemptEnd) -> None:
+    async def begin_anew(self, end: AttemptEnd) -> None:
         """The attempt is over: plan the next one, or raise the error that ends the request."""
         now_s = self.context.clock.now()
         _log.warning(
@@ -183,16 +206,19 @@ class InFlightRequest:
             end.fault.value,
             end.error.code,
         )
+        if self.life.state is not RequestState.QUEUED:
+            self.life.to(RequestState.QUEUED, now_s)
+        self.recovery.learn(end, now_s)
         try:
-            self.plan = self.recovery.after(end, now_s)
+            if end.fault not in PLANNED:
+                await self._until_losses_are_clear(end.error)
+            self.plan = self.recovery.after(end)
         except TandemError as error:
             ours = copy.copy(error)  # the error of a lost worker is shared by all requests that it held
             ours.request_id = self.request.request_id
             raise ours from error
         self._last_failure = end.error
         self.journal.next_attempt()
-        if self.life.state is not RequestState.QUEUED:
-            self.life.to(RequestState.QUEUED, now_s)
         self._count(end.fault, end.error, now_s)
 
     def _count(self, fault: Fault, error: TandemError, now_s: float) -> None:

@@ -63,7 +63,7 @@ async def serve_request(
                     await Attempt(in_flight, route).run()
                     break
                 except AttemptOver as over:
-                    in_flight.begin_anew(over.end)
+                    await in_flight.begin_anew(over.end)
         state, outcome = RequestState.FINISHED, "finished"
         return in_flight.usage()
     except TandemError as error:

@@ -14,16 +14,18 @@
     granted, and no prefill is ready  same decode, when there is a prefill               nothing
 
 A worker is "lost" when it died or fell silent. Where two workers died during one request, the request may be the cause,
-and is not tried again. The decision is pure: an end comes in, a plan goes out.
+and is not tried again; where two are lost that may have died, it waits until more is known (`router.policy.losses`).
+The decision is pure: an end comes in, a plan goes out.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from router.policy.losses import Fate, Losses
 from router.policy.retry_budget import RetryBudget
 from router.policy.route import Route, Wishes
 from tandem.core.errors import (
@@ -35,8 +37,6 @@ from tandem.core.errors import (
     WorkersDiedError,
 )
 from tandem.core.identity import WorkerKey
-
-_MAX_DEATHS = 2
 
 
 class Fault(Enum):
@@ -108,33 +108,19 @@ class Recovery:
         self._limits = limits
         self._budget = budget
         self.num_failures = 0
-        self.died: set[WorkerKey] = set()
+        self.losses = Losses()
         self._avoid: set[WorkerKey] = set()
         self._exclude: set[WorkerKey] = set()
         self._rest_until_s: dict[WorkerKey, float] = {}
 
-    def note_death(self, worker: WorkerKey) -> None:
-        """A worker died while it held the request. The attempt may go on without it."""
-        self.died.add(worker)
-
-    def after(self, end: AttemptEnd, now_s: float) -> Plan:
-        """The next attempt.
-
-        Raises:
-            WorkersDiedError: two workers died during this request.
-            TandemError: the attempt's own error, where no retry makes sense, is left, or is paid for.
-        """
-        self._learn(end, now_s)
-        if end.fault not in PLANNED:
-            self._count(end)
-        return self._plan(end)
-
-    def _learn(self, end: AttemptEnd, now_s: float) -> None:
+    def learn(self, end: AttemptEnd, now_s: float) -> None:
+        """Remember what an attempt's end says about its workers."""
         match end.fault:
             case Fault.DIED:
-                self.note_death(end.worker)
+                self.losses.note_lost(end.worker)
                 self._avoid.add(end.worker)
                 if end.is_exit_proven:
+                    self.losses.note_ended(end.worker)
                     self._exclude.add(end.worker)
             case Fault.FAILED:  # either may be the cause
                 self._avoid.update(key for key in (end.prefill, end.decode) if key is not None)
@@ -148,10 +134,19 @@ class Recovery:
             case Fault.UNSERVED:
                 pass
 
+    def after(self, end: AttemptEnd) -> Plan:
+        """The next attempt, after an end that was learnt.
+
+        Raises:
+            TandemError: the attempt's own error, where no retry makes sense, is left, or is paid for.
+        """
+        if end.fault not in PLANNED:
+            self._count(end)
+        return self._plan(end)
+
     def _count(self, end: AttemptEnd) -> None:
         """Count the failure. Raises where the request ends with it."""
         self.num_failures += 1
-        self.check_deaths(end.error)
         if not end.error.retryable or self.num_failures >= self._limits.max_attempts:
             raise end.error
         if not self._budget.draw():
@@ -159,13 +154,25 @@ class Recovery:
             error.message += "; not tried again: the cluster's retry budget is spent (limits.retry_budget)"
             raise error
 
-    def check_deaths(self, cause: TandemError) -> None:
-        """Raises `WorkersDiedError` where no further try is allowed."""
-        if len(self.died) >= _MAX_DEATHS:
-            names = " and ".join(sorted(str(key) for key in self.died))
+    def must_wait(self, fate_of: Callable[[WorkerKey], Fate], cause: TandemError) -> bool:
+        """Whether nobody may get the request before more is known of workers that were lost with it.
+
+        Raises:
+            WorkersDiedError: nobody may ever get it, since two have died.
+        """
+        self.losses.learn(fate_of)
+        if self.losses.are_too_many:
             raise WorkersDiedError(
-                f"{names} died while they held this request; it is not tried again ({cause.message})"
+                f"{_names(self.losses.died)} died while they held this request; it is not tried again ({cause.message})"
             ) from cause
+        return self.losses.may_be_too_many
+
+    def nothing_was_heard(self, waited_s: float, cause: TandemError) -> WorkerLostError:
+        """The error of a request that has waited long enough for word of those that were lost with it."""
+        return WorkerLostError(
+            f"{_names(self.losses.died | self.losses.missing)} were lost while they held this request, and for "
+            f"{waited_s:g} s nothing has told whether they died or cannot be reached ({cause.message})"
+        )
 
     def wishes_to_move(self, decode: WorkerKey) -> Wishes:
         """Wishes for a move away from this decode worker, which is leaving."""
@@ -188,6 +195,10 @@ class Recovery:
         avoid = frozenset(self._avoid) | self._rest_until_s.keys()
         wishes = Wishes(prefill, decode, local, avoid, frozenset(self._exclude))
         return Plan(wishes, dict(self._rest_until_s))
+
+
+def _names(workers: Collection[WorkerKey]) -> str:
+    return " and ".join(sorted(map(str, workers)))
 
 
 def failure(

@@ -6,24 +6,23 @@ import asyncio
 import logging
 import math
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from kvtransfer.layout import KvFormat, mismatch
-from kvtransfer.wire import protocols_of
+from router.policy.losses import Fate
 from router.policy.pool import Pool
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers import wire
+from router.workers.described import described, mismatches
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
-from tandem.core.pages import PageState
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1.common_pb2 import LinkReport, WorkerInfo, WorkerStatus
+from tandem.rpc.v1.common_pb2 import LinkReport, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded
@@ -162,6 +161,15 @@ class WorkerRegistry:
         """The session of a worker in the current snapshot."""
         return self._sessions[key]
 
+    def fate(self, key: WorkerKey) -> Fate:
+        """What has become of a worker that was lost; where that changes, whoever watches is told."""
+        session, member = self._sessions.get(key), self._members.get(key)
+        if session is not None and session.state is SessionState.OPEN:
+            return Fate.HEARD
+        if member is None or member.state == "failed":
+            return Fate.ENDED
+        return Fate.UNKNOWN
+
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""
         return min(filter(None, self._contexts), default=None)
@@ -243,7 +251,7 @@ class WorkerRegistry:
             return
         others = self._connected(role)
         prefill, decode = ([session], others) if session.is_prefill else (others, [session])
-        if differing := _mismatches(prefill, decode):
+        if differing := mismatches(prefill, decode):
             _log.error(
                 "worker %s pairs with %d of the %d workers of the other pool: %s",
                 session.key,
@@ -341,55 +349,13 @@ class WorkerRegistry:
         pools: dict[str, list[dict[str, Any]]] = {role.value: [] for role in WORKER_ROLES}
         members = self._members | {key: session.member for key, session in self._sessions.items()}
         for key in sorted(members):
-            pools[ROLE_FROM_PROTO[members[key].role]].append(_described(members[key], self._sessions.get(key)))
+            pools[ROLE_FROM_PROTO[members[key].role]].append(described(members[key], self._sessions.get(key)))
         return {
             "model": model,
             "membership_version": max(self._version, 0),
             **pools,
-            "incompatible": _mismatches(self._connected(Role.PREFILL), self._connected(Role.DECODE)),
+            "incompatible": mismatches(self._connected(Role.PREFILL), self._connected(Role.DECODE)),
         }
-
-
-def _mismatches(prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession]) -> list[dict[str, Any]]:
-    """Every pair that may not serve a request together, with what differs."""
-    by_format: defaultdict[KvFormat, list[WorkerSession]] = defaultdict(list)
-    for session in decode:
-        by_format[session.kv_format].append(session)
-    return [
-        {
-            "prefill": str(p.key),
-            "decode": str(d.key),
-            "differences": mismatch(p.kv_format, str(p.key), d.kv_format, str(d.key)),
-        }
-        for p in prefill
-        for kv_format, those in by_format.items()
-        if p.kv_format != kv_format
-        for d in those
-    ]
-
-
-def _described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
-    info = session.info if session is not None else WorkerInfo()
-    status = session.status if session is not None else WorkerStatus()
-    own_state = "starting" if member.state == "ready" else member.state  # a ready one without a session is to be met
-    return {
-        "id": member.worker_id,
-        "incarnation": member.incarnation,
-        "pid": info.pid or member.pid,
-        "node": info.node or member.node,
-        "state": session.shown_state if session is not None else own_state,
-        "address": member.address,
-        "transport": info.transport,
-        "page_network": status.page_network,
-        "version": info.version,
-        "protocols": str(protocols_of(info)) if info.worker_id else "",
-        "unreached": session.why_unreached if session is not None else "",
-        "layout": asdict(session.kv_format.layout) if session is not None and info.worker_id else None,
-        "num_running": status.num_running,
-        "num_queued": status.num_queued,
-        "num_queued_tokens": status.num_queued_tokens,
-        "pages": {state.value: getattr(status.pages, state.value) for state in PageState},
-    }
 
 
 def _changes(before: Mapping[WorkerKey, Member], now: Mapping[WorkerKey, Member]) -> str:

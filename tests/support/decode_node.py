@@ -45,6 +45,9 @@ class DecodeNode(Node, ReceiverEnd):
     def cancel(self, key: AttemptKey) -> None:
         self.core.cancel(key)
 
+    def session_ended(self) -> None:
+        self.core.session_ended(SESSION)
+
     # -- what prefill workers say
 
     def prefill_ended(self, sender: str) -> None:

@@ -28,6 +28,7 @@ from tests.support.virtual_time import Kernel
 _START_S = 1.0  # of a worker's process
 _KILL_S = 0.1  # from the wish to the end of a process
 _TELL_EXIT_S = 0.02  # until its peers know
+_NOTICE_S = 0.002  # until a worker knows that its stream broke; what was said before arrives earlier
 _MOST_CALLS = 2_000_000
 
 PREFILL = NodeSpec(48, SchedulerLimits(8, 64, 32, 200, 0.75, saturating_tokens=32), StepTime(0.002, 0.0001))
@@ -94,6 +95,18 @@ class World:
     def crash(self, worker_id: str, at_s: float) -> None:
         """The present process of a worker is killed."""
         self.kernel.at(at_s, lambda: self._crash(self._newest(worker_id)))
+
+    def cut(self, worker_id: str, at_s: float, lasts_s: float) -> None:
+        """Router and worker do not reach each other; both live, and notice."""
+        self.kernel.at(at_s, lambda: self._cut(self._newest(worker_id), lasts_s))
+
+    def _cut(self, node: Node, lasts_s: float) -> None:
+        if not node.is_alive or node not in self.router.workers:
+            return
+        self.link.count[f"cut off {node.role}"] += 1
+        self.router.lost(node)
+        node.later(_NOTICE_S, node.session_ended)
+        node.later(lasts_s, partial(self.router.add, node))
 
     def _newest(self, worker_id: str) -> Node:
         return [node for node in self.nodes.values() if node.key.worker_id == worker_id][-1]

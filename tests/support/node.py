@@ -87,6 +87,10 @@ class Node(End):
         """The driver finds that only a new process gets its pages back."""
         self.cluster.kill(self.incarnation)
 
+    def session_ended(self) -> None:
+        """The router cannot be reached any more."""
+        raise NotImplementedError
+
     def check_rest(self) -> None:
         """Nothing is held any more."""
         self.pool.check()

@@ -55,6 +55,9 @@ class PrefillNode(Node, SenderEnd):
     def release_request(self, request_id: str) -> None:
         self.runner.submit(lambda: self.core.release_request(request_id))
 
+    def session_ended(self) -> None:
+        self.runner.submit(lambda: self.core.session_ended(SESSION))
+
     def attach(self, grant: Grant) -> None:
         """Become the grant's writer."""
         if self._targets.get(grant.key) != grant.receiver:  # cancelled meanwhile

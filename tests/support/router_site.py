@@ -48,6 +48,22 @@ class Site:
         self.pool.states[worker.info.worker_id] = "draining"
         self.pool.push()
 
+    def kill(self, *workers: ScriptedWorker) -> None:
+        """Their processes end, and the supervisor sees it."""
+        for worker in workers:
+            worker.kill()
+        self.seen_to_end(*workers)
+
+    def seen_to_end(self, *workers: ScriptedWorker) -> None:
+        """The supervisor tells that these processes have ended."""
+        self.pool.states.update({worker.info.worker_id: "failed" for worker in workers})
+        self.pool.push()
+
+    def reach_again(self, worker: ScriptedDecode) -> None:
+        """The same process, which had only been out of reach."""
+        place = self.pool.workers.index(worker)
+        self.pool.workers[place] = ScriptedDecode(worker.info.worker_id, port=worker.port)
+
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         with self.http() as client:
             return client.post(path, json={"model": "toy", **body})

@@ -10,29 +10,30 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from decode_worker.events import Admitted, ComputesHere, GrantMade, WriterSuspected
+from decode_worker.events import GrantMade, WriterSuspected
 from kvtransfer.protocol.messages import AttemptKey
-from prefill_worker.events import HandedOff, PromptEnded, PromptStarted
-from router.policy.recovery import FIRST, AttemptEnd, Fault, Recovery, RecoveryLimits, failure
+from router.policy.losses import Fate
+from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Recovery, RecoveryLimits
 from router.policy.retry_budget import RetryBudget
-from router.policy.route import RequestFacts, Route, Wishes, choose_prefill
+from router.policy.route import RequestFacts, Route, Wishes
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from router.request.journal import Journal
 from router.request.request import Request, TokenGiven
-from tandem.core.errors import IncompatibleError, InternalError, NoWorkerError, TandemError, WorkerLostError
-from tandem.core.identity import Role
+from tandem.core.errors import NoWorkerError, TandemError
+from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
-from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, TokenSampled
-from tests.support.decode_node import DecodeNode
+from tandem.worker.request import AttemptSpec, ChoiceJournal, TokenSampled
 from tests.support.node import FORMAT, Node
 from tests.support.prefill_node import PrefillNode
 from tests.support.scripted_model import PAGE
+from tests.support.virtual_attempt import Attempt
 from tests.support.virtual_time import Kernel
 
 _LATENCY_S = 0.0005  # to a worker and back
 _NOTICE_S = 0.05  # until a broken stream is noticed
-_VERDICT_S = 0.5  # as `router.lifecycle.attempt`
+_PROOF_S = 0.3  # until the supervisor has told that a process ended
+_MOST_DOUBT_S = 3.0  # as `router.lifecycle.in_flight`: lease and grace
 
 Place = Callable[[Snapshot, RequestFacts, Wishes], Route]
 """As `router.policy.route.choose`."""
@@ -64,23 +65,41 @@ class Router:
         self.budget = RetryBudget(1.0, 1000, kernel.clock)
         self.requests: dict[str, InFlight] = {}
         self._held: dict[Node, dict[str, _Held]] = {}
-        self._waiting: list[InFlight] = []  # for a worker
+        self._proven: set[WorkerKey] = set()  # that their processes have ended
+        self._waiting: list[Callable[[], object]] = []  # for a change of the workers
 
     # -- workers
 
     def add(self, worker: Node) -> None:
-        """It is ready from now on."""
+        """It is ready from now on, or its stream is open again."""
         self.workers.append(worker)
         self._held[worker] = {}
+        self._changed()
+
+    def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for request in waiting:
-            request.place()
+        for look_again in waiting:
+            look_again()
 
     def ended(self, worker: Node) -> None:
         """Its process has ended; its stream breaks."""
-        self.kernel.after(_NOTICE_S, lambda: self._lost(worker))
+        self.kernel.after(_NOTICE_S, lambda: self.lost(worker))
+        self.kernel.after(_PROOF_S, lambda: self._is_proven(worker.key))
 
-    def _lost(self, worker: Node) -> None:
+    def _is_proven(self, key: WorkerKey) -> None:
+        self._proven.add(key)
+        self._changed()
+
+    def fate(self, key: WorkerKey) -> Fate:
+        """As `router.workers.registry`."""
+        if any(worker.key == key for worker in self.workers):
+            return Fate.HEARD
+        return Fate.ENDED if key in self._proven else Fate.UNKNOWN
+
+    def lost(self, worker: Node) -> None:
+        """Its stream has broken."""
+        if worker not in self.workers:
+            return
         self.workers.remove(worker)
         for request_id in list(self._held.pop(worker)):
             self.requests[request_id].lost(worker)
@@ -122,12 +141,15 @@ class Router:
         self._held.get(worker, {}).pop(request_id, None)
 
     def tell(self, worker: Node, command: Callable[[], object]) -> None:
-        """Say something on the stream to a worker, in order; lost with its process."""
-        worker.later(_LATENCY_S, command)
+        """Say something on the stream to a worker, in order; lost with the stream."""
+        if worker in self.workers:
+            worker.later(_LATENCY_S, command)
 
-    def wait(self, request: InFlight) -> None:
-        """Until a worker joins."""
-        self._waiting.append(request)
+    def wait(self, look_again: Callable[[], object], until_s: float | None = None) -> None:
+        """For a change of the workers, for at most until then."""
+        self._waiting.append(look_again)
+        if until_s is not None:
+            self.kernel.at(until_s, self._changed)
 
     # -- requests
 
@@ -142,7 +164,11 @@ class Router:
         if isinstance(event, WriterSuspected):
             return
         key = event.grant.key if isinstance(event, GrantMade) else event.key
-        self.kernel.after(_LATENCY_S, lambda: self.requests[key.request_id].hear(worker, key, event))
+        self.kernel.after(_LATENCY_S, lambda: self._arrived(worker, key, event))
+
+    def _arrived(self, worker: Node, key: AttemptKey, event: Any) -> None:
+        if worker in self.workers:
+            self.requests[key.request_id].hear(worker, key, event)
 
 
 class InFlight:
@@ -157,8 +183,9 @@ class InFlight:
         self.error: TandemError | None = None
         self.is_cancelled = False
         self.is_over = False
+        self.num_doubts = 0  # looks at workers of unknown fate, without an end
         self._pages_kept_at: set[PrefillNode] = set()
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         router.budget.earn()
 
     @property
@@ -184,12 +211,12 @@ class InFlight:
         try:
             route = router.choose_route(router.snapshot(), self.facts, self.plan.wishes)
         except NoWorkerError:
-            router.wait(self)
+            router.wait(self.place)
             return
         if (rests_until_s := self.plan.rests_until_s(route)) > now_s:
             router.kernel.at(rests_until_s, self.place)
             return
-        self._attempt = _Attempt(self, router, route)
+        self._attempt = Attempt(self, router, route)
         self._attempt.begin()
 
     def spec(self) -> AttemptSpec:
@@ -213,20 +240,22 @@ class InFlight:
         self._pages_kept_at.add(prefill)
 
     def hear(self, worker: Node, key: AttemptKey, event: Any) -> None:
+        if self._attempt is None:
+            return
         if isinstance(event, TokenSampled):
             ended = event.ended.value if event.ended is not None else None
             token = TokenGiven(key.attempt, event.choice, event.index, event.token.token_id, ended)
             self.journal.accept(token)
-        if self._attempt is not None and key.attempt == self.journal.attempt:
+        if key.attempt == self.journal.attempt:
             self._follow(partial(self._attempt.handle, worker, event))
 
     def lost(self, worker: Node) -> None:
         if self._attempt is None:
             return
-        self.recovery.note_death(worker.key)
+        self.recovery.losses.note_lost(worker.key)
         self._follow(partial(self._attempt.worker_lost, worker))
 
-    def verdict(self, attempt: _Attempt) -> None:
+    def verdict(self, attempt: Attempt) -> None:
         """Decode has had time to say whether prefill committed before its end."""
         if attempt is self._attempt:
             self._follow(attempt.verdict)
@@ -242,8 +271,23 @@ class InFlight:
         if end is None:
             self._finish()
             return
+        now_s = self._router.kernel.now_s
+        self.recovery.learn(end, now_s)
+        self._begin_anew(end, now_s + _MOST_DOUBT_S)
+
+    def _begin_anew(self, end: AttemptEnd, give_up_s: float) -> None:
+        """Plan the next attempt, as soon as it is clear of all that were lost but one whether they died."""
+        if self.is_over:
+            return
+        router = self._router
         try:
-            self.plan = self.recovery.after(end, self._router.kernel.now_s)
+            if end.fault not in PLANNED and self.recovery.must_wait(router.fate, end.error):
+                if router.kernel.now_s >= give_up_s:
+                    raise self.recovery.nothing_was_heard(_MOST_DOUBT_S, end.error)
+                self.num_doubts += 1
+                router.wait(partial(self._begin_anew, end, give_up_s), give_up_s)
+                return
+            self.plan = self.recovery.after(end)
         except TandemError as error:
             self.error = error
             self._finish()
@@ -265,123 +309,3 @@ class InFlight:
         self.is_over = True
         for prefill in self._pages_kept_at:
             self._router.tell(prefill, partial(prefill.release_request, self.request.request_id))
-
-
-class _Attempt:
-    """As `router.lifecycle.attempt.Attempt`; what ends it is returned."""
-
-    def __init__(self, in_flight: InFlight, router: Router, route: Route) -> None:
-        self._in_flight = in_flight
-        self._router = router
-        self._route = route
-        self._id = in_flight.request.request_id
-        self._key = AttemptKey(self._id, in_flight.journal.attempt)
-        self._prefill: PrefillNode | None = router.find(route.prefill) if route.prefill is not None else None
-        self._decode: DecodeNode = router.find(route.decode)
-        self._is_granted = self._is_admitted = self._is_prefill_done = False
-        self._lost: Node | None = None
-        self._ended_at_worker = [choice.is_finished for choice in in_flight.journal.choices]
-
-    def begin(self) -> None:
-        request, local = self._in_flight.request, self._route.max_local_tokens
-        spec = self._in_flight.spec()
-        self._router.hold(self._decode, request, computes=local >= len(request.prompt_ids))
-        self._router.tell(self._decode, partial(self._decode.reserve, spec, local))
-        if self._prefill is not None:
-            self._start_prefill(self._prefill)
-
-    def _start_prefill(self, prefill: PrefillNode) -> None:
-        self._router.hold(prefill, self._in_flight.request, computes=True)
-        self._router.tell(prefill, partial(prefill.start, self._in_flight.spec(), self._decode.incarnation))
-        self._in_flight.keeps_pages(prefill)
-
-    def handle(self, worker: Node, event: Any) -> AttemptEnd | None:
-        router = self._router
-        match event:
-            case TokenSampled():
-                if event.ended is not None:
-                    self._ended_at_worker[event.choice] = True
-            case GrantMade(grant):
-                return self._granted(grant)
-            case PromptStarted() if self._prefill is not None:
-                router.note(self._prefill, self._id, steps=True)
-            case ComputesHere():
-                router.note(self._decode, self._id, steps=True)
-                self._is_admitted = True
-            case Admitted():
-                self._is_admitted, self._lost = True, None
-                router.note(self._decode, self._id, steps=True)
-            case HandedOff() | PromptEnded():
-                if isinstance(event, PromptEnded) or not self._in_flight.journal.has_first_tokens:
-                    if self._in_flight.journal.is_finished:
-                        return None
-                    error = InternalError(f"{worker.key} ended without the first token of each choice")
-                    return self._over(Fault.FAILED, worker, error)
-                self._let_prefill_go()
-            case AttemptFailed():
-                return self._failed(worker, event.error)
-        return None
-
-    def _granted(self, grant: Any) -> AttemptEnd | None:
-        self._is_granted = True
-        self._router.note(self._decode, self._id, steps=False)
-        if self._prefill is None:
-            wishes = self._in_flight.plan.wishes
-            try:
-                key = choose_prefill(self._router.snapshot(), self._in_flight.facts, self._decode.key, FORMAT, wishes)
-            except (NoWorkerError, IncompatibleError) as error:
-                return self._over(Fault.UNSERVED, self._decode, error)
-            self._prefill = self._router.find(key)
-            self._start_prefill(self._prefill)
-        self._router.tell(self._prefill, partial(self._prefill.attach, grant))
-        return None
-
-    def _let_prefill_go(self) -> None:
-        self._is_prefill_done = True
-        if self._prefill is not None:
-            self._router.let_go(self._prefill, self._id)
-
-    def _needs_prefill(self) -> bool:
-        is_handed_over = self._is_admitted or self._is_prefill_done
-        return not (is_handed_over and self._in_flight.journal.has_first_tokens)
-
-    def _failed(self, worker: Node, error: Any) -> AttemptEnd | None:
-        if worker is self._prefill and self._is_admitted and not self._needs_prefill():
-            self._let_prefill_go()
-            return None
-        if self._lost is not None:
-            return self._died(self._lost)
-        prefill = self._prefill.key if self._prefill is not None else None
-        return failure(error, worker.key, prefill, self._decode.key)
-
-    def worker_lost(self, worker: Node) -> AttemptEnd | None:
-        if worker is self._decode:
-            return self._died(worker)
-        if worker is self._prefill and self._needs_prefill():
-            if not (self._is_granted and self._in_flight.journal.has_first_tokens):
-                return self._died(worker)
-            self._lost = worker
-            self._router.kernel.after(_VERDICT_S, lambda: self._in_flight.verdict(self))
-        return None
-
-    def verdict(self) -> AttemptEnd | None:
-        return self._died(self._lost) if self._lost is not None and self._needs_prefill() else None
-
-    def _died(self, worker: Node) -> AttemptEnd:
-        return self._over(Fault.DIED, worker, WorkerLostError(f"{worker.key} is lost"))
-
-    def _over(self, fault: Fault, worker: Node, error: TandemError) -> AttemptEnd:
-        prefill = self._prefill.key if self._prefill is not None else None
-        return AttemptEnd(fault, worker.key, error, prefill, self._decode.key)
-
-    def close(self) -> None:
-        """Leave nothing behind, as `Attempt._close`."""
-        router = self._router
-        ended_by_itself = self._in_flight.journal.is_finished and all(self._ended_at_worker)
-        if self._prefill is not None:
-            if not ended_by_itself and not self._is_prefill_done:
-                router.tell(self._prefill, partial(self._prefill.cancel, self._key))
-            router.let_go(self._prefill, self._id)
-        if not ended_by_itself or not self._is_admitted:
-            router.tell(self._decode, partial(self._decode.cancel, self._key))
-        router.let_go(self._decode, self._id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -15,28 +17,92 @@ from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 MakeSite = Callable[..., Site]
 
 
+@dataclass
+class TwoLost:
+    """A request that has lost a second decode worker; a third one is idle."""
+
+    site: Site
+    first: ScriptedDecode
+    second: ScriptedDecode
+    third: ScriptedDecode
+    under_way: Any
+
+
+LoseTwo = Callable[..., TwoLost]
+
+
+@pytest.fixture
+def lose_two(make_site: MakeSite) -> LoseTwo:
+    """Connections to two decode workers break, one after the other; nobody knows more."""
+
+    def lose(overrides: dict[str, Any] | None = None, **body: Any) -> TwoLost:
+        site = make_site(overrides)
+        site.decode.held_back.clear()
+        under_way = in_background(site, **body)
+        site.decode.wait_for("attach")
+        site.until_metric("tandem_ttft_seconds_count", 1)
+        second, third = ScriptedDecode("decode-1"), ScriptedDecode("decode-2")
+        second.held_back.clear()
+        site.add(second)
+        site.decode.kill()
+        second.wait_for("attach")
+        site.add(third)
+        second.kill()
+        site.until_metric('tandem_workers_lost_total{role="decode"}', 2)
+        site.metrics()  # one turn of the router later
+        assert third.count("reserve") == 0
+        return TwoLost(site, site.decode, second, third, under_way)
+
+    return lose
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_two_deaths_end_a_request_for_good(site: Site, stream: bool) -> None:
-    site.decode.held_back.clear()
-    under_way = in_background(site, stream=stream)
-    site.decode.wait_for("attach")
-    site.until_metric("tandem_ttft_seconds_count", 1)
-    second, third = ScriptedDecode("decode-1"), ScriptedDecode("decode-2")
-    second.held_back.clear()
-    site.add(second)
-    site.decode.kill()
-    second.wait_for("attach")
-    site.add(third)
-    second.kill()
-    answer = under_way.result()
+def test_two_deaths_end_a_request_for_good(lose_two: LoseTwo, stream: bool) -> None:
+    lost = lose_two(stream=stream)
+    lost.site.seen_to_end(lost.first)
+    assert not lost.under_way.done()
+    lost.site.seen_to_end(lost.second)
+    answer = lost.under_way.result()
     error = frames(answer)[-1]["error"] if stream else answer.json()["error"]
     assert (error["code"], error["retryable"]) == ("workers_died", False)
     assert "decode-0/1 and decode-1/1" in error["message"]
     assert error["request_id"] == answer.headers["x-request-id"]
     assert answer.status_code == (200 if stream else 500)
     assert "[DONE]" not in answer.text
-    assert third.count("reserve") == 0
-    assert site.metrics()['tandem_worker_deaths_total{role="decode"}'] == 2
+    assert lost.third.count("reserve") == 0
+    assert lost.site.metrics()['tandem_worker_deaths_total{role="decode"}'] == 2
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_worker_that_is_heard_again_has_not_died_and_the_request_goes_on(lose_two: LoseTwo, which: str) -> None:
+    lost = lose_two()
+    cut_off: ScriptedDecode = getattr(lost, which)
+    lost.site.reach_again(cut_off)
+    answer = lost.under_way.result()
+    assert answer.json()["choices"][0]["text"] == "abcde"
+    assert lost.third.wait_for("reserve").attempt == 3
+
+
+def test_without_word_of_two_lost_workers_the_client_may_try_again(lose_two: LoseTwo) -> None:
+    lost = lose_two({"transport.grace_s": 0.2})
+    answer = lost.under_way.result()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["retryable"]) == (502, "worker_lost", True)
+    assert "decode-0/1 and decode-1/1 were lost" in error["message"]
+    assert error["request_id"] == answer.headers["x-request-id"]
+    assert lost.third.count("reserve") == 0
+
+
+@pytest.mark.long
+def test_the_clients_deadline_holds_while_word_of_lost_workers_is_awaited(lose_two: LoseTwo) -> None:
+    lost = lose_two({"transport.grace_s": 30.0}, timeout=3.0)
+    assert lost.under_way.result().json()["error"]["code"] == "deadline"
+
+
+def test_in_the_last_attempt_too_two_deaths_say_that_it_must_not_be_tried_again(lose_two: LoseTwo) -> None:
+    lost = lose_two({"limits.max_attempts": 2})
+    lost.site.seen_to_end(lost.first, lost.second)
+    assert lost.under_way.result().json()["error"]["code"] == "workers_died"
 
 
 @pytest.mark.long
@@ -50,6 +116,7 @@ def test_both_workers_dying_at_once_are_two_deaths(site: Site) -> None:
     site.prefill.kill()
     site.decode.kill()
     both_are_dead.set()
+    site.seen_to_end(site.prefill, site.decode)
     # gRPC's own thread may still tell of them in two turns: then the request has let go of the second when it dies,
     # and waits for a worker.
     assert under_way.result().json()["error"]["code"] in ("workers_died", "no_worker")

@@ -4,13 +4,14 @@ decides."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from router.request.request import Request
-from tandem.core.errors import WorkersDiedError
+from tandem.core.errors import WorkerLostError, WorkersDiedError
 from tandem.core.identity import Role
 from tandem.core.sampling import SamplingParams
 from tests.support.handoff_world import DECODE, PREFILL, World, WorldSpec
@@ -38,7 +39,13 @@ def make_requests(seed: int, start_s: float) -> list[Request]:
     return requests
 
 
-def serve(spec: WorldSpec, *, num_cancels: int = 0, crashes: dict[str, float] | None = None) -> World:
+def serve(
+    spec: WorldSpec,
+    *,
+    num_cancels: int = 0,
+    crashes: dict[str, float] | None = None,
+    cuts: Sequence[tuple[str, float, float]] = (),
+) -> World:
     world, rng = World(spec), random.Random(spec.seed)
     start_s = world.kernel.now_s
     requests = make_requests(spec.seed, start_s)
@@ -48,6 +55,8 @@ def serve(spec: WorldSpec, *, num_cancels: int = 0, crashes: dict[str, float] | 
         world.leave(request.request_id, request.arrived_s + rng.random() * 0.5)
     for worker_id, after_s in (crashes or {}).items():
         world.crash(worker_id, start_s + after_s)
+    for worker_id, after_s, lasts_s in cuts:
+        world.cut(worker_id, start_s + after_s, lasts_s)
     return world.run()
 
 
@@ -74,7 +83,7 @@ def check_tokens(world: World) -> None:
     for name, request in world.requests.items():
         if request.error is not None:
             assert isinstance(request.error, WorkersDiedError), (name, request.error)
-            assert len(request.recovery.died) == 2, (name, request.error)
+            assert len(request.recovery.losses.died) == 2, (name, request.error)
         if request.is_cancelled or request.error is not None:
             assert all(there[: len(here)] == here for here, there in zip(request.tokens, calm[name], strict=True))
         else:
@@ -102,6 +111,28 @@ def test_faults_cancels_and_crashes_change_no_token_and_leave_nothing(seed: int)
     check_tokens(world)
     assert any(request.journal.attempt > 1 for request in world.requests.values())
     assert sum(request.is_cancelled for request in world.requests.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_that_break_again_and_again_cost_no_request(seed: int) -> None:
+    """Nobody dies; most requests lose a worker, some lose two before the first one is heard again."""
+    cuts = [("decode-0", 0.1, 0.2), ("decode-1", 0.2, 0.2), ("prefill-1", 0.25, 0.1), ("decode-0", 0.45, 0.3)]
+    world = serve(WorldSpec(seed=seed), cuts=cuts)
+    assert [request.error for request in world.requests.values() if request.error] == []
+    check_tokens(world)
+    assert any(request.num_doubts for request in world.requests.values())
+    assert not any(request.recovery.losses.died for request in world.requests.values())
+
+
+def test_a_request_whose_workers_stay_out_of_reach_ends_with_an_error_that_may_be_tried_again() -> None:
+    world = serve(WorldSpec(seed=1, num_decode=3), cuts=[("decode-0", 0.1, 9.0), ("decode-1", 0.2, 9.0)])
+    ended = [request for request in world.requests.values() if request.error is not None]
+    assert ended
+    for request in ended:
+        assert isinstance(request.error, WorkerLostError), request.error
+        assert request.error.retryable
+        assert "nothing has told whether they died" in request.error.message
+        assert request.num_doubts
 
 
 @pytest.mark.long

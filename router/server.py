@@ -18,7 +18,8 @@ import uvloop
 from router.control import RouterControl, serve_control
 from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
-from router.http.metrics_page import MetricsPage
+from router.http.live import Live
+from router.http.metrics_page import METRICS, MetricsPage
 from router.http.server import HttpServer, listen
 from router.http.siblings import Siblings
 from router.lifecycle.context import RouterContext
@@ -41,8 +42,8 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
 _MIN_RETRY_BURST = 10
-_FIGURES_S = 0.5
-"""How long the event loop may take to give the metrics to another router; that waits a little longer."""
+_ANSWER_S = 0.5
+"""How long the event loop may take to answer another router; that waits a little longer."""
 
 
 @dataclass(frozen=True)
@@ -141,39 +142,40 @@ class RouterServer:
         context = self._context(guard)
         card = ModelCard.from_dir(self._model_dir, config, context.tokenizer)
         page = MetricsPage(context.metrics, self._name)
-        http = HttpServer(create_app(context, card, keys, page), config.limits)
-        with self._siblings(page) as siblings:
+        live = Live(context, card.own_name, self._name)
+        http = HttpServer(create_app(context, card, keys, page, live), config.limits)
+        with self._siblings(page, live) as siblings:
             bind = partial(listen, self._host, self._http_port)
             listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
             if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before
                 http.begin()
             with listener:
-                await self._serve(context, http, guard, siblings, listener)
+                await self._serve(context, http, guard, live, listener)
 
     @contextmanager
-    def _siblings(self, page: MetricsPage) -> Iterator[Siblings | None]:
+    def _siblings(self, page: MetricsPage, live: Live) -> Iterator[Siblings | None]:
         if self._meeting_place is None:
             yield None
             return
-        with closing(Siblings(self._meeting_place, self._name, self._figures(page))) as siblings:
-            page.siblings = siblings
+        with closing(Siblings(self._meeting_place, self._name, self._answers(page, live))) as siblings:
+            page.siblings = live.siblings = siblings
             yield siblings
 
-    def _figures(self, page: MetricsPage) -> Callable[[], bytes]:
+    def _answers(self, page: MetricsPage, live: Live) -> Callable[[bytes], bytes]:
         """For the thread in which siblings are answered: made in the event loop, like all that is counted there."""
         loop = asyncio.get_running_loop()
 
-        async def own() -> bytes:
-            return page.own()
+        async def own(question: bytes) -> bytes:
+            return page.own() if question == METRICS else live.answer(question)
 
-        return lambda: asyncio.run_coroutine_threadsafe(own(), loop).result(_FIGURES_S)
+        return lambda question: asyncio.run_coroutine_threadsafe(own(question), loop).result(_ANSWER_S)
 
     async def _serve(
         self,
         context: RouterContext,
         http: HttpServer,
         guard: RoleGuard,
-        siblings: Siblings | None,
+        live: Live,
         listener: socket.socket,
     ) -> None:
         """Until it is asked to stop."""
@@ -181,8 +183,9 @@ class RouterServer:
         async def leave() -> None:
             _log.info("the router leaves: others take new connections")
             self.is_leaving = True
-            if siblings is not None:
-                siblings.leave()
+            if live.siblings is not None:
+                live.siblings.leave()
+            live.close()
             await http.leave()
 
         control, control_port = await serve_control(
@@ -200,6 +203,7 @@ class RouterServer:
             await asyncio.wait({http_task, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
             if stop_asked.done():  # else the HTTP server has ended by itself
                 fault_points.reach("router.stop")
+                live.close()
                 await self._shut_down(context)
         finally:
             http.stop()

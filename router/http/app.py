@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.auth import OPEN_PATHS, ApiKeys
 from router.http.bodies import Bodies
-from router.http.exchange import Exchange, send_error
+from router.http.exchange import STREAM_HEADERS, Exchange, send_error
+from router.http.live import Live, live_page, wants_page
 from router.http.metrics_page import MetricsPage
 from router.http.welcome import endpoints, facts, welcome_page
 from router.lifecycle.context import RouterContext
@@ -50,10 +51,11 @@ _EXPOSED_HEADERS = (
 )
 
 
-def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage) -> ASGIApp:
+def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage, live: Live) -> ASGIApp:
     """The ASGI application of one router; `keys` guard every route but `/health`."""
     app = FastAPI(title="Tandem", openapi_url=None)
     _add_get_routes(app, context, card, keys, page)
+    _add_live_routes(app, live)
     bodies = Bodies(context.config.limits.max_body_bytes)
     for path, parser in (("/v1/completions", parse_completion), ("/v1/chat/completions", parse_chat)):
         # A raw ASGI route: the exchange reads and writes by itself.
@@ -86,6 +88,8 @@ def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys:
 
     @app.api_route("/", methods=_READ)
     async def welcome(request: Request) -> Response:
+        if wants_page(request.scope["headers"]):
+            return live_page()
         if "application/json" in request.headers.get("accept", ""):
             return _json(facts(card, served))
         url = str(request.base_url).rstrip("/")
@@ -124,6 +128,18 @@ def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys:
         @app.api_route("/metrics", methods=_READ)
         async def exposition() -> Response:
             return Response(await page.text(), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+def _add_live_routes(app: FastAPI, live: Live) -> None:
+    @app.get("/v1/events")
+    async def events() -> Response:
+        live.check_watchers()
+        return StreamingResponse(live.events(), headers=STREAM_HEADERS, media_type="text/event-stream; charset=utf-8")
+
+    @app.api_route("/v1/requests/{name:path}", methods=_READ)
+    async def request(request: Request) -> Response:
+        name = request.scope["path"].removeprefix("/v1/requests/").rstrip("\n")
+        return _json({"object": "list", "data": await live.request(name)})
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -173,7 +189,7 @@ def _with_keys(app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> ASGIApp:
     """Lets pass what carries a key that holds, and what needs none."""
 
     async def gate(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in OPEN_PATHS:
+        if not _is_open(scope):
             try:
                 keys.check(scope["headers"])
             except AuthenticationError as error:
@@ -182,6 +198,11 @@ def _with_keys(app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> ASGIApp:
         await app(scope, receive, send)
 
     return gate
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether it needs no key: the page for browsers is the same everywhere, and asks for the key itself."""
+    return scope["path"] in OPEN_PATHS or (scope["path"] == "/" and wants_page(scope["headers"]))
 
 
 def _with_request_ids(app: ASGIApp) -> ASGIApp:

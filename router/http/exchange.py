@@ -60,8 +60,8 @@ class Exchange:
             self._context.admission.check()
             http = HttpRequest(scope, receive)
             _check_encoding(http)
-            parsed, requests = await self._requests(http, request_id, arrived_s)
-            group = self._admit(parsed, requests)
+            parsed, requests, read_s = await self._requests(http, request_id, arrived_s)
+            group = self._admit(parsed, requests, read_s)
         except ClientDisconnect:
             self._context.metrics.requests.labels("cancelled").inc()
             return
@@ -90,11 +90,12 @@ class Exchange:
                 raise
             finally:
                 watcher.cancel()
+                group.answered()
 
     async def _requests(
         self, http: HttpRequest, request_id: str, arrived_s: float
-    ) -> tuple[ParsedRequest, list[Request]]:
-        """What the body asks for, and one request for each of its prompts."""
+    ) -> tuple[ParsedRequest, list[Request], float]:
+        """What the body asks for, one request for each of its prompts, and when the body had come."""
         context, card = self._context, self._card
         limits = [limit for limit in (card.max_context, context.workers.max_context()) if limit is not None]
         bounds = PromptBounds(context.config.scheduling.max_queued_requests, min(limits, default=None))
@@ -112,15 +113,16 @@ class Exchange:
             )
 
         async with self._bodies.read(http) as raw:
-            return await self._bodies.work_on(raw, work)
+            read_s = context.clock.now()
+            return *await self._bodies.work_on(raw, work), read_s
 
-    def _admit(self, parsed: ParsedRequest, requests: list[Request]) -> PromptGroup:
+    def _admit(self, parsed: ParsedRequest, requests: list[Request], read_s: float) -> PromptGroup:
         """Give each request a place in the queue."""
         context = self._context
         check_placeable(context.workers.snapshot())
         context.admission.enter(len(requests), parsed.num_choices)
         max_tokens = context.config.limits.stream_buffer_tokens if parsed.stream else None
-        return PromptGroup(requests, context, DeltaBuffer(max_tokens))
+        return PromptGroup(requests, context, DeltaBuffer(max_tokens), kind=parsed.kind, read_s=read_s)
 
     def _count_refused(self, error: TandemError) -> None:
         outcome = outcome_of(error)
@@ -152,7 +154,7 @@ class Exchange:
             return
         deltas.on_overflow = writer.cancel
         try:
-            headers = {**headers, **_prompt_header(group), **_STREAM_HEADERS}
+            headers = {**headers, **_prompt_header(group), **STREAM_HEADERS}
             await send(_start(200, "text/event-stream; charset=utf-8", headers))
             while items:
                 await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
@@ -171,7 +173,7 @@ class Exchange:
             deltas.on_overflow = lambda: None
 
 
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def _check_encoding(http: HttpRequest) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from router.http.siblings import Siblings
 from tandem.core.metrics import RouterMetrics
 
+METRICS = b"f"
+"""The question of one router to another for its metrics."""
 _FAMILY = re.compile(rb"(?m)^(?=# HELP )")
 _ANSWERS = """\
 # HELP tandem_router_answers Whether the figures of this router, one of those that share the port, are here
@@ -29,7 +31,7 @@ class MetricsPage:
     async def text(self) -> bytes:
         if self.siblings is None:
             return self.own()
-        told: Mapping[str, bytes | None] = {self._name: self.own(), **await self.siblings.ask_figures()}
+        told: Mapping[str, bytes | None] = {self._name: self.own(), **await self.siblings.ask(METRICS)}
         texts = [text for text in told.values() if text is not None]
         answers = (f'tandem_router_answers{{router="{name}"}} {int(text is not None)}\n' for name, text in told.items())
         return merged([(_ANSWERS + "".join(answers)).encode(), *texts])

@@ -31,7 +31,8 @@ _ANSWER_S = 1.0
 """A router that takes longer to answer another is stopped, or as good as that."""
 
 _LOCK = "lock"
-_WANTS_SOCKET, _WANTS_FIGURES = b"s", b"f"
+_WANTS_SOCKET = b"s"
+_MAX_QUESTION_BYTES = 16 << 10
 
 
 class Siblings:
@@ -40,16 +41,17 @@ class Siblings:
     Args:
         directory: where they meet; made if it is missing. No other cluster's routers use it.
         name: of this router, such as `router-0`.
-        figures: its metrics as text. Called in the thread that answers; may raise `TimeoutError`.
+        answer: what it tells another router that asks this question; empty where it knows no such question. Called in
+            the thread that answers; may raise `TimeoutError`.
 
     Raises:
         ConfigError: others may enter the directory.
     """
 
-    def __init__(self, directory: Path, name: str, figures: Callable[[], bytes]) -> None:
+    def __init__(self, directory: Path, name: str, answer: Callable[[bytes], bytes]) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         self.name = name
-        self._figures = figures
+        self._own_answer = answer
         self._entry = f"{name}.{os.getpid()}"  # an earlier life of this router may still lie there
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         found = os.fstat(self._directory)
@@ -85,7 +87,7 @@ class Siblings:
         return listener, others_have_it
 
     def leave(self) -> None:
-        """Hand the socket to nobody any more. The metrics are still to be had."""
+        """Hand the socket to nobody any more. Questions are still answered."""
         with self._handing:
             if self._listener is not None:
                 self._listener.close()
@@ -103,18 +105,18 @@ class Siblings:
         self._door.close()
         os.close(self._directory)
 
-    # -- the metrics
+    # -- questions
 
-    async def ask_figures(self) -> dict[str, bytes | None]:
-        """The metrics of each other router, by its name; `None`: it did not answer in time."""
+    async def ask(self, question: bytes) -> dict[str, bytes | None]:
+        """What each other router answers, by its name; `None`: nothing in time, or it does not know the question."""
         entries = self._others()
-        told = await asyncio.gather(*(asyncio.to_thread(self._figures_of, entry) for entry in entries))
+        told = await asyncio.gather(*(asyncio.to_thread(self._ask_one, entry, question) for entry in entries))
         return {_name_of(entry): text for entry, text in zip(entries, told, strict=True) if text != b""}
 
-    def _figures_of(self, entry: str) -> bytes | None:
+    def _ask_one(self, entry: str, question: bytes) -> bytes | None:
         """Empty where the router has ended."""
         try:
-            with self._asked(entry, _WANTS_FIGURES) as answer, answer.makefile("rb") as text:
+            with self._asked(entry, question) as answer, answer.makefile("rb") as text:
                 return text.read() or None
         except TimeoutError:
             return None
@@ -201,12 +203,12 @@ class Siblings:
                     _log.exception("another router got no answer")
 
     def _answer(self, connection: socket.socket) -> None:
-        asked = connection.recv(1)
-        if asked == _WANTS_FIGURES:
-            connection.sendall(self._figures())
+        asked = connection.recv(_MAX_QUESTION_BYTES)  # it was sent at once, and so comes at once
+        if asked != _WANTS_SOCKET:
+            connection.sendall(self._own_answer(asked))
             return
         with self._handing:
-            if asked == _WANTS_SOCKET and self._listener is not None:
+            if self._listener is not None:
                 socket.send_fds(connection, [_WANTS_SOCKET], [self._listener.fileno()])
 
 

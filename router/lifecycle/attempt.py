@@ -81,6 +81,8 @@ class Attempt:
         """Both workers start at once: prefill computes while decode makes room. Or decode alone is asked."""
         in_flight, request, max_local_tokens = self._in_flight, self._in_flight.request, self._route.max_local_tokens
         num_tokens = len(request.prompt_ids)
+        now_s, why = in_flight.context.clock.now(), self._route.why.value
+        in_flight.trace.attempt_began(now_s, self._number, self._prefill_key, self._decode.key, why)
         self._decode.hold(self._request_id, in_flight.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
         age_s = in_flight.age_s
         self._decode.send(wire.reserve(request, self._journal, age_s=age_s, max_local_tokens=max_local_tokens))
@@ -162,6 +164,7 @@ class Attempt:
         self._is_granted = True
         if self._prefill is None:
             self._prefill = self._find_prefill()
+            self._in_flight.trace.attempts[-1].prefill = self._prefill.key.worker_id
             self._start_prefill(self._prefill)
         fault_points.reach("router.granted")
         self._prefill.send(wire.attach_grant(self._request_id, granted))
@@ -170,9 +173,7 @@ class Attempt:
         """A prefill worker for decode's grant. Without one, decode gets its pages back while the request waits."""
         try:
             wishes, decode = self._in_flight.plan.wishes, self._decode
-            key = choose_prefill(
-                self._workers.snapshot(), self._in_flight.facts, decode.key, decode.kv_format, wishes
-            )
+            key = choose_prefill(self._workers.snapshot(), self._in_flight.facts, decode.key, decode.kv_format, wishes)
             return self._workers.session(key)
         except (NoWorkerError, IncompatibleError) as error:
             raise self._over(Fault.UNSERVED, self._decode.key, error) from error

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from router.lifecycle.context import RouterContext
+from router.observe.trace import Trace
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
 from router.policy.route import RequestFacts, Route, choose
 from router.request.choice_text import ChoiceText
@@ -39,12 +40,15 @@ class InFlightRequest:
         inbox: Mailbox[Event],
         emit: Callable[[Delta], None],
         on_prompt: Callable[[Role], None],
+        trace: Trace,
     ) -> None:
         self.request = request
+        self.trace = trace
         self.context = context
         self.inbox = inbox
         self.journal = Journal(request.num_choices)
         self.life = RequestLife(request.request_id, request.arrived_s)
+        trace.stamps = self.life.stamps
         limits = context.config.limits
         self.recovery = Recovery(
             RecoveryLimits(
@@ -218,6 +222,7 @@ class InFlightRequest:
             ours.request_id = self.request.request_id
             raise ours from error
         self._last_failure = end.error
+        self.trace.attempts[-1].ended = f"{end.fault.value}: {end.error.message}"
         self.journal.next_attempt()
         self._count(end.fault, end.error, now_s)
 
@@ -253,8 +258,10 @@ class InFlightRequest:
             metrics.recovery_s.observe(now_s - self._fault_s)
             self._fault_s = None
         last_s = self._last_token_s[choice]
-        if last_s is not None:
-            metrics.itl_s.observe(now_s - last_s)
+        gap_s = None if last_s is None else now_s - last_s
+        self.context.recorder.tokens(self.trace, now_s, num_tokens, gap_s)
+        if gap_s is not None:
+            metrics.itl_s.observe(gap_s)
         elif all(stamp is None for stamp in self._last_token_s):
             metrics.ttft_s.observe(now_s - self.request.arrived_s)
         for _ in range(num_tokens - 1):  # they came early, so the client gets them in the same moment
@@ -284,6 +291,7 @@ class InFlightRequest:
         self._leave_queue()
         now_s = self.context.clock.now()
         self.life.to(state, now_s)
+        self.trace.outcome = outcome
         metrics, dropped = self.context.metrics, self.journal.dropped
         phases = {phase: self.life.seconds_in(phase) for phase in _WAY}
         for phase, seconds in phases.items():
@@ -317,8 +325,9 @@ class InFlightRequest:
         Only the first word counts: a retry also finds what an earlier attempt computed.
         """
         self._on_prompt(computed_by)
+        self.trace.computed_by = computed_by.value
         if self._num_cached_tokens is None:
-            self._num_cached_tokens = num_cached_tokens
+            self._num_cached_tokens = self.trace.num_cached_tokens = num_cached_tokens
 
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_ids), self.journal.num_tokens, self._num_cached_tokens)

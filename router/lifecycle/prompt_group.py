@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from router.lifecycle.context import RouterContext
 from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.serve import serve_request
+from router.observe.trace import Trace
 from router.request.events import BrokenOff, Event
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, Usage
@@ -22,8 +23,15 @@ _log = logging.getLogger(__name__)
 class PromptGroup:
     """Starts the requests, passes on what happens to the client, and closes the buffer when all have ended."""
 
-    def __init__(self, requests: Sequence[Request], context: RouterContext, deltas: DeltaBuffer) -> None:
-        """Admission let each request in: a request tells it when it no longer waits, the group when it has ended."""
+    def __init__(
+        self, requests: Sequence[Request], context: RouterContext, deltas: DeltaBuffer, *, kind: str, read_s: float
+    ) -> None:
+        """Admission let each request in: a request tells it when it no longer waits, the group when it has ended.
+
+        Args:
+            kind: what was asked for, for people: "chat" or "completion".
+            read_s: when the body had come.
+        """
         self.requests = requests
         self.deltas = deltas
         self.usages: list[Usage] = []
@@ -31,11 +39,21 @@ class PromptGroup:
         self.prompts_at = [""] * len(requests)
         self._context = context
         self._entered_s = context.clock.now()
+        self._traces = [_trace(request, kind, read_s, self._entered_s) for request in requests]
+        for trace in self._traces:
+            context.recorder.begin(trace)
         self._inboxes: list[Mailbox[Event]] = [Mailbox() for _ in requests]
         self._task: asyncio.Task[None] | None = None
+        self._is_answered = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._serve_all(), name="prompt-group")
+
+    def answered(self) -> None:
+        """The answer has been written as far as it ever will be. Requests that still go on are recorded as they end."""
+        now_s = self._context.clock.now()
+        self._is_answered = True
+        self._context.recorder.end((t.request_id for t in self._traces if t.outcome), now_s)
 
     def client_gone(self, why: str) -> None:
         """Every request that still goes on is cancelled."""
@@ -72,7 +90,8 @@ class PromptGroup:
 
         with bound(wire_id=request.request_id):
             try:
-                return await serve_request(request, self._context, self._inboxes[number], emit, on_prompt)
+                trace = self._traces[number]
+                return await serve_request(request, self._context, self._inboxes[number], emit, on_prompt, trace)
             except TandemError as error:
                 errors.append(error)
             except Exception:  # noqa: BLE001 - the last border: logged here, and typed for the client
@@ -80,6 +99,8 @@ class PromptGroup:
                 errors.append(InternalError("an unforeseen error; the log has it under this request id"))
             finally:
                 admission.end(self._age_s(), request.num_choices)
+                if self._is_answered:  # nobody waited for its end
+                    self._context.recorder.end([request.request_id], self._context.clock.now())
         # There is one answer: it fails as a whole.
         self.client_gone("another prompt of the same request failed")
         return None
@@ -87,3 +108,16 @@ class PromptGroup:
     def _age_s(self) -> float:
         """Seconds since admission let it in."""
         return self._context.clock.now() - self._entered_s
+
+
+def _trace(request: Request, kind: str, read_s: float, ready_s: float) -> Trace:
+    return Trace(
+        request_id=request.request_id,
+        client_id=request.request_id.rpartition("#")[0],
+        arrived_s=request.arrived_s,
+        num_prompt_tokens=len(request.prompt_ids),
+        num_choices=request.num_choices,
+        kind=kind,
+        read_s=read_s,
+        ready_s=ready_s,
+    )

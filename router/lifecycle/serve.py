@@ -21,6 +21,7 @@ from collections.abc import Callable
 from router.lifecycle.attempt import Attempt, AttemptOver
 from router.lifecycle.context import RouterContext
 from router.lifecycle.in_flight import InFlightRequest
+from router.observe.trace import Trace
 from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.request.request import Delta, Request, Usage
@@ -42,6 +43,7 @@ async def serve_request(
     inbox: Mailbox[Event],
     emit: Callable[[Delta], None],
     on_prompt: Callable[[Role], None],
+    trace: Trace,
 ) -> Usage:
     """Serve `request`. It holds one place in the queue of `context.admission`, which is given back here.
 
@@ -49,11 +51,12 @@ async def serve_request(
         inbox: gets all that happens to the request; it may already hold the end of its client.
         emit: called with each delta as soon as it is settled.
         on_prompt: called with the role that computes the prompt.
+        trace: what happens is noted there, for people.
 
     Raises:
         TandemError: the error that ended the request; no worker holds anything of it then.
     """
-    in_flight = InFlightRequest(request, context, inbox, emit, on_prompt)
+    in_flight = InFlightRequest(request, context, inbox, emit, on_prompt, trace)
     state, outcome = RequestState.FAILED, "failed"
     try:
         with in_flight.deadline():
@@ -67,7 +70,7 @@ async def serve_request(
         state, outcome = RequestState.FINISHED, "finished"
         return in_flight.usage()
     except TandemError as error:
-        outcome = outcome_of(error)
+        outcome, trace.error = outcome_of(error), error.message
         if isinstance(error, CancelledError | DeadlineError):
             state = RequestState.CANCELLED
         raise

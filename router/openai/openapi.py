@@ -18,7 +18,7 @@ from tandem.core.version import version
 _STATUSES = {
     400: "The request is wrong; `param` names the field. `context_length_exceeded`: it does not fit the context.",
     401: "No valid API key.",
-    404: "The model or path is not served here.",
+    404: "The model or path is not served here, or the request is not remembered.",
     405: "The path has no such method.",
     408: "Head or body of the request did not arrive in time.",
     413: "The body is larger than `limits.max_body_bytes`.",
@@ -50,6 +50,13 @@ def document(config: Config, card: ModelCard) -> Schema:
             }
         },
         "/v1/cluster": {"get": _reading("cluster", "The workers and what they do.", _ref("Cluster"))},
+        "/v1/requests/{id}": {
+            "get": {
+                **_reading("request", "Where the time of a request went, and its attempts.", _ref("Requests"), (404,)),
+                "parameters": [{"name": "id", "in": "path", "required": True, "schema": _REQUEST_NAME}],
+            }
+        },
+        "/v1/events": {"get": _events()},
         "/health": {"get": {**_reading("health", "200 where requests can be served.", _ref("Health")), "security": []}},
         "/openapi.json": {"get": _reading("openapi", "This document.", {"type": "object"})},
     }
@@ -75,6 +82,8 @@ def document(config: Config, card: ModelCard) -> Schema:
 
 #: Without a name the path is that of all models.
 _MODEL_NAME: Schema = {"type": "string", "pattern": "[^/]"}
+#: An `x-request-id`, or one request's own id.
+_REQUEST_NAME: Schema = {"type": "string", "minLength": 1}
 
 
 # -- operations
@@ -109,7 +118,13 @@ def _reading(
 def _welcome() -> Schema:
     said = _reading("welcome", "What this is, and what is served; JSON where `Accept` names it.", _ref("Welcome"))
     said["responses"]["200"]["content"]["text/plain"] = {"schema": {"type": "string"}}
+    said["responses"]["200"]["content"]["text/html"] = {"schema": {"type": "string"}}  # a browser's: the live page
     return said
+
+
+def _events() -> Schema:
+    what = "Server-sent events for the live page, one a second, without end. Their content may change between versions."
+    return _reading("events", what, {"type": "string"}, (429,), media="text/event-stream")
 
 
 def _errors(statuses: Iterable[int]) -> Schema:
@@ -160,6 +175,7 @@ _USAGE = _object(
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
     {"prompt_tokens_details": _object({"cached_tokens": _COUNT})},
 )
+_REQUEST = {"type": "object", "required": ["id", "state", "age_s", "spans", "attempts", "token_s"]}
 _WORKER = {"type": "object", "required": ["id", "incarnation", "state", "pages"]}
 
 
@@ -199,6 +215,7 @@ _ANSWERS: Schema = {
     "ChatChunk": _answer("chat.completion.chunk", _choice({"delta": _DELTA}, _CHUNK_IDS), is_chunk=True),
     "Model": _MODEL,
     "Models": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
+    "Requests": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _REQUEST, "minItems": 1}}),
     "Welcome": _object(
         {"name": {"const": "tandem"}, "version": _TEXT, "model": _TEXT, "endpoints": {"type": "array", "items": _TEXT}}
     ),

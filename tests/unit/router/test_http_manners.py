@@ -120,7 +120,7 @@ def test_where_any_name_is_served_each_is_a_name_of_the_same_model(make_site: Ma
 
 def test_a_person_is_told_what_this_is_and_what_to_try(site: Site) -> None:
     with site.http() as client:
-        page = client.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+        page = client.get("/")
         described = client.get("/openapi.json").json()["paths"]
     assert page.headers["content-type"].startswith("text/plain")
     assert "the model toy" in page.text

@@ -23,6 +23,8 @@ from tests.support.router_site import EOS, Site, in_background, opened_site
 
 POSTS = ("/v1/completions", "/v1/chat/completions")
 GETS = ("/", "/v1/models", "/v1/models/{model}", "/v1/cluster", "/health", "/openapi.json", "/metrics")
+REQUEST = "/v1/requests/{id}"
+ENDLESS = "/v1/events"
 
 #: What JSON Schema cannot say: it depends on the model, or on another field. All else that is allowed must be taken.
 FIELDS_THAT_DEPEND = {
@@ -78,7 +80,7 @@ def check(site: Site, case: Case) -> Any:
 
 def test_the_document_is_sound_and_names_every_route(site: Site, schema: schemathesis.BaseSchema) -> None:
     schema.validate()
-    assert set(document(site)["paths"]) == {*POSTS, *GETS}
+    assert set(document(site)["paths"]) == {*POSTS, *GETS, REQUEST, ENDLESS}
 
 
 def boundary_cases(schema: schemathesis.BaseSchema, path: str, method: str, mode: GenerationMode) -> Iterator[Case]:
@@ -154,6 +156,20 @@ def test_what_is_read_has_its_documented_shape(site: Site, schema: schemathesis.
     run()
     assert 200 in statuses
     assert set(statuses) <= {200, 404}
+
+
+def test_what_is_told_of_a_request_has_its_documented_shape(site: Site, schema: schemathesis.BaseSchema) -> None:
+    served = site.post(prompt="x", max_tokens=2).headers["x-request-id"]
+    assert check(site, schema[REQUEST]["GET"].Case(path_parameters={"id": served})).status_code == 200
+    statuses = []
+
+    @bounded
+    @given(case=schema[REQUEST]["GET"].as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def run(case: Case) -> None:
+        statuses.append(check(site, case).status_code)
+
+    run()
+    assert set(statuses) == {404}
 
 
 def refused(site: Site, status: int, **request: Any) -> None:

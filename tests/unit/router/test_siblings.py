@@ -50,7 +50,7 @@ def sibling(tmp_path: Path) -> Iterator[Callable[[str], Siblings]]:
     made: list[Siblings] = []
 
     def make(name: str) -> Siblings:
-        made.append(Siblings(tmp_path / "siblings", name, lambda: f"figures of {name}".encode()))
+        made.append(Siblings(tmp_path / "siblings", name, lambda asked: asked + f" of {name}".encode()))
         return made[-1]
 
     yield make
@@ -115,9 +115,9 @@ async def test_figures_are_to_be_had_of_one_that_leaves_too_until_it_ends(siblin
     for each in (first, second):
         each.take_listener(bound)[0].close()
     second.leave()
-    assert await first.ask_figures() == {"router-1": b"figures of router-1"}
+    assert await first.ask(b"figures") == {"router-1": b"figures of router-1"}
     second.close()
-    assert await first.ask_figures() == {}
+    assert await first.ask(b"figures") == {}
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
@@ -250,6 +250,22 @@ def test_one_scrape_has_the_figures_of_all(shared: SharedPort) -> None:
                 assert line in text
                 assert f'tandem_router_answers{{router="router-{number}"}} 1' in text
             assert text.count("# TYPE tandem_requests_total counter") == 1
+
+
+@pytest.mark.processes
+def test_one_page_shows_the_requests_of_all(shared: SharedPort) -> None:
+    first, second = shared.start("router-0"), shared.start("router-1")
+    with shared.accepted_by(first, second) as one, shared.accepted_by(second, first) as other:
+        ids = [client.post("/v1/completions", json=BODY).headers["x-request-id"] for client in (one, other)]
+        for client in (one, other):
+            with client.stream("GET", "/v1/events") as events:
+                told = json.loads(next(line for line in events.iter_lines() if line.startswith("data: "))[6:])
+            assert [router["router"] for router in told["routers"]] == ["router-0", "router-1"]
+            assert {row["id"].partition("#")[0] for row in told["ended"]} == set(ids)
+    for name in ids:  # whichever router is asked
+        with shared.accepted_by(first, second) as client:
+            (found,) = client.get(f"/v1/requests/{name}").json()["data"]
+        assert found["router"] == f"router-{ids.index(name)}"
 
 
 @pytest.mark.processes

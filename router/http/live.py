@@ -1,0 +1,139 @@
+"""The live page, the events that feed it, and the way of single requests, of every router that shares the port."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
+from importlib import resources
+from typing import Any
+
+import orjson
+from fastapi.responses import HTMLResponse
+
+from router.http.siblings import Siblings
+from router.lifecycle.context import RouterContext
+from router.observe.feed import Seen, joined, part_of
+from tandem.core.errors import InvalidRequestError, OverloadedError
+
+MAX_WATCHERS = 32
+"""Pages that one router feeds."""
+_EVERY_S = 1.0
+_WANTS_PART, _WANTS_REQUEST = b"l", b"r"
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+
+
+class UnknownRequestError(InvalidRequestError):
+    """No request of this id is remembered."""
+
+    code = "unknown_request"
+    http_status = 404
+
+
+class Live:
+    """What people may see of one router's requests, and of its siblings'.
+
+    Attributes:
+        siblings: routers that share the port; `None` where there are none, or none is known yet.
+    """
+
+    def __init__(self, context: RouterContext, model: str, name: str) -> None:
+        self.siblings: Siblings | None = None
+        self._context, self._model, self._name = context, model, name or "router"
+        self._num_watchers = 0
+        self._over = asyncio.Event()
+
+    def close(self) -> None:
+        """The router leaves: no page is fed any more. A page then asks again, and meets another router."""
+        self._over.set()
+
+    # -- events
+
+    def check_watchers(self) -> None:
+        """Raises `OverloadedError` where as many pages are fed as may be."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise OverloadedError(f"{MAX_WATCHERS} pages watch this router already; close one", retry_after_s=60)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, one a second: first the last minutes, then what is new."""
+        seen: dict[str, Seen] = {}
+        self._num_watchers += 1
+        try:
+            while not self._over.is_set():
+                told = await self._parts(seen)
+                seen = {name: Seen.of(part) for name, part in told.items()}
+                state = {**joined(told.values()), "cluster": self._context.workers.describe(self._model)}
+                yield b"data: " + orjson.dumps(state) + b"\n\n"
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._over.wait(), _EVERY_S)
+        finally:
+            self._num_watchers -= 1
+
+    async def _parts(self, seen: Mapping[str, Seen]) -> dict[str, dict[str, Any]]:
+        """By router; without those that did not answer."""
+        parts = {self._name: self._own_part(seen.get(self._name, Seen()))}
+        if self.siblings is not None:
+            asked = {name: [point.second, point.num_ended] for name, point in seen.items()}
+            told = await self.siblings.ask(_WANTS_PART + orjson.dumps(asked))
+            parts |= {name: orjson.loads(text) for name, text in told.items() if text}
+        return parts
+
+    def _own_part(self, seen: Seen) -> dict[str, Any]:
+        return part_of(self._context.recorder, self._name, seen, self._context.clock.now())
+
+    # -- single requests
+
+    async def request(self, name: str) -> list[dict[str, Any]]:
+        """All that is known of the requests of this id.
+
+        Raises:
+            UnknownRequestError: of none.
+        """
+        found = self._own_requests(name)
+        if not found and self.siblings is not None:
+            told = await self.siblings.ask(_WANTS_REQUEST + name.encode())
+            found = [request for text in told.values() if text for request in orjson.loads(text)]
+        if not found:
+            raise UnknownRequestError(
+                f"no request {name!r} is remembered; x-request-id of an answer names it, and each router remembers "
+                "its last 1,000"
+            )
+        return found
+
+    def _own_requests(self, name: str) -> list[dict[str, Any]]:
+        now_s = self._context.clock.now()
+        return [{**trace.describe(now_s), "router": self._name} for trace in self._context.recorder.find(name)]
+
+    # -- for siblings
+
+    def answer(self, question: bytes) -> bytes:
+        """What another router asks; empty where this is no question of this kind."""
+        kind, rest = question[:1], question[1:]
+        if kind == _WANTS_PART:
+            return orjson.dumps(self._own_part(Seen(*orjson.loads(rest).get(self._name, ()))), option=_KEYS)
+        if kind == _WANTS_REQUEST:
+            return orjson.dumps(self._own_requests(rest.decode()))
+        return b""
+
+
+_KEYS = orjson.OPT_NON_STR_KEYS
+
+
+def wants_page(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a browser asks."""
+    return any(name == b"accept" and b"text/html" in value for name, value in headers)
+
+
+def live_page() -> HTMLResponse:
+    """The page itself: one file, the same for everybody; it holds nothing of this cluster."""
+    html = resources.files("router.http").joinpath("live.html").read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.findall(html)[0].encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"content-security-policy": policy, "cache-control": "no-cache", "x-content-type-options": "nosniff"}
+    return HTMLResponse(html, headers=headers)

@@ -1,0 +1,73 @@
+"""What the live page is told each second: by one router, and by all that share a port together. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.observe.recorder import Recorder
+
+MAX_RUNNING = 200
+MAX_ENDED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a watcher has been told of one router: everything before this second, and so many ended requests."""
+
+    second: int = 0
+    num_ended: int = 0
+
+    @staticmethod
+    def of(part: Mapping[str, Any]) -> Seen:
+        return Seen(part["now"], part["num_ended"])
+
+
+def part_of(recorder: Recorder, router: str, seen: Seen, now_s: float) -> dict[str, Any]:
+    """What one router has to tell to whom `seen` was told before."""
+    new = min(max(recorder.num_ended - seen.num_ended, 0), MAX_ENDED)
+    return {
+        "router": router,
+        "now": int(now_s),
+        "num_running": recorder.num_running,
+        "num_ended": recorder.num_ended,
+        "seconds": {s.second: s.describe() for s in recorder.history.since(seen.second, now_s)},
+        "running": [_row(trace.summary(now_s), router) for trace in recorder.oldest_running(MAX_RUNNING)],
+        "ended": [_row(trace.summary(now_s), router) for trace in recorder.last_ended(new)],
+    }
+
+
+def _row(summary: dict[str, Any], router: str) -> dict[str, Any]:
+    return {**summary, "router": router}
+
+
+def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of them tell; seconds that several counted are added up. JSON has made texts of their numbers."""
+    seconds: dict[int, dict[str, Any]] = {}
+    running: list[Any] = []
+    ended: list[Any] = []
+    routers = []
+    for part in parts:
+        routers.append({key: part[key] for key in ("router", "num_running", "num_ended")})
+        running += part["running"]
+        ended += part["ended"]
+        for number, second in part["seconds"].items():
+            known = seconds.get(int(number))
+            seconds[int(number)] = _added(known, second) if known else second
+    routers.sort(key=lambda router: router["router"])
+    running.sort(key=lambda row: -row["age_s"])
+    return {
+        "routers": routers,
+        "seconds": [{"second": number, **seconds[number]} for number in sorted(seconds)],
+        "running": running[:MAX_RUNNING],
+        "ended": ended,
+    }
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value + other[key] if isinstance(value, int) else dict(Counter(value) + Counter(other[key]))
+        for key, value in one.items()
+    }

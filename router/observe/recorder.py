@@ -1,0 +1,97 @@
+"""Remembers the requests of one router: those under way, the last that ended, and figures of the last minutes. Pure.
+
+What a token costs here does not grow with the number of requests, and what is remembered is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from router.observe.history import History
+from router.observe.trace import Trace
+
+NUM_ENDED = 1000
+"""Requests that are remembered after their end."""
+
+
+class Recorder:
+    """Args: times of all methods are on the router's clock."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        # Invariant: a request is in exactly one of these; `_ended` in the order in which they ended.
+        self._running: dict[str, Trace] = {}
+        self._ended: dict[str, Trace] = {}
+        # The traces that a client's id names, of those in the two above.
+        self._by_client: dict[str, list[Trace]] = {}
+        self._num_ended = 0
+
+    # -- what happens
+
+    def begin(self, trace: Trace) -> None:
+        """A request was let in."""
+        self._running[trace.request_id] = trace
+        self._by_client.setdefault(trace.client_id, []).append(trace)
+        self.history.at(trace.arrived_s).num_arrived += 1
+
+    def running(self, request_id: str) -> Trace | None:
+        """The trace of a request under way."""
+        return self._running.get(request_id)
+
+    def tokens(self, trace: Trace, now_s: float, count: int, gap_s: float | None) -> None:
+        """Tokens of one choice were given out, `gap_s` after those before; `None`: they are its first."""
+        second = self.history.at(now_s)
+        second.num_tokens += count
+        if gap_s is not None:
+            second.itl.add(gap_s)
+        elif not trace.ticks:
+            second.ttft.add(now_s - trace.arrived_s)
+        trace.token(now_s, count)
+
+    def end(self, request_ids: Iterable[str], now_s: float) -> None:
+        """The answer to these has been written, or will never be."""
+        for request_id in request_ids:
+            trace = self._running.pop(request_id, None)
+            if trace is None:
+                continue
+            trace.ended_s = now_s
+            self.history.at(now_s).outcomes[trace.outcome or "failed"] += 1
+            self._ended[request_id] = trace
+            self._num_ended += 1
+            if len(self._ended) > NUM_ENDED:
+                self._forget(next(iter(self._ended)))
+
+    def _forget(self, request_id: str) -> None:
+        trace = self._ended.pop(request_id)
+        others = [other for other in self._by_client[trace.client_id] if other is not trace]
+        if others:
+            self._by_client[trace.client_id] = others
+        else:
+            del self._by_client[trace.client_id]
+
+    # -- what people ask
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_ended(self) -> int:
+        """Of all times."""
+        return self._num_ended
+
+    def find(self, name: str) -> Sequence[Trace]:
+        """The requests of this id: the client's, which names one for each prompt of a body, or one request's own."""
+        own = self._running.get(name) or self._ended.get(name)
+        return (own,) if own is not None else tuple(self._by_client.get(name, ()))
+
+    def oldest_running(self, count: int) -> list[Trace]:
+        return list(islice(self._running.values(), count))
+
+    def last_ended(self, count: int) -> list[Trace]:
+        """The newest last."""
+        newest = deque(islice(reversed(self._ended.values()), count))
+        newest.reverse()
+        return list(newest)

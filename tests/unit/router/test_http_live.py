@@ -1,0 +1,141 @@
+"""The live page's events and the way of single requests, over real HTTP with scripted workers."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.http.live import MAX_WATCHERS
+from tests.support.router_site import Site, in_background
+from tests.support.scripted_worker import ScriptedDecode
+
+KEY = "k" * 20
+
+
+def events(client: httpx.Client) -> Iterator[Any]:
+    with client.stream("GET", "/v1/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line[6:])
+
+
+def test_a_page_is_told_what_was_and_then_what_is_new(site: Site) -> None:
+    assert site.post(prompt="before", max_tokens=3).status_code == 200
+    with site.http() as client:
+        stream = events(client)
+        first = next(stream)
+        assert [row["state"] for row in first["ended"]] == ["finished"]
+        assert first["ended"][0]["output_tokens"] == 3
+        assert first["ended"][0]["ttft_s"] <= first["ended"][0]["age_s"]
+        assert [w["id"] for w in first["cluster"]["decode"]] == ["decode-0"]
+        site.decode.held_back.clear()
+        under_way = in_background(site)
+        site.decode.wait_for("reserve", 2)
+        told = next(t for t in stream if t["running"])
+        assert (told["running"][0]["decode"], told["running"][0]["prefill"]) == ("decode-0", "prefill-0")
+        site.decode.held_back.set()
+        assert under_way.result().status_code == 200
+        ends = list(next(t for t in stream if t["ended"])["ended"])
+        assert [row["id"] for row in ends] == [told["running"][0]["id"]]
+
+
+def test_the_way_of_a_request_fills_its_time(site: Site) -> None:
+    answer = site.post("/v1/completions", prompt=["one", "two"], max_tokens=4)
+    request_id = answer.headers["x-request-id"]
+    with site.http() as client:
+        told = client.get(f"/v1/requests/{request_id}").json()["data"]
+    assert len(told) == 2, "one for each prompt"
+    for request in told:
+        spans = request["spans"]
+        assert [s["name"] for s in spans[:3]] == ["read", "tokenise", "queue"]
+        assert spans[-1]["name"] == "send"
+        assert sum(s["end_s"] - s["begin_s"] for s in spans) == pytest.approx(request["age_s"], abs=1e-4)
+        assert [(a["prefill"], a["decode"], a["why"]) for a in request["attempts"]] == [
+            ("prefill-0", "decode-0", "load")
+        ]
+        assert len(request["token_s"]) == request["output_tokens"] == 4
+
+
+def test_an_attempt_that_failed_is_told_with_its_reason(site: Site) -> None:
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    site.add(ScriptedDecode("decode-1"))
+    site.decode.kill()
+    answer = under_way.result()
+    with site.http() as client:
+        (told,) = client.get(f"/v1/requests/{answer.headers['x-request-id']}").json()["data"]
+    first, second = told["attempts"]
+    assert first["ended"].startswith("died: ")
+    assert (second["decode"], second["why"], second["ended"]) == ("decode-1", "kept", "")
+
+
+def test_who_goes_away_is_told_as_cancelled(site: Site) -> None:
+    site.decode.held_back.clear()
+    with pytest.raises(httpx.ReadTimeout), site.http() as client:
+        client.post(
+            "/v1/completions",
+            json={"model": "toy", "prompt": "x"},
+            headers={"x-request-id": "mine"},
+            timeout=0.5,
+        )
+    site.until_metric('tandem_requests_total{outcome="cancelled"}', 1)
+    with site.http() as client:
+        (told,) = client.get("/v1/requests/mine").json()["data"]
+    assert told["state"] == "cancelled"
+    assert "went away" in told["error"]
+
+
+def test_an_id_that_nobody_has_is_said_to_be_unknown(site: Site) -> None:
+    with site.http() as client:
+        answer = client.get("/v1/requests/nobody's <b>")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "unknown_request"
+
+
+def test_pages_beyond_the_bound_are_refused_and_places_come_free(site: Site) -> None:
+    with site.http(limits=httpx.Limits(max_connections=None)) as client:
+        streams = [events(client) for _ in range(MAX_WATCHERS)]
+        for stream in streams:
+            next(stream)
+        refused = client.get("/v1/events")
+        assert refused.status_code == 429
+        assert "pages watch this router" in refused.json()["error"]["message"]
+        for stream in streams:
+            stream.close()  # type: ignore[attr-defined]
+    with site.http() as client:
+        assert next(iter(events(client)))
+
+
+def test_a_router_that_leaves_ends_its_events(site: Site) -> None:
+    with site.http() as client:
+        stream = events(client)
+        next(stream)
+        site.server.stop(drain_s=5.0)
+        assert list(stream) == []
+
+
+def test_a_browser_gets_the_page_and_a_program_does_not(make_site: Callable[..., Site]) -> None:
+    site = make_site(key_digests=frozenset({hashlib.sha256(KEY.encode()).digest()}), with_workers=False)
+    with site.http() as client:
+        page = client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
+        assert client.get("/").status_code == 401, "what names the model needs a key"
+        assert client.get("/v1/events").status_code == 401
+        assert client.get("/v1/requests/x").status_code == 401
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert "speaks the OpenAI API" in client.get("/", headers=headers).text
+    script = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"'sha256-{digest}'" in page.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=.https?:", page.text), "it fetches nothing from elsewhere"
+    assert "innerHTML" not in page.text

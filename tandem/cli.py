@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.launch.arguments import add_commands as add_launch_commands
+from tandem.cluster.watch.arguments import add_commands as add_watch_commands
 from tandem.core.arguments import Parser, port, whole
 from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tandem.cluster.client import Where
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_MANY_LINES = 100_000  # of a log, in which a request is looked for
 
 _workers = whole(1, MAX_POOL)
 
@@ -72,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_upgrade(commands)
     _add_stop(commands)
     _add_logs(commands)
+    add_watch_commands(commands, add_command, _add_target_options, _where)
     add_launch_commands(commands, add_command, _add_serving_options)
     _add_doctor(commands)
     _add_certs(commands)
@@ -234,7 +238,7 @@ def _add_logs(commands: Any) -> None:
         commands,
         "logs",
         "show what the processes of a cluster have written, on whatever host they run",
-        "tandem logs\ntandem logs decode-0 --follow",
+        "tandem logs\ntandem logs decode-0 --follow\ntandem logs --request 3f0c9a7be21d4c55a8f0a1b2c3d4e5f6",
         _logs,
     )
     _add_target_options(command)
@@ -244,8 +248,9 @@ def _add_logs(commands: Any) -> None:
     )
     command.add_argument("--follow", action="store_true", help="go on with what comes, until Ctrl-C")
     command.add_argument(
-        "--tail", type=whole(0), metavar="N", help="last lines of each (default: 100 of one, 10 of all)"
+        "--tail", type=whole(0), metavar="N", help="last lines of each (default: 100 of one, 10 of all, many of a request)"
     )
+    command.add_argument("--request", default="", metavar="ID", help="only lines that name this request")
 
 
 def _add_doctor(commands: Any) -> None:
@@ -362,8 +367,10 @@ def _stop(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     from tandem.cluster.logs import logs
 
-    num_lines = options.tail if options.tail is not None else 100 if options.worker else 10
-    return logs(_where(options), options.worker, num_lines=num_lines, follow=options.follow)
+    default = _MANY_LINES if options.request else 100 if options.worker else 10
+    num_lines = default if options.tail is None else options.tail
+    where = _where(options)
+    return logs(where, options.worker, num_lines=num_lines, follow=options.follow, request_id=options.request)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _PER_OCTAVE = 4
 """Buckets for each doubling: a quantile is right within 9 %."""
@@ -38,3 +38,8 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
     for histogram in histograms:
         total.counts.update(histogram.counts)
     return total
+
+
+def histogram_of(described: Mapping[str, int]) -> Histogram:
+    """From JSON, which has made texts of the buckets' numbers."""
+    return Histogram({int(bucket): count for bucket, count in described.items()})

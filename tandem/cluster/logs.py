@@ -44,8 +44,8 @@ class _HereLogs:
             yield self._files.more(_WAIT_S)
 
 
-def logs(where: Where, process: str, *, num_lines: int, follow: bool) -> int:
-    """Print the last lines of `process`, or of all, and with `follow` what comes.
+def logs(where: Where, process: str, *, num_lines: int, follow: bool, request_id: str = "") -> int:
+    """Print the last lines of `process`, or of all, and with `follow` what comes; with `request_id` those that name it.
 
     Raises:
         ConfigError: there is no such cluster, or no such log.
@@ -56,9 +56,9 @@ def logs(where: Where, process: str, *, num_lines: int, follow: bool) -> int:
         if process and process not in there:
             raise ConfigError(f"there is no log of {process}; there are those of {', '.join(there)}", key="WORKER")
         for texts in found.tail(num_lines):
-            _print(texts, named=not process)
+            _print(texts, request_id, named=not process)
         for texts in found.follow() if follow else ():
-            _print(texts, named=not process)
+            _print(texts, request_id, named=not process)
     return 0
 
 
@@ -84,8 +84,10 @@ def _open(where: Where, process: str) -> Iterator[Logs]:
         leave_ray()
 
 
-def _print(texts: dict[str, str], *, named: bool) -> None:
+def _print(texts: dict[str, str], request_id: str, *, named: bool) -> None:
     for process, text in texts.items():
         for line in text.splitlines():
+            if request_id not in line:
+                continue
             print(f"{process:<{_NAME_WIDTH}}{line}" if named else line)
     sys.stdout.flush()

@@ -60,6 +60,24 @@ def test_status_shows_both_workers(serve: Serve) -> None:
     assert told.items() >= {"pid": serve.status()["pid"], "state": "ready"}.items()
 
 
+def test_the_way_of_a_request_and_what_the_logs_say_of_it_are_found_by_its_id(serve: Serve) -> None:
+    body = {"model": "tandem-tiny", "prompt": "Once upon a time", "max_tokens": 20, "ignore_eos": True}
+    answer = httpx.post(f"{serve.url}/v1/completions", json=body, headers={"x-request-id": "mine-4711"}, timeout=60)
+    assert answer.status_code == 200
+    traced = serve.tandem("trace", "mine-4711")
+    assert traced.returncode == 0, traced.stderr
+    assert "20 output tokens" in traced.stdout
+    (told,) = json.loads(serve.tandem("trace", "mine-4711", "--json").stdout)
+    parts = {span["name"]: span["end_s"] - span["begin_s"] for span in told["spans"]}
+    assert parts.keys() >= {"read", "tokenise", "queue", "prefill", "decode", "send"}
+    assert sum(parts.values()) == pytest.approx(told["age_s"], rel=0.01)
+    top = serve.tandem("top", "--once")
+    assert "prefill-0" in top.stdout, top.stderr
+    logs = serve.tandem("logs", "--request", "mine-4711").stdout.splitlines()
+    assert {line.split()[0] for line in logs} >= {"router-0"}
+    assert all("mine-4711" in line for line in logs)
+
+
 def test_the_same_request_gives_the_same_text(serve: Serve) -> None:
     texts = {serve.complete().json()["choices"][0]["text"] for _ in range(3)}
     assert len(texts) == 1

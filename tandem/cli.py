@@ -248,7 +248,8 @@ def _add_logs(commands: Any) -> None:
     )
     command.add_argument("--follow", action="store_true", help="go on with what comes, until Ctrl-C")
     command.add_argument(
-        "--tail", type=whole(0), metavar="N", help="last lines of each (default: 100 of one, 10 of all, many of a request)"
+        "--tail", type=whole(0), metavar="N",
+        help="last lines of each (default: 100 of one, 10 of all, 100,000 for a request)",
     )
     command.add_argument("--request", default="", metavar="ID", help="only lines that name this request")
 

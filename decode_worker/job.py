@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from decode_worker.events import ComputesHere
 from decode_worker.ledger import Attempt
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
+from tandem.worker.guide import Guide
 from tandem.worker.sequence import Sequence
+
+#: Stands for the prompt where choices are numbered.
+PROMPT = -1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,6 +29,9 @@ class DecodeJob(Attempt):
     is_new: bool = False  # handed off, and no step has computed a token of it yet
     local: ComputesHere | None = None  # set from when its prompt is computed here
     sequences: list[Sequence] = field(default_factory=list)  # in the batch, or preempted
+    # Of a request with a grammar, when it enters the batch: by choice, and of `PROMPT` where that is computed here.
+    # Each choice takes its own; one that has none begins as the prompt does.
+    guides: dict[int, Guide] = field(default_factory=dict)
 
     @property
     def to_sample(self) -> list[int]:
@@ -39,16 +46,26 @@ class DecodeJob(Attempt):
         sequence.samples = bool(self.to_sample)
         # A retry is not paced: it has waited long enough, and prefill has no time for it.
         sequence.paced = self.key.attempt == 1
-        sequence.owner = Prompt(self, SequenceState(self.prompt_ids))
+        sequence.owner = Prompt(self, SequenceState(self.prompt_ids), self.guides.get(PROMPT))
         self.sequences.append(sequence)
         return sequence
 
     def begin_choice(self, choice: int, output: list[int], pages: Iterable[int], num_published: int) -> Sequence:
         """A choice whose prompt is in `pages`, the first `num_published` of them in the cache; `output` is replayed."""
         sequence = self._make_sequence(choice, output, list(pages), len(self.prompt_ids), num_published)
-        sequence.owner = Choice(self, SequenceState(self.prompt_ids, output))
+        sequence.owner = Choice(self, SequenceState(self.prompt_ids, output), self._guide(choice, output))
         self.sequences.append(sequence)
         return sequence
+
+    def _guide(self, choice: int, output: list[int]) -> Guide | None:
+        """Of a choice that has this output."""
+        if not self.params.grammar:
+            return None
+        if (guide := self.guides.pop(choice, None)) is None:  # its first token was sampled here
+            guide = self.guides[PROMPT].anew()
+            for token_id in output:
+                guide.push(token_id)
+        return guide
 
     def _make_sequence(
         self, choice: int, output: list[int], pages: list[int], num_computed: int, num_published: int
@@ -74,10 +91,11 @@ class Prompt:
 
     job: DecodeJob
     state: SequenceState
+    guide: Guide | None  # of an output that begins
 
     def rows(self, _: Sequence) -> list[SampleRow]:
         job = self.job
-        return [SampleRow(self.state, job.params, choice, 0) for choice in job.to_sample]
+        return [SampleRow(self.state, job.params, choice, 0, self.guide) for choice in job.to_sample]
 
 
 @dataclass(slots=True)
@@ -86,6 +104,13 @@ class Choice:
 
     job: DecodeJob
     state: SequenceState
+    guide: Guide | None
+
+    def append(self, token_id: int) -> None:
+        """Note one generated token."""
+        self.state.append(token_id)
+        if self.guide is not None:
+            self.guide.push(token_id)
 
     def rows(self, sequence: Sequence) -> list[SampleRow]:
-        return [SampleRow(self.state, sequence.params, sequence.choice, sequence.num_output)]
+        return [SampleRow(self.state, sequence.params, sequence.choice, sequence.num_output, self.guide)]

@@ -7,10 +7,11 @@ so no grant waits for a step. On the *runner's* thread they are in the batch. Th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from decode_worker.events import Admitted, ComputesHere, Emit, GrantMade
-from decode_worker.job import DecodeJob
+from decode_worker.job import PROMPT, DecodeJob
 from decode_worker.ledger import AttemptState, Ledger
 from decode_worker.receiver_driver import ReceiverDriver
 from decode_worker.tokens import TokenBook
@@ -21,6 +22,7 @@ from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError,
 from tandem.core.pages import page_keys
 from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
+from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits
@@ -52,6 +54,7 @@ class DecodeRole:
         limits: RequestLimits,
         queue_bound: int,
         sample: SampleTokens,
+        guides: GuideMaker,
         counters: WorkerCounters,
         load: LoadReport,
         pacing: Pacing,
@@ -69,6 +72,7 @@ class DecodeRole:
         self._limits = limits
         self._counters = counters
         self._load = load
+        self._guides = guides
         self._pacing = pacing
         self._clock = clock
         self._is_draining = is_draining
@@ -83,6 +87,7 @@ class DecodeRole:
             counters=counters,
             emit=emit,
             drop=self._drop,
+            guides=guides,
         )
         self._arrivals = 0
         self._will_give_pages = False  # `give_pages` is on its way to the driver's thread
@@ -106,6 +111,8 @@ class DecodeRole:
                 self._fail(session, key, error)
                 return
             self._cancel_all(lambda job: job.key.request_id == key.request_id and job.key.attempt < key.attempt)
+            if spec.params.grammar:  # compiled while prefill computes
+                self._guides.prepare(spec.params.grammar, (), lambda _: None)
         elif job.local is not None:
             self._emit({job.session: [job.local]})
             return
@@ -215,7 +222,7 @@ class DecodeRole:
             else:
                 # For the protocol the attempt has ended, and it says so to a late repetition of its Reserve.
                 self._driver.denied(job.key, RefusalReason.ALREADY_ENDED)
-                self._to_runner(lambda job=job: self._compute_here(job))  # type: ignore[misc]
+                self._enter_guided(job, {PROMPT: [], **job.journal}, partial(self._compute_here, job))
 
     def grant(self, grant: Grant) -> None:
         """The protocol made a grant of the pages. The router passes it on to prefill."""
@@ -238,7 +245,7 @@ class DecodeRole:
             self._fail(job.session, grant.key, HandoffError(text, reason=RefusalReason.INCOMPLETE.value))
         outputs = {first.choice: job.journal.get(first.choice, [first.token_id]) for first in commit.first_tokens}
         self._has_changed = True
-        self._to_runner(lambda: self._begin_choices(job, outputs, committed_s))
+        self._enter_guided(job, outputs, lambda: self._begin_choices(job, outputs, committed_s))
 
     def _is_good(self, commit: Commit, job: DecodeJob) -> bool:
         choices = {first.choice for first in commit.first_tokens}
@@ -287,7 +294,31 @@ class DecodeRole:
         text = f"{self._worker_id} refused the reservation: {reason.value} {detail}".rstrip()
         self._fail(job.session, key, HandoffError(text, reason=reason.value, request_id=key.request_id))
 
+    def _enter_guided(self, job: DecodeJob, outputs: dict[int, list[int]], enter: Callable[[], None]) -> None:
+        """Have `enter` called by the runner; where there is a grammar, once it is compiled and knows these outputs."""
+        if not job.params.grammar:
+            self._to_runner(enter)
+            return
+
+        def guided(made: list[Guide] | TandemError) -> None:
+            if isinstance(made, TandemError):
+                self._unguided(job, made, was_handed_off=PROMPT not in outputs)
+            else:
+                job.guides = dict(zip(outputs, made, strict=True))
+                enter()
+
+        self._guides.prepare(job.params.grammar, list(outputs.values()), guided)
+
     # -- the batch; on the runner's thread
+
+    def _unguided(self, job: DecodeJob, error: TandemError, *, was_handed_off: bool) -> None:
+        """Its grammar holds for nothing."""
+        with self._lock:
+            if self._may_enter(job):
+                self.ledger.remove(job)
+                self._pool.release([*job.cached, *job.pages])
+                self._fail(job.session, job.key, error)
+        self._pacing.first_steps_taken(int(was_handed_off))
 
     def _compute_here(self, job: DecodeJob) -> None:
         """Put the prompt into the batch, to be computed in chunks; there is no writer."""
@@ -344,6 +375,7 @@ class DecodeRole:
             num_cached = sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
             self._counters.num_prompt_tokens_cached += num_cached
         self._counters.num_preemptions += len(batch.preempted)
+        self._tokens.begin_masks(batch)
         fault_points.reach("decode.step")
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:

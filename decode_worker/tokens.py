@@ -10,10 +10,11 @@ from typing import Any
 from decode_worker.events import Emit, Event
 from decode_worker.job import Choice, DecodeJob, Prompt
 from decode_worker.ledger import AttemptState, Ledger
-from tandem.core.errors import InternalError
+from tandem.core.errors import TandemError
 from tandem.core.sampling import SampledToken
 from tandem.worker.batch import Batch, ScheduledSequence
 from tandem.worker.counters import WorkerCounters
+from tandem.worker.guide import GuideMaker
 from tandem.worker.request import AttemptFailed, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
@@ -33,8 +34,15 @@ class TokenBook:
     counters: WorkerCounters
     emit: Emit
     drop: Callable[[DecodeJob], None]  # ends an attempt whose tokens cannot be used
+    guides: GuideMaker
     # Of the step under way: what was sampled for each item that samples, or why it could not be.
-    _sampled: list[list[SampledToken] | InternalError] = field(default_factory=list, init=False)
+    _sampled: list[list[SampledToken] | TandemError] = field(default_factory=list, init=False)
+
+    def begin_masks(self, batch: Batch) -> None:
+        """Have the masks made that this step's sampling needs, while it is computed."""
+        guided = [item.sequence.owner for item in batch.items if item.samples and item.sequence.params.grammar]
+        if guided:
+            self.guides.begin([owner.guide for owner in guided])
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         """As `StepHooks.sample`."""
@@ -58,7 +66,7 @@ class TokenBook:
             tokens = next(sampled) if item.samples else []
             if not self.ledger.has(job):  # cancelled, or another choice could not be sampled
                 continue
-            if isinstance(tokens, InternalError):
+            if isinstance(tokens, TandemError):
                 self._fail(sequence, tokens, events)
                 continue
             match sequence.owner:
@@ -82,7 +90,7 @@ class TokenBook:
         end = min(item.start + item.num_tokens, item.sequence.num_prompt)
         self.counters.num_prompt_tokens_computed += max(0, end - item.start)
 
-    def _fail(self, sequence: Sequence, error: InternalError, events: Events) -> None:
+    def _fail(self, sequence: Sequence, error: TandemError, events: Events) -> None:
         """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
         job: DecodeJob = sequence.owner.job
         self.scheduler.pool.discard(sequence.keys)
@@ -110,7 +118,7 @@ class TokenBook:
         job = choice.job
         first_index = sequence.num_output - len(tokens)
         for index, token in enumerate(tokens, first_index):
-            choice.state.append(token.token_id)
+            choice.append(token.token_id)
             if self._give_out(job, sequence.choice, index, token, events) is not None:
                 self._end(job, sequence)
                 return
@@ -132,14 +140,14 @@ class TokenBook:
         return ended
 
 
-def _to_append(owner: Choice | Prompt, tokens: list[SampledToken] | InternalError) -> list[int]:
+def _to_append(owner: Choice | Prompt, tokens: list[SampledToken] | TandemError) -> list[int]:
     """What the scheduler books; a sequence that could not be sampled is gone before it is looked at again."""
-    if isinstance(tokens, InternalError):
+    if isinstance(tokens, TandemError):
         return [0]
     # Of a prompt these are first tokens of several choices; one stands behind it until it forks.
     return [token.token_id for token in (tokens if isinstance(owner, Choice) else tokens[:1])]
 
 
-def _all_or_error(sampled: list[SampledToken | InternalError]) -> list[SampledToken] | InternalError:
-    errors = [token for token in sampled if isinstance(token, InternalError)]
+def _all_or_error(sampled: list[SampledToken | TandemError]) -> list[SampledToken] | TandemError:
+    errors = [token for token in sampled if isinstance(token, TandemError)]
     return errors[0] if errors else [token for token in sampled if isinstance(token, SampledToken)]

@@ -105,6 +105,7 @@ class DecodeWorker:
             limits=parts.request_limits,
             queue_bound=parts.config.scheduling.worker_queue_bound,
             sample=Sampler(parts.engine.eos_token_ids),
+            guides=parts.guides,
             counters=parts.counters,
             load=parts.load,
             pacing=parts.pacing,

@@ -10,6 +10,7 @@ from tandem.core.errors import TandemError
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken
 from tandem.worker.batch import ScheduledSequence
+from tandem.worker.guide import Guide
 from tandem.worker.request import AttemptSpec, RequestLimits
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.turn import turn_of
@@ -33,6 +34,7 @@ class PromptJob:
     receiver: str  # incarnation of the decode worker that its pages are for
     # By choice, sampled by this attempt or an earlier one here. Invariant: never sampled twice.
     first_tokens: dict[int, SampledToken] = field(default_factory=dict)
+    guide: Guide | None = None  # of its grammar: all choices begin alike
     error: TandemError | None = None  # a token could not be sampled: the attempt ends when the step is booked
     started_s: float | None = None
     computed_s: float | None = None  # when it was computed, and its first tokens given out, for the first time
@@ -51,6 +53,11 @@ class PromptJob:
     @property
     def to_sample(self) -> list[int]:
         return [c for c in self.open_choices if c not in self.first_tokens]
+
+    @property
+    def needs_guide(self) -> bool:
+        """Something is to be sampled by its grammar."""
+        return bool(self.sequence.params.grammar and self.to_sample)
 
     @property
     def computed(self) -> bool:

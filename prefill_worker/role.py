@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, RefusalReason
@@ -23,6 +24,7 @@ from tandem.core.pages import PageState, pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
 from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
+from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
@@ -52,6 +54,7 @@ class PrefillRole:
         limits: RequestLimits,
         num_layers: int,
         sample: SampleTokens,
+        guides: GuideMaker,
         counters: WorkerCounters,
         load: LoadReport,
         pacing: Pacing,
@@ -68,6 +71,7 @@ class PrefillRole:
         self._sample = sample
         self._counters = counters
         self._load = load
+        self._guides = guides
         self._pacing = pacing
         self._now = clock.now
         self._is_draining = is_draining
@@ -94,7 +98,7 @@ class PrefillRole:
         try:
             job = self._make_job(session, spec, receiver)
             is_computed = self._recall(job)
-            if not is_computed:
+            if not is_computed and not job.needs_guide:
                 self._scheduler.add(job.sequence)
         except TandemError as error:
             self._driver.cancel(key)
@@ -107,6 +111,20 @@ class PrefillRole:
         if is_computed:
             self._begin(job)
             self._finish([job])
+        elif job.needs_guide:
+            self._guides.prepare(spec.params.grammar, [()], partial(self._guided, job))
+
+    def _guided(self, job: PromptJob, made: list[Guide] | TandemError) -> None:
+        """Its grammar is compiled, so no step waits for that: its prompt may be computed."""
+        if job.over:
+            return
+        try:
+            if isinstance(made, TandemError):
+                raise made
+            (job.guide,) = made
+            self._scheduler.add(job.sequence)
+        except TandemError as error:
+            self.fail(job.key, error)
 
     def refuse(self, session: int, key: AttemptKey, error: TandemError) -> None:
         """A router's start of this attempt could not be read."""
@@ -233,7 +251,7 @@ class PrefillRole:
         rows = []
         for job, of_one in zip(jobs, choices, strict=True):
             state = SequenceState(job.sequence.token_ids)
-            rows.append([SampleRow(state, job.sequence.params, choice, 0) for choice in of_one])
+            rows.append([SampleRow(state, job.sequence.params, choice, 0, job.guide) for choice in of_one])
         for job, of_one, tokens in zip(jobs, choices, self._sample(logits, rows), strict=True):
             for choice, token in zip(of_one, tokens, strict=True):
                 if isinstance(token, SampledToken):

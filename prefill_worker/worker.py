@@ -118,6 +118,7 @@ class PrefillWorker:
             limits=parts.request_limits,
             num_layers=parts.layout.num_layers,
             sample=Sampler(parts.engine.eos_token_ids),
+            guides=parts.guides,
             counters=parts.counters,
             load=parts.load,
             pacing=parts.pacing,

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.http.auth import OPEN_PATHS, ApiKeys
 from router.http.bodies import Bodies
 from router.http.exchange import STREAM_HEADERS, Exchange, send_error
+from router.http.grammars import GrammarCheck
 from router.http.live import Live, live_page, wants_page
 from router.http.metrics_page import MetricsPage
 from router.http.welcome import endpoints, facts, welcome_page
@@ -57,9 +58,10 @@ def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: Met
     _add_get_routes(app, context, card, keys, page)
     _add_live_routes(app, live)
     bodies = Bodies(context.config.limits.max_body_bytes)
+    grammars = GrammarCheck(context)
     for path, parser in (("/v1/completions", parse_completion), ("/v1/chat/completions", parse_chat)):
         # A raw ASGI route: the exchange reads and writes by itself.
-        app.router.routes.append(Route(path, Exchange(context, card, parser, bodies), methods=["POST"]))
+        app.router.routes.append(Route(path, Exchange(context, card, parser, bodies, grammars), methods=["POST"]))
     app.state.errors = context.errors
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)

@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from router.http.bodies import Bodies
+from router.http.grammars import GrammarCheck
 from router.http.protocol import ABORT
 from router.lifecycle.context import RouterContext
 from router.lifecycle.delta_buffer import DeltaBuffer
@@ -46,11 +47,14 @@ _MAX_NAMED_ROLES = 8
 class Exchange:
     """Serves the POSTs of one endpoint."""
 
-    def __init__(self, context: RouterContext, card: ModelCard, parser: Parser, bodies: Bodies) -> None:
+    def __init__(
+        self, context: RouterContext, card: ModelCard, parser: Parser, bodies: Bodies, grammars: GrammarCheck
+    ) -> None:
         self._context = context
         self._card = card
         self._parser = parser
         self._bodies = bodies
+        self._grammars = grammars
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self._context.clock.now()
@@ -61,6 +65,9 @@ class Exchange:
             http = HttpRequest(scope, receive)
             _check_encoding(http)
             parsed, requests, read_s = await self._requests(http, request_id, arrived_s)
+            if parsed.grammar is not None:
+                check_placeable(self._context.workers.snapshot())
+                await self._grammars.check(parsed.grammar)
             group = self._admit(parsed, requests, read_s)
         except ClientDisconnect:
             self._context.metrics.requests.labels("cancelled").inc()

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from router.openai.content import LogitBias, Messages, Prompt, Stops, TokenIds
-from router.openai.fields import Accepted, Boolean, Field, Integer, Kind, Limit, NotYet, Number, Object, Text
+from router.openai.fields import Accepted, Boolean, Elsewhere, Field, Integer, Kind, Limit, NotYet, Number, Object, Text
+from router.openai.structured import ResponseFormat, StructuredOutputs
 
 MAX_SEED = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
@@ -64,6 +65,10 @@ _OBEYED = [
     Field("logprobs", Integer(0, Limit("max_logprobs")), of="completion", becomes="sampling.num_logprobs"),
     Field("logprobs", Boolean(), False, of="chat"),
     Field("top_logprobs", Integer(0, Limit("max_logprobs")), about="Needs `logprobs`.", of="chat"),
+    Field("response_format", ResponseFormat(), about="The form of the output: any text, a JSON object, or JSON that "
+          "follows a schema."),
+    Field("structured_outputs", StructuredOutputs(), about="The form of the output, by exactly one of `json`, `regex`, "
+          "`choice`, `grammar` and `json_object`."),
     Field("return_token_ids", Boolean(), False, becomes="return_token_ids"),
     Field("priority", Integer(Limit("most_urgent_priority", "; lower is more urgent"), _MAX_INT32), 0,
           "Lower is more urgent.", becomes="priority"),
@@ -83,22 +88,26 @@ _OF_OPENAI = [
     Field("max_completion_tokens", NotYet(), of="completion"),  # of chats alone: else it would be ignored
     Field("modalities", NotYet(["text"])),
     Field("parallel_tool_calls", NotYet(True, False)),
-    Field("response_format", NotYet({"type": "text"})),
     Field("tool_choice", NotYet("none", "auto")),
     Field("top_logprobs", NotYet(0), of="completion"),  # of chats alone, as well: here `logprobs` is the number
     Field("verbosity", NotYet("medium")),
 ]  # fmt: skip
 
 _OF_VLLM = [
+    # As it spelled `structured_outputs` before.
+    *(
+        Field(f"guided_{name}", Elsewhere(f"structured_outputs.{name}"))
+        for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+    ),
+    Field("guided_decoding_backend", Accepted.ALWAYS),
     # `truncation_side` says something beside `truncate_prompt_tokens` alone; `return_mm_kwargs` and
     # `return_token_offsets` are of endpoints that only render.
     *_all(Accepted.ALWAYS, "return_mm_kwargs return_token_offsets session_id stream_interval truncation_side"),
     # `request_id` would name the answer; `X-Request-Id` does.
     *_all(NotYet(), """allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs documents
-        ec_transfer_params guided_choice guided_decoding_backend guided_grammar guided_json guided_regex
-        guided_whitespace_pattern kv_transfer_params logits_processors logprob_token_ids media_io_kwargs
+        ec_transfer_params kv_transfer_params logits_processors logprob_token_ids media_io_kwargs
         mm_processor_kwargs prompt_embeds prompt_logprobs repetition_detection request_id structural_tag
-        structured_outputs truncate_prompt_tokens vllm_xargs"""),
+        truncate_prompt_tokens vllm_xargs"""),
     *_all(NotYet(False), """continue_final_message early_stopping include_stop_str_in_output return_prompt_text
         return_tokens_as_token_ids use_beam_search watermarking"""),
     *_all(NotYet(True), "add_generation_prompt include_reasoning skip_special_tokens spaces_between_special_tokens"),
@@ -108,12 +117,15 @@ _OF_VLLM = [
 ]  # fmt: skip
 
 _OF_SGLANG = [
+    Field("json_schema", Elsewhere("response_format or structured_outputs.json")),  # llama.cpp's, too
+    Field("regex", Elsewhere("structured_outputs.regex")),
+    Field("ebnf", Elsewhere("structured_outputs.grammar")),
     # Where it is computed; `ngram_corpus_id`: what speculation drafts from.
     *_all(Accepted.ALWAYS, "custom_labels data_parallel_rank disagg_prefill_dp_rank ngram_corpus_id routed_dp_rank"),
     Field("reasoning", Accepted.WITHOUT_REASONING),
     # `rid` is as `request_id`.
-    *_all(NotYet(), """bootstrap_host bootstrap_port bootstrap_room custom_logit_processor custom_params ebnf extra_key
-        images_config input_embeds input_ids json_schema lora_path max_dynamic_patch min_dynamic_patch regex rid
+    *_all(NotYet(), """bootstrap_host bootstrap_port bootstrap_room custom_logit_processor custom_params extra_key
+        images_config input_embeds input_ids lora_path max_dynamic_patch min_dynamic_patch rid
         session_params stop_regex task"""),
     *_all(NotYet(False), """no_stop_trim return_cached_tokens_details return_hidden_states return_meta_info
         return_prompt_token_ids return_routed_experts use_audio_in_video"""),
@@ -122,7 +134,8 @@ _OF_SGLANG = [
 ]  # fmt: skip
 
 _OF_OTHERS = [  # transformers, text-generation-inference, llama.cpp
-    *_all(NotYet(), "grammar max_new_tokens n_predict"),
+    Field("grammar", Elsewhere("structured_outputs.grammar")),
+    *_all(NotYet(), "max_new_tokens n_predict"),
     Field("do_sample", NotYet(True)),
     *_all(NotYet(0), "dry_multiplier dynatemp_range min_length mirostat no_repeat_ngram_size top_a xtc_probability"),
     *_all(NotYet(1), "num_beams tfs_z typical_p"),

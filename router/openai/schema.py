@@ -9,6 +9,7 @@ from typing import Any, Literal
 import orjson
 
 from router.openai.fields import Accepted, Object, PromptBounds, Scope
+from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse, shown
 from router.openai.request_fields import CHAT, COMPLETION, MAX_SEED
 from tandem.core.config import LimitsConfig
@@ -37,6 +38,7 @@ class ParsedRequest:
     messages: tuple[dict[str, Any], ...] = ()  # of a chat
     stop: tuple[str, ...] = ()
     timeout_s: float | None = None
+    grammar: AskedGrammar | None = None  # of the output; `sampling` has its text
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -68,10 +70,12 @@ class _Parser:
         given = self._rows.read(body, "", scope)
         values = {**self._defaults, **given}
         include_usage = _include_usage(values)
+        grammar = _grammar(values)
         max_tokens_field = next((name for name in _MAX_TOKENS[self._kind] if name in given), None)
         return ParsedRequest(
             kind=self._kind,
-            sampling=self._sampling_params(values, max_tokens_field),
+            sampling=self._sampling_params(values, max_tokens_field, grammar),
+            grammar=grammar,
             has_seed="seed" in given,
             max_tokens_field=max_tokens_field,
             include_usage=include_usage,
@@ -80,12 +84,15 @@ class _Parser:
             **{to: values[name] for name, to in self._others if name in values},
         )
 
-    def _sampling_params(self, values: dict[str, Any], max_tokens_field: str | None) -> SamplingParams:
+    def _sampling_params(
+        self, values: dict[str, Any], max_tokens_field: str | None, grammar: AskedGrammar | None
+    ) -> SamplingParams:
         sampling = {to: values[name] for name, to in self._sampling if name in values}
         sampling["top_k"] = max(sampling["top_k"], 0)  # -1 is vLLM's word for off
         sampling["seed"] = sampling.get("seed", 0) & MAX_SEED
         if self._kind == "chat":
             sampling["num_logprobs"] = _chat_logprobs(values)
+        sampling["grammar"] = grammar.text if grammar is not None else ""
         min_tokens, max_tokens = sampling["min_tokens"], values[max_tokens_field] if max_tokens_field else None
         if max_tokens is not None and min_tokens > max_tokens:
             refuse("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {min_tokens}")
@@ -94,6 +101,18 @@ class _Parser:
 
 #: The first that is given holds.
 _MAX_TOKENS = {"completion": ("max_tokens",), "chat": ("max_completion_tokens", "max_tokens")}
+
+
+_GRAMMARS = ("response_format", "structured_outputs")
+
+
+def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
+    asked = [name for name in _GRAMMARS if values.get(name) is not None]
+    if len(asked) > 1:
+        refuse(asked[1], f"cannot hold beside {asked[0]}; leave one of them out")
+    if asked and values["ignore_eos"]:
+        refuse("ignore_eos", f"cannot hold beside {asked[0]}: the output ends where its form is complete")
+    return values[asked[0]] if asked else None
 
 
 def _include_usage(values: dict[str, Any]) -> bool:

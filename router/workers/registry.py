@@ -269,6 +269,8 @@ class WorkerRegistry:
         for counter, labels, now, then in (
             (metrics.prompt_tokens_computed, [role], status.prompt_tokens_computed, before.prompt_tokens_computed),
             (metrics.prompt_tokens_cached, [role], status.prompt_tokens_cached, before.prompt_tokens_cached),
+            (metrics.masks, [role], status.masks, before.masks),
+            (metrics.mask_s, [role], status.mask_s, before.mask_s),
             (metrics.decode_tokens, [], status.decode_tokens, before.decode_tokens),
             (metrics.preemptions, [], status.preemptions, before.preemptions),
             (metrics.kv_transfer_bytes, [transport], status.transfer_bytes, before.transfer_bytes),

@@ -203,6 +203,10 @@ class LimitsConfig:
         minimum=-(1 << 31) + 1, maximum=0,
     )
     max_body_bytes: int = _key(8 << 20, "The largest HTTP body in bytes.", minimum=1024)
+    max_grammar_bytes: int = _key(
+        128 << 10, "The largest schema or grammar of a request in bytes (`response_format`, `structured_outputs`).",
+        minimum=64,
+    )
     stream_buffer_tokens: int = _key(
         1024, "Tokens that wait for a client that reads too slowly; beyond that its request is cancelled.", minimum=1
     )

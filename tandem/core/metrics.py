@@ -87,6 +87,15 @@ class RouterMetrics:
         )
         self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")
         self.preemptions = counter("tandem_preemptions_total", "Requests that lost their pages for a while")
+        self.masks = counter("tandem_grammar_masks_total", "Tokens that were chosen by a grammar", "role")
+        self.mask_s = counter(
+            "tandem_grammar_mask_seconds_total", "What their masks took, made beside the forwards", "role"
+        )
+        # -- grammars
+        self.grammar_compile_s = histogram(
+            "tandem_grammar_compile_seconds", "What a router took to check a grammar that it did not know", _FAST_S
+        )
+        self.grammars_refused = counter("tandem_grammars_refused_total", "Requests whose grammar was refused")
         # -- the control plane
         self.workers_lost = counter("tandem_workers_lost_total", "Worker connections that broke or fell silent", "role")
         self.worker_deaths = counter(

@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from tandem.core.errors import InvalidRequestError
 
@@ -19,6 +20,9 @@ from tandem.core.errors import InvalidRequestError
 GREEDY_TEMPERATURE = 1e-5
 
 _MASK_64 = (1 << 64) - 1
+
+#: Which tokens may come next: bit `i % 8` of byte `i // 8` is that of token `i`. What lies behind it may not come.
+TokenMask = bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     num_logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
+    grammar: str = ""  # of the output, as llguidance takes it (`tandem.core.grammar`); empty: any text goes
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -96,6 +101,17 @@ class SequenceState:
         self.seen.add(token_id)
 
 
+class Guide(Protocol):
+    """Knows what a grammar lets follow the tokens of one choice."""
+
+    def allowed(self) -> TokenMask:
+        """What may come next, at least one token; of the ends of text all where the output may end. It is not changed.
+
+        Raises:
+            TandemError: the grammar has become too complex, or the tokens do not follow it.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """Whose token a row of logits becomes."""
@@ -104,6 +120,7 @@ class SampleRow:
     params: SamplingParams
     choice: int = 0  # index of the choice in its request
     position: int = 0  # index of the generated token in its choice
+    guide: Guide | None = None  # where `params` have a grammar
 
 
 @dataclass(frozen=True, slots=True)

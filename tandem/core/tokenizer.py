@@ -48,7 +48,7 @@ class Tokenizer:
         self.is_byte_exact = self._pieces is not None
         #: Whether one space at the very beginning of a text is the tokenizer's, not the text's.
         self.strips_first_space = self.is_byte_exact and _STRIP_ONE in _decoders(backend)
-        self.token_bytes = functools.lru_cache(maxsize=None)(self._token_bytes)
+        self.token_bytes = functools.lru_cache(maxsize=None)(self.bytes_of)
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
@@ -115,7 +115,17 @@ class Tokenizer:
         """Whether the token stands for no text (BOS, EOS, turn markers)."""
         return token_id in self._special_ids
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def piece(self, token_id: int) -> str | None:
+        """The token as the tokenizer's file writes it; `None` where it knows none."""
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece
+
+    def to_json(self) -> str:
+        """The tokenizer's file."""
+        text: str = self._backend.to_str()
+        return text
+
+    def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token stands for within a text; of a special token, those of its name.
 
         Ids that the tokenizer does not know (padded vocabularies) stand for none. Only for `is_byte_exact`

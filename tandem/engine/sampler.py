@@ -1,8 +1,9 @@
 """From logits to tokens: keyed, so that the same request gives the same tokens on every worker.
 
 Each row is sampled by itself, in float64, from (seed, choice, position): neither the batch nor the worker shows.
-Order: penalties over what was seen, bias, minimum length; temperature; `min_p`, `top_k`, `top_p`; inverse CDF over
-the tokens that are left, by id. Log-probabilities are of the model's own distribution, before all of that.
+Order: penalties over what was seen, bias, grammar, minimum length (which gives way where the grammar can only end);
+temperature; `min_p`, `top_k`, `top_p`; inverse CDF over the tokens that are left, by id. Log-probabilities are of the
+model's own distribution, before all of that.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tandem.core.errors import InternalError
-from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, uniform
+from tandem.core.errors import InternalError, TandemError
+from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, TokenMask, uniform
 
 #: `top_p` first looks for its nucleus among this many likeliest tokens: a full sort of a large vocabulary is slow.
 _NUCLEUS_GUESS = 1024
@@ -35,7 +36,7 @@ class Sampler:
 
     def __call__(
         self, logits: Logits, rows: Sequence[Sequence[SampleRow]]
-    ) -> list[list[SampledToken | InternalError]]:
+    ) -> list[list[SampledToken | TandemError]]:
         """For each row of `logits` one token for each of its `rows`: several choices may follow one prompt."""
         counts = [len(of_one) for of_one in rows]
         flat = [row for of_one in rows for row in of_one]
@@ -48,7 +49,7 @@ class Sampler:
 
 def sample_rows(
     logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()
-) -> list[SampledToken | InternalError]:
+) -> list[SampledToken | TandemError]:
     """Choose one token for each row; where that fails, the row has its error, and no other row shows it.
 
     Args:
@@ -63,13 +64,16 @@ def sample_rows(
     if not rows:
         return []
     chosen, is_nan = _greatest(logits)
-    failed = {index: InternalError("the model gave NaN logits") for index, bad in enumerate(is_nan) if bad}
-    drawn = [i for i, row in enumerate(rows) if i not in failed and (not row.params.is_greedy or _changes_logits(row))]
+    failed: dict[int, TandemError] = {
+        index: InternalError("the model gave NaN logits") for index, bad in enumerate(is_nan) if bad
+    }
+    masks = _masks(rows, failed)
+    drawn = [i for i, row in enumerate(rows) if i not in failed and not _stays(row, chosen[i], masks.get(i))]
     # Of a GPU one copy, and so one wait for it.
     values = list(logits[drawn].cpu()) if logits.device.type != "cpu" and drawn else [logits[i] for i in drawn]
     for index, row_values in zip(drawn, values, strict=True):
         try:
-            chosen[index] = _sample_row(row_values, rows[index], eos_token_ids)
+            chosen[index] = _sample_row(row_values, rows[index], masks.get(index), eos_token_ids)
         except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
             failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
             failed[index].__cause__ = error
@@ -90,22 +94,53 @@ def _greatest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     return chosen, is_nan
 
 
+def _masks(rows: Sequence[SampleRow], failed: dict[int, TandemError]) -> dict[int, TokenMask]:
+    """What the grammars of rows allow, by row; `failed` gets those whose grammar cannot tell."""
+    masks = {}
+    for index, row in enumerate(rows):
+        if row.guide is not None and index not in failed:
+            try:
+                masks[index] = row.guide.allowed()
+            except TandemError as error:
+                failed[index] = error
+    return masks
+
+
+def _stays(row: SampleRow, likeliest: int, mask: TokenMask | None) -> bool:
+    """Whether the likeliest token is the one to take, without a look at the others."""
+    if not row.params.is_greedy or _changes_logits(row):
+        return False
+    return mask is None or (likeliest >> 3 < len(mask) and bool(mask[likeliest >> 3] >> (likeliest & 7) & 1))
+
+
+def _bits(mask: TokenMask, vocab_size: int) -> np.ndarray:
+    """uint8 `[vocab_size]`: 1 for each token that may come."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return bits[:vocab_size] if len(bits) >= vocab_size else np.pad(bits, (0, vocab_size - len(bits)))
+
+
 def _changes_logits(row: SampleRow) -> bool:
     params = row.params
     return params.has_penalties or bool(params.logit_bias) or row.position < params.min_tokens
 
 
-def _sample_row(logits: torch.Tensor, row: SampleRow, eos_token_ids: Sequence[int]) -> int:
+def _sample_row(
+    logits: torch.Tensor, row: SampleRow, mask: TokenMask | None, eos_token_ids: Sequence[int]
+) -> int:
     values = logits.double().numpy()
-    if _changes_logits(row):
+    if mask is not None or _changes_logits(row):
         values = values.copy()  # `double()` copied float32, not float64
-        _change_logits(values, row, eos_token_ids)
+        _change_logits(values, row)
+        if mask is not None:
+            _keep_to(values, _bits(mask, len(values)))
+        if row.position < row.params.min_tokens:
+            _keep_going(values, row.params, eos_token_ids)
     if row.params.is_greedy:
         return int(values.argmax())
     return draw(values, row.params, uniform(row.params.seed, row.choice, row.position))
 
 
-def _change_logits(values: np.ndarray, row: SampleRow, eos_token_ids: Sequence[int]) -> None:
+def _change_logits(values: np.ndarray, row: SampleRow) -> None:
     params, state = row.params, row.state
     if params.repetition_penalty != 1.0 and state.seen:
         seen = np.fromiter(state.seen, dtype=np.int64, count=len(state.seen))
@@ -119,9 +154,23 @@ def _change_logits(values: np.ndarray, row: SampleRow, eos_token_ids: Sequence[i
     for token_id, bias in params.logit_bias:
         if token_id < len(values):
             values[token_id] += bias
-    if row.position < params.min_tokens:
-        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-        values[[token_id for token_id in stops if token_id < len(values)]] = -np.inf
+
+
+def _keep_to(values: np.ndarray, allowed: np.ndarray) -> None:
+    """Leave only what is allowed: all of it alike where the model excludes it all."""
+    values[allowed == 0] = -np.inf
+    if values.max() == -np.inf:
+        values[allowed != 0] = 0.0
+
+
+def _keep_going(values: np.ndarray, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Keep out what would end the output too soon, unless a grammar leaves nothing else."""
+    ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+    ids = [token_id for token_id in ends if token_id < len(values)]
+    before = values[ids]
+    values[ids] = -np.inf
+    if params.grammar and values.max() == -np.inf:
+        values[ids] = before
 
 
 def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:

@@ -15,5 +15,7 @@ class WorkerCounters:
     num_decode_tokens: int = 0
     num_transfer_bytes: int = 0
     num_preemptions: int = 0
+    num_masks: int = 0  # of grammars, one for each token that was chosen by one
+    mask_s: float = 0.0  # that making them took, beside the forwards
     #: Refused calls of other workers about handoffs, by reason; replaced as a whole.
     num_refused: Mapping[str, int] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +28,9 @@ from tandem.core.identity import Role
 from tandem.core.pages import PagePool
 from tandem.core.pidfd import ExitWatch, host_id
 from tandem.core.protocols import Protocols
+from tandem.core.tokenizer import Tokenizer
 from tandem.core.version import version
+from tandem.core.vocabulary import Vocabulary
 from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
 from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto
@@ -37,6 +40,7 @@ from tandem.worker.cpu.core_shares import CoreShares
 from tandem.worker.cpu.pacing import DecodePacing, PrefillPacing
 from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.cpu.transfer_cores import transfer_cores
+from tandem.worker.guides import Guides
 from tandem.worker.life import WorkerLife
 from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
 from tandem.worker.load import LoadReport
@@ -98,6 +102,7 @@ class WorkerParts:
     exits: ExitWatch
     loop: asyncio.AbstractEventLoop
     page_network: str
+    guides: Guides
 
     @property
     def worker_id(self) -> str:
@@ -150,6 +155,8 @@ class WorkerParts:
             prompt_tokens_cached=counters.num_prompt_tokens_cached,
             refused=counters.num_refused,
             page_network=self.page_network,
+            masks=counters.num_masks,
+            mask_s=counters.mask_s,
         )
 
 
@@ -187,8 +194,10 @@ def build_parts(
     )
     pacing = _make_pacing(config, place, site, arena)
     undo.callback(pacing.close)
-    name = place.worker_id
+    name, counters = place.worker_id, WorkerCounters()
     runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing)
+    guides = Guides(partial(_load_vocabulary, place, engine), runner.submit, counters)
+    undo.callback(guides.close)
     interface = find_interface(config.transport.interface) if config.transport.interface else None
     transport = create_transport(config.transport.name, place.incarnation, host=place.host, interface=interface)
     cores = transfer_cores(role, os.sched_getaffinity(0)) if site.on_cpu else None
@@ -206,13 +215,14 @@ def build_parts(
         transfer=transfer,
         layout=layout,
         arena_shape=ArenaShape(layout.num_layers, arena.num_pages, arena.layout.extent_bytes),
-        counters=WorkerCounters(),
+        counters=counters,
         load=LoadReport(scheduler, on_load, life.check_drained),
         pacing=pacing,
         life=life,
         exits=ExitWatch(loop),
         loop=loop,
         page_network=str(interface or ""),
+        guides=guides,
     )
 
 
@@ -228,6 +238,10 @@ def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
     )
     engine.warmup(config.scheduling.max_num_seqs if role is Role.DECODE else 0)
     return engine
+
+
+def _load_vocabulary(place: WorkerPlace, engine: Engine) -> Vocabulary:
+    return Vocabulary(Tokenizer.from_dir(place.model_dir), engine.eos_token_ids, engine.vocab_size)
 
 
 def _cores_file(config: Config, place: WorkerPlace) -> Path | None:

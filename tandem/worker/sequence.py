@@ -83,8 +83,9 @@ def finish_reason(
     params: SamplingParams, token_id: int, num_output: int, num_tokens: int, eos: frozenset[int], max_context: int
 ) -> FinishReason | None:
     """Whether a choice ends with `token_id`, its `num_output`th token and the `num_tokens`th in all."""
-    is_stop = token_id in params.stop_token_ids or (token_id in eos and not params.ignore_eos)
-    if is_stop and num_output >= params.min_tokens:
+    is_eos = token_id in eos and not params.ignore_eos
+    # Before `min_tokens` a grammar lets its end come only where nothing else may.
+    if (is_eos or token_id in params.stop_token_ids) and (num_output >= params.min_tokens or params.grammar):
         return FinishReason.STOP
     if num_output >= params.max_tokens or num_tokens >= max_context:
         return FinishReason.LENGTH

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tandem.core.errors import InternalError
+from tandem.core.errors import TandemError
 from tandem.core.sampling import SampledToken, SampleRow
 from tandem.worker.batch import Batch
 
-SampleTokens = Callable[[Any, Sequence[Sequence[SampleRow]]], list[list[SampledToken | InternalError]]]
+SampleTokens = Callable[[Any, Sequence[Sequence[SampleRow]]], list[list[SampledToken | TandemError]]]
 """From logits, one row an item, and what is asked of each row, to tokens; see `tandem.engine.sampler.Sampler`."""
 
 

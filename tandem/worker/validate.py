@@ -19,6 +19,8 @@ def validate(spec: AttemptSpec, limits: RequestLimits) -> None:
             request_id=request_id,
         )
     _check_ids(spec.prompt_ids, limits.vocab_size, request_id)
+    if spec.params.grammar and spec.params.ignore_eos:
+        raise InvalidRequestError("nothing would end an output by a grammar", field="ignore_eos", request_id=request_id)
     if spec.num_choices > limits.max_choices:
         raise InvalidRequestError(
             f"{spec.num_choices} choices, at most {limits.max_choices} go", field="n", request_id=request_id

@@ -16,6 +16,7 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import BatchScheduler
 from tests.support.ends import Cluster, End
+from tests.support.inline import inline_guides
 from tests.support.link import Link
 from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample
 from tests.support.step_runner import StepRunner, StepTimes
@@ -56,6 +57,7 @@ class Node(End):
         self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time)
         self.load = LoadReport(self.scheduler, lambda: None, lambda: None)
         self.counters = WorkerCounters()
+        self.guides = inline_guides(self.runner.submit, self.counters)
         self.is_draining = False
 
     def core_parts(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class Node(End):
             "emit": self._emit,
             "limits": RequestLimits(VOCAB, 96, frozenset({EOS}), 4, self._priority_ageing_s),
             "sample": sample,
+            "guides": self.guides,
             "counters": self.counters,
             "load": self.load,
             "pacing": Pacing(),

@@ -6,19 +6,24 @@ its sequence needs, wherever it came from; and a retry goes on alike, whoever sa
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 import xxhash
+from tokenizers import decoders, models
 
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
-from tandem.core.errors import InternalError
+from tandem.core.errors import TandemError
 from tandem.core.pages import PagePool, PageState
-from tandem.core.sampling import SampledToken, SampleRow
+from tandem.core.sampling import SampledToken, SampleRow, TokenMask
+from tandem.core.tokenizer import Tokenizer
+from tandem.core.vocabulary import Vocabulary
 from tandem.worker.sequence import Sequence
 from tests.support.arena import Arena
 
@@ -34,9 +39,39 @@ def token_of(seed: int, choice: int, position: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QII", seed, choice, position)) % VOCAB
 
 
-def sample(_: Any, rows: Seq[Seq[SampleRow]]) -> list[list[SampledToken | InternalError]]:
+def allowed_token(mask: TokenMask, seed: int, choice: int, position: int) -> int:
+    """The same among those that a grammar allows."""
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+    return int(allowed[token_of(seed, choice, position) % len(allowed)])
+
+
+def sample(_: Any, rows: Seq[Seq[SampleRow]]) -> list[list[SampledToken | TandemError]]:
     """As `tandem.worker.step.SampleTokens`, without logits."""
-    return [[SampledToken(token_of(r.params.seed, r.choice, r.position)) for r in of_one] for of_one in rows]
+    return [[_sampled(row) for row in of_one] for of_one in rows]
+
+
+def _sampled(row: SampleRow) -> SampledToken | TandemError:
+    place = (row.params.seed, row.choice, row.position)
+    if row.guide is None:
+        return SampledToken(token_of(*place))
+    try:
+        return SampledToken(allowed_token(row.guide.allowed(), *place))
+    except TandemError as error:
+        return error
+
+
+#: What the tokens stand for, in grammars.
+TEXTS = "\0abcdefghijklmnopqrstuvwxyz0123456789{}[]\":,-+. _ABCDEFGHIJKLMNO"
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    """A character for each token; the first one ends a text."""
+    assert len(TEXTS) == VOCAB
+    pieces = {char.replace(" ", "Ġ").replace("\0", "</s>"): number for number, char in enumerate(TEXTS)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return Vocabulary(Tokenizer(backend), (EOS,), VOCAB)
 
 
 class _Chain:

@@ -16,7 +16,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
 from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tandem.core.clock import VirtualClock
-from tandem.core.errors import DrainingError, InternalError, OverloadedError
+from tandem.core.errors import DrainingError, OverloadedError, TandemError
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.worker.batch import SchedulerLimits
@@ -28,6 +28,7 @@ from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason
 from tests.support.imports import HEAVY, loaded_by
+from tests.support.inline import inline_guides
 
 PAGE = 4
 EOS = 1
@@ -59,6 +60,7 @@ class World:
             limits=RequestLimits(100, 64, frozenset([EOS]), 4),
             queue_bound=2,
             sample=self.sample,
+            guides=inline_guides(lambda call: call(), WorkerCounters()),
             counters=WorkerCounters(),
             load=LoadReport(self.scheduler, lambda: None, self._count),
             pacing=Pacing(),
@@ -72,7 +74,7 @@ class World:
     def _count(self) -> None:
         self.num_seen = len(self.role.ledger.attempts)
 
-    def sample(self, _: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | InternalError]]:
+    def sample(self, _: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
         return [[SampledToken(token) for _ in of_one for token in self.next_tokens] for of_one in rows]
 
     def reserve(

@@ -31,6 +31,10 @@ FIELDS_THAT_DEPEND = {
     "prompt", "messages",  # the context
     "max_tokens", "max_completion_tokens", "min_tokens", "logit_bias", "stop_token_ids",
     "stream_options", "top_logprobs",
+    "ignore_eos", "structured_outputs",  # beside a form
+    # What no grammar can be made of.
+    "response_format.json_schema.schema", "structured_outputs.json", "structured_outputs.regex",
+    "structured_outputs.grammar", "structured_outputs.json_object",
 }  # fmt: skip
 
 bounded = settings(

@@ -83,7 +83,22 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": "3"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "root ::= nothing"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": 'start: a\na[temperature=0.5]: "x"'}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a" * (LIMITS.max_grammar_bytes + 1)}}, "structured_outputs.regex"),
     ({"suffix": "end"}, "suffix"),
     ({"echo": True}, "echo"),
     ({"best_of": 2}, "best_of"),
@@ -181,8 +196,6 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
 
 ASKING_FOR_SOMETHING: dict[str, Any] = {
     # vLLM's, now and earlier
-    "guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a"], "guided_grammar": "root ::= a",
-    "guided_decoding_backend": "outlines", "guided_whitespace_pattern": " ", "structured_outputs": {"regex": "a+"},
     "structural_tag": "{}", "bad_words": ["a"], "allowed_token_ids": [1], "chat_template_kwargs": {"a": 1},
     "continue_final_message": True, "add_generation_prompt": False, "truncate_prompt_tokens": 5, "prompt_logprobs": 0,
     "logprob_token_ids": [1], "skip_special_tokens": False, "spaces_between_special_tokens": False,
@@ -193,14 +206,14 @@ ASKING_FOR_SOMETHING: dict[str, Any] = {
     "prompt_embeds": "x", "include_reasoning": False, "repetition_detection": {"a": 1}, "watermarking": True,
     "return_prompt_text": True, "request_id": "x",
     # SGLang's
-    "regex": "a+", "ebnf": "root ::= a", "json_schema": "{}", "lora_path": "x", "session_params": {"a": 1},
+    "lora_path": "x", "session_params": {"a": 1},
     "no_stop_trim": True, "stop_regex": "a", "custom_logit_processor": "x", "custom_params": {"a": 1},
     "input_ids": [1], "rid": "x", "extra_key": "x", "return_hidden_states": "last", "return_routed_experts": True,
     "return_cached_tokens_details": True, "return_prompt_token_ids": True, "return_meta_info": True, "task": "title",
     "bootstrap_host": "x", "bootstrap_port": 1, "bootstrap_room": 1, "images_config": {"a": 1},
     "use_audio_in_video": True, "max_dynamic_patch": 1,
     # others'
-    "typical_p": 0.9, "mirostat": 2, "grammar": "root ::= a", "max_new_tokens": 5,
+    "typical_p": 0.9, "mirostat": 2, "max_new_tokens": 5,
     "moderation": {"model": "x"}, "verbosity": "low", "function_call": {"name": "x"}, "audio": {"voice": "x"},
 }  # fmt: skip
 
@@ -505,3 +518,27 @@ def test_nobody_asks_for_more_urgency_than_is_allowed() -> None:
     assert refused.value.message == (
         "priority must be at least -2 (limits.most_urgent_priority), not -3; lower is more urgent"
     )
+
+
+SPELLED_OTHERWISE: dict[str, tuple[Any, str]] = {
+    "guided_json": ({"type": "object"}, "structured_outputs.json"),
+    "guided_regex": ("a+", "structured_outputs.regex"),
+    "guided_choice": (["a"], "structured_outputs.choice"),
+    "guided_grammar": ("root ::= a", "structured_outputs.grammar"),
+    "guided_whitespace_pattern": (" ", "structured_outputs.whitespace_pattern"),
+    "regex": ("a+", "structured_outputs.regex"),
+    "ebnf": ("root ::= a", "structured_outputs.grammar"),
+    "json_schema": ("{}", "response_format or structured_outputs.json"),
+    "grammar": ("root ::= a", "structured_outputs.grammar"),
+}
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+@pytest.mark.parametrize("name", SPELLED_OTHERWISE)
+def test_what_is_spelled_otherwise_is_refused_with_the_spelling_that_is_obeyed(name: str, parse: Any) -> None:
+    value, spelling = SPELLED_OTHERWISE[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(**{name: value})
+    assert (caught.value.message, caught.value.field) == (f"{name} is not taken here; use {spelling}", name)
+    for nothing in (None, [], {}, ""):
+        assert parse(**{name: nothing}).ignored_fields == ()

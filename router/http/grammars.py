@@ -1,0 +1,109 @@
+"""Whether the grammars that requests ask for can be followed: compiled beside the loop, and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from functools import cached_property
+from hashlib import sha256
+
+from router.lifecycle.context import RouterContext
+from router.openai.grammar import AskedGrammar, of_schema, parts_of
+from router.workers.session import SessionState
+from tandem.core.errors import InvalidRequestError, OverloadedError
+from tandem.core.grammar import CompiledGrammar
+from tandem.core.vocabulary import Vocabulary
+
+# Verdicts that are remembered; one takes a few hundred bytes.
+_MAX_VERDICTS = 4096
+# Grammars that are compiled or wait for it.
+_MAX_WAITING = 32
+_RETRY_AFTER_S = 1.0
+# Parts of a schema that are tried to find the one that is meant.
+_MAX_TRIES = 64
+
+
+class GrammarCheck:
+    """Checks of one router. It is used on the router's loop."""
+
+    def __init__(self, context: RouterContext) -> None:
+        self._context = context
+        self._limits = context.config.limits
+        self._metrics = context.metrics
+        # By the digest of a grammar and the field that asked for it: why it is refused; empty: it is not.
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._one_at_a_time = asyncio.Semaphore(1)
+        self._num_waiting = 0
+
+    async def check(self, asked: AskedGrammar) -> None:
+        """Return where the grammar can be followed.
+
+        Raises:
+            InvalidRequestError: it cannot; names the field, and the part of a schema.
+            OverloadedError: too many wait to be compiled.
+        """
+        digest = sha256(f"{asked.field}\n{asked.text}".encode()).digest()
+        if (refusal := self._verdicts.get(digest)) is None:
+            refusal = self._verdicts[digest] = await self._compile(asked)
+            if len(self._verdicts) > _MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        else:
+            self._verdicts.move_to_end(digest)
+        if refusal:
+            self._metrics.grammars_refused.inc()
+            raise InvalidRequestError(refusal, field=asked.field)
+
+    async def _compile(self, asked: AskedGrammar) -> str:
+        if self._num_waiting >= _MAX_WAITING:
+            raise OverloadedError("too many new grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
+        self._num_waiting += 1
+        try:
+            async with self._one_at_a_time:
+                return await asyncio.to_thread(self._verdict, asked)
+        finally:
+            self._num_waiting -= 1
+
+    # -- beside the loop
+
+    def _verdict(self, asked: AskedGrammar) -> str:
+        began_s = time.monotonic()
+        try:
+            said = self._refusal(asked)
+            if not said:
+                return ""
+            path, said = self._meant(asked, said)
+            return f"{path}: {said}"
+        finally:
+            self._metrics.grammar_compile_s.observe(time.monotonic() - began_s)
+
+    def _refusal(self, asked: AskedGrammar) -> str:
+        try:
+            CompiledGrammar(asked.text, self._vocabulary.tokens)
+        except InvalidRequestError as error:
+            return error.message
+        return ""
+
+    def _meant(self, asked: AskedGrammar, said: str) -> tuple[str, str]:
+        """The path of the innermost part of a schema of which alone the same is said."""
+        path, schema, num_left = asked.field, asked.schema, _MAX_TRIES
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema} if schema else {}
+        found = True
+        while found:
+            found = False
+            for step, part in parts_of(schema):
+                if num_left == 0:
+                    return path, said
+                num_left -= 1
+                alone = of_schema({**shared, **part} if isinstance(part, dict) else part, path, self._limits)
+                if self._refusal(alone) == said:
+                    path, schema, found = f"{path}{step}", part, True
+                    break
+        return path, said
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        """Made for the first grammar. Workers know which tokens end a text; one is connected, or nothing is placed."""
+        open_ones = [s.info for s in self._context.workers.sessions() if s.state is SessionState.OPEN]
+        eos_token_ids = next((tuple(info.eos_token_ids) for info in open_ones), ())
+        return Vocabulary(self._context.tokenizer, eos_token_ids, self._context.tokenizer.vocab_size)

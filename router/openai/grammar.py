@@ -1,0 +1,148 @@
+"""Grammars made of what a request asks for: schemas, expressions, choices, Lark and GBNF.
+
+Nothing is compiled here. `router.http.grammars` does that, beside the loop, and so finds what cannot be followed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from router.openai.refusal import refuse, shown
+from tandem.core.config import LimitsConfig
+
+#: Between the parts of JSON: nothing, a space, or a new line with its indentation. Without a bound a model may write
+#: spaces until its tokens are spent.
+WHITESPACE = r" |\n[ \t]{0,40}"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    """What an output is to follow.
+
+    Attributes:
+        text: as llguidance takes it, and as it travels.
+        field: that asked for it; refusals name it.
+        schema: the JSON schema that it was made of; `None`: of none.
+    """
+
+    text: str
+    field: str
+    schema: Any = None
+
+
+def of_schema(schema: Any, field: str, limits: LimitsConfig, *, whitespace: str | None = WHITESPACE) -> AskedGrammar:
+    """JSON that follows `schema`, an object or true or false.
+
+    Args:
+        whitespace: a regular expression of what may stand between the parts of JSON; `None`: nothing may.
+    """
+    if not isinstance(schema, (dict, bool)):
+        refuse(field, f"must be a JSON schema, an object, not {shown(schema)}")
+    try:
+        text = orjson.dumps(_as_object(schema)).decode()
+    except orjson.JSONEncodeError:
+        refuse(field, "is nested too deeply")
+    _check_size(text, field, limits)
+    grammar = LLMatcher.grammar_from_json_schema(
+        text,
+        # They go before the schema's own `x-guidance`, which could make whitespace endless or pass keywords over.
+        overrides={
+            "whitespace_flexible": whitespace is not None,
+            "whitespace_pattern": whitespace,
+            "item_separator": ",",
+            "key_separator": ":",
+            "coerce_one_of": False,
+            "lenient": False,
+        },
+    )
+    return AskedGrammar(grammar, field, schema)
+
+
+def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    if isinstance(schema, dict):
+        return schema
+    return {} if schema else {"not": {}}
+
+
+def of_regex(regex: str, field: str, limits: LimitsConfig) -> AskedGrammar:
+    """Texts that the expression matches as a whole."""
+    _check_size(regex, field, limits)
+    return AskedGrammar(LLMatcher.grammar_from_regex(regex), field)
+
+
+def of_choices(texts: Sequence[str], field: str, limits: LimitsConfig) -> AskedGrammar:
+    """One of these texts."""
+    return of_lark(f"start: {' | '.join(orjson.dumps(text).decode() for text in texts)}", field, limits)
+
+
+def of_lark(lark: str, field: str, limits: LimitsConfig) -> AskedGrammar:
+    """What a grammar in Lark's form says, as llguidance reads it."""
+    _check_size(lark, field, limits)
+    return AskedGrammar(LLMatcher.grammar_from_lark(lark), field)
+
+
+# An attribute of a rule: `[temperature=0.5]`.
+_TEMPERATURE = re.compile(r"\[[^\]\"/]*\btemperature\s*=")
+
+
+def of_grammar(grammar: str, field: str, limits: LimitsConfig) -> AskedGrammar:
+    """What a grammar in Lark's form or in GBNF says."""
+    _check_size(grammar, field, limits)
+    if _TEMPERATURE.search(grammar):
+        refuse(field, "sets a temperature; that of the request holds for all of it")
+    if "::=" not in grammar:
+        return of_lark(grammar, field, limits)
+    try:
+        lark: str = any_to_lark(grammar)
+    except Exception as error:  # noqa: BLE001 - the converter has no errors of its own
+        refuse(field, f"looks like GBNF and cannot be read: {error}")
+    return of_lark(lark, field, limits)
+
+
+def _check_size(text: str, field: str, limits: LimitsConfig) -> None:
+    if (size := len(text.encode())) > limits.max_grammar_bytes:
+        refuse(field, f"has {size} bytes; at most {limits.max_grammar_bytes} are taken (limits.max_grammar_bytes)")
+
+
+def closed(schema: Any) -> Any:
+    """`schema`, where objects with `properties` have no others unless they say so."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {key: closed(part) for key, part in schema.items()}
+    if isinstance(parts.get("properties"), dict):
+        parts.setdefault("additionalProperties", False)
+    return parts
+
+
+# -- the parts of a schema
+
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_OF_ONE = (
+    "items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else", "unevaluatedItems",
+    "unevaluatedProperties",
+)  # fmt: skip
+
+
+def parts_of(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas right within a schema that are objects, each with its path from there."""
+    if not isinstance(schema, dict):
+        return
+    for key in _OF_NAMES:
+        if isinstance(named := schema.get(key), dict):
+            yield from ((f".{key}.{name}", part) for name, part in named.items() if isinstance(part, dict))
+    for key in _OF_LISTS:
+        if isinstance(listed := schema.get(key), list):
+            yield from ((f".{key}[{number}]", part) for number, part in enumerate(listed) if isinstance(part, dict))
+    for key in _OF_ONE:
+        if isinstance(one := schema.get(key), dict):
+            yield f".{key}", one

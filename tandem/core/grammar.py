@@ -1,0 +1,83 @@
+"""Grammars: what an output has to look like, which tokens may come next, and what that may cost. By llguidance.
+
+A grammar is one text, llguidance's own JSON with a JSON schema or a Lark grammar in it. The router makes and checks it;
+it travels with the sampling parameters, and each worker compiles it once for all who ask for it.
+
+What may come next follows from the grammar and the tokens so far alone, so it is the same on every worker. An end of
+text may come exactly where the output may end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llguidance
+
+from tandem.core.errors import InternalError, InvalidRequestError
+from tandem.core.sampling import TokenMask
+
+#: Bounds of one compilation and of one mask; what needs more is refused. They are counts and not times, so they are the
+#: same on every machine.
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_items_in_row=1_000,
+    max_lexer_states=25_000,
+    max_grammar_size=250_000,
+    verbose_errors=False,
+)
+
+_MAX_ERROR_CHARS = 400
+
+
+class CompiledGrammar:
+    """A grammar, ready for any number of outputs.
+
+    Attributes:
+        first_mask: what an output may begin with.
+    """
+
+    def __init__(self, text: str, tokens: llguidance.LLTokenizer) -> None:
+        """Raises `InvalidRequestError`: it is no grammar, is too complex, or nothing follows it."""
+        self._matcher = llguidance.LLMatcher(tokens, text, log_level=0, limits=LIMITS)
+        _check(self._matcher)
+        self.first_mask: TokenMask = self._matcher.compute_bitmask()
+        _check(self._matcher)
+
+    def new_matcher(self) -> Matcher:
+        return Matcher(self._matcher.deep_copy())
+
+
+class Matcher:
+    """Follows one output, token by token. One thread at a time."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.inner = matcher
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Go on behind these tokens.
+
+        Raises:
+            InternalError: they do not follow the grammar.
+            InvalidRequestError: it has become too complex.
+        """
+        num_taken = self.inner.try_consume_tokens(list(token_ids))
+        self.check()
+        if num_taken < len(token_ids):
+            raise InternalError(f"token {token_ids[num_taken]} was given out and does not follow the grammar")
+
+    def check(self) -> None:
+        """Raises `InvalidRequestError` where the grammar has become too complex."""
+        _check(self.inner)
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    if matcher.is_error():
+        raise InvalidRequestError(error_text(matcher.get_error()))
+
+
+def error_text(said: str) -> str:
+    """What llguidance says of a grammar, on one line of bounded length."""
+    text = " ".join(said.split())
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[: _MAX_ERROR_CHARS - 3]}..."

@@ -1,0 +1,162 @@
+"""Guides made by threads: one compiles grammars and replays outputs, one makes masks while a step is computed.
+
+A worker that serves no grammar has none of these threads, and no vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import cached_property, partial
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+
+from tandem.core.errors import InternalError, TandemError
+from tandem.core.grammar import CompiledGrammar, Matcher
+from tandem.core.sampling import TokenMask
+from tandem.core.vocabulary import Vocabulary
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.guide import Guide
+
+_log = logging.getLogger(__name__)
+
+# Compiled grammars that are kept, by number and by the length of their texts; the least recently used go first.
+_MAX_KEPT = 128
+_MAX_KEPT_CHARS = 4 << 20
+# Masks of one step are made by so many threads.
+_MAX_THREADS = 8
+
+Masks = list[TokenMask | TandemError]
+
+
+class Guides:
+    """The `GuideMaker` of a worker.
+
+    Args:
+        load: makes the vocabulary; called once, for the first grammar. Raises `TandemError`.
+        submit: queues a call for the runner's thread.
+        compiler, masker: run one call at a time, in order; by default a thread each.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Vocabulary],
+        submit: Callable[[Callable[[], None]], None],
+        counters: WorkerCounters,
+        *,
+        compiler: Executor | None = None,
+        masker: Executor | None = None,
+    ) -> None:
+        self._load = load
+        self._submit = submit
+        self._counters = counters
+        self._compiler = compiler or ThreadPoolExecutor(1, "grammars")
+        self._masker = masker or ThreadPoolExecutor(1, "masks")
+        # Of the compiler's thread.
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._num_kept_chars = 0
+
+    def close(self) -> None:
+        """End the threads. What is under way ends first, what waits is dropped."""
+        for pool in (self._compiler, self._masker):
+            pool.shutdown(cancel_futures=True)
+
+    # -- compiling
+
+    def prepare(
+        self, grammar: str, outputs: Sequence[Sequence[int]], then: Callable[[list[Guide] | TandemError], None]
+    ) -> None:
+        def work() -> None:
+            made = self._prepare(grammar, outputs)
+            self._submit(lambda: then(made))
+
+        self._compiler.submit(work)
+
+    def _prepare(self, grammar: str, outputs: Sequence[Sequence[int]]) -> list[Guide] | TandemError:
+        try:
+            compiled = self._compiled(grammar)
+            return [_replayed(compiled, output) for output in outputs]
+        except TandemError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - it goes to whoever asked
+            _log.exception("a grammar could not be prepared")
+            return InternalError(f"a grammar could not be prepared: {type(error).__name__}: {error}")
+
+    def _compiled(self, grammar: str) -> CompiledGrammar:
+        if (known := self._kept.get(grammar)) is not None:
+            self._kept.move_to_end(grammar)
+            return known
+        compiled = CompiledGrammar(grammar, self._vocabulary.tokens)
+        self._kept[grammar] = compiled
+        self._num_kept_chars += len(grammar)
+        while len(self._kept) > _MAX_KEPT or (self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1):
+            oldest, _ = self._kept.popitem(last=False)
+            self._num_kept_chars -= len(oldest)
+        return compiled
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        began_s = time.monotonic()
+        vocabulary = self._load()
+        _log.info("vocabulary of %d tokens for grammars made in %.3f s", vocabulary.size, time.monotonic() - began_s)
+        return vocabulary
+
+    # -- masks
+
+    def begin(self, guides: Sequence[Guide]) -> None:
+        asked = [(guide, new) for guide in guides if (new := guide.take_new()) is not None]
+        if asked:
+            future = self._masker.submit(self._make_masks, asked)
+            for index, (guide, _) in enumerate(asked):
+                guide.await_mask(partial(_mask_at, future, index))
+
+    def _make_masks(self, asked: Sequence[tuple[Guide, list[int]]]) -> Masks:
+        began_s = time.perf_counter()
+        matchers = [_matched(guide, new) for guide, new in asked]
+        masks = np.zeros((len(asked), self._vocabulary.mask_words), np.int32)
+        good = [(matcher.inner, index) for index, matcher in enumerate(matchers) if isinstance(matcher, Matcher)]
+        if good:
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, good, masks)
+        made = [_mask_of(matcher, row) for matcher, row in zip(matchers, masks, strict=True)]
+        self._counters.num_masks += len(asked)
+        self._counters.mask_s += time.perf_counter() - began_s
+        return made
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def _mask_at(masks: Future[Masks], index: int) -> TokenMask | TandemError:
+    """One of the masks of a step, when they are there."""
+    return masks.result()[index]
+
+
+def _replayed(grammar: CompiledGrammar, output: Sequence[int]) -> Guide:
+    guide = Guide(grammar)
+    if output:
+        guide.match(output)
+    return guide
+
+
+def _matched(guide: Guide, new: list[int]) -> Matcher | TandemError:
+    try:
+        return guide.match(new)
+    except TandemError as error:
+        return error
+
+
+def _mask_of(matcher: Matcher | TandemError, row: np.ndarray) -> TokenMask | TandemError:
+    if isinstance(matcher, TandemError):
+        return matcher
+    try:
+        matcher.check()
+    except TandemError as error:
+        return error
+    return row.tobytes()

@@ -1,0 +1,28 @@
+"""What runs where it is called, for virtual time: no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.guides import Guides
+from tests.support.scripted_model import vocabulary
+
+
+class InlineExecutor(Executor):
+    """Runs each call where it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - the caller's
+            future.set_exception(error)
+        return future
+
+
+def inline_guides(submit: Callable[[Callable[[], None]], None], counters: WorkerCounters) -> Guides:
+    """Guides for the scripted model."""
+    return Guides(vocabulary, submit, counters, compiler=InlineExecutor(), masker=InlineExecutor())

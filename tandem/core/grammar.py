@@ -29,6 +29,11 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 _MAX_ERROR_CHARS = 400
+# What llguidance advises, and what can be done here.
+_ADVICE = (
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "where more than one part may hold; use anyOf, or parts that exclude each other",
+)
 
 
 class CompiledGrammar:
@@ -74,10 +79,10 @@ class Matcher:
 
 def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise InvalidRequestError(error_text(matcher.get_error()))
+        raise InvalidRequestError(_error_text(matcher.get_error()))
 
 
-def error_text(said: str) -> str:
+def _error_text(said: str) -> str:
     """What llguidance says of a grammar, on one line of bounded length."""
-    text = " ".join(said.split())
+    text = " ".join(said.split()).replace(*_ADVICE)
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[: _MAX_ERROR_CHARS - 3]}..."

@@ -79,7 +79,7 @@ class GrammarCheck:
 
     def _refusal(self, asked: AskedGrammar) -> str:
         try:
-            CompiledGrammar(asked.text, self._vocabulary.tokens)
+            CompiledGrammar(asked.text, self._vocabulary.tokens).try_out()
         except InvalidRequestError as error:
             return error.message
         return ""

@@ -97,6 +97,8 @@ def of_grammar(grammar: str, field: str, limits: LimitsConfig) -> AskedGrammar:
     _check_size(grammar, field, limits)
     if _TEMPERATURE.search(grammar):
         refuse(field, "sets a temperature; that of the request holds for all of it")
+    if grammar.lstrip().startswith("{"):  # llguidance's own JSON has options that are not to be set
+        refuse(field, "must be a grammar in Lark's form or in GBNF, not JSON")
     if "::=" not in grammar:
         return of_lark(grammar, field, limits)
     try:
@@ -125,7 +127,8 @@ def closed(schema: Any) -> Any:
 
 # -- the parts of a schema
 
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# Definitions first: what is wrong in one is wrong wherever it is referred to.
+_OF_NAMES = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _OF_ONE = (
     "items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else", "unevaluatedItems",

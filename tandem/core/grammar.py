@@ -19,9 +19,9 @@ from tandem.core.sampling import TokenMask
 #: Bounds of one compilation and of one mask; what needs more is refused. They are counts and not times, so they are the
 #: same on every machine.
 LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
+    initial_lexer_fuel=400_000,
+    step_lexer_fuel=50_000,
+    step_max_items=5_000,
     max_items_in_row=1_000,
     max_lexer_states=25_000,
     max_grammar_size=250_000,
@@ -49,6 +49,16 @@ class CompiledGrammar:
         _check(self._matcher)
         self.first_mask: TokenMask = self._matcher.compute_bitmask()
         _check(self._matcher)
+
+    def try_out(self) -> None:
+        """Make the first mask at which something is to be chosen: some are too complex from there on.
+
+        Raises `InvalidRequestError`.
+        """
+        matcher = self.new_matcher()
+        matcher.take(matcher.inner.compute_ff_tokens())
+        matcher.inner.compute_bitmask()
+        matcher.check()
 
     def new_matcher(self) -> Matcher:
         return Matcher(self._matcher.deep_copy())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -193,3 +195,43 @@ def test_an_end_of_text_may_come_exactly_where_the_output_may_end() -> None:
     mask = matcher.inner.compute_bitmask()
     assert ends == [[], [1, EOS]]
     assert [token_id for token_id in range(len(mask) * 8) if is_in(mask, token_id)] == [1, EOS]
+
+
+def optional(number: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"k{n}": {"type": ["string", "integer", "null"]} for n in range(number)}}
+
+
+#: Each would take seconds or gigabytes without bounds.
+HOSTILE = {
+    "properties": of_schema(optional(2000), "f", LIMITS),
+    "patterns": of_schema({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklm"]}, "f", LIMITS),
+    "nested repetition": of_regex("((a{0,100}){0,100}){0,100}", "f", LIMITS),
+    "ambiguous": of_grammar('start: s\ns: s s s | s s | /[a-z]/ | ""', "f", LIMITS),
+    "alternatives": of_schema({"allOf": [{"anyOf": [optional(n) for n in range(10)]} for _ in range(6)]}, "f", LIMITS),
+    "right recursion": of_grammar("start: many\nmany: one many | one\none: /[a-z]/", "f", LIMITS),
+}
+
+
+def follow_at_random(asked: AskedGrammar, num_tokens: int) -> None:
+    grammar, rng = compiled(asked), random.Random(0)
+    grammar.try_out()
+    matcher = grammar.new_matcher()
+    for _ in range(num_tokens):
+        mask = matcher.inner.compute_bitmask()
+        matcher.check()
+        matcher.take([rng.choice([i for i in range(tokenizer().vocab_size) if i != EOS and is_in(mask, i)])])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_in_bounded_time(name: str) -> None:
+    """At once, or when an output that it asks for becomes too complex. Most take milliseconds; the bound has slack."""
+    began_s = time.monotonic()
+    with pytest.raises(InvalidRequestError):
+        follow_at_random(HOSTILE[name], 2000)
+    assert time.monotonic() - began_s < 30
+
+
+def test_a_hundred_optional_properties_are_taken() -> None:
+    grammar = compiled(of_schema(optional(100), "f", LIMITS))
+    grammar.try_out()
+    assert generates(grammar, json.dumps({"k3": 1, "k50": None, "k99": "x"}))

@@ -1,0 +1,163 @@
+"""Forms of output over HTTP: what travels to the workers, what is refused and with which words, what is remembered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.http import grammars
+from tandem.core.errors import InvalidRequestError
+from tandem.core.grammar import CompiledGrammar
+from tests.support.router_site import Site, opened_site
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def site(checkpoint: Path) -> Iterator[Site]:
+    with opened_site(checkpoint) as site:
+        yield site
+
+
+def by_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def post(site: Site, chat: bool = False, **fields: Any) -> httpx.Response:
+    if chat:
+        return site.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=3, **fields)
+    return site.post(prompt="x", max_tokens=3, **fields)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    by_schema({"type": "object"}),
+    {"structured_outputs": {"json": {"type": "object"}}},
+    {"structured_outputs": {"json": '{"type": "object"}'}},
+    {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+    {"structured_outputs": {"regex": "a+"}},
+    {"structured_outputs": {"choice": ["a", "b"]}},
+    {"structured_outputs": {"grammar": 'start: "a"'}},
+    {"structured_outputs": {"grammar": 'root ::= "a"'}},
+]
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_one_grammar_travels_to_both_workers(site: Site, form: dict[str, Any], chat: bool) -> None:
+    before = site.prefill.count("start")
+    assert post(site, chat, **form).status_code == 200
+    start, reserve = (w.wait_for(kind, before + 1) for w, kind in ((site.prefill, "start"), (site.decode, "reserve")))
+    assert start.sampling.grammar == reserve.sampling.grammar != ""
+
+
+def test_without_a_form_nothing_travels(site: Site) -> None:
+    before = site.prefill.count("start")
+    assert post(site, response_format={"type": "text"}).status_code == 200
+    assert site.prefill.wait_for("start", before + 1).sampling.grammar == ""
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"not": {"type": "string"}}}}
+DEEP: dict[str, Any] = {
+    "type": "object",
+    "properties": {"list": {"type": "array", "items": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}]}}},
+    "$defs": {"x": {"type": "object", "properties": {"when": {"type": "string", "format": "moon phase"}}}},
+}
+_SCHEMA = "response_format.json_schema.schema"
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (by_schema(PERSON), f"{_SCHEMA}.properties.age: ", "not"),
+    (by_schema(DEEP), f"{_SCHEMA}.$defs.x.properties.when: ", "moon phase"),
+    (by_schema({"type": "array", "prefixItems": [{}, {"uniqueItems": True}]}), f"{_SCHEMA}.prefixItems[1]: ", "unique"),
+    (by_schema({"type": "heap"}), f"{_SCHEMA}: ", "heap"),
+    (by_schema({"$ref": "https://example.com"}), f"{_SCHEMA}: ", ""),
+    (by_schema(False), f"{_SCHEMA}: ", ""),
+    ({"structured_outputs": {"json": PERSON}}, "structured_outputs.json.properties.age: ", "not"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: ", "regex"),
+    ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar: ", "missing"),
+]
+
+
+@pytest.mark.parametrize(("form", "beginning", "word"), REFUSED)
+def test_what_cannot_be_followed_is_refused_with_the_part_that_is_meant(
+    site: Site, form: dict[str, Any], beginning: str, word: str
+) -> None:
+    for _ in range(2):  # the second one is remembered
+        answer = post(site, **form)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["message"].startswith(beginning)
+        assert word in error["message"]
+        assert beginning.startswith(error["param"])
+
+
+def test_refusals_are_counted_those_that_are_remembered_too(site: Site) -> None:
+    before = site.metrics()["tandem_grammars_refused_total"]
+    for _ in range(2):
+        assert post(site, structured_outputs={"regex": "(of this test"}).status_code == 400
+    assert site.metrics()["tandem_grammars_refused_total"] == before + 2
+
+
+def test_a_grammar_is_compiled_once(site: Site) -> None:
+    name = "tandem_grammar_compile_seconds_count"
+    before = site.metrics()[name]
+    form = by_schema({"type": "object", "properties": {"of this test alone": {"type": "null"}}})
+    for chat in (False, True, False):
+        assert post(site, chat, **form).status_code == 200
+    assert site.metrics()[name] == before + 1
+
+
+def test_who_asks_for_too_many_new_grammars_at_once_is_told_to_wait_and_others_are_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compilation holds neither the loop nor other requests."""
+    opened = threading.Event()
+
+    def held(text: str, tokens: Any) -> CompiledGrammar:
+        assert opened.wait(20)
+        return CompiledGrammar(text, tokens)
+
+    monkeypatch.setattr(grammars, "CompiledGrammar", held)
+    monkeypatch.setattr(grammars, "_MAX_WAITING", 2)
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            asked = [pool.submit(post, site, structured_outputs={"regex": f"a{{{n}}}"}) for n in range(3)]
+            wait_until(lambda: any(one.done() for one in asked), "the third", 10)
+            assert post(site).status_code == 200, "who asks for none is served meanwhile"
+        finally:
+            opened.set()
+        statuses = sorted(one.result().status_code for one in asked)
+    assert statuses == [200, 200, 429]
+
+
+def test_what_a_worker_finds_too_complex_is_the_requests_error(site: Site) -> None:
+    """In mid-stream it is the last frame."""
+    error = InvalidRequestError("the grammar has become too complex")
+    site.prefill.auto = False
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            before = site.prefill.count("start")
+            asked = pool.submit(post, site, structured_outputs={"regex": "b+"})
+            start = site.prefill.wait_for("start", before + 1)
+            site.prefill.fail(start.request_id, start.attempt, error.code, retryable=False)
+            answer = asked.result()
+    finally:
+        site.prefill.auto = True
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert site.prefill.count("start") == before + 1, "it is not tried again"
+
+
+def test_a_model_without_an_end_of_text_follows_no_grammar(checkpoint: Path) -> None:
+    with opened_site(checkpoint, with_workers=False) as site:
+        for worker in (site.prefill, site.decode):
+            del worker.info.eos_token_ids[:]
+        site.pool.add(site.prefill, site.decode)
+        site.wait_ready()
+        answer = post(site, response_format={"type": "json_object"})
+        assert answer.status_code == 400
+        assert "names no token that ends a text" in answer.json()["error"]["message"]
+        assert post(site).status_code == 200

@@ -17,8 +17,8 @@ from tandem.core.errors import ConfigError
 from tests.support.imports import loaded_by
 
 COMMANDS = (
-    "serve", "status", "scale", "drain", "stop", "logs", "top", "trace", "hosts", "up", "down", "bench", "doctor", "certs",
-    "version",
+    "serve", "status", "scale", "drain", "stop", "logs", "top", "trace", "hosts", "up", "down", "bench", "doctor",
+    "certs", "version",
 )
 
 

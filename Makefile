@@ -81,13 +81,15 @@ check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_stubs.py --check
 	$(BIN)/python tools/generate_config_docs.py --check
+	$(BIN)/python tools/generate_dashboard.py --check
 	$(BIN)/python -m benchmarks.docs --check
 
 stubs: $(STAMP)  ## generate tandem/rpc/v1 from protos/
 	$(BIN)/python tools/generate_stubs.py
 
-docs: $(STAMP)  ## generate tandem.yaml, deploy/on-premises.yaml, docs/configuration.md and docs/benchmarks.md
+docs: $(STAMP)  ## generate tandem.yaml, docs/configuration.md, docs/benchmarks.md, and the board and hosts file in deploy/
 	$(BIN)/python tools/generate_config_docs.py
+	$(BIN)/python tools/generate_dashboard.py
 	$(BIN)/python -m benchmarks.docs
 	$(BIN)/tandem hosts --head 192.168.1.10 --prefill 192.168.1.11,192.168.1.12 --decode 192.168.1.13,192.168.1.14 \
 		--user tandem > deploy/on-premises.yaml

@@ -14,7 +14,14 @@ from router.request.request import TokenGiven
 from router.workers import wire
 from router.workers.session import WorkerSession
 from tandem.core import fault_points
-from tandem.core.errors import DrainingError, IncompatibleError, InternalError, NoWorkerError, TandemError
+from tandem.core.errors import (
+    DrainingError,
+    IncompatibleError,
+    InternalError,
+    NoWorkerError,
+    TandemError,
+    WorkerLostError,
+)
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.states import RequestState
 
@@ -47,6 +54,9 @@ class Attempt:
         self._decode = workers.session(route.decode)
         self._number = self._journal.attempt
         self._is_granted = False
+        # When prefill was told of the grant, by the loop's clock; `None` before.
+        self._attached_s: float | None = None
+        self._is_prefill_started = False
         self._is_admitted = False
         # The loss of prefill, while decode has not said whether it had the pages before; the timer ends that wait.
         self._lost: events.WorkerLost | None = None
@@ -116,6 +126,7 @@ class Attempt:
             case events.Granted():
                 self._granted(event)
             case events.PrefillStarted():
+                self._is_prefill_started = True
                 if self._prefill is not None:
                     self._prefill.note_taken_up(self._request_id, steps=True)
                 self._in_flight.note_prompt(Role.PREFILL, event.num_cached_tokens)
@@ -133,6 +144,8 @@ class Attempt:
                 self._failed(event)
             case events.WorkerLost():
                 self._worker_lost(event)
+            case events.WorkerSilent():
+                self._worker_silent(event)
             case events.DecodeLeaves():
                 self._decode_leaves(event)
             case events.MayMove():
@@ -168,6 +181,7 @@ class Attempt:
             self._start_prefill(self._prefill)
         fault_points.reach("router.granted")
         self._prefill.send(wire.attach_grant(self._request_id, granted))
+        self._attached_s = asyncio.get_running_loop().time()
 
     def _find_prefill(self) -> WorkerSession:
         """A prefill worker for decode's grant. Without one, decode gets its pages back while the request waits."""
@@ -238,6 +252,24 @@ class Attempt:
             loop = asyncio.get_running_loop()
             self._verdict_timer = loop.call_later(_VERDICT_S, self._in_flight.inbox.put, events.WaitOver())
 
+    def _worker_silent(self, silent: events.WorkerSilent) -> None:
+        """Leave a silent worker that has not begun with this attempt, where others are ready: no work is lost by that.
+
+        What it has begun waits for it until it is lost. The pages of a writer that attached would stay in quarantine
+        without it, and a prompt that it computes would be computed again.
+        """
+        worker = silent.worker
+        if not self._is_untouched_by(silent) or not self._in_flight.recovery.may_leave_early():
+            return
+        if self._has_place_without(worker):
+            raise self._over(Fault.SILENT, worker, WorkerLostError(f"worker {worker} is silent, and has not begun"))
+
+    def _is_untouched_by(self, silent: events.WorkerSilent) -> bool:
+        if silent.worker == self._decode.key:
+            return not self._is_granted and not self._is_admitted
+        has_attached = self._attached_s is not None and self._attached_s <= silent.heard_s
+        return silent.worker == self._prefill_key and not self._is_prefill_started and not has_attached
+
     def _forget_loss(self) -> None:
         """Prefill's loss no longer matters: what fails from now on is decode's own."""
         self._lost = None
@@ -264,8 +296,8 @@ class Attempt:
         if self._is_decode_leaving and has_arrived:
             self._in_flight.context.migrations.ask(self._in_flight.inbox)
 
-    def _has_other_place(self) -> bool:
-        wishes = self._in_flight.recovery.wishes_to_move(self._decode.key)
+    def _has_place_without(self, worker: WorkerKey) -> bool:
+        wishes = self._in_flight.recovery.wishes_without(worker)
         later = replace(self._in_flight.facts, is_first_attempt=False)
         try:
             choose(self._workers.snapshot(), later, wishes)
@@ -274,7 +306,7 @@ class Attempt:
         return True
 
     def _move(self) -> None:
-        if self._is_decode_leaving and self._has_other_place():
+        if self._is_decode_leaving and self._has_place_without(self._decode.key):
             raise self._over(Fault.MOVED, self._decode.key, DrainingError(f"{self._decode.key} is leaving"))
         self._in_flight.context.migrations.leave(self._in_flight.inbox)  # it stays, and asks again when workers change
 

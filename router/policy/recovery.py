@@ -11,6 +11,7 @@
     refused, since the worker leaves  another one for it                                 nothing
     moved, since decode leaves        same prefill, another decode                       nothing
     a worker left by plan             as if it were lost                                 nothing
+    silent before it began            the other one stays                                attempts, budget
     granted, and no prefill is ready  same decode, when there is a prefill               nothing
 
 A worker is "lost" when it died or fell silent. Where two workers died during one request, the request may be the cause,
@@ -49,6 +50,7 @@ class Fault(Enum):
     REFUSED = "refused"  # a worker takes no new work, since it leaves
     MOVED = "moved"  # nothing: its decode worker leaves, and another takes over
     LEFT = "left"  # a worker left by plan before the request had ended there
+    SILENT = "silent"  # a worker has said nothing of the attempt, and is silent: it may be stopped or cut off
     UNSERVED = "unserved"  # decode granted pages, and no prefill worker is ready to fill them
 
 
@@ -116,7 +118,7 @@ class Recovery:
     def learn(self, end: AttemptEnd, now_s: float) -> None:
         """Remember what an attempt's end says about its workers."""
         match end.fault:
-            case Fault.DIED:
+            case Fault.DIED | Fault.SILENT:
                 self.losses.note_lost(end.worker)
                 self._avoid.add(end.worker)
                 if end.is_exit_proven:
@@ -174,9 +176,14 @@ class Recovery:
             f"{waited_s:g} s nothing has told whether they died or cannot be reached ({cause.message})"
         )
 
-    def wishes_to_move(self, decode: WorkerKey) -> Wishes:
-        """Wishes for a move away from this decode worker, which is leaving."""
-        return Wishes(avoid=frozenset(self._avoid), exclude=frozenset(self._exclude | {decode}))
+    def may_leave_early(self) -> bool:
+        """Whether the request may leave a worker that is silent, and not lost yet: only where that cannot end it."""
+        is_unharmed = not self.losses.died and not self.losses.missing
+        return is_unharmed and self.num_failures + 1 < self._limits.max_attempts and self._budget.num_left >= 1
+
+    def wishes_without(self, worker: WorkerKey) -> Wishes:
+        """Wishes for an attempt away from this worker, which is leaving or silent."""
+        return Wishes(avoid=frozenset(self._avoid), exclude=frozenset(self._exclude | {worker}))
 
     def _plan(self, end: AttemptEnd) -> Plan:
         """Keep the worker that has not failed: it holds pages of the request, or room for them."""

@@ -75,6 +75,14 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSilent:
+    """Nothing is heard of a worker for a while: it may be stopped or cut off, and is not lost yet."""
+
+    worker: WorkerKey
+    heard_s: float  # when it was last heard, by the loop's clock
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeLeaves:
     """The decode worker drains: its requests are to go on elsewhere."""
 
@@ -113,6 +121,7 @@ Event: TypeAlias = (
     | Admitted
     | AttemptFailed
     | WorkerLost
+    | WorkerSilent
     | DecodeLeaves
     | MayMove
     | BrokenOff

@@ -164,7 +164,7 @@ class WorkerRegistry:
     def fate(self, key: WorkerKey) -> Fate:
         """What has become of a worker that was lost; where that changes, whoever watches is told."""
         session, member = self._sessions.get(key), self._members.get(key)
-        if session is not None and session.state is SessionState.OPEN:
+        if session is not None and session.is_heard:
             return Fate.HEARD
         if member is None or member.state == "failed":
             return Fate.ENDED

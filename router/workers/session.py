@@ -19,7 +19,7 @@ import grpc
 from kvtransfer.wire import kv_format, protocols_of
 from router.policy.known_load import KnownLoad, Report
 from router.policy.worker_load import WorkerLoad
-from router.request.events import DecodeLeaves, Event, WorkerLost
+from router.request.events import DecodeLeaves, Event, WorkerLost, WorkerSilent
 from router.request.mailbox import Mailbox
 from router.workers import wire
 from router.workers.watchdog import Watchdog
@@ -137,7 +137,12 @@ class WorkerSession:
     def takes_requests(self) -> bool:
         """Whether new requests may go there."""
         ready = self.member.state == "ready" and not self.status.draining
-        return ready and not self._is_retired and self.state is SessionState.OPEN and not self._is_overdue
+        return ready and not self._is_retired and self.is_heard
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it is connected, and tells its status in time."""
+        return self.state is SessionState.OPEN and not self._is_overdue
 
     @property
     def is_leaving(self) -> bool:
@@ -315,11 +320,14 @@ class WorkerSession:
             for mailbox in list(self._held.values()):
                 mailbox.put(DecodeLeaves(self.key))
 
-    def _set_overdue(self, is_overdue: bool) -> None:
-        if is_overdue:
-            _log.warning("nothing is heard of worker %s: nothing new goes there until it is", self.key)
-        self._is_overdue = is_overdue
+    def _set_overdue(self, silent_since_s: float | None) -> None:
+        self._is_overdue = silent_since_s is not None
         self._observer.readiness_changed(self)
+        if silent_since_s is None:
+            return
+        _log.warning("nothing is heard of worker %s: nothing new goes there until it is", self.key)
+        for mailbox in list(self._held.values()):
+            mailbox.put(WorkerSilent(self.key, silent_since_s))
 
     def _note_death(self) -> None:
         if not self._has_died and not self.is_leaving:

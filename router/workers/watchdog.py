@@ -18,11 +18,12 @@ class Watchdog:
 
     Args:
         on_silent: called once, after `lease_s`.
-        on_overdue: called with `True` after a part of that, and with `False` when something is heard then.
+        on_overdue: called after a part of that with when something was last heard, by the loop's clock; and with `None`
+            when something is heard then.
     """
 
     def __init__(
-        self, lease_s: float, on_silent: Callable[[], object], on_overdue: Callable[[bool], object]
+        self, lease_s: float, on_silent: Callable[[], object], on_overdue: Callable[[float | None], object]
     ) -> None:
         self._lease_s = lease_s
         self._overdue_s = _OVERDUE_LEASES * lease_s
@@ -37,7 +38,7 @@ class Watchdog:
         self._heard_s = self._loop.time()
         if self._is_overdue:
             self._is_overdue = False
-            self._on_overdue(False)
+            self._on_overdue(None)
 
     def _set(self, delay_s: float) -> None:
         self._due_s = self._loop.time() + delay_s
@@ -53,7 +54,7 @@ class Watchdog:
             self._on_silent()
         elif silent_s >= self._overdue_s:
             self._is_overdue = True
-            self._on_overdue(True)
+            self._on_overdue(self._heard_s)
             self._set(self._lease_s - silent_s)
         else:
             self._set(self._overdue_s - silent_s)

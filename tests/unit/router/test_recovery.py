@@ -83,6 +83,8 @@ CASES = [
     Case("decode drains", ended(Fault.MOVED, D0, DRAINING), prefill=P0, exclude=frozenset({D0}), counts=False),
     Case("prefill left", ended(Fault.LEFT, P0, LOST), decode=D0, local=512, exclude=frozenset({P0}), counts=False),
     Case("decode left", ended(Fault.LEFT, D0, LOST), prefill=P0, exclude=frozenset({D0}), counts=False),
+    Case("prefill is silent, and has not begun", ended(Fault.SILENT, P0, LOST), decode=D0, avoid=frozenset({P0})),
+    Case("decode is silent, and has not begun", ended(Fault.SILENT, D0, LOST), prefill=P0, avoid=frozenset({D0})),
     Case("no prefill for a grant", ended(Fault.UNSERVED, D0, LOST, prefill=None), decode=D0, counts=False),
 ]
 
@@ -184,6 +186,17 @@ def test_a_request_moves_on_although_two_workers_have_died() -> None:
     after(state, ended(Fault.DIED, D1, LOST), 0.0)
     state.losses.note_lost(P0)
     assert after(state, ended(Fault.MOVED, D0, DRAINING), 0.0).wishes.prefill == P0
+
+
+def test_a_request_leaves_a_silent_worker_early_only_where_that_cannot_end_it() -> None:
+    assert recovery().may_leave_early()
+    assert not recovery(burst=0).may_leave_early()
+    assert not recovery(replace(LIMITS, max_attempts=1)).may_leave_early()
+    state = recovery()
+    state.learn(ended(Fault.SILENT, P0, LOST), 0.0)
+    assert not state.may_leave_early(), "it may be what silences them"
+    assert not state.must_wait(fates(prefill_0=HEARD), LOST)
+    assert state.may_leave_early()
 
 
 @given(st.lists(st.tuples(st.sampled_from([P0, P1, D0, D1]), st.sampled_from(list(Fate))), max_size=30))

@@ -19,6 +19,7 @@ As root, and with Debian's packages of `tests.hosts.needs` (it says which are mi
     python -m tests.hosts part 2 3                    ... or nothing between those two; `heal` undoes all of that
     python -m tests.hosts lose 2 1                    1 % of what host 2 sends is lost; `lose 2 0`
     python -m tests.hosts shape 2 100mbit             the rate of what host 2 sends; `shape 2 off`
+    python -m tests.hosts delay 2 0.05                what goes to and from host 2 takes 0.05 s; `delay 2 0`
     python -m tests.hosts reset 2 3                   connections between those two end with RST, as by a firewall
     python -m tests.hosts fetch desk PATH TO          copy a file or directory of a host out here
     python -m tests.hosts list
@@ -95,6 +96,11 @@ def _lose(directory: Path, options: argparse.Namespace) -> None:
     hosts.lose(_host(directory, options.host, hosts), options.percent)
 
 
+def _delay(directory: Path, options: argparse.Namespace) -> None:
+    hosts = Hosts.find(directory)
+    hosts.delay(_host(directory, options.host, hosts), options.delay_s)
+
+
 def _shape(directory: Path, options: argparse.Namespace) -> None:
     _host(directory, options.host).shape(options.rate)
 
@@ -143,6 +149,10 @@ def _parser() -> argparse.ArgumentParser:
     lose.add_argument("host")
     lose.add_argument("percent", type=float)
     lose.set_defaults(call=_lose)
+    delay = commands.add_parser("delay")
+    delay.add_argument("host")
+    delay.add_argument("delay_s", type=float)
+    delay.set_defaults(call=_delay)
     shape = commands.add_parser("shape")
     shape.add_argument("host")
     shape.add_argument("rate")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,6 +150,10 @@ class Hosts:
         self.faults.lost[host.number] = percent
         self.set_faults()
 
+    def delay(self, host: Host, delay_s: float) -> None:
+        """Whatever goes to or from the host on the first network takes so much longer from now on; 0: as before."""
+        self._run(str(INSIDE), "delay", str(host.number), f"{delay_s:g}")
+
     def reset(self, one: Host, other: Host) -> None:
         """Every TCP connection between the two ends now, with a reset for both."""
         one.run(f"ss -K dst {other.address}", user="root")
@@ -220,6 +225,7 @@ class Hosts:
             "PREFIX": str(environment.prefix),
             "SITES": ":".join(map(str, environment.sites)),
             "SITE": environment.inside,
+            "PYTHON": sys.executable,
             "SEED": str(self.directory / "seed"),
         }
 

@@ -3,6 +3,7 @@
 #
 #   inside.sh rack       as PID 1 of the rack: a mount, PID and network namespace that holds all hosts and the switch
 #   inside.sh add NAME   in the rack: start the host NAME (NUMBER says which), and wait until its sshd answers
+#   inside.sh delay PORT SECONDS  in the rack: delay what goes to and from a host
 #   inside.sh boot NAME  as PID 1 of the host: build its file system, go into it, and start its sshd
 #
 # RACK           a directory; a tmpfs that only the rack sees is mounted there, with the disks of all hosts
@@ -14,6 +15,7 @@
 # SITES          the directories that its packages come from, with colons between
 # SITE           where packages are in a virtual environment: lib/python3.X/site-packages
 # SEED           scripts of a virtual environment at ~/tandem/venv, made by tests/hosts/environment.py
+# PYTHON         an interpreter for what runs in the rack itself
 # CHECKOUT       not empty: this host gets a copy of it that it may write, at its own path, and no ~/tandem/venv
 set -euo pipefail
 
@@ -74,6 +76,32 @@ plug() {
     ip link del "$1" 2>/dev/null || true  # of a host that was killed
     ip link add "$1" type veth peer name "$3" address "$mac" netns "$4"
     ip link set "$1" master "$2" up
+}
+
+# PORT SECONDS: whatever goes to or from the host at this port of the first network takes so much longer; 0: as before.
+delay() {
+    local port=port$1 cable=cable$1 relay=relay$1
+    if [ -e "$RACK/$relay.pid" ]; then
+        kill "$(cat "$RACK/$relay.pid")"
+        rm "$RACK/$relay.pid"
+        ip link del "$port"
+        rename_link "$cable" "$port"
+        ip link set "$port" master lan0
+    fi
+    [ "$2" != 0 ] || return 0
+    ip link set "$port" nomaster
+    rename_link "$port" "$cable"
+    ip link add "$port" type veth peer name "$relay"
+    ip link set "$relay" up
+    setsid "$PYTHON" "$(dirname "$0")/relay.py" "$cable" "$relay" "$2" < /dev/null > "$RACK/$relay.log" 2>&1 &
+    echo $! > "$RACK/$relay.pid"
+    ip link set "$port" master lan0 up
+}
+
+rename_link() {
+    ip link set "$1" down
+    ip link set "$1" name "$2"
+    ip link set "$2" up
 }
 
 # Runs in the new namespaces, still with this machine's file system.
@@ -239,6 +267,7 @@ init() {
 case ${1:-} in
     rack) rack ;;
     add) add "$2" ;;
+    delay) delay "$2" "$3" ;;
     boot) boot "$2" ;;
-    *) die "what is to be done: rack, add NAME or boot NAME" ;;
+    *) die "what is to be done: rack, add NAME, delay PORT SECONDS or boot NAME" ;;
 esac

@@ -153,6 +153,44 @@ def test_a_reset_ends_connections_between_two_hosts(hosts: Hosts, tmp_path: Path
     assert "ended" in log.read_text()
 
 
+CONNECT = """
+import socket, sys, time
+began = time.monotonic()
+with socket.create_connection((sys.argv[1], 9000), 20) as sink:
+    print(time.monotonic() - began)
+    sink.sendall(bytes(range(256)) * 20_000)
+"""
+
+LISTEN = """
+import socket
+listening = socket.create_server(("", 9000))
+print("listens", flush=True)
+while True:
+    source, _ = listening.accept()
+    got = b"".join(iter(lambda: source.recv(1 << 16), b""))
+    print("whole" if got == bytes(range(256)) * 20_000 else f"{len(got)} bytes", flush=True)
+"""
+
+
+def test_what_goes_to_and_from_a_host_can_be_delayed(hosts: Hosts, tmp_path: Path) -> None:
+    """Segments that the kernel leaves whole for a network card arrive as well."""
+    one, two, log = hosts.host(1), hosts.host(2), tmp_path / "log"
+    one.write("connect.py", CONNECT)
+    two.write("listen.py", LISTEN)
+    listening = two.start("python listen.py", log)
+    try:
+        wait_until(lambda: "listens" in log.read_text(), "host 2 listening", 20)
+        took_s = []
+        for number, delay_s in enumerate((0, 0.2, 0), start=1):
+            hosts.delay(two, delay_s)
+            took_s.append(float(one.run(f"python connect.py {two.address}").stdout))
+            wait_until(lambda wanted=number: log.read_text().count("whole") == wanted, "all bytes", 30)
+        assert took_s[1] >= 0.4
+        assert max(took_s[0], took_s[2]) < 0.4
+    finally:
+        listening.terminate()
+
+
 def test_debians_habit_gives_a_host_its_own_name_as_a_loopback_address(start_hosts: Callable[..., Hosts]) -> None:
     hosts = start_hosts(loopback_name=True)
     one = hosts.add(1)

@@ -6,16 +6,21 @@ Whatever it is: the same tokens or a typed error, and afterwards all workers ser
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.hosts import report
 from tests.hosts.cluster import HostCluster
 from tests.hosts.host import Host
 from tests.hosts.hosts import Hosts
-from tests.hosts.strike import NUM_BEFORE, NUM_DURING, strike
+from tests.hosts.oracle import expected
+from tests.hosts.strike import NUM_BEFORE, NUM_DURING, PROMPT, TOKENS, strike
+from tests.scenarios.faults.site import story
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(2400)]
 
@@ -91,3 +96,47 @@ def test_a_host_dies_and_comes_back_unasked(cluster: HostCluster, role: str) -> 
     victim: Host = getattr(cluster, role)[-1]
     fault = f"a {role} host dies, and is back after 20 s"
     keep(strike(cluster, fault, victim.kill, lambda: cluster.hosts.add(victim.number), 20))
+
+
+def test_a_network_of_long_ways(cluster: HostCluster) -> None:
+    def delay(delay_s: float) -> None:
+        for host in cluster.prefill:
+            cluster.hosts.delay(host, delay_s)
+
+    fault = "50 ms of delay, to and from prefill hosts, for 15 s"
+    keep(strike(cluster, fault, lambda: delay(0.05), lambda: delay(0), 15))
+
+
+def test_the_head_dies_and_tandem_up_brings_all_back(cluster: HostCluster) -> None:
+    """Nobody tells clients of a host that has lost its power: they wait for as long as they like."""
+    gave_up, before = "nothing more", cluster.incarnations()
+    prompts = [story(f"under way {number}", PROMPT) for number in range(NUM_BEFORE)]
+    streams = [cluster.asking(prompt, max_tokens=TOKENS, ignore_eos=True, timeout_s=30.0) for prompt in prompts]
+    streams[0].wait_for_token()
+    struck_at = time.time()
+    cluster.head.kill()
+    saw = []
+    for stream, prompt in zip(streams, prompts, strict=True):
+        try:
+            answer = stream.answer()
+        except httpx.TimeoutException:
+            saw.append(gave_up)
+            continue
+        right = expected(prompt, TOKENS)
+        assert answer.token_ids[0] == right[: len(answer.token_ids[0])]
+        assert answer.done == (answer.token_ids[0] == right)
+        saw.append("the same tokens" if answer.done else "a broken connection")
+    waited_s = time.time() - struck_at
+    cluster.hosts.add(cluster.head.number)
+    back_at = time.time()
+    cluster.up()
+    whole_at = time.time()
+    cluster.wait_idle()
+    after = cluster.incarnations()
+    assert not before & after, "workers of the head that died serve nobody"
+    answer = cluster.ask(prompts[0], max_tokens=TOKENS, ignore_eos=True)
+    assert answer.token_ids == [expected(prompts[0], TOKENS)]
+    fault = "the head dies, is back after 30 s, and `tandem up` is run again"
+    idle_s = time.time() - whole_at
+    keep(report.Seen(fault, dict(Counter(saw)), round(waited_s, 2), round(whole_at - back_at, 2), round(idle_s, 2),
+                     len(after)))  # fmt: skip

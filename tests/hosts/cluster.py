@@ -147,6 +147,10 @@ class Asking:
         self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
         self._thread.start()
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._thread.is_alive()
+
     def wait_for_token(self, timeout_s: float = 60.0) -> None:
         assert self.has_begun.wait(timeout_s), f"no token came; {self._error!r} {self._answer}"
 

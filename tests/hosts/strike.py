@@ -14,7 +14,7 @@ from tests.scenarios.client import Answer
 from tests.scenarios.faults.site import story
 
 NUM_BEFORE, NUM_DURING = 4, 2
-PROMPT, TOKENS = 300, 600
+PROMPT, TOKENS = 300, 1500
 WHOLE_S, IDLE_S = 240.0, 120.0
 
 
@@ -34,6 +34,7 @@ def strike(
     streams[0].wait_for_token()
     struck_at = time.time()
     begin()
+    assert any(stream.is_under_way for stream in streams), "the fault struck nobody"
     time.sleep(lasts_s / 2)
     streams += [_stream(cluster, prompt) for prompt in prompts[NUM_BEFORE:]]
     time.sleep(lasts_s / 2)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from kvtransfer.transports.events import PeerId, WriteCompleted
 from prefill_worker.worker import PrefillWorker
 from tandem.core.errors import WorkerLostError
 from tests.support.cut import shut_down
@@ -26,9 +27,11 @@ NUM_REQUESTS = 8
 
 
 @pytest.fixture
-def over_tcp(worker_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPair]:
+def over_tcp(
+    worker_model_dir: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[WorkerPair]:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    with running_pair(worker_model_dir, config=CONFIG) as pair:
+    with running_pair(worker_model_dir, config=getattr(request, "param", CONFIG)) as pair:
         yield pair
 
 
@@ -107,6 +110,40 @@ async def test_a_write_under_way_is_settled_by_closing_both_ends(
         await is_whole(over_tcp)
         await over_tcp.settled()
         assert kills.num_calls == 0
+
+
+@pytest.mark.parametrize("over_tcp", [CONFIG | {"transport": {"lease_s": 2.0}}], indirect=True)
+async def test_a_write_that_hangs_for_a_request_that_was_cancelled_costs_a_connection_and_no_worker(
+    over_tcp: WorkerPair, router: Router, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await router.ask(Ask(prompt_of(60)))
+    prefill, decode = over_tcp.prefill, over_tcp.decode
+    transport = prefill.parts.transfer._transport
+    poll, has_hung_up = transport.poll, [False]
+
+    def poll_and_hear_of_no_end() -> Any:
+        """Until the connection is closed: as of a link by which nothing comes."""
+        events = poll()
+        return events if has_hung_up[0] else [e for e in events if not isinstance(e, WriteCompleted)]
+
+    hang_up = transport.hang_up
+
+    def hang_up_and_hear_again(peer: PeerId) -> None:
+        has_hung_up[0] = True
+        hang_up(peer)
+
+    monkeypatch.setattr(transport, "poll", poll_and_hear_of_no_end)
+    monkeypatch.setattr(transport, "hang_up", hang_up_and_hear_again)
+    with Gate(decode, "kill_writer") as kills:
+        ask = await router.begin(Ask(prompt_of(200, seed=5)))
+        await until(lambda: is_writing(prefill), "a write")
+        await router.cancel(ask, "prefill", "decode")
+        await until(lambda: has_hung_up[0], "the end of the connection", 60)
+        await is_whole(over_tcp)
+        await over_tcp.settled(60)
+        assert kills.num_calls == 0
+    (after,) = await router.ask(Ask(prompt_of(100, seed=7)))
+    assert after.ids() == oracle.greedy(prompt_of(100, seed=7), 12)
 
 
 async def test_an_attempt_gives_up_waiting_for_a_connection_that_stays_broken(

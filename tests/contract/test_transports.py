@@ -155,13 +155,6 @@ def test_a_message_to_a_killed_peer_is_refused_once_that_is_known(
     pair.wait(is_refused, "the refusal")
 
 
-def test_a_transport_without_messages_says_so(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair("nccl")
-    assert not pair.writer.transport.carries_messages
-    with pytest.raises(TransportError, match="nccl carries no messages: 5 bytes"):
-        pair.writer.transport.send(pair.peer, b"hello")
-
-
 # ---- peers
 
 
@@ -338,67 +331,6 @@ def test_a_write_to_a_stopped_peer_ends_only_when_it_goes_on(
     assert pair.reader.read(0, 1 << 20) == bytes([5]) * (1 << 20)
 
 
-def test_gloo_bounds_a_write_to_a_stopped_peer(
-    make_pair: Callable[..., Pair], own_process: PeerProcess
-) -> None:
-    pair = make_pair("nccl", own_process)
-    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
-    own_process.signal(signal.SIGSTOP)
-    end = pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 8 << 20)]))
-    assert isinstance(end, WriteFailed)
-    own_process.signal(signal.SIGCONT)
-    # A new generation of the communicator carries the next write.
-    pair.wait(
-        lambda: isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted),
-        "a write that comes through",
-        20,
-    )
-
-
-def test_a_two_sided_transport_stores_only_what_is_granted(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair("nccl")
-    pair.reader.end("grant")
-    pair.reader.expect("other", str(pair.writer.transport.agent_name), [(4096, 4096)])
-    pair.writer.arena[:] = 9
-    inside = pair.writer.write(pair.peer, [Descriptor(0, 4096, 4096)])
-    across = pair.writer.write(pair.peer, [Descriptor(0, 4096, 100), Descriptor(0, 8000, 4096)])
-    assert isinstance(pair.end_of(inside), WriteCompleted)
-    end = pair.end_of(across)
-    assert isinstance(end, WriteFailed)
-    assert end.settled
-    pair.reader.end("other")
-    late = pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 4096, 100)]))
-    assert isinstance(late, WriteFailed)
-    assert pair.reader.read(8192, 100) == bytes([EMPTY]) * 100
-
-
-def test_ending_a_grant_is_a_fence_on_a_two_sided_transport(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair("nccl", frame_bytes=16 << 10)
-    assert isinstance(pair.reader, Agent)
-    pair.writer.arena[:] = 9
-    handle = pair.writer.write(pair.peer, [Descriptor(0, 0, ARENA_BYTES)])
-    pair.wait(lambda: pair.reader.arena[0] == 9, "its first byte")
-    pair.reader.end("grant")
-    at_the_fence = pair.reader.read()
-    end = pair.end_of(handle)
-    assert isinstance(end, WriteFailed), "the write was over before the grant ended: send more"
-    assert end.settled
-    assert pair.reader.read() == at_the_fence
-    # The pair still works.
-    pair.reader.expect("new", str(pair.writer.transport.agent_name), [(0, 64)])
-    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
-
-
-
-def connect_anew(pair: Pair) -> None:
-    """What workers do about a connection that broke, once the writer has hung up."""
-    me = PeerId(pair.writer.transport.agent_name)
-    pair.reader.hang_up(me)
-    pair.reader.connect(pair.writer.metadata())
-    pair.writer.connect(pair.reader.metadata())
-    pair.writer.open_writes(pair.peer)
-
-
 def test_a_connection_that_both_ends_have_closed_is_made_anew(pair: Pair) -> None:
     assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)])), WriteCompleted)
     for value in (1, 2):
@@ -406,49 +338,10 @@ def test_a_connection_that_both_ends_have_closed_is_made_anew(pair: Pair) -> Non
         late = pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)]))
         assert isinstance(late, WriteFailed)
         assert (late.settled, late.is_link_broken) == (True, True)
-        connect_anew(pair)
+        pair.connect_anew()
         pair.writer.arena[:64] = value
         assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
         assert pair.reader.read(0, 64) == bytes([value]) * 64
-
-
-def test_gloo_fails_all_that_is_outstanding_at_once_when_it_hangs_up(
-    make_pair: Callable[..., Pair], own_process: PeerProcess
-) -> None:
-    pair = make_pair("nccl", own_process, timeout_s=60.0)
-    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
-    own_process.signal(signal.SIGSTOP)
-    handles = [pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)]) for _ in range(3)]
-    pair.writer.poll_for(0.2)
-    assert not any(pair.writer.ends(handle) for handle in handles)
-    pair.writer.hang_up(pair.peer)
-    pair.writer.poll()
-    ends = [end for handle in handles for end in pair.writer.ends(handle) if isinstance(end, WriteFailed)]
-    assert [(end.settled, end.is_link_broken) for end in ends] == [(False, True), (True, True), (True, True)]
-    assert not pair.writer.transport.wants_polling
-    own_process.signal(signal.SIGCONT)
-    connect_anew(pair)
-    pair.writer.arena[:10] = 4
-    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
-    assert pair.reader.read(0, 10) == bytes([4]) * 10
-    assert all(len(pair.writer.ends(handle)) == 1 for handle in handles)
-    assert not pair.writer.broken(), "what was given up says nothing of the new connection"
-
-
-def test_hanging_up_is_a_fence_on_a_two_sided_transport(make_pair: Callable[..., Pair]) -> None:
-    """The same peer may have the same pages again by then."""
-    pair = make_pair("nccl", frame_bytes=16 << 10)
-    assert isinstance(pair.reader, Agent)
-    pair.writer.arena[:] = 9
-    handle = pair.writer.write(pair.peer, [Descriptor(0, 0, ARENA_BYTES)])
-    pair.wait(lambda: pair.reader.arena[0] == 9, "its first byte")
-    pair.reader.hang_up(PeerId(pair.writer.transport.agent_name))
-    at_the_fence = pair.reader.read()
-    assert isinstance(pair.end_of(handle), WriteFailed), "the write was over before: send more"
-    assert pair.reader.read() == at_the_fence
-    pair.writer.hang_up(pair.peer)
-    connect_anew(pair)
-    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
 
 
 # ---- closing

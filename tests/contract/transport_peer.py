@@ -295,3 +295,10 @@ class Pair:
         self.wait(lambda: self.writer.ends(handle), f"the end of {handle}", timeout_s)
         (end,) = self.writer.ends(handle)
         return end
+
+    def connect_anew(self) -> None:
+        """What workers do about a connection that broke, once the writer has hung up."""
+        self.reader.hang_up(PeerId(self.writer.transport.agent_name))
+        self.reader.connect(self.writer.metadata())
+        self.writer.connect(self.reader.metadata())
+        self.writer.open_writes(self.peer)

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtransfer.protocol.messages import FailureReason
 from kvtransfer.transports.base import Transport
+from prefill_worker.links import LinkFigures
 from prefill_worker.peers import DecodePeers, Peer
 from tandem.core.errors import HandoffError, TandemError, WorkerLostError
+from tandem.rpc.v1 import common_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
@@ -166,6 +168,20 @@ class Connections:
         """Whether there is a connection to this decode worker, and none knows it to be broken."""
         connection = self._of_peers.get(receiver)
         return connection is not None and connection.is_whole.is_set()
+
+    def report(self, figures: Iterable[LinkFigures]) -> Iterator[pb.LinkStatus]:
+        """For routers: the links with these figures, and all others that are broken. Of those that it does not name
+        they know nothing."""
+        rates = {figure.receiver: figure.bytes_per_s for figure in figures}
+        broken = [receiver for receiver in self._of_peers if not self.is_whole(receiver)]
+        for receiver in dict.fromkeys((*rates, *broken)):
+            if (connection := self._of_peers.get(receiver)) is not None:
+                yield pb.LinkStatus(
+                    worker_id=connection.peer.info.worker_id,
+                    incarnation=receiver,
+                    bytes_per_s=rates.get(receiver, 0.0),
+                    is_broken=not connection.is_whole.is_set(),
+                )
 
     async def wait_whole(self, peer: Peer) -> None:
         """Until pages can be written to this peer.

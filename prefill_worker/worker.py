@@ -152,14 +152,7 @@ class PrefillWorker:
         """The status, and what is known of the links to decode workers; in the event loop."""
         status = self.parts.read_status()
         status.links.SetInParent()  # also where there is none: those told of before are gone
-        for link in self._links:
-            if (peer := self.peers.peers.get(link.receiver)) is not None:
-                status.links.links.add(
-                    worker_id=peer.info.worker_id,
-                    incarnation=link.receiver,
-                    bytes_per_s=link.bytes_per_s,
-                    is_broken=not self.connections.is_whole(link.receiver),
-                )
+        status.links.links.extend(self.connections.report(self._links))
         return status
 
     def num_held(self) -> int:

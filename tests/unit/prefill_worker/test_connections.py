@@ -25,6 +25,7 @@ from kvtransfer.transports.events import (
 )
 from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_worker.connections import Connections
+from prefill_worker.links import LinkFigures
 from prefill_worker.peers import Peer
 from tandem.core.errors import HandoffError, WorkerLostError
 from tests.support.waiting import until
@@ -235,3 +236,33 @@ async def test_a_peer_that_cannot_be_reached_is_tried_until_it_can(
     await until(lambda: not site.decode.before_pairing, "two tries")
     assert site.prefill.num_closed == 0, "nothing is settled before decode knows"
     await site.is_up()
+
+
+async def test_routers_hear_of_what_is_broken_in_each_report_also_where_nothing_was_sent_lately(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the links that were used last have figures; a router takes what a report does not name for whole."""
+    connections = site.prefill.connections
+
+    def report(*figures: LinkFigures) -> list[tuple[str, str, float, bool]]:
+        told = connections.report(figures)
+        return [(link.worker_id, link.incarnation, link.bytes_per_s, link.is_broken) for link in told]
+
+    assert report() == []
+    assert report(LinkFigures(DECODE, 5.0), LinkFigures("gone#1", 7.0)) == [("decode-0", DECODE, 5.0, False)]
+    is_reachable = asyncio.Event()
+    pair = site.decode.pair
+
+    async def pair_later(number: int) -> None:
+        await is_reachable.wait()
+        await pair(number)
+
+    monkeypatch.setattr(site.decode, "pair", pair_later)
+    site.cut()
+    assert isinstance(await site.prefill.write(), WriteFailed)
+    await until(lambda: not connections.is_whole(DECODE), "the break")
+    assert report() == [("decode-0", DECODE, 0.0, True)]
+    assert report(LinkFigures(DECODE, 5.0)) == [("decode-0", DECODE, 5.0, True)]
+    is_reachable.set()
+    await site.is_up()
+    assert report() == []

@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.auth import OPEN_PATHS, ApiKeys
 from router.http.bodies import Bodies
+from router.http.counting import Counting
+from router.http.error_shapes import error_body_at, is_of_messages
 from router.http.exchange import STREAM_HEADERS, Exchange, send_error
 from router.http.grammars import GrammarCheck
 from router.http.live import Live, live_page, wants_page
@@ -26,12 +28,15 @@ from router.http.metrics_page import MetricsPage
 from router.http.welcome import endpoints, facts, welcome_page
 from router.lifecycle.context import RouterContext
 from router.lifecycle.request_errors import RequestErrors
+from router.messages.openapi import MESSAGES
+from router.messages.read import read_count, read_message
 from router.openai.model_card import ModelCard
 from router.openai.openapi import document
 from router.openai.refusal import shown
-from router.openai.responses import error_body, error_headers
-from router.openai.schema import parse_chat, parse_completion
+from router.openai.responses import error_headers, read_chat, read_completion
 from router.policy.route import check_ready
+from router.responses.openapi import RESPONSES
+from router.responses.read import read_response
 from tandem.core import metrics
 from tandem.core.errors import AuthenticationError, DrainingError, InternalError, InvalidRequestError, TandemError
 from tandem.core.logging import bound
@@ -45,11 +50,20 @@ _QUIET_PATHS = ("/health", "/metrics")
 #: What a page may read of an answer beside what browsers show it anyway.
 _EXPOSED_HEADERS = (
     "x-request-id",
+    "request-id",
     "x-should-retry",
     "retry-after",
     "tandem-ignored-fields",
     "tandem-prompt-computed-by",
 )
+
+
+_GENERATING = {
+    "/v1/completions": read_completion,
+    "/v1/chat/completions": read_chat,
+    "/v1/responses": read_response,
+    "/v1/messages": read_message,
+}
 
 
 def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage, live: Live) -> ASGIApp:
@@ -59,9 +73,11 @@ def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: Met
     _add_live_routes(app, live)
     bodies = Bodies(context.config.limits.max_body_bytes)
     grammars = GrammarCheck(context)
-    for path, parser in (("/v1/completions", parse_completion), ("/v1/chat/completions", parse_chat)):
+    for path, read_body in _GENERATING.items():
         # A raw ASGI route: the exchange reads and writes by itself.
-        app.router.routes.append(Route(path, Exchange(context, card, parser, bodies, grammars), methods=["POST"]))
+        app.router.routes.append(Route(path, Exchange(context, card, read_body, bodies, grammars), methods=["POST"]))
+    counting = Counting(context, card, read_count, bodies)
+    app.router.routes.append(Route("/v1/messages/count_tokens", counting, methods=["POST"]))
     app.state.errors = context.errors
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)
@@ -86,7 +102,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage) -> None:
     has_metrics = context.config.metrics.enabled
-    served, described = endpoints(has_metrics=has_metrics), document(context.config, card)
+    served, described = endpoints(has_metrics=has_metrics), document(context.config, card, (RESPONSES, MESSAGES))
 
     @app.api_route("/", methods=_READ)
     async def welcome(request: Request) -> Response:
@@ -153,7 +169,8 @@ async def _tandem_error(request: Request, error: Exception) -> Response:
     request_id = request.scope["state"]["request_id"]
     if request.url.path not in _QUIET_PATHS:
         request.app.state.errors.add(error, request_id)
-    return _json(error_body(error, request_id), error.http_status, error_headers(error))
+    body = error_body_at(request.url.path, error, request_id)
+    return _json(body, error.http_status, error_headers(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -195,7 +212,7 @@ def _with_keys(app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> ASGIApp:
             try:
                 keys.check(scope["headers"])
             except AuthenticationError as error:
-                await send_error(send, error, scope["state"]["request_id"], errors)
+                await send_error(scope, send, error, errors)
                 return
         await app(scope, receive, send)
 
@@ -220,6 +237,8 @@ def _with_request_ids(app: ASGIApp) -> ASGIApp:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if is_of_messages(scope["path"]):
+                    message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 
         with bound(request_id=request_id):

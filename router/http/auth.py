@@ -1,4 +1,4 @@
-"""Who may use the HTTP face: API keys, as OpenAI's clients send them.
+"""Who may use the HTTP face: API keys, as the clients of OpenAI and Anthropic send them.
 
 Keys come from a file (`http.api_keys_file`: one a line; a `#` at the beginning or after a space starts a comment) and
 from `TANDEM_API_KEYS` (with commas between). Only their SHA-256 digests are kept, so a key stands in no log, no
@@ -116,10 +116,7 @@ class ApiKeys:
         if not self.are_required:
             return
         self._look_again()
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:
-            raise AuthenticationError("an API key is needed: send the header `Authorization: Bearer KEY`")
-        digest = hashlib.sha256(given[0][len(_SCHEME) :].strip()).digest()
+        digest = hashlib.sha256(_given_key(headers)).digest()
         is_known = False
         for known in (*self._given, *self._from_file):
             is_known |= hmac.compare_digest(known, digest)
@@ -142,6 +139,18 @@ class ApiKeys:
             return
         self._seen = seen
         _log.info("%d API keys read anew from %s", len(self._from_file), self._file)
+
+
+def _given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The one key that a request carries: as OpenAI's clients send it, or as Anthropic's do."""
+    given = [(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
+    bearers = [value for name, value in given if name == b"authorization"]
+    if all(value[: len(_SCHEME)].lower() == _SCHEME for value in bearers):
+        keys = {value[len(_SCHEME) :].strip() for value in bearers}
+        keys |= {value.strip() for name, value in given if name == b"x-api-key"}
+        if len(keys) == 1 and len(given) == len({name for name, _ in given}):
+            return keys.pop()
+    raise AuthenticationError("an API key is needed: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`")
 
 
 def _look(file: Path) -> tuple[int, ...]:

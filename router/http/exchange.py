@@ -9,8 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -18,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from router.http.bodies import Bodies
+from router.http.error_shapes import error_body_at
 from router.http.grammars import GrammarCheck
 from router.http.protocol import ABORT
 from router.lifecycle.context import RouterContext
@@ -25,20 +25,18 @@ from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.prompt_group import PromptGroup
 from router.lifecycle.request_errors import RequestErrors
 from router.lifecycle.serve import outcome_of
+from router.openai.endpoint import Call, Encoder, ReadBody, Setting
 from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
 from router.openai.refusal import shown
-from router.openai.responses import DONE_FRAME, Answer, error_body, error_frame, error_headers
+from router.openai.responses import error_headers
 from router.openai.schema import ParsedRequest, parse_body
 from router.openai.tokenize import requests_from
 from router.policy.route import check_placeable
 from router.request.request import Request
-from tandem.core.config import LimitsConfig
 from tandem.core.errors import TandemError, UnsupportedEncodingError
 
 _log = logging.getLogger(__name__)
-
-Parser = Callable[[dict[str, Any], LimitsConfig, PromptBounds], ParsedRequest]
 
 _MAX_HEADER_CHARS = 1000
 _MAX_NAMED_ROLES = 8
@@ -48,11 +46,11 @@ class Exchange:
     """Serves the POSTs of one endpoint."""
 
     def __init__(
-        self, context: RouterContext, card: ModelCard, parser: Parser, bodies: Bodies, grammars: GrammarCheck
+        self, context: RouterContext, card: ModelCard, read_body: ReadBody, bodies: Bodies, grammars: GrammarCheck
     ) -> None:
         self._context = context
         self._card = card
-        self._parser = parser
+        self._read_body = read_body
         self._bodies = bodies
         self._grammars = grammars
 
@@ -63,35 +61,29 @@ class Exchange:
             # The cheapest check first: under overload most requests end here, their bodies unread.
             self._context.admission.check()
             http = HttpRequest(scope, receive)
-            _check_encoding(http)
-            parsed, requests, read_s = await self._requests(http, request_id, arrived_s)
-            if parsed.grammar is not None:
+            check_encoding(http)
+            call, requests, read_s = await self._requests(http, request_id, arrived_s)
+            if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
-                await self._grammars.check(parsed.grammar)
-            group = self._admit(parsed, requests, read_s)
+                await self._grammars.check(call.parsed.grammar)
+            group = self._admit(call.parsed, requests, read_s)
         except ClientDisconnect:
             self._context.metrics.requests.labels("cancelled").inc()
             return
         except TandemError as error:
             self._count_refused(error)
-            await send_error(send, error, request_id, self._context.errors)
+            await send_error(scope, send, error, self._context.errors)
             return
-        answer = Answer(
-            parsed,
-            group.requests,
-            self._context.tokenizer,
-            request_id=request_id,
-            created=int(time.time()),
-        )
-        headers = _ignored_header(parsed)
+        setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
+        encoder, headers = call.encoder(setting), ignored_header(call.parsed)
         with self._context.open_exchanges.entered(group.break_off):
             group.start()
             watcher = asyncio.create_task(_watch_client(receive, group), name="client watcher")
             try:
-                if parsed.stream:
-                    await self._stream(send, group, answer, headers, abort=scope["state"][ABORT])
+                if call.parsed.stream:
+                    await self._stream(scope, send, group, encoder, headers)
                 else:
-                    await self._whole(send, group, answer, headers)
+                    await self._whole(scope, send, group, encoder, headers)
             except BaseException:
                 group.client_gone("the connection broke")
                 raise
@@ -101,17 +93,17 @@ class Exchange:
 
     async def _requests(
         self, http: HttpRequest, request_id: str, arrived_s: float
-    ) -> tuple[ParsedRequest, list[Request], float]:
+    ) -> tuple[Call, list[Request], float]:
         """What the body asks for, one request for each of its prompts, and when the body had come."""
         context, card = self._context, self._card
         limits = [limit for limit in (card.max_context, context.workers.max_context()) if limit is not None]
         bounds = PromptBounds(context.config.scheduling.max_queued_requests, min(limits, default=None))
 
-        def work() -> tuple[ParsedRequest, list[Request]]:
-            parsed = self._parser(parse_body(raw), context.config.limits, bounds)
-            card.check_name(parsed.model)
-            return parsed, requests_from(
-                parsed,
+        def work() -> tuple[Call, list[Request]]:
+            call = self._read_body(parse_body(raw), context.config.limits, bounds)
+            card.check_name(call.parsed.model)
+            return call, requests_from(
+                call.parsed,
                 tokenizer=context.tokenizer,
                 card=card,
                 max_context=bounds.max_context,
@@ -139,43 +131,49 @@ class Exchange:
 
     # -- answers
 
-    async def _whole(self, send: Send, group: PromptGroup, answer: Answer, headers: Mapping[str, str]) -> None:
+    async def _whole(
+        self, scope: Scope, send: Send, group: PromptGroup, encoder: Encoder, headers: Mapping[str, str]
+    ) -> None:
         deltas = group.deltas
         while items := await deltas.take():
             for prompt, delta in items:
-                answer.gather(prompt, delta)
+                encoder.gather(prompt, delta)
         if deltas.error is not None:
-            await send_error(send, deltas.error, answer.request_id, self._context.errors)
+            await send_error(scope, send, deltas.error, self._context.errors)
             return
-        await send_body(send, 200, answer.body(group.usages), {**headers, **_prompt_header(group)})
+        await send_body(send, 200, encoder.body(group.usages), {**headers, **_prompt_header(group)})
 
     async def _stream(
-        self, send: Send, group: PromptGroup, answer: Answer, headers: Mapping[str, str], abort: Callable[[], object]
+        self, scope: Scope, send: Send, group: PromptGroup, encoder: Encoder, headers: Mapping[str, str]
     ) -> None:
-        """Frame by frame. `abort` cuts off a client that reads too slowly; a close would wait until it has read on."""
+        """Frame by frame. A client that reads too slowly is cut off; a close would wait until it has read on."""
         deltas, writer = group.deltas, asyncio.current_task()
         assert writer is not None
         items = await deltas.take()
         if not items and deltas.error is not None:  # nothing was sent yet: a plain error is possible
-            await send_error(send, deltas.error, answer.request_id, self._context.errors)
+            await send_error(scope, send, deltas.error, self._context.errors)
             return
         deltas.on_overflow = writer.cancel
         try:
             headers = {**headers, **_prompt_header(group), **STREAM_HEADERS}
             await send(_start(200, "text/event-stream; charset=utf-8", headers))
+            frames = encoder.opening()
             while items:
-                await send(_body(b"".join([answer.frames(prompt, delta) for prompt, delta in items]), more=True))
+                frames += b"".join([encoder.frames(prompt, delta) for prompt, delta in items])
+                if frames:
+                    await send(_body(frames, more=True))
+                frames = b""
                 items = await deltas.take()
             if deltas.error is not None:
-                self._context.errors.add(deltas.error, answer.request_id)
-                await send(_body(error_frame(deltas.error, answer.request_id), more=False))
+                self._context.errors.add(deltas.error, scope["state"]["request_id"])
+                await send(_body(encoder.failure(deltas.error), more=False))
             else:
-                await send(_body(answer.usage_frame(group.usages) + DONE_FRAME, more=False))
+                await send(_body(encoder.closing(group.usages), more=False))
         except asyncio.CancelledError:
             if not deltas.has_overflowed:
                 raise
             _log.warning("connection dropped: its client reads too slowly")
-            abort()
+            scope["state"][ABORT]()
         finally:
             deltas.on_overflow = lambda: None
 
@@ -183,7 +181,7 @@ class Exchange:
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def _check_encoding(http: HttpRequest) -> None:
+def check_encoding(http: HttpRequest) -> None:
     """Refuse a compressed body: its bound would hold for what was sent, not for what it becomes."""
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
@@ -199,7 +197,7 @@ async def _watch_client(receive: Receive, group: PromptGroup) -> None:
     group.client_gone("the client went away")
 
 
-def _ignored_header(parsed: ParsedRequest) -> dict[str, str]:
+def ignored_header(parsed: ParsedRequest) -> dict[str, str]:
     """The client chose the names: only printable ASCII goes into a header."""
     if not parsed.ignored_fields:
         return {}
@@ -215,10 +213,12 @@ def _prompt_header(group: PromptGroup) -> dict[str, str]:
     return {"tandem-prompt-computed-by": ", ".join(roles)}
 
 
-async def send_error(send: Send, error: TandemError, request_id: str, errors: RequestErrors) -> None:
+async def send_error(scope: Scope, send: Send, error: TandemError, errors: RequestErrors) -> None:
     """Answer with `error`, and count it."""
+    request_id: str = scope["state"]["request_id"]
     errors.add(error, request_id)
-    await send_body(send, error.http_status, orjson.dumps(error_body(error, request_id)), error_headers(error))
+    body = error_body_at(scope["path"], error, request_id)
+    await send_body(send, error.http_status, orjson.dumps(body), error_headers(error))
 
 
 async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:

@@ -22,7 +22,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from router.openai.responses import error_body, error_headers
+from router.http.error_shapes import error_body_at
+from router.openai.responses import error_headers
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, TandemError
 
@@ -198,13 +199,14 @@ class BoundedProtocol(H11Protocol):
         """Answer with `error` where nothing was answered yet, and close. The application sees a client that left."""
         self._stop_timers()
         self._unset_keepalive_if_required()
-        request_id = secrets.token_hex(16)
+        path, request_id = "", secrets.token_hex(16)
         if self.cycle is not None and not self.cycle.response_complete:
             request_id = self.scope.get("state", {}).get("request_id", request_id)
+            path = self.scope["path"]
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = orjson.dumps(error_body(error, request_id))
+            body = orjson.dumps(error_body_at(path, error, request_id))
             headers = {
                 "content-type": "application/json",
                 "content-length": str(len(body)),

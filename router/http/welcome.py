@@ -11,6 +11,9 @@ from tandem.core.version import version
 ENDPOINTS = {
     "/v1/completions": "POST: a prompt, or several, to text",
     "/v1/chat/completions": "POST: a conversation to its next message",
+    "/v1/responses": "POST: OpenAI's Responses API, without a store",
+    "/v1/messages": "POST: Anthropic's Messages API",
+    "/v1/messages/count_tokens": "POST: the tokens that such a message would have",
     "/v1/models": "the model, by the names that requests may use",
     "/v1/cluster": "the workers and what they do",
     "/v1/requests/{id}": "where the time of a request went, by the x-request-id of its answer",

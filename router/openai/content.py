@@ -9,6 +9,7 @@ from typing import Any
 from router.openai.fields import Field, NotYet, Number, Object, PromptBounds, Schema, Scope, Text, whole
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
+from router.openai.tool_fields import ToolCalls
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import ContextLengthError
 
@@ -177,16 +178,37 @@ class _Content:
         return {"anyOf": [_TEXT, {"type": "array", "items": part}]}
 
 
-#: The chat template gets all other fields of a message as they are.
-MESSAGE = Object(
-    [
-        Field("role", _Role(), is_required=True),
-        Field("content", _Content(), is_required=True),
-        Field("tool_calls", NotYet()),
-        Field("function_call", NotYet()),
-    ],
-    is_open=True,
-)
+class _Message:
+    """A message with content, or with calls of tools, or both.
+
+    The chat template gets all other fields of a message as they are.
+    """
+
+    _FIELDS = Object(
+        [
+            Field("role", _Role(), is_required=True),
+            Field("content", _Content()),
+            Field("tool_calls", ToolCalls()),
+            Field("function_call", NotYet()),
+        ],
+        is_open=True,
+    )
+
+    def read(self, value: Any, path: str, scope: Scope) -> dict[str, Any]:
+        message = self._FIELDS.read(value, path, scope)
+        if message.get("content") is None:
+            if not message.get("tool_calls"):
+                refuse(f"{path}.content", "is missing")
+            message["content"] = ""  # templates join it with other text
+        return message
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        has_content = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+        calls = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
+        return {**self._FIELDS.schema(limits, card), "anyOf": [has_content, calls]}
+
+
+MESSAGE = _Message()
 
 
 class Messages:

@@ -225,13 +225,15 @@ class Accepted(Enum):
 class NotYet:
     """It would change the answer and is not there yet: refused, unless it asks for nothing (`harmless`, `EMPTY`)."""
 
+    rule = "is not supported yet and would change the answer; leave it out"
+
     def __init__(self, *harmless: Any) -> None:
         self._harmless = (*harmless, *EMPTY)
 
     def read(self, value: Any, path: str, _: Scope) -> Any:
         # In Python True is 1; in JSON it is not.
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._harmless):
-            refuse(path, "is not supported yet and would change the answer; leave it out")
+            refuse(path, self.rule)
         return value
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
@@ -262,6 +264,10 @@ def nullable(schema: Schema) -> Schema:
         return {**schema, "type": [schema["type"], "null"]}
     if "anyOf" in schema:
         return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    if "const" in schema:
+        return {**{key: part for key, part in schema.items() if key != "const"}, "enum": [schema["const"], None]}
+    if "enum" in schema and None not in schema["enum"]:
+        return {**schema, "enum": [*schema["enum"], None]}
     return schema  # takes null already
 
 

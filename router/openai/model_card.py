@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from router.openai.refusal import shown
+from router.tools.formats import ToolFormat, format_of
 from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
 from tandem.core.model_path import ANY_NAME, model_name, shown_name
@@ -27,6 +28,9 @@ class ModelCard:
     max_context: int | None  # tokens of prompt and output; `None`: only the workers know
     vocab_size: int
     refused_roles: frozenset[str]  # of messages that its chat template does not know
+    knows_tools: bool  # its chat template does
+    tool_format: ToolFormat | None  # how it writes calls; `None`: not known
+    marker_ids: frozenset[int]  # special tokens by which it writes them
     created: int  # seconds since the epoch
 
     @classmethod
@@ -43,6 +47,7 @@ class ModelCard:
         limits = [facts[key] for key in _CONTEXT_KEYS if isinstance(facts.get(key), int)][:1]
         if config.cache.max_context:
             limits.append(config.cache.max_context)
+        tool_format = format_of(tokenizer.tool_template_source)
         return cls(
             names=names,
             own_name=shown_name(names, own),
@@ -50,6 +55,9 @@ class ModelCard:
             max_context=min(limits, default=None),
             vocab_size=int(facts.get("vocab_size") or tokenizer.vocab_size),
             refused_roles=tokenizer.refused_roles,
+            knows_tools=tokenizer.knows_tools,
+            tool_format=tool_format,
+            marker_ids=tokenizer.special_ids_of(tool_format.markers if tool_format else ()),
             created=int(time.time()),
         )
 

@@ -7,8 +7,11 @@ allows and what it forbids (`tests/unit/router/test_http_openapi.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from router.openai.described import Described
+from router.openai.described import object_of as _object
+from router.openai.described import ref as _ref
 from router.openai.fields import Schema, nullable
 from router.openai.model_card import ModelCard
 from router.openai.request_fields import CHAT, COMPLETION
@@ -35,12 +38,13 @@ _EVERYWHERE = (400, 401, 408, 431, 503)
 _GENERATING = (404, 413, 415, 429, 499, 500, 502, 504)
 
 
-def document(config: Config, card: ModelCard) -> Schema:
+def document(config: Config, card: ModelCard, others: Sequence[Described] = ()) -> Schema:
     """The document for a router with this configuration and model."""
     limits = config.limits
     paths = {
-        "/v1/completions": {"post": _generating("completion", "CompletionRequest", "Completion", "CompletionChunk")},
-        "/v1/chat/completions": {"post": _generating("chat", "ChatRequest", "ChatCompletion", "ChatChunk")},
+        "/v1/completions": {"post": _chunked("completion", "CompletionRequest", "Completion", "CompletionChunk")},
+        "/v1/chat/completions": {"post": _chunked("chat", "ChatRequest", "ChatCompletion", "ChatChunk")},
+        **{path: described for other in others for path, described in other.paths.items()},
         "/": {"get": _welcome()},
         "/v1/models": {"get": _reading("models", "The served models.", _ref("Models"))},
         "/v1/models/{model}": {
@@ -74,7 +78,9 @@ def document(config: Config, card: ModelCard) -> Schema:
             "schemas": {
                 "CompletionRequest": COMPLETION.schema(limits, card),
                 "ChatRequest": CHAT.schema(limits, card),
+                **{name: rows.schema(limits, card) for other in others for name, rows in other.requests.items()},
                 **_ANSWERS,
+                **{name: schema for other in others for name, schema in other.answers.items()},
             },
         },
     }
@@ -89,8 +95,13 @@ _REQUEST_NAME: Schema = {"type": "string", "minLength": 1}
 # -- operations
 
 
-def _generating(operation: str, request: str, whole: str, chunk: str) -> Schema:
+def _chunked(operation: str, request: str, whole: str, chunk: str) -> Schema:
     event = f"Server-sent events: `data: ` and a {chunk}, one a delta; the last is `data: [DONE]`, or an Error alone."
+    return generating(operation, request, whole, chunk, event)
+
+
+def generating(operation: str, request: str, whole: str, chunk: str, event: str, error: str = "Error") -> Schema:
+    """An operation that generates; `event` says in words what its stream is made of."""
     return {
         "operationId": operation,
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
@@ -103,8 +114,19 @@ def _generating(operation: str, request: str, whole: str, chunk: str) -> Schema:
                     "text/event-stream": {"x-event": _ref(chunk)},  # OpenAPI 3.1 has no word for the events' schema
                 },
             },
-            **_errors((*_EVERYWHERE, *_GENERATING)),
+            **_errors((*_EVERYWHERE, *_GENERATING), error),
         },
+    }
+
+
+def counting(operation: str, request: str, what: str, error: str) -> Schema:
+    """An operation that reads a prompt and generates nothing."""
+    headers = {**_REQUEST_ID, "tandem-ignored-fields": _header("IgnoredFields")}
+    ok = {"description": what, "headers": headers, "content": {"application/json": {"schema": _ref("TokenCount")}}}
+    return {
+        "operationId": operation,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+        "responses": {"200": ok, **_errors((*_EVERYWHERE, 404, 413, 415, 429, 500), error)},
     }
 
 
@@ -127,22 +149,18 @@ def _events() -> Schema:
     return _reading("events", what, {"type": "string"}, (429,), media="text/event-stream")
 
 
-def _errors(statuses: Iterable[int]) -> Schema:
-    return {str(status): _error(status) for status in sorted(statuses)}
+def _errors(statuses: Iterable[int], shape: str = "Error") -> Schema:
+    return {str(status): _error(status, shape) for status in sorted(statuses)}
 
 
-def _error(status: int) -> Schema:
+def _error(status: int, shape: str) -> Schema:
     headers = {**_REQUEST_ID, "x-should-retry": _header("ShouldRetry")}
     if status in (429, 503):
         headers["retry-after"] = _header("RetryAfter")
     if status == 401:
         headers["www-authenticate"] = _header("Authenticate")
-    content = {"application/json": {"schema": _ref("Error")}}
+    content = {"application/json": {"schema": _ref(shape)}}
     return {"description": _STATUSES[status], "headers": headers, "content": content}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
 
 
 def _header(name: str) -> Schema:
@@ -162,15 +180,10 @@ _REQUEST_ID = {"x-request-id": _header("RequestId")}
 # -- answers
 
 
-def _object(required: Schema, optional: Schema | None = None) -> Schema:
-    properties = {**required, **(optional or {})}
-    return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
-
-
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TEXT: Schema = {"type": "string"}
 _IDS: Schema = {"type": "array", "items": _COUNT}
-_FINISH_REASON: Schema = {"enum": ["stop", "length", None]}
+_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
 _USAGE = _object(
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
     {"prompt_tokens_details": _object({"cached_tokens": _COUNT})},
@@ -194,8 +207,22 @@ def _answer(kind: str, choice: Schema, *, is_chunk: bool = False) -> Schema:
 
 _WHOLE_IDS = {"token_ids": _IDS, "prompt_token_ids": _IDS}
 _CHUNK_IDS = {"token_ids": _IDS}
-_SAID = _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": {"type": "null"}})
-_DELTA = _object({}, {"role": {"const": "assistant"}, "content": _TEXT})
+_REASONING = {"reasoning": _TEXT, "reasoning_content": _TEXT}
+_FUNCTION = _object({"name": _TEXT, "arguments": _TEXT})
+_CALL = _object({"id": _TEXT, "type": {"const": "function"}, "function": _FUNCTION})
+_CALL_DELTA = _object(
+    {"index": _COUNT, "function": _object({"arguments": _TEXT}, {"name": _TEXT})},
+    {"id": _TEXT, "type": {"const": "function"}},
+)
+_SAID = _object(
+    {"role": {"const": "assistant"}, "content": nullable(_TEXT), "refusal": {"type": "null"}},
+    {"tool_calls": {"type": "array", "items": _CALL, "minItems": 1}, **_REASONING},
+)
+_DELTA = _object(
+    {},
+    {"role": {"const": "assistant"}, "content": _TEXT, "tool_calls": {"type": "array", "items": _CALL_DELTA},
+     **_REASONING},
+)  # fmt: skip
 
 _MODEL = _object(
     {

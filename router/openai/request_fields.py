@@ -8,13 +8,15 @@ come from these rows; a field that comes to be obeyed gets a row of its own and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from router.openai.content import LogitBias, Messages, Prompt, Stops, TokenIds
 from router.openai.fields import Accepted, Boolean, Elsewhere, Field, Integer, Kind, Limit, NotYet, Number, Object, Text
+from router.openai.rows import MAX_SEED
 from router.openai.structured import ResponseFormat, StructuredOutputs
+from router.openai.tool_fields import TOOL_FIELDS
 
-MAX_SEED = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 _WEEK_S = 7 * 24 * 3600
 
@@ -73,6 +75,7 @@ _OBEYED = [
     Field("priority", Integer(Limit("most_urgent_priority", "; lower is more urgent"), _MAX_INT32), 0,
           "Lower is more urgent.", becomes="priority"),
     Field("timeout", Number(above=0, maximum=_WEEK_S), None, "Seconds; then 504.", becomes="timeout_s"),
+    *TOOL_FIELDS,
     Field("add_special_tokens", Boolean(), True, _SPECIAL_TOKENS, becomes="add_special_tokens", of="completion"),
     Field("add_special_tokens", Boolean(), False, _SPECIAL_TOKENS, becomes="add_special_tokens", of="chat"),
 ]  # fmt: skip
@@ -81,14 +84,14 @@ _OF_OPENAI = [
     *_all(Accepted.ALWAYS, """metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention
         safety_identifier service_tier store user"""),
     Field("reasoning_effort", Accepted.WITHOUT_REASONING),
-    *_all(NotYet(), "audio functions moderation suffix tools web_search_options"),
+    *_all(NotYet(), "audio functions moderation suffix web_search_options"),
+    *(Field(name, kind, of="completion") for name, kind in (
+        ("tools", NotYet()), ("tool_choice", NotYet("none", "auto")), ("parallel_tool_calls", NotYet(True, False)))),
     Field("best_of", NotYet(1)),
     Field("echo", NotYet(False)),
     Field("function_call", NotYet("none", "auto")),
     Field("max_completion_tokens", NotYet(), of="completion"),  # of chats alone: else it would be ignored
     Field("modalities", NotYet(["text"])),
-    Field("parallel_tool_calls", NotYet(True, False)),
-    Field("tool_choice", NotYet("none", "auto")),
     Field("top_logprobs", NotYet(0), of="completion"),  # of chats alone, as well: here `logprobs` is the number
     Field("verbosity", NotYet("medium")),
 ]  # fmt: skip
@@ -142,5 +145,21 @@ _OF_OTHERS = [  # transformers, text-generation-inference, llama.cpp
 ]
 
 FIELDS = (*_OBEYED, *_OF_OPENAI, *_OF_VLLM, *_OF_SGLANG, *_OF_OTHERS)
+
+#: Sampling, and how a request is served, in whatever API; what another API lacks of it is vLLM's and SGLang's.
+_OF_ALL_APIS = frozenset([
+    "model", "stream", "min_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos", "priority",
+    "timeout",
+])  # fmt: skip
+
+
+def as_in_chats(own: Iterable[Field]) -> list[Field]:
+    """The rows of another API beside its `own`: what means there what it means in a chat, and what is refused there."""
+    names = {field.name for field in own}
+    chat = [field for field in FIELDS if field.of != "completion" and field.name not in names]
+    return [field for field in chat if field.name in _OF_ALL_APIS or isinstance(field.kind, NotYet)]
+
+
 COMPLETION = Object(field for field in FIELDS if field.of != "chat")
 CHAT = Object(field for field in FIELDS if field.of != "completion")

@@ -11,7 +11,10 @@ import orjson
 from router.openai.fields import Accepted, Object, PromptBounds, Scope
 from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse, shown
-from router.openai.request_fields import CHAT, COMPLETION, MAX_SEED
+from router.openai.request_fields import CHAT, COMPLETION
+from router.openai.rows import Rows
+from router.openai.tool_fields import tool_use
+from router.tools.pieces import NO_TOOLS, ToolUse
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError
 from tandem.core.sampling import SamplingParams
@@ -36,6 +39,8 @@ class ParsedRequest:
     ignored_fields: tuple[str, ...]
     prompts: tuple[str | tuple[int, ...], ...] = ()  # of a completion: texts or token ids
     messages: tuple[dict[str, Any], ...] = ()  # of a chat
+    prompt_field: str = "prompt"  # which errors name
+    tool_use: ToolUse = NO_TOOLS
     stop: tuple[str, ...] = ()
     timeout_s: float | None = None
     grammar: AskedGrammar | None = None  # of the output; `sampling` has its text
@@ -57,39 +62,34 @@ class _Parser:
 
     def __init__(self, kind: Literal["completion", "chat"], rows: Object) -> None:
         self._kind = kind
-        self._rows = rows
-        self._defaults = {field.name: field.default for field in rows.fields if field.default is not None}
-        targets = [(field.name, field.becomes) for field in rows.fields if field.becomes]
-        self._sampling = [(name, to[len("sampling.") :]) for name, to in targets if to.startswith("sampling.")]
-        self._others = [(name, to) for name, to in targets if "." not in to]
+        self._rows = Rows(rows)
         self._reasoning = [field.name for field in rows.fields if field.kind is Accepted.WITHOUT_REASONING]
 
     def parse(self, body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> ParsedRequest:
         """Check a body. Raises `InvalidRequestError`, naming the field."""
         scope = Scope(limits, bounds, [])
-        given = self._rows.read(body, "", scope)
-        values = {**self._defaults, **given}
+        given, values = self._rows.read(body, scope)
         include_usage = _include_usage(values)
         grammar = _grammar(values)
         max_tokens_field = next((name for name in _MAX_TOKENS[self._kind] if name in given), None)
         return ParsedRequest(
             kind=self._kind,
+            prompt_field="messages" if self._kind == "chat" else "prompt",
             sampling=self._sampling_params(values, max_tokens_field, grammar),
             grammar=grammar,
             has_seed="seed" in given,
             max_tokens_field=max_tokens_field,
             include_usage=include_usage,
+            tool_use=tool_use(values) if self._kind == "chat" else NO_TOOLS,
             reasoning_fields=tuple(name for name in self._reasoning if name in given),
             ignored_fields=tuple(scope.ignored),
-            **{to: values[name] for name, to in self._others if name in values},
+            **self._rows.others(values),
         )
 
     def _sampling_params(
         self, values: dict[str, Any], max_tokens_field: str | None, grammar: AskedGrammar | None
     ) -> SamplingParams:
-        sampling = {to: values[name] for name, to in self._sampling if name in values}
-        sampling["top_k"] = max(sampling["top_k"], 0)  # -1 is vLLM's word for off
-        sampling["seed"] = sampling.get("seed", 0) & MAX_SEED
+        sampling = self._rows.sampling(values)
         if self._kind == "chat":
             sampling["num_logprobs"] = _chat_logprobs(values)
         sampling["grammar"] = grammar.text if grammar is not None else ""

@@ -12,6 +12,7 @@ from router.openai.refusal import refuse
 from router.openai.request_fields import REASONING_SWITCHES
 from router.openai.schema import ParsedRequest
 from router.request.request import Request
+from router.tools.formats import is_read
 from tandem.core.errors import InvalidRequestError
 from tandem.core.tokenizer import Tokenizer
 
@@ -35,10 +36,11 @@ def requests_from(
     Raises:
         InvalidRequestError: a prompt is empty, too long or holds ids outside the vocabulary; names the field.
     """
-    field = "messages" if parsed.kind == "chat" else "prompt"
+    field = parsed.prompt_field
     _check_vocabulary(parsed, card.vocab_size)
-    _check_reasoning(parsed, tokenizer)
-    prompts = _token_ids(parsed, tokenizer)
+    prompts = token_ids(parsed, tokenizer, card)
+    is_chat_read = parsed.kind == "chat" and is_read(card.tool_format, parsed.tool_use)
+    shown_ids = card.marker_ids if is_chat_read else frozenset()
     requests = []
     for prompt_ids in prompts:
         if not prompt_ids:
@@ -58,19 +60,37 @@ def requests_from(
                 stop=parsed.stop,
                 priority=parsed.priority,
                 timeout_s=parsed.timeout_s,
+                shown_ids=shown_ids,
             )
         )
     return requests
 
 
-def _token_ids(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    prompts = (tokenizer.render_chat(parsed.messages),) if parsed.kind == "chat" else parsed.prompts
+def token_ids(parsed: ParsedRequest, tokenizer: Tokenizer, card: ModelCard) -> list[list[int]]:
+    """The token ids of each prompt. Raises `InvalidRequestError` where the model cannot be told of them."""
+    _check_tools(parsed, card)
+    _check_reasoning(parsed, tokenizer)
+    prompts = (_rendered(parsed, tokenizer),) if parsed.kind == "chat" else parsed.prompts
     return [
         tokenizer.encode(prompt, add_special_tokens=parsed.add_special_tokens)
         if isinstance(prompt, str)
         else list(prompt)
         for prompt in prompts
     ]
+
+
+def _rendered(parsed: ParsedRequest, tokenizer: Tokenizer) -> str:
+    use = parsed.tool_use
+    return tokenizer.render_chat(parsed.messages, use.tools if use.is_offered else None)
+
+
+def _check_tools(parsed: ParsedRequest, card: ModelCard) -> None:
+    if not parsed.tool_use.is_offered:
+        return
+    if not card.knows_tools:
+        refuse("tools", "cannot be used with this model: its chat template knows none; leave them out")
+    if card.tool_format is None:
+        refuse("tools", "cannot be used with this model: how it writes calls is not known here; leave them out")
 
 
 def _check_reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:

@@ -16,7 +16,7 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, request: Request, choice: int) -> None:
         self._choice = choice
         self._min_tokens = request.sampling.min_tokens
-        self._detokenizer = detokenizer_for(tokenizer, request.prompt_ids)
+        self._detokenizer = detokenizer_for(tokenizer, request.prompt_ids, request.shown_ids)
         self._matcher = StopMatcher(request.stop)
         self._waiting: list[TokenGiven] = []
         self.num_tokens = 0
@@ -48,7 +48,7 @@ class ChoiceText:
             return None
         self.is_finished = reason is not None
         tokens, self._waiting = self._waiting, []
-        return Delta(self._choice, shown, tokens, reason)
+        return Delta(self._choice, shown, tokens, reason, self._matcher.stopped_by)
 
     def _watched(self, text: str) -> str:
         """What may be shown of `text`. The text of the first `min_tokens` tokens is not searched for stop strings."""

@@ -19,6 +19,7 @@ class Request:
     stop: tuple[str, ...] = ()
     priority: int = 0  # lower is more urgent
     timeout_s: float | None = None  # from arrival
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Delta:
     text: str
     tokens: list[TokenGiven]
     finish_reason: str | None
+    stopped_by: str | None = None  # the stop string that ended the choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,11 @@ class StopMatcher:
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
         self._held = ""
-        self.is_stopped = False
+        self.stopped_by: str | None = None  # the stop string that was found
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def push(self, text: str) -> str:
         """Take `text`; return what may be shown. After a match `is_stopped` is true and nothing more is shown."""
@@ -28,10 +32,9 @@ class StopMatcher:
         window = self._held + text
         end = self._first_match(window)
         if end is not None:
-            start = min(end - len(stop) for stop in self._stops if window.endswith(stop, 0, end))
-            self.is_stopped = True
+            self.stopped_by = max((stop for stop in self._stops if window.endswith(stop, 0, end)), key=len)
             self._held = ""
-            return window[:start]
+            return window[: end - len(self.stopped_by)]
         keep = self._possible_start(window)
         self._held = window[keep:]
         return window[:keep]

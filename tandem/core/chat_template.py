@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +36,9 @@ class ChatTemplate:
             tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the chat template cannot be compiled: {error}") from error
+        self.source = source
+        # Mistral's refuse ids of calls that have not nine letters and digits.
+        self._wants_short_ids = bool(re.search(r"length\W*[!=]=\s*9\b", source))
         #: The names that it reads of what it is given.
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         # A template knows a role by comparing with its name, so the name stands in it as a constant.
@@ -42,27 +48,43 @@ class ChatTemplate:
         self.refused_roles = frozenset(role for role in self._unknown_roles if _FALLBACKS[role] is None)
 
     @classmethod
-    def from_dir(cls, model_dir: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
-        """`chat_template.jinja` where there is one, else the one in `tokenizer_config.json`, else `None`."""
+    def from_dir(cls, model_dir: Path, tokenizer_config: dict[str, Any], name: str = "default") -> ChatTemplate | None:
+        """`chat_template.jinja` where there is one, else the one in `tokenizer_config.json`, else `None`.
+
+        Older checkpoints have several by name there; one that stands alone is the `default`.
+        """
         path = model_dir / "chat_template.jinja"
-        if path.is_file():
+        if path.is_file() and name == "default":
             return cls(path.read_text())
         source = tokenizer_config.get("chat_template")
-        if isinstance(source, list):  # several by name: the one for plain chat
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get(name)
+        elif name != "default":
+            return None
         return cls(source) if isinstance(source, str) else None
 
-    def render(self, messages: Sequence[dict[str, Any]], *, special_tokens: dict[str, str]) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        special_tokens: dict[str, str],
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
         """The prompt's text. A `developer` whom the template does not know speaks as `system`.
 
+        Args:
+            messages: the arguments of their tool calls are objects.
+            tools: only where the template `knows_tools`.
+
         Raises:
-            InvalidRequestError: the template refuses the messages, or does not know a `tool` or `function`.
+            InvalidRequestError: the template refuses the messages, or does not know calls of tools, a `tool` or a
+                `function`.
         """
         spoken = [self._spoken(number, message) for number, message in enumerate(messages)]
         try:
             # `None` and not undefined, as in `transformers`: templates ask `tools is not none`.
             return self._template.render(
-                messages=spoken, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+                messages=spoken, tools=tools or None, documents=None, add_generation_prompt=True, **special_tokens
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequestError(
@@ -70,8 +92,12 @@ class ChatTemplate:
             ) from error
 
     def _spoken(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with a role that the template knows."""
+        """The message with a role that the template knows, and calls as it writes them."""
         role = message["role"]
+        if message.get("tool_calls"):
+            message = self._calling(number, message)
+        if self._wants_short_ids and isinstance(message.get("tool_call_id"), str):
+            message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
         if role not in self._unknown_roles:
             return message
         if role in self.refused_roles:
@@ -81,6 +107,60 @@ class ChatTemplate:
                 field=f"messages[{number}].role",
             )
         return {**message, "role": _FALLBACKS[role]}
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.variables
+
+    def _calling(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+        if "tool_calls" not in self.source:
+            raise InvalidRequestError(
+                f"messages[{number}].tool_calls: the model's chat template knows no calls of tools; put what was "
+                "called into the message's content",
+                field=f"messages[{number}].tool_calls",
+            )
+        calls = message["tool_calls"]
+        if self._wants_text_arguments:
+            calls = [_with_text_arguments(call) for call in calls]
+        if self._wants_short_ids:
+            calls = [{**call, "id": _short_id(call["id"])} for call in calls]
+        return {**message, "tool_calls": calls}
+
+    @functools.cached_property
+    def _wants_text_arguments(self) -> bool:
+        """Whether the template writes a call's arguments as they come, so that they must be JSON already.
+
+        Tried with one call: most templates turn an object into JSON by themselves.
+        """
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"key0": "value0"}}}
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": _ANY_OBJECT}}
+        given = {"tools": [tool], "documents": None, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
+
+        def written(call: dict[str, Any]) -> str:
+            asked, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                return self._template.render(messages=[asked, says], **given)
+            except (jinja2.TemplateError, TypeError, ValueError):
+                return ""
+
+        of_object, of_text = written(call), written(_with_text_arguments(call))
+        is_readable = "key0" in of_object and "'key0'" not in of_object
+        return not is_readable and '{"key0": "value0"}' in of_text
+
+
+def _short_id(call_id: str) -> str:
+    """A call's id in nine letters and digits: the same for the same id."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

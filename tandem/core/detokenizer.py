@@ -8,7 +8,7 @@ text. Bytes that never become a character come out as U+FFFD, as soon as that is
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from tandem.core.tokenizer import Tokenizer
 
@@ -17,18 +17,21 @@ from tandem.core.tokenizer import Tokenizer
 _PROMPT_TAIL = 16
 
 
-def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> ByteDetokenizer | WindowDetokenizer:
-    """A detokenizer for one choice that goes on after `prompt_ids`."""
+def detokenizer_for(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], shown_ids: Set[int] = frozenset()
+) -> ByteDetokenizer | WindowDetokenizer:
+    """A detokenizer for one choice that goes on after `prompt_ids`. Special tokens are no text, but for `shown_ids`."""
     if tokenizer.is_byte_exact:
-        return ByteDetokenizer(tokenizer, prompt_ids)
-    return WindowDetokenizer(tokenizer, prompt_ids)
+        return ByteDetokenizer(tokenizer, prompt_ids, shown_ids)
+    return WindowDetokenizer(tokenizer, prompt_ids, shown_ids)
 
 
 class ByteDetokenizer:
     """For tokenizers whose tokens are bytes in a row (byte-level BPE, byte fallback): one table look-up a token."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], shown_ids: Set[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
+        self._shown_ids = shown_ids
         self._is_special = tokenizer.is_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         # Invariant: true while no text has come out and one leading space would be the tokenizer's own.
@@ -38,7 +41,7 @@ class ByteDetokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that this token settles; empty while a character is incomplete."""
-        if self._is_special(token_id):
+        if self._is_special(token_id) and token_id not in self._shown_ids:
             return ""
         return self._begun(self._utf8.decode(self._token_bytes(token_id)))
 
@@ -60,8 +63,9 @@ class WindowDetokenizer:
               context └ start └ shown     decode([context:]) minus decode([context:shown]) is new text
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], shown_ids: Set[int]) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._ids = list(prompt_ids[-_PROMPT_TAIL:])
         # Invariant: the text of _ids[:_shown] has been given out (or is the prompt's); _context <= _shown.
         self._context = 0
@@ -83,5 +87,12 @@ class WindowDetokenizer:
         return new
 
     def _new_text(self) -> str:
-        known = self._tokenizer.decode(self._ids[self._context : self._shown])
-        return self._tokenizer.decode(self._ids[self._context :])[len(known) :]
+        known = self._text(self._ids[self._context : self._shown])
+        return self._text(self._ids[self._context :])[len(known) :]
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        if not self._shown_ids:
+            return self._tokenizer.decode(token_ids)
+        is_special = self._tokenizer.is_special
+        kept = [i for i in token_ids if i in self._shown_ids or not is_special(i)]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)

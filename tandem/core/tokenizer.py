@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,18 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
         special_tokens: dict[str, str] | None = None,
     ) -> None:
-        """`special_tokens` are the names that chat templates read: `bos_token`, `eos_token`, …"""
+        """`special_tokens` are the names that chat templates read: `bos_token`, `eos_token`, …
+
+        Where there is a `tool_template`, chats with tools are rendered by it.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self._tool_template = tool_template or chat_template
         self._special_tokens = special_tokens or {}
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -72,6 +77,7 @@ class Tokenizer:
         return cls(
             backend,
             chat_template=ChatTemplate.from_dir(model_dir, config),
+            tool_template=ChatTemplate.from_dir(model_dir, config, "tool_use"),
             special_tokens=_special_tokens(config),
         )
 
@@ -91,25 +97,41 @@ class Tokenizer:
         """The roles whose messages the chat template does not know and nobody may speak for."""
         return self._chat_template.refused_roles if self._chat_template is not None else frozenset()
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    @property
+    def tool_template_source(self) -> str:
+        """The template by which chats with tools are rendered; empty where there is none."""
+        return self._tool_template.source if self._tool_template is not None else ""
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether a model that reads the chat template's text can be told of tools."""
+        return self._tool_template is not None and self._tool_template.knows_tools
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
         """The prompt text of a conversation, up to where the assistant answers.
 
         Encode it without adding special tokens: the template writes its own.
 
         Raises:
-            InvalidRequestError: the checkpoint has no template, or its template refuses these messages.
+            InvalidRequestError: the checkpoint has no template, or its template refuses these messages or tools.
         """
-        if self._chat_template is None:
+        template = self._tool_template if tools else self._chat_template
+        if template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a prompt of your own", field="messages"
             )
-        return self._chat_template.render(messages, special_tokens=self._special_tokens)
+        return template.render(messages, special_tokens=self._special_tokens, tools=tools)
 
     # -- ids to text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of those of `texts` that are special tokens."""
+        ids = (self._backend.token_to_id(text) for text in texts)
+        return frozenset(i for i in ids if i is not None and self.is_special(i))
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token stands for no text (BOS, EOS, turn markers)."""

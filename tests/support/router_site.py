@@ -70,9 +70,7 @@ class Site:
 
     def wait_ready(self, status: int = 200) -> None:
         with self.http() as client:
-            wait_until(
-                lambda: client.get("/health").status_code, "/health", WAIT_S, wanted=lambda seen: seen == status
-            )
+            wait_until(lambda: client.get("/health").status_code, "/health", WAIT_S, wanted=lambda seen: seen == status)
 
     def until_metric(self, name: str, value: float) -> None:
         """Until a sample, by its name and labels, has this value."""
@@ -100,6 +98,7 @@ def opened_site(
     overrides: dict[str, Any] | None = None,
     *,
     with_workers: bool = True,
+    max_context: int = 256,
     key_digests: frozenset[bytes] = frozenset(),
 ) -> Iterator[Site]:
     """A router with `overrides` of the configuration (dotted names) and a pair of workers, for a `with` block."""
@@ -110,6 +109,8 @@ def opened_site(
     info = server.start()
     pool = ScriptedPool(info.control_address)
     site = Site(info.http_url, pool, ScriptedPrefill("prefill-0"), ScriptedDecode("decode-0"), server)
+    for worker in (site.prefill, site.decode):
+        worker.info.max_context = max_context
     try:
         if with_workers:
             pool.add(site.prefill, site.decode)

@@ -80,7 +80,6 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"priority": 1.5}, "priority"),
     ({"priority": -1}, "priority"),
     ({"priority": 1 << 31}, "priority"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -113,6 +112,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [""]}, "prompt"),
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"prompt": [[]]}, "prompt"),
     ({"prompt": ["a", []]}, "prompt"),
     ({"prompt": 7}, "prompt"),
@@ -126,6 +126,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": LIMITS.max_logprobs + 1}, "logprobs"),
 ]
 OF_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -136,7 +137,7 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": LIMITS.max_logprobs + 1}, "top_logprobs"),

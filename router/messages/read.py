@@ -1,0 +1,60 @@
+"""From the bodies of `/v1/messages` and `/v1/messages/count_tokens` to what they ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.messages.answer import Message
+from router.messages.fields import COUNT, MESSAGE
+from router.openai.endpoint import Call
+from router.openai.fields import PromptBounds, Scope
+from router.openai.refusal import refuse
+from router.openai.rows import Rows
+from router.openai.schema import ParsedRequest
+from router.tools.pieces import ToolUse
+from tandem.core.config import LimitsConfig
+from tandem.core.sampling import SamplingParams
+
+_MESSAGE, _COUNT = Rows(MESSAGE), Rows(COUNT)
+
+
+def read_message(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> Call:
+    """What the body of `/v1/messages` asks for."""
+    parsed = _parsed(_MESSAGE, body, limits, bounds, "max_tokens")
+    return Call(parsed, lambda setting: Message(parsed, setting))
+
+
+def read_count(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> ParsedRequest:
+    """The prompt whose tokens the body of `/v1/messages/count_tokens` wants counted."""
+    return _parsed(_COUNT, body, limits, bounds, None)
+
+
+def _parsed(
+    rows: Rows, body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds, max_tokens_field: str | None
+) -> ParsedRequest:
+    scope = Scope(limits, bounds, [])
+    given, values = rows.read(body, scope)
+    choice, sampling = values.get("tool_choice", {}), rows.sampling(values)
+    max_tokens = values.get("max_tokens", 1)
+    if sampling.get("min_tokens", 0) > max_tokens:
+        refuse("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {sampling['min_tokens']}")
+    others = {"stream": False, "priority": 0, **rows.others(values)}
+    system = values.get("system")
+    others["messages"] = (*([{"role": "system", "content": system}] if system else []), *others["messages"])
+    return ParsedRequest(
+        kind="chat",
+        prompt_field="messages",
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        has_seed="seed" in given,
+        max_tokens_field=max_tokens_field,
+        num_choices=1,
+        include_usage=True,
+        return_token_ids=False,
+        add_special_tokens=False,
+        reasoning_fields=("output_config",) if given.get("output_config", {}).get("effort") else (),
+        ignored_fields=tuple(scope.ignored),
+        tool_use=ToolUse(
+            values.get("tools", ()), choice.get("type", "auto"), not choice.get("disable_parallel_tool_use", False)
+        ),
+        **others,
+    )

@@ -1,0 +1,147 @@
+"""Answers of `/v1/responses`: the response object, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from router.openai.endpoint import Setting
+from router.openai.logprobs import chat_logprobs
+from router.openai.schema import ParsedRequest
+from router.request.request import Delta, TokenGiven, Usage
+from router.responses.output import Event, Output, is_reasoning
+from router.tools.formats import reader_for
+from router.tools.pieces import Said
+from tandem.core.errors import InvalidRequestError, OverloadedError, TandemError
+
+
+class Response:
+    """One answer: an `Encoder`. A whole answer grows as a streamed one does; its events are not told."""
+
+    def __init__(self, parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> None:
+        """`given`: the fields of the body that are set, most of which the answer repeats."""
+        self._setting = setting
+        self._tells_logprobs = parsed.sampling.num_logprobs >= 0
+        self._reader = reader_for(setting.card.tool_format, parsed.tool_use)
+        self._output = Output(setting.request_id)
+        self._finish_reason: str | None = None
+        self._num_reasoning_tokens = 0
+        self._untold: list[TokenGiven] = []  # tokens whose log-probabilities no text has brought yet
+        self._num_events = 0
+        self._base = _base(parsed, given, setting)
+
+    # -- an encoder's
+
+    def gather(self, _: int, delta: Delta) -> None:
+        for _event in self._events(delta):
+            pass
+
+    def body(self, usages: Sequence[Usage]) -> bytes:
+        return orjson.dumps(self._ended(usages))
+
+    def opening(self) -> bytes:
+        begun = {**self._base, "status": "in_progress", "output": [], "usage": None}
+        return self._framed({"type": f"response.{name}", "response": begun} for name in ("created", "in_progress"))
+
+    def frames(self, _: int, delta: Delta) -> bytes:
+        return self._framed(self._events(delta))
+
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        response = self._ended(usages)
+        return self._framed([{"type": f"response.{response['status']}", "response": response}])
+
+    def failure(self, error: TandemError) -> bytes:
+        told = {"code": _error_code(error), "message": error.message, "type": error.code}
+        response = {**self._base, "status": "failed", "output": self._output.items, "usage": None, "error": told}
+        return self._framed([{"type": "response.failed", "response": response}])
+
+    # -- inside
+
+    def _events(self, delta: Delta) -> Iterable[Event]:
+        pieces = list(self._reader.push(delta.text))
+        if delta.finish_reason is not None:
+            pieces += self._reader.finish()
+            self._finish_reason = delta.finish_reason
+        if is_reasoning(pieces):
+            self._num_reasoning_tokens += len(delta.tokens)
+        if self._tells_logprobs:
+            self._untold += delta.tokens
+        for piece in pieces:
+            tokens, self._untold = self._untold, []
+            logprobs = self._logprobs(tokens) if isinstance(piece, Said) else ()
+            yield from self._output.take(piece, logprobs)
+        if delta.finish_reason is not None:
+            yield from self._output.end("incomplete" if delta.finish_reason == "length" else "completed")
+
+    def _logprobs(self, tokens: Sequence[TokenGiven]) -> Sequence[Any]:
+        if not self._tells_logprobs:
+            return ()
+        entries: list[Any] = chat_logprobs(self._setting.tokenizer, tokens)["content"]
+        return entries
+
+    def _ended(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        is_cut = self._finish_reason == "length"
+        return {
+            **self._base,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._output.items,
+            "usage": self._usage(usages),
+        }
+
+    def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        num_input = sum(usage.num_prompt_tokens for usage in usages)
+        num_output = sum(usage.num_output_tokens for usage in usages)
+        num_cached = sum(usage.num_cached_tokens or 0 for usage in usages)
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": num_input + num_output,
+        }
+
+    def _framed(self, events: Iterable[Event]) -> bytes:
+        frames = []
+        for event in events:
+            data = orjson.dumps({**event, "sequence_number": self._num_events})
+            frames.append(b"event: " + event["type"].encode() + b"\ndata: " + data + b"\n\n")
+            self._num_events += 1
+        return b"".join(frames)
+
+
+def _base(parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    """What every state of the response says."""
+    use = parsed.tool_use
+    repeated = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "prompt_cache_key", "reasoning",
+                "safety_identifier", "user")  # fmt: skip
+    return {
+        "id": f"resp_{setting.request_id}",
+        "object": "response",
+        "created_at": setting.created,
+        "model": parsed.model,
+        "error": None,
+        "incomplete_details": None,
+        "parallel_tool_calls": use.may_be_parallel,
+        "temperature": parsed.sampling.temperature,
+        "top_p": parsed.sampling.top_p,
+        "top_logprobs": max(parsed.sampling.num_logprobs, 0),
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": use.choice,
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in use.tools],
+        "background": False,
+        "previous_response_id": None,
+        "service_tier": "default",
+        "store": False,
+        "truncation": "disabled",
+        **{name: given.get(name) for name in repeated},
+    }
+
+
+def _error_code(error: TandemError) -> str:
+    """One of the codes that OpenAI's clients know."""
+    if isinstance(error, OverloadedError):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InvalidRequestError) else "server_error"

@@ -1,0 +1,61 @@
+"""From the body of `/v1/responses` to what it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.openai.endpoint import Call
+from router.openai.fields import PromptBounds, Scope
+from router.openai.refusal import refuse
+from router.openai.rows import Rows
+from router.openai.schema import ParsedRequest
+from router.openai.tool_fields import tool_use
+from router.responses.answer import Response
+from router.responses.fields import LOGPROBS, RESPONSE
+from tandem.core.config import LimitsConfig
+from tandem.core.sampling import SamplingParams
+
+_ROWS = Rows(RESPONSE)
+
+
+def read_response(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> Call:
+    """What the body of `/v1/responses` asks for."""
+    scope = Scope(limits, bounds, [])
+    given, values = _ROWS.read(body, scope)
+    parsed = _parsed(given, values, tuple(scope.ignored))
+    return Call(parsed, lambda setting: Response(parsed, given, setting))
+
+
+def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, ...]) -> ParsedRequest:
+    instructions = values.get("instructions")
+    system = ({"role": "system", "content": instructions},) if instructions else ()
+    max_tokens_field = "max_output_tokens" if "max_output_tokens" in given else None
+    return ParsedRequest(
+        kind="chat",
+        prompt_field="input",
+        messages=(*system, *values["input"]),
+        sampling=_sampling(values),
+        has_seed="seed" in given,
+        max_tokens_field=max_tokens_field,
+        num_choices=1,
+        include_usage=True,
+        return_token_ids=False,
+        add_special_tokens=False,
+        reasoning_fields=("reasoning",) if given.get("reasoning") else (),
+        ignored_fields=ignored,
+        tool_use=tool_use(values),
+        **_ROWS.others(values),
+    )
+
+
+def _sampling(values: dict[str, Any]) -> SamplingParams:
+    sampling = _ROWS.sampling(values)
+    min_tokens, max_tokens = sampling["min_tokens"], values.get("max_output_tokens")
+    if max_tokens is not None and min_tokens > max_tokens:
+        refuse("min_tokens", f"must not exceed max_output_tokens ({max_tokens}), is {min_tokens}")
+    num_logprobs = -1
+    if LOGPROBS in values.get("include", ()):
+        num_logprobs = values.get("top_logprobs", 0)
+    elif "top_logprobs" in values:
+        refuse("top_logprobs", f"needs {LOGPROBS!r} in `include`")
+    return SamplingParams(max_tokens=max_tokens or max(min_tokens, 1), num_logprobs=num_logprobs, **sampling)

@@ -1,0 +1,1 @@
+"""Tools: how a model writes its calls, and the reading of them from its text. Pure."""

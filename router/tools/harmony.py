@@ -1,0 +1,139 @@
+"""Reads harmony, in which gpt-oss writes: messages with a channel, and a recipient where one is a call. Pure.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    <|message|>{…}<|call|>
+
+The prompt ends with `<|start|>assistant`, so the output begins within a header.
+"""
+
+from __future__ import annotations
+
+import re
+
+from router.tools.blocks import called, loads
+from router.tools.pieces import Piece, Said, Thought
+
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+
+_MESSAGE, _START = "<|message|>", "<|start|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_MAX_HEADER_CHARS = 512
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+
+
+class HarmonyReader:
+    """One output of such a model."""
+
+    def __init__(self) -> None:
+        self._window = ""  # read, and not certain yet
+        self._header: str | None = ""  # `None` within a message's body
+        self._channel = ""
+        self._recipient: str | None = None
+        self._arguments: list[str] = []  # of a call: all of its body so far
+
+    def push(self, text: str) -> list[Piece]:
+        """See `router.tools.pieces.Reader`."""
+        self._window += text
+        pieces: list[Piece] = []
+        while self._window and (self._read_header() if self._header is not None else self._read_body(pieces)):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `router.tools.pieces.Reader`."""
+        pieces: list[Piece] = []
+        if self._header is not None:
+            self._say(_bare(self._header + self._window), pieces)
+        else:
+            self._tell(self._window, pieces)
+            self._end_message(pieces)
+        self._window, self._header = "", ""
+        return pieces
+
+    def _read_header(self) -> bool:
+        """Whether there is more to read."""
+        assert self._header is not None
+        header = self._header + self._window
+        found = header.find(_MESSAGE)
+        self._window = ""
+        if found >= 0:
+            self._begin_message(header[:found])
+            self._window = header[found + len(_MESSAGE) :]
+            return True
+        self._header = header
+        if len(header) > _MAX_HEADER_CHARS:  # a model that does not write harmony
+            self._begin_message("<|channel|>final")
+            self._window = header
+            return True
+        return False
+
+    def _begin_message(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._channel = channel[1] if channel else "final"
+        self._recipient = recipient[1] if recipient else None
+        self._header, self._arguments = None, []
+
+    def _read_body(self, pieces: list[Piece]) -> bool:
+        """Whether there is more to read."""
+        window = self._window
+        found = min(((at, end) for end in _ENDS if (at := window.find(end)) >= 0), default=None)
+        if found is None:
+            keep = _possible_start(window)
+            self._tell(window[:keep], pieces)
+            self._window = window[keep:]
+            return False
+        at, end = found
+        self._tell(window[:at], pieces)
+        self._end_message(pieces)
+        # What follows is the next header, with or without `<|start|>assistant` before it.
+        self._header, self._window = "", window[at + len(end) :]
+        return True
+
+    def _tell(self, text: str, pieces: list[Piece]) -> None:
+        if not text:
+            return
+        if self._recipient is not None:
+            self._arguments.append(text)
+        elif self._channel == "analysis":
+            _add(Thought(text), pieces)
+        else:
+            self._say(text, pieces)
+
+    def _end_message(self, pieces: list[Piece]) -> None:
+        if self._recipient is None:
+            return
+        body = "".join(self._arguments)
+        try:
+            pieces.append(called(self._recipient, loads(body)))
+        except ValueError:
+            self._say(body, pieces)
+        self._recipient = None
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        if text:
+            _add(Said(text), pieces)
+
+
+def _add(piece: Said | Thought, pieces: list[Piece]) -> None:
+    last = pieces[-1] if pieces else None
+    if isinstance(last, Said) and isinstance(piece, Said):
+        pieces[-1] = Said(last.text + piece.text)
+    elif isinstance(last, Thought) and isinstance(piece, Thought):
+        pieces[-1] = Thought(last.text + piece.text)
+    else:
+        pieces.append(piece)
+
+
+def _bare(header: str) -> str:
+    """What a header that never became a message shows: nothing, if it is one; else its text."""
+    return "" if header.removeprefix("assistant").lstrip().startswith("<|") or header == "assistant" else header
+
+
+def _possible_start(window: str) -> int:
+    """Where the longest tail begins that an end begins with."""
+    return min(
+        next((n for n in range(max(0, len(window) - len(end) + 1), len(window)) if end.startswith(window[n:])),
+             len(window))
+        for end in _ENDS
+    )  # fmt: skip

@@ -1,0 +1,202 @@
+"""The Responses API, through OpenAI's official client, against scripted workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.support.router_site import Site
+from tests.support.tool_site import ARGUMENTS, CALL, WEATHER, opened_tool_site, prompt_of, says
+
+TOOL: Any = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": WEATHER, "strict": False}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with opened_tool_site(tmp_path_factory.mktemp("models")) as site:
+        yield site
+
+
+@pytest.fixture
+def site(shared: Site) -> Site:
+    shared.prefill.received.clear()
+    says(shared, "Hello there.")
+    return shared
+
+
+def events(site: Site, **body: Any) -> list[Any]:
+    """The events of a stream, each valid by the client's own type, and its name."""
+    response = site.post("/v1/responses", stream=True, **{"input": "Hi", **body})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    told = []
+    for frame in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        EVENT.validate_python(event, strict=True)
+        assert name == f"event: {event['type']}"
+        told.append(event)
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    return told
+
+
+def test_a_response_is_answered_whole(site: Site) -> None:
+    body = site.post("/v1/responses", input="Hi", instructions="Be kind.", metadata={"a": "b"}).json()
+    answer = Response.model_validate(body, strict=True)
+    assert answer.output_text == "Hello there."
+    assert (answer.status, answer.model, answer.instructions) == ("completed", "toy", "Be kind.")
+    assert answer.metadata == {"a": "b"}
+    assert body["store"] is False
+    assert answer.usage is not None
+    num_prompt = len(site.prefill.wait_for("start").prompt_ids)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (num_prompt, 13)
+    (message,) = answer.output
+    assert isinstance(message, ResponseOutputMessage)
+    assert message.status == "completed"
+    assert prompt_of(site) == "[system]Be kind.[user]Hi[assistant]"
+
+
+def test_a_stream_tells_each_step_as_openai_does(site: Site) -> None:
+    told = events(site)
+    kinds = [event["type"].removeprefix("response.") for event in told]
+    opening = ["created", "in_progress", "output_item.added", "content_part.added"]
+    closing = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert kinds == [*opening, *["output_text.delta"] * 12, *closing]
+    assert "".join(e["delta"] for e in told if e["type"] == "response.output_text.delta") == "Hello there."
+    assert {e["item_id"] for e in told if "item_id" in e} == {told[2]["item"]["id"]}
+    begun, ended = told[0]["response"], told[-1]["response"]
+    assert (begun["status"], begun["output"], begun["usage"]) == ("in_progress", [], None)
+    assert ended["output"] == [told[-2]["item"]]
+    assert ended["usage"]["output_tokens"] == 13
+    assert told[2]["item"]["content"] == []
+
+
+def test_the_official_client_streams_and_gathers(site: Site) -> None:
+    plain = list(site.openai().responses.create(model="toy", input="Hi", stream=True))
+    assert plain[-1].type == "response.completed"
+    with site.openai().responses.stream(model="toy", input="Hi") as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(texts) == final.output_text == "Hello there."
+
+
+def test_an_answer_that_is_cut_is_incomplete(site: Site) -> None:
+    whole = site.openai().responses.create(model="toy", input="Hi", max_output_tokens=5)
+    assert (whole.status, whole.output_text) == ("incomplete", "Hello")
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    told = events(site, max_output_tokens=5)
+    assert told[-1]["type"] == "response.incomplete"
+    assert told[-2]["item"]["status"] == "incomplete"
+
+
+def test_a_call_of_a_tool_is_an_item(site: Site) -> None:
+    says(site, f"I look.\n{CALL}")
+    answer = site.openai().responses.create(model="toy", input="Hi", tools=[TOOL])
+    message, call = answer.output
+    assert answer.output_text == "I look."
+    assert isinstance(message, ResponseOutputMessage)
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.name, call.arguments, call.status) == ("weather", ARGUMENTS, "completed")
+    assert call.call_id.startswith("call_")
+    assert json.dumps(WEATHER) in prompt_of(site)
+
+
+def test_a_streamed_call_has_its_events(site: Site) -> None:
+    says(site, CALL + CALL)
+    told = events(site, tools=[TOOL])
+    kinds = [event["type"].removeprefix("response.") for event in told]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert kinds == ["created", "in_progress", *call, *call, "completed"]
+    assert [e["output_index"] for e in told if "output_index" in e] == [0] * 4 + [1] * 4
+    assert [e["delta"] for e in told if "delta" in e] == [ARGUMENTS] * 2
+    with site.openai().responses.stream(model="toy", input="Hi", tools=[TOOL]) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["function_call"] * 2
+
+
+def test_a_conversation_comes_back_as_items(site: Site) -> None:
+    """What a client that keeps the conversation sends: its own items, and those that it was given."""
+    says(site, f"I look. {CALL}")
+    client = site.openai()
+    first = client.responses.create(model="toy", input=[{"role": "user", "content": "Hi"}], tools=[TOOL])
+    call = first.output[1]
+    assert isinstance(call, ResponseFunctionToolCall)
+    items: Any = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+        {"role": "user", "content": "Hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "xyz"},
+        *(item.model_dump() for item in first.output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "20 °C"},
+    ]
+    says(site, "It is 20 °C.")
+    second = client.responses.create(model="toy", input=items, tools=[TOOL])
+    assert second.output_text == "It is 20 °C."
+    assert prompt_of(site, 2).endswith(
+        '[system]Be kind.[user]Hi[assistant]I look.<tool_call>{"name": "weather", "arguments": {"city": "Kyōto"}}'
+        "</tool_call>[tool]<tool_response>20 °C</tool_response>[assistant]"
+    )
+
+
+def test_tools_that_a_provider_runs_are_left_out_and_named(site: Site) -> None:
+    response = site.post("/v1/responses", input="Hi", tools=[{"type": "web_search"}, TOOL, {"type": "local_shell"}])
+    assert response.status_code == 200
+    assert response.headers["tandem-ignored-fields"] == "tools[0] (web_search), tools[2] (local_shell)"
+    assert [tool["name"] for tool in response.json()["tools"]] == ["weather"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "none is kept here"),
+        ({"conversation": "conv_1"}, "conversation", "none is kept here"),
+        ({"background": True}, "background", "not supported yet"),
+        ({"truncation": "auto"}, "truncation", "not supported yet"),
+        ({"input": []}, "input", "at least one item"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "none is kept here"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type", "must be one of"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "input[0].content[0].type", "reads text alone"),
+        ({"top_logprobs": 2}, "top_logprobs", "include"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "name of a tool"),
+        ({"guided_json": {}, "regex": "a"}, "regex", "not supported yet"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused_by_name(site: Site, body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        site.openai().responses.create(model="toy", extra_body={"input": "Hi", **body})
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_log_probabilities_come_where_they_are_asked_for(site: Site) -> None:
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 3}
+    answer = site.openai().responses.create(model="toy", input="Hi", **asked)
+    (message,) = answer.output
+    assert isinstance(message, ResponseOutputMessage)
+    part = message.content[0]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert [entry.token for entry in part.logprobs] == list("Hel")
+    told = [e["logprobs"] for e in events(site, **asked) if e["type"] == "response.output_text.delta"]
+    assert [[entry["token"] for entry in one] for one in told] == [["H"], ["e"], ["l"]]
+
+
+def test_a_stream_that_fails_says_so_in_the_clients_terms(site: Site) -> None:
+    site.decode.held_back.clear()
+    try:
+        told = events(site, timeout=0.3)
+    finally:
+        site.decode.held_back.set()
+    assert told[-1]["type"] == "response.failed"
+    assert (told[-1]["response"]["error"]["code"], told[-1]["response"]["error"]["type"]) == (
+        "server_error",
+        "deadline",
+    )

@@ -1,0 +1,128 @@
+"""Tools on `/v1/chat/completions`, through OpenAI's official client, against scripted workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from tests.support.router_site import Site, frames, opened_site
+from tests.support.tool_site import ARGUMENTS, CALL, WEATHER, opened_tool_site, prompt_of, says
+
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}}
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with opened_tool_site(tmp_path_factory.mktemp("models")) as site:
+        yield site
+
+
+@pytest.fixture
+def site(shared: Site) -> Site:
+    shared.prefill.received.clear()
+    says(shared, f"I look.\n{CALL}\n{CALL}")
+    return shared
+
+
+def ask(site: Site, **body: Any) -> Any:
+    return site.post("/v1/chat/completions", **{"messages": HI, "tools": [TOOL], **body})
+
+
+def test_calls_are_told_apart_from_text(site: Site) -> None:
+    answer = ChatCompletion.model_validate(ask(site).json(), strict=True)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    calls = choice.message.tool_calls or []
+    assert [(c.type, c.type == "function" and (c.function.name, c.function.arguments)) for c in calls] == [
+        ("function", ("weather", ARGUMENTS))
+    ] * 2
+    assert len({call.id for call in calls}) == 2
+    assert all(call.id.startswith("call_") for call in calls)
+    assert json.dumps(TOOL) in prompt_of(site)
+
+
+def test_streamed_deltas_join_to_the_whole_answer(site: Site) -> None:
+    told = frames(ask(site, stream=True))
+    chunks = [ChatCompletionChunk.model_validate(frame, strict=True) for frame in told]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    calls: dict[int, list[str]] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls or []):
+        assert call.function is not None
+        calls.setdefault(call.index, []).append(call.function.arguments or "")
+    assert {index: "".join(parts) for index, parts in calls.items()} == {0: ARGUMENTS, 1: ARGUMENTS}
+    assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
+    with site.openai().chat.completions.stream(model="toy", messages=HI, tools=[TOOL]) as stream:
+        final = stream.get_final_completion()
+    assert [c.function.arguments for c in final.choices[0].message.tool_calls or []] == [ARGUMENTS] * 2
+
+
+def test_no_tool_is_told_of_and_no_call_read_with_none(site: Site) -> None:
+    message = ask(site, tool_choice="none").json()["choices"][0]["message"]
+    assert message["content"] == f"I look.\n{CALL}\n{CALL}"
+    assert "tool_calls" not in message
+    assert "[tools]" not in prompt_of(site)
+
+
+def test_a_malformed_call_is_text(site: Site) -> None:
+    text = f"A {CALL.replace('}}', '}')} b"
+    says(site, text)
+    choice = ask(site).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
+def test_calls_and_results_reach_the_template(site: Site) -> None:
+    says(site, "It is 20 °C.")
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    talk: Any = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "20 °C"},
+    ]
+    answer = site.openai().chat.completions.create(model="toy", messages=talk, tools=[TOOL])
+    assert answer.choices[0].message.content == "It is 20 °C."
+    assert prompt_of(site).endswith(
+        '[user]Hi[assistant]<tool_call>{"name": "weather", "arguments": {"city": "Kyōto"}}</tool_call>'
+        "[tool]<tool_response>20 °C</tool_response>[assistant]"
+    )
+
+
+def test_token_ids_and_log_probabilities_of_a_call_are_told(site: Site) -> None:
+    whole = ask(site, return_token_ids=True, logprobs=True).json()["choices"][0]
+    told = [f["choices"][0] for f in frames(ask(site, stream=True, return_token_ids=True, logprobs=True))]
+    assert [i for choice in told for i in choice.get("token_ids", [])] == whole["token_ids"]
+    streamed = [e["token"] for choice in told for e in (choice["logprobs"] or {"content": []})["content"]]
+    assert streamed == [entry["token"] for entry in whole["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]},
+         "tools[0].function.parameters"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(site: Site, body: dict[str, Any], param: str) -> None:
+    response = ask(site, **body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_template_that_knows_no_tools_is_said_to(checkpoint: Path) -> None:
+    with opened_site(checkpoint) as site:
+        with pytest.raises(openai.BadRequestError, match="chat template knows none") as caught:
+            site.openai().chat.completions.create(model="toy", messages=HI, tools=[TOOL])
+        assert caught.value.param == "tools"
+        called: Any = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}]}
+        with pytest.raises(openai.BadRequestError, match="knows no calls of tools"):
+            site.openai().chat.completions.create(model="toy", messages=[*HI, called])

@@ -260,7 +260,6 @@ class ClosedBlock:
             return len(text)
         end = at + found + len(self._close) - len(self._tail)
         self._body.append(text[at:end])
-        self._body.append(text[at:end])
         self._end("".join(self._body).removesuffix(self._close))
         return end
 
@@ -285,7 +284,7 @@ def _space_end(text: str, at: int) -> int:
 
 # -- bodies that are not JSON
 
-_XML_CALL = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>)?\s*", re.DOTALL)
+_XML_CALL = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
 
 

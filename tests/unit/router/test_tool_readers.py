@@ -1,0 +1,186 @@
+"""Calls in a model's text: each format, cut at every place, with nothing lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.tools.formats import (
+    FORMATS,
+    FUNCTION_GEMMA,
+    GEMMA,
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
+    QWEN_CODER,
+    ToolFormat,
+    format_of,
+    normal_tool,
+    reader_for,
+)
+from router.tools.pieces import Called, Piece, Said, Thought, ToolUse
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+USE = ToolUse((normal_tool("weather", "Of a city.", SCHEMA), normal_tool("now", None, None)))
+ONE = Called("weather", '{"city": "Kyōto", "days": 2}')
+OTHER = Called("now", "{}")
+NESTED = Called("weather", '{"city": "a } \\" ] </tool_call> \\\\", "days": [{"x": []}]}')
+
+#: What a model writes, and what it means.
+WRITTEN: list[tuple[ToolFormat, str, list[Piece]]] = [
+    (HERMES, "Hello", [Said("Hello")]),
+    (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Kyōto", "days": 2}}\n</tool_call>', [ONE]),
+    (HERMES, 'I look.\n<tool_call>{"name": "weather", "arguments": {"city": "Kyōto", "days": 2}}</tool_call>\n\n'
+             '<tool_call>{"name": "now"}</tool_call>\n', [Said("I look."), ONE, OTHER]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {}}</tool_call> Done. ', [OTHER, Said(" Done. ")]),
+    (HERMES, f'<tool_call>{{"name": "weather", "arguments": {NESTED.arguments}}}</tool_call>', [NESTED]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": "{}"}', [OTHER]),  # the turn ended in place of the close
+    (QWEN_CODER, "<tool_call>\n<function=weather>\n<parameter=city>\nKyōto\n</parameter>\n<parameter=days>\n2\n"
+                 "</parameter>\n</function>\n</tool_call>", [ONE]),
+    (QWEN_CODER, "Now:\n<tool_call><function=now></function></tool_call>", [Said("Now:"), OTHER]),
+    (LLAMA, '{"name": "weather", "parameters": {"city": "Kyōto", "days": 2}}', [ONE]),
+    (LLAMA, '{"name": "weather", "parameters": {"city": "Kyōto", "days": 2}}; {"name": "now", "parameters": {}}',
+     [ONE, OTHER]),
+    (LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}', [OTHER]),
+    (LLAMA, '{"answer": 42}', [Said('{"answer": 42}')]),
+    (LLAMA, '{"name": "unknown", "parameters": {}}', [Said('{"name": "unknown", "parameters": {}}')]),
+    (LLAMA, "It is {warm}.", [Said("It is {warm}.")]),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Kyōto", "days": 2}}, {"name": "now"}]',
+     [ONE, OTHER]),
+    (MISTRAL_NAMED, '[TOOL_CALLS]weather[ARGS]{"city": "Kyōto", "days": 2}[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}',
+     [ONE, OTHER]),
+    (MISTRAL_NAMED, 'I see.[TOOL_CALLS]now{}', [Said("I see."), OTHER]),
+    (GEMMA, '<|tool_call>call:weather{city:<|"|>Kyōto<|"|>,days:2}<tool_call|>', [ONE]),
+    (GEMMA, 'Yes <|tool_call>call:now{}<tool_call|>', [Said("Yes"), OTHER]),
+    (FUNCTION_GEMMA, "<start_function_call>call:weather{city:<escape>Kyōto<escape>,days:2}<end_function_call>", [ONE]),
+    (HARMONY, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is warm.",
+     [Thought("Hm."), Said("It is warm.")]),
+    (HARMONY, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+              '<|constrain|>json<|message|>{"city": "Kyōto", "days": 2}', [Thought("Hm."), ONE]),
+    (HARMONY, "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary"
+              "<|message|>{}<|call|>", [Said("I look."), OTHER]),
+]  # fmt: skip
+
+#: What is no call comes out as it was written.
+MALFORMED: list[tuple[ToolFormat, str]] = [
+    (HERMES, "a < b <tool b <tool_call"),
+    (HERMES, "<tool_call>"),
+    (HERMES, "<tool_call>hello</tool_call>"),
+    (HERMES, '<tool_call>{"name": "now"</tool_call>'),
+    (HERMES, '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {"x": NaN}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "\\ud800"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {"x": ' + "[" * 9000 + "]" * 9000 + "}}</tool_call>"),
+    (HERMES, 'so: <tool_call> {"name": "now"} no more </tool_call>'),
+    (HERMES, " \n" * 300),
+    (QWEN_CODER, "<tool_call>\n<function=now>\nhello</function></tool_call>"),
+    (QWEN_CODER, "<tool_call><function=now>"),
+    (LLAMA, '  {"name": "now", "parameters": {}} is a call'),
+    (LLAMA, '{"name": "now"'),
+    (MISTRAL, "[TOOL_CALLS] none"),
+    (MISTRAL, "[TOOL_CALLS] []"),
+    (MISTRAL_NAMED, "[TOOL_CALLS]" + "x" * 600 + "{}"),
+    (MISTRAL_NAMED, '[TOOL_CALLS]now[ARGS]{"x"'),
+    (GEMMA, '<|tool_call>call:now{x:<|"|>y}<tool_call|>'),
+    (FUNCTION_GEMMA, "<start_function_call>now<end_function_call>"),
+    (HARMONY, "I never learned to write so."),
+    (HARMONY, "x" * 2000),
+]
+
+
+def read(form: ToolFormat, parts: Iterable[str]) -> list[Piece]:
+    """All that is read of `parts`, with text that follows text joined."""
+    reader = reader_for(form, USE)
+    pieces = [piece for part in parts for piece in reader.push(part)] + list(reader.finish())
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, Said) and isinstance(last, Said):
+            joined[-1] = Said(last.text + piece.text)
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            joined[-1] = Thought(last.text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
+@pytest.mark.parametrize(("form", "text", "meant"), WRITTEN, ids=lambda value: getattr(value, "name", None))
+def test_every_format_is_read_wherever_the_stream_is_cut(form: ToolFormat, text: str, meant: list[Piece]) -> None:
+    assert read(form, [text]) == meant
+    assert read(form, text) == meant
+    for at in range(len(text)):
+        assert read(form, [text[:at], text[at:]]) == meant, at
+
+
+@pytest.mark.parametrize(("form", "text"), MALFORMED, ids=lambda value: getattr(value, "name", None))
+def test_what_is_no_call_comes_out_as_it_was_written(form: ToolFormat, text: str) -> None:
+    assert read(form, [text]) == [Said(text)]
+    assert read(form, text) == [Said(text)]
+
+
+MARKS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", "<|python_tag|>", '<|"|>',
+     '{"name": "now", "arguments": {}}', '{"name": "now", "parameters": {}}', "call:now", "{", "}", "[", "]", '"', "\\",
+     ";", " ", "\n", "x", "<", "<function=now>", "</function>", "now"]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form is not HARMONY], ids=lambda form: form.name)
+@given(parts=st.lists(MARKS, max_size=12), cuts=st.lists(st.integers(0, 80), max_size=6))
+def test_the_cuts_never_matter_and_text_is_never_lost(form: ToolFormat, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = read(form, [text[a:b] for a, b in itertools.pairwise(places)])
+    assert pieces == read(form, text)
+    said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
+    if not any(isinstance(piece, Called) for piece in pieces):
+        assert said == text
+    rest = iter(text)
+    assert all(char in rest for char in said), "text that was not written, or in another order"
+    for piece in pieces:
+        if isinstance(piece, Called):
+            assert isinstance(json.loads(piece.arguments), dict)
+
+
+def test_the_work_for_a_token_does_not_grow_with_the_output() -> None:
+    """A long call costs a long text's work, not its square: a million characters, one at a time."""
+    text = '<tool_call>{"name": "now", "arguments": {"x": "' + "y" * 1_000_000 + '"}}</tool_call>'
+    reader = reader_for(HERMES, USE)
+    pieces = [piece for char in text for piece in reader.push(char)]
+    assert [piece.name for piece in pieces if isinstance(piece, Called)] == ["now"]
+
+
+def test_nothing_is_read_without_tools() -> None:
+    text = '<tool_call>{"name": "now"}</tool_call>'
+    reader = reader_for(HERMES, ToolUse(()))
+    assert [*reader.push(text), *reader.finish()] == [Said(text)]
+
+
+#: From the templates that come with the checkpoints.
+SIGNS = {
+    "harmony": "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}",
+    "hermes": '{{- \'\\n<tool_call>\\n{"name": "\' }}',
+    "qwen-coder": "{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}",
+    "llama": "{{- '<|python_tag|>' + tool_call.name + \".call(\" }}",
+    "mistral": "{{- '[TOOL_CALLS] [' }}",
+    "mistral-named": "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+    "gemma": "{{- '<|tool_call>call:' + function['name'] + '{' }}...<tool_call|>",
+    "function-gemma": "{{- '<start_function_call>call:' }}",
+}
+
+
+def test_a_template_says_which_format_it_is() -> None:
+    assert {form.name for form in FORMATS} == set(SIGNS)
+    for name, template in SIGNS.items():
+        form = format_of(template)
+        assert form is not None
+        assert form.name == name
+    assert format_of("{{ '<tool_call>' + tc.name + '<arg_key>' }}") is None
+    assert format_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None

@@ -24,6 +24,7 @@ from router.http.server import HttpServer, listen
 from router.http.siblings import Siblings
 from router.lifecycle.context import RouterContext
 from router.lifecycle.migration_slots import MigrationSlots
+from router.observe.export import Exporter
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
@@ -144,13 +145,25 @@ class RouterServer:
         page = MetricsPage(context.metrics, self._name)
         live = Live(context, card.own_name, self._name)
         http = HttpServer(create_app(context, card, keys, page, live), config.limits)
-        with self._siblings(page, live) as siblings:
+        with self._siblings(page, live) as siblings, self._tracing(context, card):
             bind = partial(listen, self._host, self._http_port)
             listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
             if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before
                 http.begin()
             with listener:
                 await self._serve(context, http, guard, live, listener)
+
+    @contextmanager
+    def _tracing(self, context: RouterContext, card: ModelCard) -> Iterator[None]:
+        tracing = self._config.tracing
+        if not tracing.otlp_endpoint:
+            yield
+            return
+        now_s = context.clock.now
+        exporter = Exporter(tracing.otlp_endpoint, tracing.sample, card.own_name, self._name, now_s)
+        context.recorder.on_end = exporter.export
+        with closing(exporter):
+            yield
 
     @contextmanager
     def _siblings(self, page: MetricsPage, live: Live) -> Iterator[Siblings | None]:

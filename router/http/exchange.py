@@ -38,6 +38,7 @@ from tandem.core.errors import TandemError, UnsupportedEncodingError
 
 _log = logging.getLogger(__name__)
 
+_PARENT = ("traceparent", "tracestate")  # W3C Trace Context
 _MAX_HEADER_CHARS = 1000
 _MAX_NAMED_ROLES = 8
 
@@ -66,7 +67,7 @@ class Exchange:
             if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
                 await self._grammars.check(call.parsed.grammar)
-            group = self._admit(call.parsed, requests, read_s)
+            group = self._admit(http, call.parsed, requests, read_s)
         except ClientDisconnect:
             self._context.metrics.requests.labels("cancelled").inc()
             return
@@ -115,13 +116,15 @@ class Exchange:
             read_s = context.clock.now()
             return *await self._bodies.work_on(raw, work), read_s
 
-    def _admit(self, parsed: ParsedRequest, requests: list[Request], read_s: float) -> PromptGroup:
+    def _admit(self, http: HttpRequest, parsed: ParsedRequest, requests: list[Request], read_s: float) -> PromptGroup:
         """Give each request a place in the queue."""
         context = self._context
         check_placeable(context.workers.snapshot())
         context.admission.enter(len(requests), parsed.num_choices)
         max_tokens = context.config.limits.stream_buffer_tokens if parsed.stream else None
-        return PromptGroup(requests, context, DeltaBuffer(max_tokens), kind=parsed.kind, read_s=read_s)
+        parent = {name: http.headers[name] for name in _PARENT if name in http.headers}
+        deltas = DeltaBuffer(max_tokens)
+        return PromptGroup(requests, context, deltas, kind=parsed.kind, read_s=read_s, parent=parent)
 
     def _count_refused(self, error: TandemError) -> None:
         outcome = outcome_of(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.lifecycle.context import RouterContext
 from router.lifecycle.delta_buffer import DeltaBuffer
@@ -24,13 +24,21 @@ class PromptGroup:
     """Starts the requests, passes on what happens to the client, and closes the buffer when all have ended."""
 
     def __init__(
-        self, requests: Sequence[Request], context: RouterContext, deltas: DeltaBuffer, *, kind: str, read_s: float
+        self,
+        requests: Sequence[Request],
+        context: RouterContext,
+        deltas: DeltaBuffer,
+        *,
+        kind: str,
+        read_s: float,
+        parent: Mapping[str, str],
     ) -> None:
         """Admission let each request in: a request tells it when it no longer waits, the group when it has ended.
 
         Args:
             kind: what was asked for, for people: "chat" or "completion".
             read_s: when the body had come.
+            parent: `traceparent` and `tracestate` of the HTTP request, where it has them.
         """
         self.requests = requests
         self.deltas = deltas
@@ -39,7 +47,7 @@ class PromptGroup:
         self.prompts_at = [""] * len(requests)
         self._context = context
         self._entered_s = context.clock.now()
-        self._traces = [_trace(request, kind, read_s, self._entered_s) for request in requests]
+        self._traces = [_trace(request, kind, read_s, self._entered_s, parent) for request in requests]
         for trace in self._traces:
             context.recorder.begin(trace)
         self._inboxes: list[Mailbox[Event]] = [Mailbox() for _ in requests]
@@ -110,7 +118,7 @@ class PromptGroup:
         return self._context.clock.now() - self._entered_s
 
 
-def _trace(request: Request, kind: str, read_s: float, ready_s: float) -> Trace:
+def _trace(request: Request, kind: str, read_s: float, ready_s: float, parent: Mapping[str, str]) -> Trace:
     return Trace(
         request_id=request.request_id,
         client_id=request.request_id.rpartition("#")[0],
@@ -120,4 +128,5 @@ def _trace(request: Request, kind: str, read_s: float, ready_s: float) -> Trace:
         kind=kind,
         read_s=read_s,
         ready_s=ready_s,
+        parent=parent,
     )

@@ -6,7 +6,7 @@ What a token costs here does not grow with the number of requests, and what is r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from router.observe.history import History
@@ -21,6 +21,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.history = History()
+        #: Called with each trace that has ended.
+        self.on_end: Callable[[Trace], object] = lambda _: None
         # Invariant: a request is in exactly one of these; `_ended` in the order in which they ended.
         self._running: dict[str, Trace] = {}
         self._ended: dict[str, Trace] = {}
@@ -60,6 +62,7 @@ class Recorder:
             self.history.at(now_s).outcomes[trace.outcome or "failed"] += 1
             self._ended[request_id] = trace
             self._num_ended += 1
+            self.on_end(trace)
             if len(self._ended) > NUM_ENDED:
                 self._forget(next(iter(self._ended)))
 

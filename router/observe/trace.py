@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class Trace:
         stamps: when it reached which state; the request's own list, which grows.
         read_s, ready_s: when its body had come, and when it had been tokenised and let in.
         ended_s: when the end of its answer was written; `None` while it goes on.
+        parent: its client's `traceparent` and `tracestate`, so far as it sent them.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Trace:
     num_prompt_tokens: int
     num_choices: int
     kind: str = ""
+    parent: Mapping[str, str] = field(default_factory=dict)
     read_s: float | None = None
     ready_s: float | None = None
     ended_s: float | None = None

@@ -271,6 +271,20 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
+class TracingConfig:
+    """Spans of requests for OpenTelemetry; needs the extra `otel`."""
+
+    otlp_endpoint: str = _key(
+        "", "URL of a collector's OTLP receiver over HTTP, such as `http://collector:4318`; empty: nothing is sent. "
+        "Variables like OTEL_EXPORTER_OTLP_HEADERS are obeyed.",
+    )
+    sample: float = _key(
+        1.0, "Share of the requests that are sent. A request whose `traceparent` says so is sent, or not, in any "
+        "case. Lower it where the collector cannot keep up.", minimum=0, maximum=1,
+    )
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     level: str = _key("info", "The lowest level that is logged.", choices=("debug", "info", "warning", "error"))
     format: str = _key(
@@ -293,6 +307,7 @@ class Config:
     http: HttpConfig = field(default_factory=HttpConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:

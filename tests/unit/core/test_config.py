@@ -116,7 +116,7 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     if leaf.choices:
         return st.sampled_from(leaf.choices)
     least = leaf.minimum or 0
-    upper = _UPPER.get(leaf.path)
+    upper = _UPPER.get(leaf.path, leaf.maximum)
     if leaf.hint is int:
         return st.integers(int(least), 1 << 40 if upper is None else int(upper))
     if leaf.hint is float:

@@ -60,6 +60,17 @@ def test_every_metric_of_the_board_and_the_rules_is_exported(site: Site) -> None
     assert len(used) > 25
 
 
+def test_what_every_router_tells_of_workers_is_counted_once() -> None:
+    """The deployment's page lists it."""
+    page = (ROOT / "docs/deploy.md").read_text().split("What workers report")[1].split("take one of them")[0]
+    of_workers = re.findall(r"`(tandem_\w+)`", page)
+    assert len(of_workers) > 8
+    for query in [*board_queries(), *alert_queries()]:
+        for name in of_workers:
+            if name in query:
+                assert re.search(r"max|absent", query), query
+
+
 def test_the_board_shows_every_histogram_and_counts_each_request_once(site: Site) -> None:
     queries = board_queries()
     for query in queries:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.core.model_path import resolve_model
+from tests.hosts.report import SAME
 from tests.scenarios.client import Answer
 
 
@@ -37,7 +38,7 @@ def assert_right_or_typed_error(answer: Answer, tokens: list[int]) -> str:
     if answer.error is None:
         assert answer.done
         assert answer.token_ids == [tokens]
-        return "the same tokens"
+        return SAME
     for name in ("code", "type", "message", "request_id"):
         assert answer.error.get(name), f"{name} is missing: {answer.error}"
     assert isinstance(answer.error.get("retryable"), bool), answer.error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from tests.hosts.environment import ROOT
 
 FIGURES = ROOT / "docs" / "figures" / "host_faults.json"
 PAGE = ROOT / "docs" / "failure-contract.md"
+SAME = "the same tokens"
+"""What a client saw that saw nothing of a fault, but time."""
 _BETWEEN = re.compile(r"(<!-- host faults: made by tests.hosts.report -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -29,6 +31,8 @@ class Seen:
         whole_s: from the end of the fault until all workers served.
         idle_s: from then until nothing was held for any request, in quarantine neither.
         replaced: how many workers live another life than before.
+        afterwards: what clients saw that came when all was over; empty where none was asked for.
+        afterwards_s: the longest that one of these waited for a token.
     """
 
     fault: str
@@ -37,6 +41,8 @@ class Seen:
     whole_s: float
     idle_s: float
     replaced: int
+    afterwards: dict[str, int] = field(default_factory=dict)
+    afterwards_s: float | None = None
 
 
 def save(target: Path, seen: list[Seen]) -> None:
@@ -50,14 +56,22 @@ def save(target: Path, seen: list[Seen]) -> None:
 def table(faults: list[dict[str, Any]]) -> str:
     """One line a fault."""
     lines = [
-        "| fault | requests | longest wait, s | all serve again, s | nothing held, s | workers replaced |",
-        "|---|---|---|---|---|---|",
+        "| fault | requests | longest wait, s | all serve again, s | nothing held, s | workers replaced "
+        "| afterwards, s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for fault in faults:
         saw = ", ".join(f"{number} × {what}" for what, number in sorted(fault["saw"].items()))
         times = " | ".join(f"{fault[name]:.1f}" for name in ("recovery_s", "whole_s", "idle_s"))
-        lines.append(f"| {fault['fault']} | {saw} | {times} | {fault['replaced']} |")
+        lines.append(f"| {fault['fault']} | {saw} | {times} | {fault['replaced']} | {_afterwards(fault)} |")
     return "\n".join(lines)
+
+
+def _afterwards(fault: dict[str, Any]) -> str:
+    if not fault.get("afterwards"):
+        return "-"
+    errors = [f", {number} × {what}" for what, number in sorted(fault["afterwards"].items()) if what != SAME]
+    return f"{fault['afterwards_s']:.1f}{''.join(errors)}"
 
 
 def page() -> str:

@@ -24,8 +24,8 @@ def strike(
     """Strike a cluster that is whole and idle, and wait until it is so again.
 
     Some requests are under way when the fault begins, others come while it lasts. Every answer has all tokens of the
-    model itself, or a typed error behind the first of them. The prompts are the same for each fault: the cluster is to
-    keep none.
+    model itself, or a typed error behind the first of them. When all is over, as many come as in the beginning. The
+    prompts are the same for each fault: the cluster is to keep none.
     """
     before = cluster.incarnations()
     prompts = [story(f"under way {number}", PROMPT) for number in range(NUM_BEFORE + NUM_DURING)]
@@ -45,14 +45,21 @@ def strike(
     whole_at = time.time()
     cluster.wait_idle(IDLE_S)
     cluster.wait_ready(WHOLE_S)  # some are killed only for pages that were waited for meanwhile
+    idle_at = time.time()
     saw = [assert_right_or_typed_error(*each) for each in zip(answers, right, strict=True)]
+    afterwards = [_stream(cluster, prompt) for prompt in prompts[:NUM_BEFORE]]
+    late = [stream.answer(timeout_s=240) for stream in afterwards]
+    saw_afterwards = [assert_right_or_typed_error(*each) for each in zip(late, right, strict=False)]
+    cluster.wait_idle(IDLE_S)
     return Seen(
         fault,
         dict(Counter(saw)),
         round(max(longest_wait_s(answer, struck_at) for answer in answers[:NUM_BEFORE]), 2),
         round(whole_at - ended_at, 2),
-        round(time.time() - whole_at, 2),
+        round(idle_at - whole_at, 2),
         len(cluster.incarnations() - before),
+        dict(Counter(saw_afterwards)),
+        round(max(longest_wait_s(answer, idle_at) for answer in late), 2),
     )
 
 

@@ -56,6 +56,7 @@ def cluster(start_hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPath
 def keep(seen: report.Seen) -> None:
     if target := os.environ.get(_FIGURES):
         report.save(Path(target), [seen])
+    assert not set(seen.afterwards) - {report.SAME}, "when all is over, nobody sees anything of it"
 
 
 @pytest.mark.parametrize("lasts_s", [1, 5, 15, 60])
@@ -73,7 +74,7 @@ def test_connections_between_living_workers_break_and_nobody_is_killed_for_it(cl
 
     seen = strike(cluster, "all connections between prefill and decode reset", reset, lambda: None, 4)
     keep(seen)
-    assert (seen.saw, seen.replaced) == ({"the same tokens": NUM_BEFORE + NUM_DURING}, 0)
+    assert (seen.saw, seen.replaced) == ({report.SAME: NUM_BEFORE + NUM_DURING}, 0)
 
 
 def test_one_packet_in_a_hundred_is_lost(cluster: HostCluster) -> None:
@@ -125,7 +126,7 @@ def test_the_head_dies_and_tandem_up_brings_all_back(cluster: HostCluster) -> No
         right = expected(prompt, TOKENS)
         assert answer.token_ids[0] == right[: len(answer.token_ids[0])]
         assert answer.done == (answer.token_ids[0] == right)
-        saw.append("the same tokens" if answer.done else "a broken connection")
+        saw.append(report.SAME if answer.done else "a broken connection")
     waited_s = time.time() - struck_at
     cluster.hosts.add(cluster.head.number)
     back_at = time.time()

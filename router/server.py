@@ -30,6 +30,7 @@ from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
 from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
+from router.workers.vllm_names import VllmNames
 from tandem.core import fault_points
 from tandem.core.addresses import ANY_HOST, join_address, url_host
 from tandem.core.clock import MonotonicClock
@@ -142,6 +143,9 @@ class RouterServer:
         guard = RoleGuard()
         context = self._context(guard)
         card = ModelCard.from_dir(self._model_dir, config, context.tokenizer)
+        if config.metrics.vllm_names:
+            names = VllmNames(context.metrics, context.workers, context.admission, card.own_name)
+            context.metrics.registry.register(names)
         page = MetricsPage(context.metrics, self._name)
         live = Live(context, card.own_name, self._name)
         http = HttpServer(create_app(context, card, keys, page, live), config.limits)

@@ -249,6 +249,7 @@ class InFlightRequest:
         deltas = text.push(ready)
         if text.is_finished:
             self.journal.finish(token.choice, text.num_tokens)
+            self.context.metrics.finished_choices.labels(deltas[-1].finish_reason).inc()
         for delta in deltas:
             self._emit(delta)
 
@@ -260,6 +261,7 @@ class InFlightRequest:
         last_s = self._last_token_s[choice]
         gap_s = None if last_s is None else now_s - last_s
         self.context.recorder.tokens(self.trace, now_s, num_tokens, gap_s)
+        metrics.output_tokens.inc(num_tokens)
         if gap_s is not None:
             metrics.itl_s.observe(gap_s)
         elif all(stamp is None for stamp in self._last_token_s):
@@ -327,6 +329,7 @@ class InFlightRequest:
         self._on_prompt(computed_by)
         self.trace.computed_by = computed_by.value
         if self._num_cached_tokens is None:
+            self.context.metrics.prompt_tokens.inc(len(self.request.prompt_ids))
             self._num_cached_tokens = self.trace.num_cached_tokens = num_cached_tokens
 
     def usage(self) -> Usage:

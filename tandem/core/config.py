@@ -268,6 +268,10 @@ class MetricsConfig:
         "requests that come or go.",
         minimum=0.01,
     )
+    vllm_names: bool = _key(
+        False, "Export what means the same under vLLM's names too (`vllm:num_requests_running` and so on). Turn it on "
+        "for boards, autoscalers and load generators that were made for vLLM."
+    )
 
 
 @dataclass(frozen=True)

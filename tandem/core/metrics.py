@@ -32,6 +32,11 @@ class RouterMetrics:
 
         # -- requests, as clients see them
         self.requests = counter("tandem_requests_total", "Requests that ended, by outcome", "outcome")
+        self.prompt_tokens = counter("tandem_prompt_tokens_total", "Prompt tokens of requests whose prompt was begun")
+        self.output_tokens = counter("tandem_output_tokens_total", "Tokens that were given out")
+        self.finished_choices = counter(
+            "tandem_finished_choices_total", "Choices that ended by themselves, by finish reason", "reason"
+        )
         self.ttft_s = histogram("tandem_ttft_seconds", "Arrival of a request to its first token", _SLOW_S)
         self.itl_s = histogram("tandem_itl_seconds", "Gap between two tokens of one choice", _FAST_S)
         self.request_s = histogram("tandem_request_seconds", "Arrival of a request to its end", _SLOW_S)

@@ -17,7 +17,8 @@ def test_what_was_made_for_vllm_finds_its_figures(make_site: Callable[..., Site]
     named = {name.split("{")[0] for name in told if name.startswith("vllm:")}
     assert named >= {
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
-        "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:num_preemptions_total",
+        "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total",
+        "vllm:num_preemptions_total",
         "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:time_to_first_token_seconds_bucket",
         "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_count",
         "vllm:e2e_request_latency_seconds_bucket", "vllm:request_queue_time_seconds_count",
@@ -28,7 +29,7 @@ def test_what_was_made_for_vllm_finds_its_figures(make_site: Callable[..., Site]
     assert told[f"vllm:prompt_tokens_total{{{labels}}}"] == told["tandem_prompt_tokens_total"] > 2
     assert told['vllm:request_success_total{engine="0",finished_reason="length",model_name="toy"}'] == 2
     assert told[f"vllm:e2e_request_latency_seconds_count{{{labels}}}"] == told["tandem_request_seconds_count"] == 1
-    assert told[f'vllm:e2e_request_latency_seconds_bucket{{{labels},le="+Inf"}}'] == 1
+    assert told['vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",model_name="toy"}'] == 1
     assert told[f"vllm:e2e_request_latency_seconds_sum{{{labels}}}"] == pytest.approx(
         told["tandem_request_seconds_sum"]
     )

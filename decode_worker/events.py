@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey, Grant
-from tandem.worker.request import AttemptFailed, TokenSampled
+from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class WriterSuspected:
     incarnation: str
 
 
-Event = GrantMade | ComputesHere | Admitted | TokenSampled | AttemptFailed | WriterSuspected
+Event = GrantMade | ComputesHere | Admitted | PromptScored | TokenSampled | AttemptFailed | WriterSuspected
 
 Emit = Callable[[dict[int, list[Event]]], None]
 """Sends events to routers, by session; from any thread."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from decode_worker.events import ComputesHere
 from decode_worker.ledger import Attempt
+from tandem.core.errors import InternalError
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.worker.guide import Guide
+from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.sequence import Sequence
 
 #: Stands for the prompt where choices are numbered.
@@ -25,6 +27,8 @@ class DecodeJob(Attempt):
     num_choices: int
     going_on: list[int]  # the choices that have not ended
     journal: dict[int, list[int]]  # tokens that the client has, by choice; they are replayed, not sampled again
+    scoring: PromptScoring | None = None  # of the prompt, where decode computes it
+    cache_salt: str = ""
     is_cancelled: bool = False  # it was cancelled; its pages come back when the protocol says so
     is_new: bool = False  # handed off, and no step has computed a token of it yet
     local: ComputesHere | None = None  # set from when its prompt is computed here
@@ -44,6 +48,7 @@ class DecodeJob(Attempt):
         sequence = self._make_sequence(0, [], [*self.cached, *self.pages], num_cached * page_size, num_cached)
         sequence.keys = list(self.page_keys)
         sequence.samples = bool(self.to_sample)
+        sequence.scoring = self.scoring
         # A retry is not paced: it has waited long enough, and prefill has no time for it.
         sequence.paced = self.key.attempt == 1
         sequence.owner = Prompt(self, SequenceState(self.prompt_ids), self.guides.get(PROMPT))
@@ -82,6 +87,7 @@ class DecodeJob(Attempt):
             num_computed=num_computed,
             pages=pages,
             num_published=num_published,
+            cache_salt=self.cache_salt,
         )
 
 
@@ -92,6 +98,7 @@ class Prompt:
     job: DecodeJob
     state: SequenceState
     guide: Guide | None  # of an output that begins
+    error: InternalError | None = None  # its logits are of no use: the attempt ends when the step is booked
 
     def rows(self, _: Sequence) -> list[SampleRow]:
         job = self.job

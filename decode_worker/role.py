@@ -7,6 +7,7 @@ so no grant waits for a step. On the *runner's* thread they are in the batch. Th
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,13 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReaso
 from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError, TandemError
-from tandem.core.pages import page_keys
+from tandem.core.pages import page_keys, salted
 from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
+from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import SampleTokens
@@ -55,6 +57,7 @@ class DecodeRole:
         queue_bound: int,
         sample: SampleTokens,
         guides: GuideMaker,
+        score: ScoreTokens,
         counters: WorkerCounters,
         load: LoadReport,
         pacing: Pacing,
@@ -84,6 +87,7 @@ class DecodeRole:
             ledger=self.ledger,
             limits=limits,
             sample_tokens=sample,
+            score_tokens=score,
             counters=counters,
             emit=emit,
             drop=self._drop,
@@ -135,7 +139,9 @@ class DecodeRole:
         num_tokens = min(num_prompt + spec.params.max_tokens, self._limits.max_context)
         self._scheduler.check_fits(num_tokens, key.request_id)
         prompt, going_on = list(spec.prompt_ids), [c for c in range(spec.num_choices) if c not in finished]
-        salt, caching = self._scheduler.salt, self._scheduler.prefix_cache
+        salt = salted(self._scheduler.salt, spec.cache_salt)
+        # A cached prefix has no logits.
+        caching = self._scheduler.prefix_cache and not (spec.scoring and spec.scoring.num_known < num_prompt)
         self._arrivals += 1
         return DecodeJob(
             key=key,
@@ -152,6 +158,8 @@ class DecodeRole:
             num_choices=spec.num_choices,
             going_on=going_on,
             journal=journal,
+            scoring=copy(spec.scoring),
+            cache_salt=spec.cache_salt,
         )
 
     def cancel(self, key: AttemptKey) -> None:
@@ -377,6 +385,9 @@ class DecodeRole:
         self._counters.num_preemptions += len(batch.preempted)
         self._tokens.begin_masks(batch)
         fault_points.reach("decode.step")
+
+    def score(self, batch: Batch, logits: Any) -> Any:
+        return self._tokens.score(batch, logits)
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         return self._tokens.sample(batch, logits)

@@ -10,12 +10,14 @@ from typing import Any
 from decode_worker.events import Emit, Event
 from decode_worker.job import Choice, DecodeJob, Prompt
 from decode_worker.ledger import AttemptState, Ledger
-from tandem.core.errors import TandemError
+from tandem.core.errors import InternalError, TandemError
+from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SampledToken
 from tandem.worker.batch import Batch, ScheduledSequence
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import GuideMaker
-from tandem.worker.request import AttemptFailed, RequestLimits, TokenSampled
+from tandem.worker.prompt_scoring import ScoreTokens, take_scores
+from tandem.worker.request import AttemptFailed, PromptScored, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.step import SampleTokens
@@ -31,6 +33,7 @@ class TokenBook:
     ledger: Ledger[DecodeJob]  # attempts that end are taken out
     limits: RequestLimits
     sample_tokens: SampleTokens
+    score_tokens: ScoreTokens
     counters: WorkerCounters
     emit: Emit
     drop: Callable[[DecodeJob], None]  # ends an attempt whose tokens cannot be used
@@ -43,6 +46,18 @@ class TokenBook:
         guided = [item.sequence.owner for item in batch.items if item.samples and item.sequence.params.grammar]
         if guided:
             self.guides.begin([owner.guide for owner in guided])
+
+    def score(self, batch: Batch, logits: Any) -> Any:
+        """As `StepHooks.score`."""
+        return take_scores(batch.items, logits, self.score_tokens, self._scored)
+
+    def _scored(self, item: ScheduledSequence, first: int, tokens: list[TokenScore] | InternalError) -> None:
+        prompt: Prompt = item.sequence.owner
+        if isinstance(tokens, InternalError):
+            prompt.error = tokens
+        elif item.sequence.scoring is not None:
+            item.sequence.scoring.num_known = first + len(tokens)
+            self.emit({prompt.job.session: [PromptScored(prompt.job.key, first, tuple(tokens))]})
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         """As `StepHooks.sample`."""
@@ -72,6 +87,8 @@ class TokenBook:
             match sequence.owner:
                 case Choice() if tokens:
                     self._book(sequence, tokens, events)
+                case Prompt(error=InternalError() as error):
+                    self._fail(sequence, error, events)
                 case Prompt() if sequence.num_computed == sequence.num_prompt:
                     self._fork(sequence, tokens, events)
         if events:

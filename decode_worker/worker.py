@@ -30,6 +30,7 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.identity import Role
 from tandem.engine.sampler import Sampler
+from tandem.engine.scorer import score_rows
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -106,6 +107,7 @@ class DecodeWorker:
             queue_bound=parts.config.scheduling.worker_queue_bound,
             sample=Sampler(parts.engine.eos_token_ids),
             guides=parts.guides,
+            score=score_rows,
             counters=parts.counters,
             load=parts.load,
             pacing=parts.pacing,

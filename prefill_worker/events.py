@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
-from tandem.worker.request import AttemptFailed, TokenSampled
+from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +65,4 @@ class LinkChanged:
     is_broken: bool
 
 
-Event = PromptStarted | TokenSampled | PromptEnded | HandedOff | AttemptFailed | LinkChanged
+Event = PromptStarted | PromptScored | TokenSampled | PromptEnded | HandedOff | AttemptFailed | LinkChanged

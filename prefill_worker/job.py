@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 
 from kvtransfer.protocol.messages import AttemptKey, FirstToken
@@ -35,7 +36,7 @@ class PromptJob:
     # By choice, sampled by this attempt or an earlier one here. Invariant: never sampled twice.
     first_tokens: dict[int, SampledToken] = field(default_factory=dict)
     guide: Guide | None = None  # of its grammar: all choices begin alike
-    error: TandemError | None = None  # a token could not be sampled: the attempt ends when the step is booked
+    error: TandemError | None = None  # its logits are of no use: the attempt ends when the step is booked
     started_s: float | None = None
     computed_s: float | None = None  # when it was computed, and its first tokens given out, for the first time
     sealed_s: float | None = None  # when it was computed last: again after a preemption
@@ -99,6 +100,8 @@ def make_job(
         token_ids=list(spec.prompt_ids),
         num_prompt=len(spec.prompt_ids),
         params=spec.params,
+        scoring=copy(spec.scoring),
+        cache_salt=spec.cache_salt,
     )
     job = PromptJob(spec.key, session, sequence, spec.num_choices, journal, finished, receiver)
     sequence.owner = job

@@ -19,15 +19,17 @@ from prefill_worker.retained_prompts import RetainedPrompts
 from prefill_worker.sending import SealedPages, SenderPort
 from tandem.core import fault_points
 from tandem.core.clock import Clock
-from tandem.core.errors import DrainingError, HandoffError, TandemError
+from tandem.core.errors import DrainingError, HandoffError, InternalError, TandemError
 from tandem.core.pages import PageState, pages_for
+from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
-from tandem.worker.batch import Batch
+from tandem.worker.batch import Batch, ScheduledSequence
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
-from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
+from tandem.worker.prompt_scoring import ScoreTokens, take_scores
+from tandem.worker.request import AttemptFailed, AttemptSpec, PromptScored, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import SampleTokens
 
@@ -55,6 +57,7 @@ class PrefillRole:
         num_layers: int,
         sample: SampleTokens,
         guides: GuideMaker,
+        score: ScoreTokens,
         counters: WorkerCounters,
         load: LoadReport,
         pacing: Pacing,
@@ -69,6 +72,7 @@ class PrefillRole:
         self._limits = limits
         self._num_layers = num_layers
         self._sample = sample
+        self._score = score
         self._counters = counters
         self._load = load
         self._guides = guides
@@ -147,7 +151,8 @@ class PrefillRole:
         if recalled is not None:
             job.first_tokens = {c: recalled.first_tokens[c] for c in job.open_choices if c in recalled.first_tokens}
         job.sequence.samples = bool(job.to_sample)
-        return recalled is not None and not job.to_sample and self.retained.give_pages(job.sequence, recalled)
+        is_left = bool(job.to_sample) or job.sequence.is_to_score
+        return recalled is not None and not is_left and self.retained.give_pages(job.sequence, recalled)
 
     def grant_attached(self, key: AttemptKey) -> None:
         """Decode took this worker as the grant's writer, and the driver knows it. From any thread. `attach` follows;
@@ -244,6 +249,17 @@ class PrefillRole:
             self._pool.share(part.pages)
         layers, part.next_layer = range(part.next_layer, layer + 1), layer + 1
         return SealedPages(job.key, layers, part.first, part.pages)
+
+    def score(self, batch: Batch, logits: Any) -> Any:
+        return take_scores(batch.items, logits, self._score, self._scored)
+
+    def _scored(self, item: ScheduledSequence, first: int, tokens: list[TokenScore] | InternalError) -> None:
+        job: PromptJob = item.sequence.owner
+        if isinstance(tokens, InternalError):
+            job.error = tokens
+        elif job.sequence.scoring is not None and not job.over:
+            job.sequence.scoring.num_known = first + len(tokens)
+            self._send(job.session, PromptScored(job.key, first, tuple(tokens)))
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]

@@ -33,6 +33,7 @@ from tandem.core.errors import HandoffError, TandemError
 from tandem.core.identity import Role
 from tandem.core.pages import pages_for
 from tandem.engine.sampler import Sampler
+from tandem.engine.scorer import score_rows
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
@@ -119,6 +120,7 @@ class PrefillWorker:
             num_layers=parts.layout.num_layers,
             sample=Sampler(parts.engine.eos_token_ids),
             guides=parts.guides,
+            score=score_rows,
             counters=parts.counters,
             load=parts.load,
             pacing=parts.pacing,

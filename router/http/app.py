@@ -25,6 +25,7 @@ from router.http.exchange import STREAM_HEADERS, Exchange, send_error
 from router.http.grammars import GrammarCheck
 from router.http.live import Live, live_page, wants_page
 from router.http.metrics_page import MetricsPage
+from router.http.tokenizing import Tokenizing
 from router.http.welcome import endpoints, facts, welcome_page
 from router.lifecycle.context import RouterContext
 from router.lifecycle.request_errors import RequestErrors
@@ -40,13 +41,14 @@ from router.responses.read import read_response
 from tandem.core import metrics
 from tandem.core.errors import AuthenticationError, DrainingError, InternalError, InvalidRequestError, TandemError
 from tandem.core.logging import bound
+from tandem.core.version import version
 
 _log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
 #: HEAD is GET whose body the server leaves out.
 _READ = ["GET", "HEAD"]
-_QUIET_PATHS = ("/health", "/metrics")
+_QUIET_PATHS = ("/health", "/ping", "/load", "/metrics")
 #: What a page may read of an answer beside what browsers show it anyway.
 _EXPOSED_HEADERS = (
     "x-request-id",
@@ -67,7 +69,7 @@ _GENERATING = {
 
 
 def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage, live: Live) -> ASGIApp:
-    """The ASGI application of one router; `keys` guard every route but `/health`."""
+    """The ASGI application of one router; `keys` guard every route but those of `OPEN_PATHS`."""
     app = FastAPI(title="Tandem", openapi_url=None)
     _add_get_routes(app, context, card, keys, page)
     _add_live_routes(app, live)
@@ -78,6 +80,9 @@ def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: Met
         app.router.routes.append(Route(path, Exchange(context, card, read_body, bodies, grammars), methods=["POST"]))
     counting = Counting(context, card, read_count, bodies)
     app.router.routes.append(Route("/v1/messages/count_tokens", counting, methods=["POST"]))
+    tokenizing = Tokenizing(context, card, bodies)
+    app.router.routes.append(Route("/tokenize", tokenizing.tokenize, methods=["POST"]))
+    app.router.routes.append(Route("/detokenize", tokenizing.detokenize, methods=["POST"]))
     app.state.errors = context.errors
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)
@@ -132,6 +137,19 @@ def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys:
             raise DrainingError("the router is shutting down")
         check_ready(context.workers.snapshot())
         return _json({"status": "ok"})
+
+    @app.api_route("/ping", methods=[*_READ, "POST"])
+    async def ping() -> Response:
+        """As `/health`, where load balancers look for it."""
+        return await health()
+
+    @app.api_route("/version", methods=_READ)
+    async def served_version() -> Response:
+        return _json({"version": version()})
+
+    @app.api_route("/load", methods=_READ)
+    async def load() -> Response:
+        return _json({"server_load": context.open_exchanges.num})
 
     @app.api_route("/v1/cluster", methods=_READ)
     async def cluster() -> Response:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 KEYS_VARIABLE = "TANDEM_API_KEYS"
 #: Reached without a key: load balancers and container runtimes ask it, and it tells nothing but up or not.
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 
 _MIN_KEY_CHARS = 16
 _LOOK_AGAIN_S = 1.0

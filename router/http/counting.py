@@ -39,7 +39,7 @@ class Counting:
         except TandemError as error:
             await send_error(scope, send, error, self._context.errors)
             return
-        await send_body(send, 200, orjson.dumps({"input_tokens": num_tokens}), ignored_header(parsed))
+        await send_body(send, 200, orjson.dumps({"input_tokens": num_tokens}), ignored_header(parsed.ignored_fields))
 
     async def _count(self, http: HttpRequest) -> tuple[ParsedRequest, int]:
         limits = self._context.config.limits

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -31,7 +31,7 @@ from router.openai.model_card import ModelCard
 from router.openai.refusal import shown
 from router.openai.responses import error_headers
 from router.openai.schema import ParsedRequest, parse_body
-from router.openai.tokenize import requests_from
+from router.openai.tokenize import requests_from, unread_variables
 from router.policy.route import check_placeable
 from router.request.request import Request
 from tandem.core.errors import TandemError, UnsupportedEncodingError
@@ -76,7 +76,8 @@ class Exchange:
             await send_error(scope, send, error, self._context.errors)
             return
         setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
-        encoder, headers = call.encoder(setting), ignored_header(call.parsed)
+        unread = unread_variables(call.parsed, self._context.tokenizer)
+        encoder, headers = call.encoder(setting), ignored_header((*call.parsed.ignored_fields, *unread))
         with self._context.open_exchanges.entered(group.break_off):
             group.start()
             watcher = asyncio.create_task(_watch_client(receive, group), name="client watcher")
@@ -200,11 +201,11 @@ async def _watch_client(receive: Receive, group: PromptGroup) -> None:
     group.client_gone("the client went away")
 
 
-def ignored_header(parsed: ParsedRequest) -> dict[str, str]:
+def ignored_header(ignored_fields: Sequence[str]) -> dict[str, str]:
     """The client chose the names: only printable ASCII goes into a header."""
-    if not parsed.ignored_fields:
+    if not ignored_fields:
         return {}
-    names = ", ".join(parsed.ignored_fields)[:_MAX_HEADER_CHARS]
+    names = ", ".join(ignored_fields)[:_MAX_HEADER_CHARS]
     return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names)}
 
 

@@ -133,6 +133,8 @@ class Attempt:
                 self._in_flight.reach(RequestState.PREFILLING)
             case events.LocalPrefillStarted():
                 self._computes_locally(event)
+            case events.PromptScored():
+                self._in_flight.take_prompt_scores(event)
             case events.Admitted():
                 self._is_admitted = True
                 self._forget_loss()

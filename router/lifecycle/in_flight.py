@@ -14,9 +14,10 @@ from router.observe.trace import Trace
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
 from router.policy.route import RequestFacts, Route, choose
 from router.request.choice_text import ChoiceText
-from router.request.events import BrokenOff, Event, WaitOver, WorkerLost
+from router.request.events import BrokenOff, Event, PromptScored, WaitOver, WorkerLost
 from router.request.journal import Journal
 from router.request.mailbox import Mailbox
+from router.request.prompt_scores import PromptScores
 from router.request.request import Delta, Request, TokenGiven, Usage
 from router.workers import wire
 from router.workers.session import WorkerSession
@@ -46,7 +47,7 @@ class InFlightRequest:
         self.trace = trace
         self.context = context
         self.inbox = inbox
-        self.journal = Journal(request.num_choices)
+        self.journal = Journal(request.num_choices, _prompt_scores(request))
         self.life = RequestLife(request.request_id, request.arrived_s)
         trace.stamps = self.life.stamps
         limits = context.config.limits
@@ -250,8 +251,14 @@ class InFlightRequest:
         if text.is_finished:
             self.journal.finish(token.choice, text.num_tokens)
             self.context.metrics.finished_choices.labels(deltas[-1].finish_reason).inc()
+        if deltas and (scores := self.journal.prompt_scores) is not None and not scores.was_given:
+            deltas[0].prompt_scores = scores.give()
         for delta in deltas:
             self._emit(delta)
+
+    def take_prompt_scores(self, scored: PromptScored) -> None:
+        if self.journal.prompt_scores is not None:
+            self.journal.prompt_scores.accept(scored.first, scored.tokens)
 
     def _measure(self, choice: int, num_tokens: int) -> None:
         now_s, metrics = self.context.clock.now(), self.context.metrics
@@ -334,3 +341,8 @@ class InFlightRequest:
 
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_ids), self.journal.num_tokens, self._num_cached_tokens)
+
+def _prompt_scores(request: Request) -> PromptScores | None:
+    num_top = request.num_prompt_logprobs
+    return PromptScores(len(request.prompt_ids), num_top) if num_top >= 0 else None
+

@@ -1,4 +1,4 @@
-"""Kinds of values that hold texts and token ids: prompts, messages, stops, biases."""
+"""Kinds of values that hold texts and token ids: prompts, stops, biases."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from router.openai.fields import Field, NotYet, Number, Object, PromptBounds, Schema, Scope, Text, whole
+from router.openai.fields import Field, Integer, Number, PromptBounds, Schema, Scope, whole
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
-from router.openai.tool_fields import ToolCalls
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import ContextLengthError
 
-MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-_TEXT: Schema = {"type": "string"}
 _SOME_TEXT: Schema = {"type": "string", "minLength": 1}
 
 
@@ -51,6 +47,34 @@ class TokenIds:
 
 
 _TOKEN_IDS = TokenIds()
+
+
+class KeptTokens:
+    """How many tokens of a prompt are kept: a number, or -1 for as many as fit."""
+
+    _SOME = Integer(1, (1 << 31) - 1)
+
+    def read(self, value: Any, path: str, scope: Scope) -> int:
+        return -1 if whole(value) == -1 else self._SOME.read(value, path, scope)
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        return {"anyOf": [{"const": -1}, self._SOME.schema(limits, card)]}
+
+
+class Texts:
+    """A list of texts, none of them empty or of spaces alone."""
+
+    _SAYS_SOMETHING = re.compile(r"\S")
+
+    def read(self, value: Any, path: str, _: Scope) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            refuse(path, f"must be a list of texts, not {shown(value)}")
+        if not all(map(self._SAYS_SOMETHING.search, value)):
+            refuse(path, "must not hold a text of nothing but spaces")
+        return tuple(value)
+
+    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
+        return {"type": "array", "items": {"type": "string", "pattern": self._SAYS_SOMETHING.pattern}}
 
 
 class Prompt:
@@ -129,94 +153,3 @@ class Stops:
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
         return {"anyOf": [_SOME_TEXT, {"type": "array", "items": _SOME_TEXT, "maxItems": self.most}]}
-
-
-# -- messages
-
-
-class _Role:
-    """The tokenizer knows which of these roles the model's chat template refuses."""
-
-    def read(self, value: Any, path: str, _: Scope) -> str:
-        if value not in MESSAGE_ROLES:
-            refuse(path, f"must be one of {', '.join(MESSAGE_ROLES)}, not {shown(value)}")
-        return str(value)
-
-    def schema(self, _: LimitsConfig, card: ModelCard) -> Schema:
-        return {"enum": [role for role in MESSAGE_ROLES if role not in card.refused_roles]}
-
-
-class _PartType:
-    def read(self, value: Any, path: str, _: Scope) -> str:
-        if value != "text":
-            refuse(path, f"must be `text`, not {shown(value)}: this model reads text alone")
-        return "text"
-
-    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"const": "text"}
-
-
-class _Content:
-    """A text, or a list of text parts, which become one."""
-
-    _PART = Object(
-        [Field("type", _PartType(), is_required=True), Field("text", Text(), is_required=True)], is_open=True
-    )
-
-    def read(self, value: Any, path: str, scope: Scope) -> str:
-        if isinstance(value, list):
-            return "\n".join(
-                part if isinstance(part, str) else self._PART.read(part, f"{path}[{number}]", scope)["text"]
-                for number, part in enumerate(value)
-            )
-        if not isinstance(value, str):
-            refuse(path, f"must be a text or a list of text parts, not {shown(value)}")
-        return value
-
-    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
-        part = {"anyOf": [_TEXT, self._PART.schema(limits, card)]}
-        return {"anyOf": [_TEXT, {"type": "array", "items": part}]}
-
-
-class _Message:
-    """A message with content, or with calls of tools, or both.
-
-    The chat template gets all other fields of a message as they are.
-    """
-
-    _FIELDS = Object(
-        [
-            Field("role", _Role(), is_required=True),
-            Field("content", _Content()),
-            Field("tool_calls", ToolCalls()),
-            Field("function_call", NotYet()),
-        ],
-        is_open=True,
-    )
-
-    def read(self, value: Any, path: str, scope: Scope) -> dict[str, Any]:
-        message = self._FIELDS.read(value, path, scope)
-        if message.get("content") is None:
-            if not message.get("tool_calls"):
-                refuse(f"{path}.content", "is missing")
-            message["content"] = ""  # templates join it with other text
-        return message
-
-    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
-        has_content = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
-        calls = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
-        return {**self._FIELDS.schema(limits, card), "anyOf": [has_content, calls]}
-
-
-MESSAGE = _Message()
-
-
-class Messages:
-    def read(self, value: Any, path: str, scope: Scope) -> tuple[dict[str, Any], ...]:
-        if not isinstance(value, list) or not value:
-            example = '[{"role": "user", "content": "Hello"}]'
-            refuse(path, f"must be a list of at least one message, as {example}; it is {shown(value)}")
-        return tuple(MESSAGE.read(message, f"{path}[{number}]", scope) for number, message in enumerate(value))
-
-    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
-        return {"type": "array", "minItems": 1, "items": MESSAGE.schema(limits, card)}

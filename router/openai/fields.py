@@ -119,16 +119,35 @@ class Boolean:
 @dataclass(frozen=True)
 class Text:
     empty: str = ""  # the refusal of an empty or missing text; without it an empty one is taken
+    longest: int | None = None  # in characters
 
     def read(self, value: Any, path: str, _: Scope) -> str:
         if value is None or (value == "" and self.empty):
             refuse(path, self.empty or "is missing")
         if not isinstance(value, str):
             refuse(path, f"must be a text, not {shown(value)}")
+        if self.longest is not None and len(value) > self.longest:
+            refuse(path, f"must have at most {self.longest} characters, not {len(value)}")
         return value
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"type": "string"} | ({"minLength": 1} if self.empty else {})
+        bounds = {"minLength": 1 if self.empty else None, "maxLength": self.longest}
+        return {"type": "string", **{key: bound for key, bound in bounds.items() if bound is not None}}
+
+
+class OneOf:
+    """One of these texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    def read(self, value: Any, path: str, _: Scope) -> str:
+        if value not in self._texts:
+            refuse(path, f"must be one of {', '.join(self._texts)}, not {shown(value)}")
+        return str(value)
+
+    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
+        return {"enum": list(self._texts)}
 
 
 @dataclass(frozen=True)
@@ -262,6 +281,8 @@ def nullable(schema: Schema) -> Schema:
     """`schema` or null."""
     if "type" in schema:
         return {**schema, "type": [schema["type"], "null"]}
+    if "enum" in schema and None not in schema["enum"]:
+        return {**schema, "enum": [*schema["enum"], None]}
     if "anyOf" in schema:
         return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
     if "const" in schema:

@@ -21,7 +21,7 @@ def completion_logprobs(
         offset += len(token_text(tokenizer, token.token_id))
     return {
         "tokens": [token_name(tokenizer, token.token_id) for token in tokens],
-        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "token_logprobs": [finite(token.logprob) for token in tokens],
         "top_logprobs": [_best(tokenizer, token) for token in tokens] if wants_top else None,
         "text_offset": offsets,
     }
@@ -57,17 +57,18 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 def _best(tokenizer: Tokenizer, token: TokenGiven) -> dict[str, float]:
     """The k best, and the chosen token where it is not among them."""
-    best = {token_name(tokenizer, token_id): _finite(logprob) for token_id, logprob in token.top_logprobs}
-    return best | {token_name(tokenizer, token.token_id): _finite(token.logprob)}
+    best = {token_name(tokenizer, token_id): finite(logprob) for token_id, logprob in token.top_logprobs}
+    return best | {token_name(tokenizer, token.token_id): finite(token.logprob)}
 
 
 def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     return {
         "token": token_name(tokenizer, token_id),
-        "logprob": _finite(logprob),
+        "logprob": finite(logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can hold it."""
     return logprob if logprob > _LOWEST else _LOWEST

@@ -15,6 +15,7 @@ from router.openai.described import ref as _ref
 from router.openai.fields import Schema, nullable
 from router.openai.model_card import ModelCard
 from router.openai.request_fields import CHAT, COMPLETION
+from router.openai.tokenizing import DETOKENIZE, TOKENIZE
 from tandem.core.config import Config
 from tandem.core.version import version
 
@@ -35,7 +36,8 @@ _STATUSES = {
     504: "The request's own `timeout` passed.",
 }
 _EVERYWHERE = (400, 401, 408, 431, 503)
-_GENERATING = (404, 413, 415, 429, 499, 500, 502, 504)
+_POSTING = (404, 413, 415, 429, 499)
+_GENERATING = (*_POSTING, 500, 502, 504)
 
 
 def document(config: Config, card: ModelCard, others: Sequence[Described] = ()) -> Schema:
@@ -45,6 +47,8 @@ def document(config: Config, card: ModelCard, others: Sequence[Described] = ()) 
         "/v1/completions": {"post": _chunked("completion", "CompletionRequest", "Completion", "CompletionChunk")},
         "/v1/chat/completions": {"post": _chunked("chat", "ChatRequest", "ChatCompletion", "ChatChunk")},
         **{path: described for other in others for path, described in other.paths.items()},
+        "/tokenize": {"post": _posting("tokenize", "TokenizeRequest", "Tokens", "The token ids of a text or a chat.")},
+        "/detokenize": {"post": _posting("detokenize", "DetokenizeRequest", "Text", "The text of token ids.")},
         "/": {"get": _welcome()},
         "/v1/models": {"get": _reading("models", "The served models.", _ref("Models"))},
         "/v1/models/{model}": {
@@ -62,6 +66,9 @@ def document(config: Config, card: ModelCard, others: Sequence[Described] = ()) 
         },
         "/v1/events": {"get": _events()},
         "/health": {"get": {**_reading("health", "200 where requests can be served.", _ref("Health")), "security": []}},
+        "/ping": {method: _ping(method) for method in ("get", "post")},
+        "/load": {"get": _reading("load", "How many exchanges are under way.", _ref("Load"))},
+        "/version": {"get": _reading("version", "The version of Tandem.", _ref("Version"))},
         "/openapi.json": {"get": _reading("openapi", "This document.", {"type": "object"})},
     }
     if config.metrics.enabled:
@@ -78,6 +85,8 @@ def document(config: Config, card: ModelCard, others: Sequence[Described] = ()) 
             "schemas": {
                 "CompletionRequest": COMPLETION.schema(limits, card),
                 "ChatRequest": CHAT.schema(limits, card),
+                "TokenizeRequest": TOKENIZE.schema(limits, card),
+                "DetokenizeRequest": DETOKENIZE.schema(limits, card),
                 **{name: rows.schema(limits, card) for other in others for name, rows in other.requests.items()},
                 **_ANSWERS,
                 **{name: schema for other in others for name, schema in other.answers.items()},
@@ -128,6 +137,16 @@ def counting(operation: str, request: str, what: str, error: str) -> Schema:
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
         "responses": {"200": ok, **_errors((*_EVERYWHERE, 404, 413, 415, 429, 500), error)},
     }
+
+
+def _posting(operation: str, request: str, answer: str, what: str) -> Schema:
+    said = _reading(operation, what, _ref(answer), _POSTING)
+    said["responses"]["200"]["headers"] = {**_REQUEST_ID, "tandem-ignored-fields": _header("IgnoredFields")}
+    return {**said, "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}}}
+
+
+def _ping(method: str) -> Schema:
+    return {**_reading(f"ping_{method}", "As /health.", _ref("Health")), "security": []}
 
 
 def _reading(
@@ -197,16 +216,30 @@ def _choice(shape: Schema, extra: Schema) -> Schema:
     return _object({"index": _COUNT, **shape, "logprobs": logprobs, "finish_reason": _FINISH_REASON}, extra)
 
 
-def _answer(kind: str, choice: Schema, *, is_chunk: bool = False) -> Schema:
+def _answer(kind: str, choice: Schema, extra: Schema | None = None, *, is_chunk: bool = False) -> Schema:
     base = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "object": {"const": kind}}
     choices: Schema = {"choices": {"type": "array", "items": choice}}
     if is_chunk:
-        return _object({**base, **choices}, {"usage": nullable(_USAGE)})
-    return _object({**base, **choices, "usage": _USAGE})
+        return _object({**base, **choices}, {"usage": nullable(_USAGE), **(extra or {})})
+    return _object({**base, **choices, "usage": _USAGE}, extra)
 
 
-_WHOLE_IDS = {"token_ids": _IDS, "prompt_token_ids": _IDS}
-_CHUNK_IDS = {"token_ids": _IDS}
+_PROMPT_LOGPROB = _object(
+    {
+        "logprob": {"type": "number", "maximum": 0},
+        "rank": {"type": "integer", "minimum": 1},
+        "decoded_token": _TEXT,
+    }
+)
+_PROMPT_LOGPROBS: Schema = {
+    "type": "array",
+    "items": nullable({"type": "object", "additionalProperties": _PROMPT_LOGPROB}),
+    "description": "Of each token of the prompt, by token id: its own log-probability and the likeliest ones; the "
+    "first has none.",
+}
+_PROMPT_IDS: Schema = {"prompt_token_ids": _IDS}
+_OUTPUT_IDS: Schema = {"token_ids": _IDS}
+_ABOUT_PROMPT: Schema = {"prompt_logprobs": _PROMPT_LOGPROBS, **_PROMPT_IDS}
 _REASONING = {"reasoning": _TEXT, "reasoning_content": _TEXT}
 _FUNCTION = _object({"name": _TEXT, "arguments": _TEXT})
 _CALL = _object({"id": _TEXT, "type": {"const": "function"}, "function": _FUNCTION})
@@ -236,10 +269,12 @@ _MODEL = _object(
     }
 )
 _ANSWERS: Schema = {
-    "Completion": _answer("text_completion", _choice({"text": _TEXT}, _WHOLE_IDS)),
-    "CompletionChunk": _answer("text_completion", _choice({"text": _TEXT}, _CHUNK_IDS), is_chunk=True),
-    "ChatCompletion": _answer("chat.completion", _choice({"message": _SAID}, _WHOLE_IDS)),
-    "ChatChunk": _answer("chat.completion.chunk", _choice({"delta": _DELTA}, _CHUNK_IDS), is_chunk=True),
+    "Completion": _answer("text_completion", _choice({"text": _TEXT}, {**_OUTPUT_IDS, **_ABOUT_PROMPT})),
+    "CompletionChunk": _answer(
+        "text_completion", _choice({"text": _TEXT}, {**_OUTPUT_IDS, **_PROMPT_IDS}), is_chunk=True
+    ),
+    "ChatCompletion": _answer("chat.completion", _choice({"message": _SAID}, _OUTPUT_IDS), _ABOUT_PROMPT),
+    "ChatChunk": _answer("chat.completion.chunk", _choice({"delta": _DELTA}, _OUTPUT_IDS), _PROMPT_IDS, is_chunk=True),
     "Model": _MODEL,
     "Models": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
     "Requests": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _REQUEST, "minItems": 1}}),
@@ -247,6 +282,17 @@ _ANSWERS: Schema = {
         {"name": {"const": "tandem"}, "version": _TEXT, "model": _TEXT, "endpoints": {"type": "array", "items": _TEXT}}
     ),
     "Health": _object({"status": {"const": "ok"}}),
+    "Load": _object({"server_load": _COUNT}),
+    "Version": _object({"version": _TEXT}),
+    "Tokens": _object(
+        {
+            "count": _COUNT,
+            "max_model_len": nullable(_COUNT),
+            "tokens": _IDS,
+            "token_strs": nullable({"type": "array", "items": _TEXT}),
+        }
+    ),
+    "Text": _object({"prompt": _TEXT}),
     "Cluster": {
         "type": "object",
         "required": ["model", "membership_version", "prefill", "decode"],

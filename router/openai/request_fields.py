@@ -11,8 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from router.openai.content import LogitBias, Messages, Prompt, Stops, TokenIds
-from router.openai.fields import Accepted, Boolean, Elsewhere, Field, Integer, Kind, Limit, NotYet, Number, Object, Text
+from router.openai.chat_fields import Documents, Messages, Variables
+from router.openai.content import KeptTokens, LogitBias, Prompt, Stops, Texts, TokenIds
+from router.openai.fields import (
+    Accepted,
+    Boolean,
+    Elsewhere,
+    Field,
+    Integer,
+    Kind,
+    Limit,
+    NotYet,
+    Number,
+    Object,
+    OneOf,
+    Text,
+)  # fmt: skip
 from router.openai.rows import MAX_SEED
 from router.openai.structured import ResponseFormat, StructuredOutputs
 from router.openai.tool_fields import TOOL_FIELDS
@@ -40,17 +54,23 @@ _OBEYED = [
     Field("prompt", Prompt(), None, "One prompt, or a list: each is a request.", becomes="prompts", of="completion",
           is_required=True),
     Field("messages", Messages(), becomes="messages", of="chat", is_required=True),
-    Field("max_tokens", Integer(1), about="With the prompt at most the context."),
+    Field("max_tokens", Integer(0), of="completion",
+          about="With the prompt at most the context. 0: the prompt alone is computed, for `echo` or "
+          "`prompt_logprobs`."),
+    Field("max_tokens", Integer(1), about="With the prompt at most the context.", of="chat"),
     Field("max_completion_tokens", Integer(1), about="Goes before `max_tokens`.", of="chat"),
     _sampling("min_tokens", Integer(0, _MAX_INT32), 0, "At most `max_tokens`."),
-    Field("n", Integer(1, Limit("max_choices")), 1, becomes="num_choices"),
+    Field("n", Integer(1, Limit("max_choices")), 1, becomes="num_shown"),
+    Field("best_of", Integer(1, Limit("max_choices")), of="completion",
+          about="So many choices are generated, and the `n` of them with the highest log-probability per token are the "
+          "answer. At least `n`; more than `n` not with `stream`."),
     Field("stop", Stops(most=16), becomes="stop"),
     _sampling("stop_token_ids", TokenIds()),
     Field("stream", Boolean(), False, becomes="stream"),
     Field("stream_options", Object([
         Field("include_usage", Boolean(), False),
         Field("include_obfuscation", Accepted.ALWAYS),  # padding against traffic analysis
-        Field("continuous_usage_stats", NotYet(False)),  # vLLM's and SGLang's: usage in every frame
+        Field("continuous_usage_stats", Boolean(), False, "Every event says what its choice has used so far."),
     ]), about="Needs `stream`."),
     _sampling("temperature", Number(0, 100), 1.0),
     _sampling("top_p", Number(above=0, maximum=1), 1.0),
@@ -64,18 +84,57 @@ _OBEYED = [
               "64 bits, with or without sign. It holds for every prompt of the body, so equal prompts get equal "
               "samples; without one, each prompt draws its own. The `n` choices of a prompt always differ."),
     _sampling("ignore_eos", Boolean(), False),
-    Field("logprobs", Integer(0, Limit("max_logprobs")), of="completion", becomes="sampling.num_logprobs"),
+    Field("logprobs", Integer(0, Limit("max_logprobs")), of="completion"),
     Field("logprobs", Boolean(), False, of="chat"),
     Field("top_logprobs", Integer(0, Limit("max_logprobs")), about="Needs `logprobs`.", of="chat"),
     Field("response_format", ResponseFormat(), about="The form of the output: any text, a JSON object, or JSON that "
           "follows a schema."),
     Field("structured_outputs", StructuredOutputs(), about="The form of the output, by exactly one of `json`, `regex`, "
           "`choice`, `grammar` and `json_object`."),
-    Field("return_token_ids", Boolean(), False, becomes="return_token_ids"),
+    Field("echo", Boolean(), False, becomes="echo", of="completion",
+          about="The text of an answer begins with its prompt, and `logprobs` with those of the prompt's tokens; the "
+          "first has none."),
+    Field("echo", Boolean(), False, "The content of a last message of the assistant stands before what continues it.",
+          becomes="echo", of="chat"),
+    Field("prompt_logprobs", Integer(0, Limit("max_logprobs")), becomes="num_prompt_logprobs",
+          about="How likely the prompt's tokens were, each after all before it, and so many likeliest tokens at each "
+          "place. Not with `stream`. All of the prompt is computed then, whatever the prefix cache holds."),
+    _sampling("allowed_token_ids", TokenIds(), about="Nothing else is chosen. Empty: no such bound."),
+    Field("bad_words", Texts(), becomes="bad_words",
+          about="Texts that the output does not hold: the last token of one is not chosen after its others."),
+    Field("skip_special_tokens", Boolean(), True, "The text leaves out the names of special tokens.",
+          becomes="hides_special_tokens"),
+    Field("spaces_between_special_tokens", Boolean(), True, becomes="has_spaces_between",
+          about="Where special tokens are shown and the tokenizer puts spaces between them, `false` is refused."),
+    Field("include_stop_str_in_output", Boolean(), False, "The text ends with the stop string or token that ended it.",
+          becomes="shows_stop"),
+    Field("truncate_prompt_tokens", KeptTokens(), becomes="truncate_prompt_tokens",
+          about="So many of a prompt's last tokens are kept; -1: as many as leave room for `max_tokens`."),
+    Field("cache_salt", Text("must not be empty", longest=1024), about="Cached prefixes are shared with requests of an "
+          "equal salt only.", becomes="cache_salt"),
+    Field("return_token_ids", Boolean(), False, "Adds `prompt_token_ids` and `token_ids`.", becomes="return_token_ids"),
     Field("priority", Integer(Limit("most_urgent_priority", "; lower is more urgent"), _MAX_INT32), 0,
           "Lower is more urgent.", becomes="priority"),
     Field("timeout", Number(above=0, maximum=_WEEK_S), None, "Seconds; then 504.", becomes="timeout_s"),
     *TOOL_FIELDS,
+    Field("add_generation_prompt", Boolean(), True, of="chat",
+          about="The prompt ends where the assistant begins to answer. Not with `continue_final_message`."),
+    Field("continue_final_message", Boolean(), False, of="chat",
+          about="The answer continues the content of the last message."),
+    Field("documents", Documents(), of="chat",
+          about="What the model's chat template writes for retrieval. Refused where it reads no documents."),
+    Field("chat_template_kwargs", Variables(), of="chat",
+          about="Variables of the model's chat template by name, `enable_thinking` say. Those that it does not read "
+          "are named in `tandem-ignored-fields`."),
+    Field("reasoning_effort", OneOf("none", "minimal", "low", "medium", "high", "xhigh", "max"), of="chat",
+          becomes="reasoning_effort",
+          about="For the model's chat template, where it has such a variable. Where it can but switch reasoning on and "
+          "off, `none` is off."),
+    Field("separate_reasoning", Boolean(), True, becomes="separates_reasoning", of="chat",
+          about="What the model thinks before it speaks is in `reasoning` and `reasoning_content`, where its chat "
+          "template marks that; else it is in `content`, with its marks."),
+    Field("include_reasoning", Boolean(), True, "The answer has the reasoning that is separated.",
+          becomes="includes_reasoning", of="chat"),
     Field("add_special_tokens", Boolean(), True, _SPECIAL_TOKENS, becomes="add_special_tokens", of="completion"),
     Field("add_special_tokens", Boolean(), False, _SPECIAL_TOKENS, becomes="add_special_tokens", of="chat"),
 ]  # fmt: skip
@@ -83,12 +142,11 @@ _OBEYED = [
 _OF_OPENAI = [
     *_all(Accepted.ALWAYS, """metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention
         safety_identifier service_tier store user"""),
-    Field("reasoning_effort", Accepted.WITHOUT_REASONING),
+    Field("reasoning_effort", Accepted.ALWAYS, of="completion"),
     *_all(NotYet(), "audio functions moderation suffix web_search_options"),
     *(Field(name, kind, of="completion") for name, kind in (
         ("tools", NotYet()), ("tool_choice", NotYet("none", "auto")), ("parallel_tool_calls", NotYet(True, False)))),
-    Field("best_of", NotYet(1)),
-    Field("echo", NotYet(False)),
+    Field("best_of", NotYet(1), of="chat"),
     Field("function_call", NotYet("none", "auto")),
     Field("max_completion_tokens", NotYet(), of="completion"),  # of chats alone: else it would be ignored
     Field("modalities", NotYet(["text"])),
@@ -107,13 +165,15 @@ _OF_VLLM = [
     # `return_token_offsets` are of endpoints that only render.
     *_all(Accepted.ALWAYS, "return_mm_kwargs return_token_offsets session_id stream_interval truncation_side"),
     # `request_id` would name the answer; `X-Request-Id` does.
-    *_all(NotYet(), """allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs documents
-        ec_transfer_params kv_transfer_params logits_processors logprob_token_ids media_io_kwargs
-        mm_processor_kwargs prompt_embeds prompt_logprobs repetition_detection request_id structural_tag
-        truncate_prompt_tokens vllm_xargs"""),
-    *_all(NotYet(False), """continue_final_message early_stopping include_stop_str_in_output return_prompt_text
+    *_all(NotYet(), """chat_template ec_transfer_params kv_transfer_params logits_processors logprob_token_ids
+        media_io_kwargs mm_processor_kwargs prompt_embeds repetition_detection request_id structural_tag vllm_xargs"""),
+    *_all(NotYet(False), """early_stopping return_prompt_text
         return_tokens_as_token_ids use_beam_search watermarking"""),
-    *_all(NotYet(True), "add_generation_prompt include_reasoning skip_special_tokens spaces_between_special_tokens"),
+    Field("add_generation_prompt", NotYet(True), of="completion"),
+    Field("chat_template_kwargs", NotYet(), of="completion"),
+    Field("continue_final_message", NotYet(False), of="completion"),
+    Field("documents", NotYet(), of="completion"),
+    Field("include_reasoning", NotYet(True), of="completion"),
     Field("length_penalty", NotYet(1)),
     Field("routed_experts_prompt_start", NotYet(0)),
     Field("thinking_token_budget", NotYet(-1)),
@@ -132,7 +192,9 @@ _OF_SGLANG = [
         session_params stop_regex task"""),
     *_all(NotYet(False), """no_stop_trim return_cached_tokens_details return_hidden_states return_meta_info
         return_prompt_token_ids return_routed_experts use_audio_in_video"""),
-    *_all(NotYet(True, False), "separate_reasoning stream_reasoning"),  # all text is content, as with false
+    Field("separate_reasoning", NotYet(True, False), of="completion"),  # a completion has text alone, as with false
+    Field("stream_reasoning", NotYet(True, False), of="completion"),
+    Field("stream_reasoning", NotYet(True), of="chat"),
     Field("routed_experts_start_len", NotYet(0)),
 ]  # fmt: skip
 

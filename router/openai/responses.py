@@ -12,15 +12,15 @@ import orjson
 from router.openai.endpoint import Call, Setting
 from router.openai.fields import PromptBounds
 from router.openai.logprobs import chat_logprobs, completion_logprobs
+from router.openai.prompt_part import PromptPart
+from router.openai.reasoning import reader_of
 from router.openai.schema import ParsedRequest, parse_chat, parse_completion
 from router.request.request import Delta, TokenGiven, Usage
-from router.tools.formats import is_read, reader_for
 from router.tools.pieces import Called, Piece, Reader, Said, Thought, new_call_id
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import AuthenticationError, InvalidRequestError, OverloadedError, TandemError
 
 DONE_FRAME = b"data: [DONE]\n\n"
-_OPENING = {"role": "assistant", "content": ""}
 
 
 def error_body(error: TandemError, request_id: str) -> dict[str, Any]:
@@ -75,7 +75,13 @@ class _Choice:
     tokens: list[TokenGiven] = field(default_factory=list)
     finish_reason: str | None = None
     num_chars: int = 0  # shown so far
+    num_tokens: int = 0  # of what was streamed
     is_begun: bool = False
+
+    @property
+    def goodness(self) -> float:
+        """The log-probability of a token, on the average."""
+        return sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
 
 
 class Answer:
@@ -84,13 +90,14 @@ class Answer:
     def __init__(self, parsed: ParsedRequest, setting: Setting) -> None:
         self._request_id = setting.request_id
         self._parsed = parsed
-        self._requests = setting.requests
-        self._tokenizer = setting.tokenizer
+        self._tokenizer = tokenizer = setting.tokenizer
         self._is_chat = parsed.kind == "chat"
-        form, use = setting.card.tool_format, parsed.tool_use
-        self._is_read = self._is_chat and is_read(form, use)
-        num_choices = len(setting.requests) * parsed.num_choices
-        self._choices = [_Choice(reader_for(form, use) if self._is_read else None) for _ in range(num_choices)]
+        self._prompts = [PromptPart(parsed, request, tokenizer) for request in setting.requests]
+        self._choices = [
+            _Choice(reader_of(parsed, request, setting.card, tokenizer) if self._is_chat else None)
+            for request in setting.requests
+            for _ in range(parsed.num_choices)
+        ]
         name = "chat.completion" if self._is_chat else "text_completion"
         chunk_name = "chat.completion.chunk" if self._is_chat else name
         answer_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{setting.request_id}"
@@ -105,6 +112,8 @@ class Answer:
 
     def gather(self, prompt: int, delta: Delta) -> None:
         """Keep a delta for the body."""
+        if delta.prompt_scores:
+            self._prompts[prompt].scores = delta.prompt_scores
         choice = self._choices[prompt * self._parsed.num_choices + delta.choice]
         choice.tokens.extend(delta.tokens)
         for piece in _pieces(choice, delta):
@@ -119,17 +128,45 @@ class Answer:
 
     def body(self, usages: Sequence[Usage]) -> bytes:
         """The whole answer."""
-        choices = [self._whole_choice(number, choice) for number, choice in enumerate(self._choices)]
-        return orjson.dumps({**self._base, "choices": choices, "usage": usage_body(usages)})
+        shown = [pair for number, prompt in enumerate(self._prompts) for pair in self._shown(number, prompt)]
+        choices = [self._whole_choice(number, *pair) for number, pair in enumerate(shown)]
+        of_prompt = self._about_prompt(self._prompts[0]) if self._is_chat else {}
+        return orjson.dumps({**self._base, "choices": choices, "usage": usage_body(usages), **of_prompt})
 
-    def _whole_choice(self, number: int, choice: _Choice) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": "".join(choice.text)}
-        if self._is_chat:
-            said = {"message": _message(choice)}
-        shape = self._shape(number, said, choice.tokens, choice.finish_reason, offset=0)
-        if self._parsed.return_token_ids:
-            shape["prompt_token_ids"] = list(self._requests[number // self._parsed.num_choices].prompt_ids)
-        return shape
+    def _shown(self, number: int, prompt: PromptPart) -> list[tuple[PromptPart, _Choice]]:
+        """The best choices of one prompt, or all."""
+        num_choices, num_shown = self._parsed.num_choices, self._parsed.num_shown
+        choices = self._choices[number * num_choices :][:num_choices]
+        if num_shown < num_choices:
+            choices = sorted(choices, key=lambda choice: -choice.goodness)[:num_shown]
+        return [(prompt, choice) for choice in choices]
+
+    def _whole_choice(self, number: int, prompt: PromptPart, choice: _Choice) -> dict[str, Any]:
+        text = prompt.text + "".join(choice.text)
+        said = {"message": self._message(choice, text)} if self._is_chat else {"text": text}
+        echoed = prompt if self._parsed.echo else None
+        shape = self._shape(number, said, choice.tokens, choice.finish_reason, offset=len(prompt.text), echoed=echoed)
+        return shape if self._is_chat else shape | self._about_prompt(prompt)
+
+    def _message(self, choice: _Choice, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.thoughts or choice.calls:
+            message["content"] = text or None
+        if choice.thoughts and self._parsed.includes_reasoning:
+            message |= _reasoning("".join(choice.thoughts))
+        if choice.calls:
+            message["tool_calls"] = [_call_shape(call) for call in choice.calls]
+        return message
+
+    def _about_prompt(self, prompt: PromptPart) -> dict[str, Any]:
+        """vLLM's fields: in a completion they are the choice's, in a chat the answer's."""
+        parsed = self._parsed
+        about: dict[str, Any] = {}
+        if parsed.num_prompt_logprobs >= 0:
+            about["prompt_logprobs"] = prompt.prompt_logprobs()
+        if parsed.return_token_ids:
+            about["prompt_token_ids"] = list(prompt.token_ids)
+        return about
 
     # -- streamed
 
@@ -138,31 +175,51 @@ class Answer:
         return b""
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
-        """The frames of one delta; a chat's first names the role."""
+        """The frames of one delta; before a choice's first stands what opens it."""
         number = prompt * self._parsed.num_choices + delta.choice
         choice = self._choices[number]
-        if self._is_read:
-            return self._read_frames(number, choice, delta)
-        opening = b""
+        if choice.reader is not None:
+            return self._read_frames(number, choice, self._prompts[prompt], delta)
+        opening = b"" if choice.is_begun else self._opening(number, choice, self._prompts[prompt], delta)
         said: dict[str, Any] = {"text": delta.text}
         if self._is_chat:
             said = {"delta": {"content": delta.text} if delta.text else {}}
-            opening = self._opening(number, choice)
         shape = self._shape(number, said, delta.tokens, delta.finish_reason, offset=choice.num_chars)
         choice.num_chars += len(delta.text)
-        return opening + self._frame(shape)
+        choice.num_tokens += len(delta.tokens)
+        return opening + self._frame(shape, self._usage_so_far(self._prompts[prompt], choice))
 
-    def _opening(self, number: int, choice: _Choice) -> bytes:
-        if choice.is_begun:
-            return b""
+    def _opening(self, number: int, choice: _Choice, prompt: PromptPart, delta: Delta) -> bytes:
+        """A chat's role, the echo of a completion's prompt, the prompt's token ids; nothing where none is wanted."""
         choice.is_begun = True
-        return self._frame({"index": number, "delta": _OPENING, "logprobs": None, "finish_reason": None})
+        prompt.scores = delta.prompt_scores or prompt.scores
+        choice.num_chars = len(prompt.text)
+        ids = {"prompt_token_ids": list(prompt.token_ids)} if self._parsed.return_token_ids else {}
+        usage = self._usage_so_far(prompt, choice)
+        if self._is_chat:
+            said = {"role": "assistant", "content": prompt.text}
+            shape = {"index": number, "delta": said, "logprobs": None, "finish_reason": None}
+            return self._frame(shape, {**ids, **(usage or {})} or None)
+        if not (self._parsed.echo or ids):
+            return b""
+        echoed = prompt if self._parsed.echo else None
+        shape = self._shape(number, {"text": prompt.text}, [], None, offset=choice.num_chars, echoed=echoed) | ids
+        return self._frame(shape, usage)
 
-    def _read_frames(self, number: int, choice: _Choice, delta: Delta) -> bytes:
+    def _usage_so_far(self, prompt: PromptPart, choice: _Choice) -> dict[str, Any] | None:
+        if not self._parsed.continuous_usage:
+            return None
+        return {"usage": usage_body([Usage(len(prompt.token_ids), choice.num_tokens, None)])}
+
+    def _read_frames(self, number: int, choice: _Choice, prompt: PromptPart, delta: Delta) -> bytes:
         """A frame for each piece of a message; the first has the tokens, the last the reason for the end."""
-        said = [said for piece in _pieces(choice, delta) for said in _said(choice, piece)]
+        pieces = _pieces(choice, delta)
+        if not self._parsed.includes_reasoning:
+            pieces = [piece for piece in pieces if not isinstance(piece, Thought)]
+        said = [said for piece in pieces for said in _said(choice, piece)]
         reason = _finish_reason(choice, delta)
-        tells_tokens = self._parsed.return_token_ids or self._parsed.sampling.num_logprobs >= 0
+        choice.num_tokens += len(delta.tokens)
+        tells_tokens = self._parsed.return_token_ids or self._parsed.num_logprobs >= 0
         if not said and (reason is not None or tells_tokens):
             said = [{}]
         shapes = [
@@ -177,7 +234,9 @@ class Answer:
         ]
         if not shapes:
             return b""
-        return self._opening(number, choice) + b"".join(map(self._frame, shapes))
+        opening = b"" if choice.is_begun else self._opening(number, choice, prompt, delta)
+        usage = self._usage_so_far(prompt, choice)
+        return opening + b"".join([self._frame(shape, usage) for shape in shapes])
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
         """`[DONE]`, and the usage before it where `stream_options.include_usage` asked for it."""
@@ -190,26 +249,48 @@ class Answer:
         """The error alone, without `[DONE]`."""
         return b"data: " + orjson.dumps(error_body(error, self._request_id)) + b"\n\n"
 
-    def _frame(self, choice: dict[str, Any]) -> bytes:
-        return b"".join((self._frame_head, orjson.dumps(choice), self._frame_tail))
+    def _frame(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+        """`more`: of the chunk, beside what all have."""
+        if more is None:
+            return b"".join((self._frame_head, orjson.dumps(choice), self._frame_tail))
+        usage = {"usage": None} if self._parsed.include_usage else {}
+        return b"data: " + orjson.dumps({**self._chunk_base, "choices": [choice], **usage, **more}) + b"\n\n"
 
     def _shape(
-        self, number: int, said: dict[str, Any], tokens: Sequence[TokenGiven], finish_reason: str | None, *, offset: int
+        self,
+        number: int,
+        said: dict[str, Any],
+        tokens: Sequence[TokenGiven],
+        finish_reason: str | None,
+        *,
+        offset: int,
+        echoed: PromptPart | None = None,
     ) -> dict[str, Any]:
-        """One choice with what it says; `offset`: characters of its output that came before."""
-        logprobs = self._logprobs(tokens, offset=offset)
+        """One choice with what it says.
+
+        Args:
+            offset: characters of its text that stand before `tokens`.
+            echoed: the prompt, where this says it too.
+        """
+        logprobs = self._logprobs(tokens, offset=offset, echoed=echoed)
         shape = {"index": number, **said, "logprobs": logprobs, "finish_reason": finish_reason}
         if self._parsed.return_token_ids:
             shape["token_ids"] = [token.token_id for token in tokens]
         return shape
 
-    def _logprobs(self, tokens: Sequence[TokenGiven], *, offset: int) -> dict[str, Any] | None:
-        num_logprobs = self._parsed.sampling.num_logprobs
+    def _logprobs(
+        self, tokens: Sequence[TokenGiven], *, offset: int, echoed: PromptPart | None
+    ) -> dict[str, Any] | None:
+        num_logprobs = self._parsed.num_logprobs
         if num_logprobs < 0:
             return None
         if self._is_chat:
             return chat_logprobs(self._tokenizer, tokens)
-        return completion_logprobs(self._tokenizer, tokens, wants_top=num_logprobs > 0, offset=offset)
+        of_output = completion_logprobs(self._tokenizer, tokens, wants_top=num_logprobs > 0, offset=offset)
+        if echoed is None:
+            return of_output
+        of_prompt = echoed.echoed_logprobs()
+        return {key: of_prompt[key] and of_prompt[key] + values for key, values in of_output.items()}
 
 
 def _pieces(choice: _Choice, delta: Delta) -> Sequence[Piece]:
@@ -221,16 +302,6 @@ def _pieces(choice: _Choice, delta: Delta) -> Sequence[Piece]:
 
 def _finish_reason(choice: _Choice, delta: Delta) -> str | None:
     return "tool_calls" if choice.calls and delta.finish_reason == "stop" else delta.finish_reason
-
-
-def _message(choice: _Choice) -> dict[str, Any]:
-    text = "".join(choice.text)
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if choice.thoughts:
-        message |= _reasoning("".join(choice.thoughts))
-    if choice.calls:
-        message |= {"content": text or None, "tool_calls": [_call_shape(call) for call in choice.calls]}
-    return message
 
 
 def _said(choice: _Choice, piece: Piece) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
@@ -15,6 +15,7 @@ from router.openai.request_fields import CHAT, COMPLETION
 from router.openai.rows import Rows
 from router.openai.tool_fields import tool_use
 from router.tools.pieces import NO_TOOLS, ToolUse
+from tandem.core.chat_template import ChatOptions
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError
 from tandem.core.sampling import SamplingParams
@@ -29,7 +30,7 @@ class ParsedRequest:
     sampling: SamplingParams  # `max_tokens` holds only where `max_tokens_field` names one, `seed` where `has_seed`
     has_seed: bool  # `False`: each prompt is to draw its own
     max_tokens_field: str | None  # the field that set `max_tokens`; `None`: the default is to be found
-    num_choices: int
+    num_choices: int  # that are generated for each prompt
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -44,6 +45,23 @@ class ParsedRequest:
     stop: tuple[str, ...] = ()
     timeout_s: float | None = None
     grammar: AskedGrammar | None = None  # of the output; `sampling` has its text
+    gives_output: bool = True  # `False`: `max_tokens` is 0
+    num_shown: int = 1  # the best so many choices of each prompt are in the answer
+    num_logprobs: int = -1  # as in `SamplingParams`, of the answer: choosing among choices may need more than it shows
+    echo: bool = False
+    num_prompt_logprobs: int = -1  # of the field `prompt_logprobs`; -1: not given
+    num_scored: int = -1  # likeliest tokens wanted at each place of a prompt, by `echo` too; -1: no log-probabilities
+    continuous_usage: bool = False
+    hides_special_tokens: bool = True  # in the text of the answer
+    has_spaces_between: bool = True  # special tokens, where the tokenizer puts them
+    shows_stop: bool = False
+    truncate_prompt_tokens: int | None = None  # so many of a prompt's last tokens are kept; -1: as many as fit
+    bad_words: tuple[str, ...] = ()
+    cache_salt: str = ""
+    chat: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
+    reasoning_effort: str | None = None
+    separates_reasoning: bool = True  # from what is said, where the model's template marks it
+    includes_reasoning: bool = True  # in the answer, where it is separated
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -67,31 +85,45 @@ class _Parser:
 
     def parse(self, body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> ParsedRequest:
         """Check a body. Raises `InvalidRequestError`, naming the field."""
+        if body.get("truncate_prompt_tokens") is not None:  # it is no longer known how many tokens are too many
+            bounds = replace(bounds, max_context=None)
         scope = Scope(limits, bounds, [])
         given, values = self._rows.read(body, scope)
-        include_usage = _include_usage(values)
+        options = _stream_options(values)
         grammar = _grammar(values)
+        num_logprobs = self._num_logprobs(values)
+        num_choices = _num_choices(values) if self._kind == "completion" else values["n"]
+        # The best of several choices are found by their log-probabilities.
+        num_computed = max(num_logprobs, 0 if num_choices > values["n"] else -1)
         max_tokens_field = next((name for name in _MAX_TOKENS[self._kind] if name in given), None)
         return ParsedRequest(
             kind=self._kind,
             prompt_field="messages" if self._kind == "chat" else "prompt",
-            sampling=self._sampling_params(values, max_tokens_field, grammar),
+            sampling=self._sampling_params(values, max_tokens_field, grammar, num_computed),
             grammar=grammar,
             has_seed="seed" in given,
             max_tokens_field=max_tokens_field,
-            include_usage=include_usage,
+            gives_output=max_tokens_field is None or values[max_tokens_field] > 0,
+            num_choices=num_choices,
+            num_logprobs=num_logprobs,
+            num_scored=_num_scored(values, num_logprobs),
+            include_usage=bool(options.get("include_usage")),
+            continuous_usage=bool(options.get("continuous_usage_stats")),
+            chat=_chat_options(values, given) if self._kind == "chat" else ChatOptions(),
             tool_use=tool_use(values) if self._kind == "chat" else NO_TOOLS,
             reasoning_fields=tuple(name for name in self._reasoning if name in given),
             ignored_fields=tuple(scope.ignored),
             **self._rows.others(values),
         )
 
+    def _num_logprobs(self, values: dict[str, Any]) -> int:
+        return _chat_logprobs(values) if self._kind == "chat" else int(values.get("logprobs", -1))
+
     def _sampling_params(
-        self, values: dict[str, Any], max_tokens_field: str | None, grammar: AskedGrammar | None
+        self, values: dict[str, Any], max_tokens_field: str | None, grammar: AskedGrammar | None, num_logprobs: int
     ) -> SamplingParams:
         sampling = self._rows.sampling(values)
-        if self._kind == "chat":
-            sampling["num_logprobs"] = _chat_logprobs(values)
+        sampling["num_logprobs"] = num_logprobs
         sampling["grammar"] = grammar.text if grammar is not None else ""
         min_tokens, max_tokens = sampling["min_tokens"], values[max_tokens_field] if max_tokens_field else None
         if max_tokens is not None and min_tokens > max_tokens:
@@ -115,12 +147,41 @@ def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
     return values[asked[0]] if asked else None
 
 
-def _include_usage(values: dict[str, Any]) -> bool:
+def _stream_options(values: dict[str, Any]) -> dict[str, Any]:
     if "stream_options" not in values:
-        return False
+        return {}
     if not values["stream"]:
         refuse("stream_options", "needs stream to be true")
-    return bool(values["stream_options"].get("include_usage"))
+    options: dict[str, Any] = values["stream_options"]
+    return options
+
+
+def _num_choices(values: dict[str, Any]) -> int:
+    best_of, num_shown = values.get("best_of", values["n"]), values["n"]
+    if best_of < num_shown:
+        refuse("best_of", f"must be at least n ({num_shown}), is {best_of}")
+    if best_of > num_shown and values["stream"]:
+        refuse("best_of", "cannot be streamed: which choices are the best is known at their end; leave out stream")
+    return int(best_of)
+
+
+def _num_scored(values: dict[str, Any], num_logprobs: int) -> int:
+    num_wanted = int(values.get("prompt_logprobs", -1))
+    if num_wanted >= 0 and values["stream"]:
+        refuse("prompt_logprobs", "are in no stream; leave out stream, or use echo with logprobs")
+    return max(num_wanted, num_logprobs if values["echo"] and "messages" not in values else -1)
+
+
+def _chat_options(values: dict[str, Any], given: dict[str, Any]) -> ChatOptions:
+    continues = values["continue_final_message"]
+    if continues and given.get("add_generation_prompt"):
+        refuse("add_generation_prompt", "cannot be true where continue_final_message is: one of them ends the prompt")
+    return ChatOptions(
+        add_generation_prompt=values["add_generation_prompt"] and not continues,
+        continue_final_message=continues,
+        documents=values.get("documents"),
+        variables=values.get("chat_template_kwargs", {}),
+    )
 
 
 def _chat_logprobs(values: dict[str, Any]) -> int:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from router.openai.content import prompt_too_long, too_long
 from router.openai.model_card import ModelCard
+from router.openai.reasoning import marks_of
 from router.openai.refusal import refuse
 from router.openai.request_fields import REASONING_SWITCHES
 from router.openai.schema import ParsedRequest
 from router.request.request import Request
 from router.tools.formats import is_read
+from tandem.core.chat_template import ChatOptions
 from tandem.core.errors import InvalidRequestError
 from tandem.core.tokenizer import Tokenizer
 
@@ -38,17 +42,19 @@ def requests_from(
     """
     field = parsed.prompt_field
     _check_vocabulary(parsed, card.vocab_size)
-    prompts = token_ids(parsed, tokenizer, card)
-    is_chat_read = parsed.kind == "chat" and is_read(card.tool_format, parsed.tool_use)
-    shown_ids = card.marker_ids if is_chat_read else frozenset()
+    _check_spaces(parsed, tokenizer)
+    bad_words = _bad_words(parsed, tokenizer)
+    prompts = _prompts(parsed, tokenizer, card)
+    shown_ids = _shown_ids(parsed, tokenizer, card)
     requests = []
-    for prompt_ids in prompts:
+    for text, given_ids in prompts:
+        prompt_ids = _kept(given_ids, parsed, max_context)
         if not prompt_ids:
             refuse(field, "holds no token")
         max_tokens = _max_tokens(parsed, len(prompt_ids), max_context, field)
         # A new seed is drawn here and not by a worker, so that a retry elsewhere repeats it.
         seed = parsed.sampling.seed if parsed.has_seed else secrets.randbits(63)
-        sampling = dataclasses.replace(parsed.sampling, max_tokens=max_tokens, seed=seed)
+        sampling = replace(parsed.sampling, max_tokens=max_tokens, seed=seed, bad_words=bad_words)
         requests.append(
             Request(
                 # Workers remember ids, and clients reuse theirs: ours is never used twice.
@@ -61,6 +67,11 @@ def requests_from(
                 priority=parsed.priority,
                 timeout_s=parsed.timeout_s,
                 shown_ids=shown_ids,
+                num_prompt_logprobs=parsed.num_scored,
+                gives_output=parsed.gives_output,
+                cache_salt=parsed.cache_salt,
+                shows_stop=parsed.shows_stop,
+                echoed_text=_echoed(parsed, text if prompt_ids is given_ids else None, prompt_ids, tokenizer),
             )
         )
     return requests
@@ -68,20 +79,73 @@ def requests_from(
 
 def token_ids(parsed: ParsedRequest, tokenizer: Tokenizer, card: ModelCard) -> list[list[int]]:
     """The token ids of each prompt. Raises `InvalidRequestError` where the model cannot be told of them."""
+    return [ids for _, ids in _prompts(parsed, tokenizer, card)]
+
+
+def _prompts(parsed: ParsedRequest, tokenizer: Tokenizer, card: ModelCard) -> list[tuple[str | None, list[int]]]:
+    """Text and token ids of each prompt; a prompt that came as ids has no text."""
     _check_tools(parsed, card)
     _check_reasoning(parsed, tokenizer)
+    check_documents(parsed.chat, tokenizer)
     prompts = (_rendered(parsed, tokenizer),) if parsed.kind == "chat" else parsed.prompts
     return [
-        tokenizer.encode(prompt, add_special_tokens=parsed.add_special_tokens)
+        (prompt, tokenizer.encode(prompt, add_special_tokens=parsed.add_special_tokens))
         if isinstance(prompt, str)
-        else list(prompt)
+        else (None, list(prompt))
         for prompt in prompts
     ]
 
 
 def _rendered(parsed: ParsedRequest, tokenizer: Tokenizer) -> str:
     use = parsed.tool_use
-    return tokenizer.render_chat(parsed.messages, use.tools if use.is_offered else None)
+    options = replace(parsed.chat, variables={**_effort(parsed, tokenizer), **parsed.chat.variables})
+    return tokenizer.render_chat(parsed.messages, use.tools if use.is_offered else None, options)
+
+
+def _shown_ids(parsed: ParsedRequest, tokenizer: Tokenizer, card: ModelCard) -> frozenset[int]:
+    """Special tokens that are part of the text: by some of them it is known what is a call, and what is reasoning."""
+    if not parsed.hides_special_tokens:
+        return tokenizer.special_ids
+    if parsed.kind != "chat":
+        return frozenset()
+    of_calls = card.marker_ids if is_read(card.tool_format, parsed.tool_use) else frozenset()
+    return of_calls | tokenizer.special_ids_of(marks_of(tokenizer) or ())
+
+
+def _kept(prompt_ids: list[int], parsed: ParsedRequest, max_context: int | None) -> list[int]:
+    """The end of a prompt that `truncate_prompt_tokens` leaves."""
+    num_kept = parsed.truncate_prompt_tokens
+    if num_kept == -1:
+        wished = parsed.sampling.max_tokens if parsed.max_tokens_field is not None else 1
+        num_kept = max(1, max_context - wished) if max_context is not None else None
+    return prompt_ids if num_kept is None or len(prompt_ids) <= num_kept else prompt_ids[-num_kept:]
+
+
+def _echoed(parsed: ParsedRequest, text: str | None, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
+    """What stands before each choice's text; `text`: of a prompt that came as text, and whole."""
+    if not parsed.echo:
+        return ""
+    if parsed.kind == "chat":
+        last = parsed.messages[-1]
+        return str(last["content"]) if last["role"] == "assistant" else ""
+    return text if text is not None else tokenizer.decode(prompt_ids, skip_special_tokens=parsed.hides_special_tokens)
+
+
+def _bad_words(parsed: ParsedRequest, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each bad word at the beginning of a text, and after a space where that makes another token."""
+    found = []
+    for word in parsed.bad_words:
+        plain, spaced = (tokenizer.encode(f"{gap}{word.lstrip()}", add_special_tokens=False) for gap in ("", " "))
+        found.append(tuple(plain))
+        if len(spaced) == len(plain) and spaced[:1] != plain[:1]:
+            found.append(tuple(spaced))
+    return tuple(word for word in found if word)
+
+
+def _check_spaces(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+    """A text that is the sum of its tokens' bytes has no spaces of the tokenizer's own."""
+    if not (parsed.has_spaces_between or parsed.hides_special_tokens or tokenizer.is_byte_exact):
+        refuse("spaces_between_special_tokens", "must be true: this model's tokenizer puts spaces between tokens")
 
 
 def _check_tools(parsed: ParsedRequest, card: ModelCard) -> None:
@@ -97,21 +161,46 @@ def _check_reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
     """A model without a switch for reasoning gives the same answer whatever effort is asked for."""
     if parsed.kind == "chat" and parsed.reasoning_fields and tokenizer.chat_variables & REASONING_SWITCHES:
         name = parsed.reasoning_fields[0]
-        refuse(name, "is not supported yet and would change the answer of this model; leave it out")
+        refuse(name, "is not supported and would change the answer of this model; use reasoning_effort")
+
+
+def _effort(parsed: ParsedRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The variables by which the chat template is told of `reasoning_effort`."""
+    if parsed.reasoning_effort is None:
+        return {}
+    if "reasoning_effort" in tokenizer.chat_variables:
+        return {"reasoning_effort": parsed.reasoning_effort}
+    return dict.fromkeys(tokenizer.chat_variables & REASONING_SWITCHES, parsed.reasoning_effort != "none")
+
+
+def check_documents(options: ChatOptions, tokenizer: Tokenizer) -> None:
+    """Refuse documents that nobody would read."""
+    if options.documents and "documents" not in tokenizer.chat_variables:
+        refuse("documents", "are not read by this model's chat template; put their text into a message")
+
+
+def unread_variables(parsed: ParsedRequest, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Those of `chat_template_kwargs` that change nothing, by their full names."""
+    return tuple(f"chat_template_kwargs.{name}" for name in parsed.chat.variables.keys() - tokenizer.chat_variables)
 
 
 def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:
     token_ids = {
         "prompt": [i for prompt in parsed.prompts if not isinstance(prompt, str) for i in prompt],
         "stop_token_ids": parsed.sampling.stop_token_ids,
+        "allowed_token_ids": parsed.sampling.allowed_token_ids,
         "logit_bias": [i for i, _ in parsed.sampling.logit_bias],
     }
     for field, ids in token_ids.items():
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    f"{field}: the token id {token_id} is outside the vocabulary of {vocab_size}", field=field
-                )
+        check_ids(field, ids, vocab_size)
+
+
+def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{field}: the token id {token_id} is outside the vocabulary of {vocab_size}", field=field
+            )
 
 
 def _max_tokens(parsed: ParsedRequest, num_prompt_tokens: int, max_context: int | None, field: str) -> int:

@@ -16,14 +16,19 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, request: Request, choice: int) -> None:
         self._choice = choice
         self._min_tokens = request.sampling.min_tokens
+        self._gives_output = request.gives_output
+        self._shows_stop = request.shows_stop
         self._detokenizer = detokenizer_for(tokenizer, request.prompt_ids, request.shown_ids)
-        self._matcher = StopMatcher(request.stop)
+        self._matcher = StopMatcher(request.stop, shows_stop=request.shows_stop)
         self._waiting: list[TokenGiven] = []
         self.num_tokens = 0
         self.is_finished = False
 
     def push(self, tokens: Sequence[TokenGiven]) -> list[Delta]:
         """The deltas that `tokens` (in order) make. Tokens after the end of the choice are left out."""
+        if not self._gives_output:
+            self.is_finished = True
+            return [Delta(self._choice, "", [], "length")]
         deltas = []
         for token in tokens:
             delta = self._push(token)
@@ -36,8 +41,9 @@ class ChoiceText:
     def _push(self, token: TokenGiven) -> Delta | None:
         self.num_tokens += 1
         self._waiting.append(token)
-        # The token that ended the choice (end-of-sequence, stop token) counts, but is not shown.
-        text = "" if token.finish_reason == "stop" else self._detokenizer.push(token.token_id)
+        # The token that ended the choice (end-of-sequence, stop token) counts, but is not shown unless it is asked for.
+        is_hidden = token.finish_reason == "stop" and not self._shows_stop
+        text = "" if is_hidden else self._detokenizer.push(token.token_id)
         shown = self._watched(text)
         reason = "stop" if self._matcher.is_stopped else token.finish_reason
         if reason is not None and not self._matcher.is_stopped:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from router.request.request import TokenGiven
 from tandem.core.errors import TandemError
 from tandem.core.identity import WorkerKey
+from tandem.core.prompt_scores import TokenScore
 from tandem.rpc.v1.decode_pb2 import Grant
 
 
@@ -33,6 +34,15 @@ class LocalPrefillStarted:
 
     attempt: int
     num_cached_tokens: int  # of the prompt, which it has already
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of tokens of the prompt, from number `first` on; all come before the first token."""
+
+    attempt: int
+    first: int
+    tokens: tuple[TokenScore, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ Event: TypeAlias = (
     | Granted
     | PrefillStarted
     | LocalPrefillStarted
+    | PromptScored
     | PrefillEnded
     | HandoffDone
     | Admitted

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from router.request.prompt_scores import PromptScores
 from router.request.request import TokenGiven
 from tandem.core.errors import InternalError
 
@@ -27,8 +28,10 @@ class ChoiceRecord:
 class Journal:
     """The record of one request over all its attempts."""
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, prompt_scores: PromptScores | None = None) -> None:
+        """`prompt_scores`: where the client wants those of its prompt."""
         self.attempt = 1
+        self.prompt_scores = prompt_scores
         self.choices = [ChoiceRecord() for _ in range(num_choices)]
         #: How many tokens were not given out, by why: "stale", "repeated", "finished"; "disagreed" counts
         #: those among the repeated that had another id.

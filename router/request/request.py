@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SamplingParams
 
 
@@ -20,6 +21,11 @@ class Request:
     priority: int = 0  # lower is more urgent
     timeout_s: float | None = None  # from arrival
     shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text
+    num_prompt_logprobs: int = -1  # -1: none; 0: of the prompt's own tokens; k: also of the k likeliest at each place
+    gives_output: bool = True  # `False`: the prompt alone is wanted; one token is sampled, and nobody gets it
+    cache_salt: str = ""  # cached prefixes are shared under equal ones only
+    shows_stop: bool = False  # what stopped a choice is in its text
+    echoed_text: str = ""  # of the prompt, before each choice's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class Delta:
     tokens: list[TokenGiven]
     finish_reason: str | None
     stopped_by: str | None = None  # the stop string that ended the choice
+    #: Of the prompt's tokens, where they are wanted; with the first delta of a request.
+    prompt_scores: tuple[TokenScore | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

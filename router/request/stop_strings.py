@@ -1,8 +1,8 @@
 """Finding stop strings in text that arrives in pieces. Pure.
 
-Text is held back while it may still become a stop string: a client never sees one, nor a part of one. How the text
-was cut into pieces makes no difference: the stop string that is complete first wins; of those complete at the same
-character, the longest.
+Text is held back while it may still become a stop string: a client that does not ask for it never sees one, nor a
+part of one. How the text was cut into pieces makes no difference: the stop string that is complete first wins; of those
+complete at the same character, the longest.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections.abc import Sequence
 class StopMatcher:
     """Watches the text of one choice."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty texts; with none, all text passes at once."""
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
+        """`stops` are not empty texts; with none, all text passes at once.
+
+        `shows_stop`: the one that is found is shown too.
+        """
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
+        self._shows_stop = shows_stop
         self._held = ""
         self.stopped_by: str | None = None  # the stop string that was found
 
@@ -34,7 +38,7 @@ class StopMatcher:
         if end is not None:
             self.stopped_by = max((stop for stop in self._stops if window.endswith(stop, 0, end)), key=len)
             self._held = ""
-            return window[: end - len(self.stopped_by)]
+            return window[: end if self._shows_stop else end - len(self.stopped_by)]
         keep = self._possible_start(window)
         self._held = window[keep:]
         return window[:keep]

@@ -7,8 +7,10 @@ from typing import Any
 
 from router.request import events
 from router.request.journal import Journal
+from router.request.prompt_scores import PromptScores
 from router.request.request import Request, TokenGiven
 from tandem.core.identity import WorkerKey
+from tandem.core.prompt_scores import TokenScore
 from tandem.rpc.convert import error_from_proto, sampling_to_proto
 from tandem.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -43,6 +45,8 @@ def _spec(request: Request, journal: Journal, age_s: float) -> dict[str, Any]:
         "num_choices": request.num_choices,
         "journal": _journal_to_proto(journal),
         "age_s": age_s,
+        "scoring": _scoring_to_proto(journal.prompt_scores),
+        "cache_salt": request.cache_salt,
     }
 
 
@@ -69,6 +73,13 @@ def _journal_to_proto(journal: Journal) -> Iterable[common_pb2.ChoiceJournal]:
     ]
 
 
+def _scoring_to_proto(scores: PromptScores | None) -> common_pb2.PromptScoring | None:
+    """What is left to tell of the prompt."""
+    if scores is None:
+        return None
+    return common_pb2.PromptScoring(num_top=scores.num_top, num_known=len(scores.tokens))
+
+
 def token_from_proto(token: common_pb2.Token) -> TokenGiven:
     return TokenGiven(
         token.attempt,
@@ -79,6 +90,11 @@ def token_from_proto(token: common_pb2.Token) -> TokenGiven:
         token.logprob,
         tuple((top.token_id, top.logprob) for top in token.top_logprobs),
     )
+
+
+def _score_from_proto(token: common_pb2.TokenScore) -> TokenScore:
+    top = tuple((top.token_id, top.logprob) for top in token.top_logprobs)
+    return TokenScore(token.logprob, token.rank, top)
 
 
 def event_from_proto(message: Any, worker: WorkerKey) -> events.Event | None:
@@ -98,6 +114,8 @@ def event_from_proto(message: Any, worker: WorkerKey) -> events.Event | None:
             return events.HandoffDone(message.attempt)
         case prefill_pb2.PrefillEnded():
             return events.PrefillEnded(message.attempt)
+        case common_pb2.PromptScored():
+            return events.PromptScored(message.attempt, message.first, tuple(map(_score_from_proto, message.tokens)))
         case common_pb2.AttemptFailed():
             return events.AttemptFailed(message.attempt, worker, error_from_proto(message.error))
     return None

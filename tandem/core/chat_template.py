@@ -6,7 +6,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,35 @@ from tandem.core.errors import InvalidRequestError, ModelLoadError
 #: What a message's role becomes where the template does not know it; `None`: the message is refused. Templates that
 #: write whatever role they are given, or leave out the messages of others, would show the model what it never saw.
 _FALLBACKS = {"developer": "system", "tool": None, "function": None}
+
+#: What these hold is not the client's to set by way of `ChatOptions.variables`.
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+#: Under these names templates read what an assistant's message has thought before it spoke.
+_REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
+
+#: Stands behind the last message's content, with a space, while the template runs; the prompt ends there.
+_END_MARK = "\x02tandem-continues-here\x03"
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a template is to write a conversation.
+
+    Attributes:
+        add_generation_prompt: the prompt ends where the assistant begins to answer.
+        continue_final_message: it ends with the last message's content, which the answer continues.
+        documents: what a template for retrieval reads; `None`: there are none.
+        variables: others that the template reads, by name.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+_USUAL = ChatOptions()
 
 
 class ChatTemplate:
@@ -66,6 +96,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[dict[str, Any]],
+        options: ChatOptions = _USUAL,
         *,
         special_tokens: dict[str, str],
         tools: Sequence[dict[str, Any]] | None = None,
@@ -77,23 +108,36 @@ class ChatTemplate:
             tools: only where the template `knows_tools`.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, or does not know calls of tools, a `tool` or a
-                `function`.
+            InvalidRequestError: the template refuses the messages, does not know calls of tools, a `tool` or a
+                `function`, or leaves out the message that is to be continued.
         """
         spoken = [self._spoken(number, message) for number, message in enumerate(messages)]
+        if options.continue_final_message:
+            spoken[-1] = {**spoken[-1], "content": f"{spoken[-1]['content']}{_END_MARK} "}
         try:
             # `None` and not undefined, as in `transformers`: templates ask `tools is not none`.
-            return self._template.render(
-                messages=spoken, tools=tools or None, documents=None, add_generation_prompt=True, **special_tokens
+            text = self._template.render(
+                {
+                    **special_tokens,
+                    **options.variables,
+                    "messages": spoken,
+                    "tools": tools or None,
+                    "documents": options.documents,
+                    "add_generation_prompt": options.add_generation_prompt,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
+        return _up_to_mark(text) if options.continue_final_message else text
 
     def _spoken(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         """The message with a role that the template knows, and calls as it writes them."""
         role = message["role"]
+        thought = next((message[name] for name in _REASONING_NAMES if message.get(name)), None)
+        if thought is not None:
+            message = {**message, **dict.fromkeys(_REASONING_NAMES, thought)}
         if message.get("tool_calls"):
             message = self._calling(number, message)
         if self._wants_short_ids and isinstance(message.get("tool_call_id"), str):
@@ -161,6 +205,19 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
+
+
+def _up_to_mark(text: str) -> str:
+    """The prompt up to the end of the content that is to be continued."""
+    before, mark, behind = text.rpartition(_END_MARK)
+    if not mark:
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template does not write the last message as it is, so nothing "
+            "can continue it",
+            field="continue_final_message",
+        )
+    # Where the template trims contents, the space behind the mark is gone, and so shall be what stands before it.
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -234,7 +234,7 @@ class HttpConfig:
     port: int = _key(8000, "TCP port to listen on.", minimum=1, maximum=65535)
     api_keys_file: str = _key(
         "", "File with one API key a line; the variable TANDEM_API_KEYS (comma-separated) adds to it. With keys, "
-        "every request but /health needs one."
+        "every request but /health and /ping needs one."
     )
     allow_anonymous: bool = _key(
         False, "Let the router listen beyond loopback without API keys. Turn it on only where the network keeps "

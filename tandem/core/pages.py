@@ -57,6 +57,11 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[byt
     return keys
 
 
+def salted(salt: bytes, cache_salt: str) -> bytes:
+    """The salt of prompts that share cached prefixes under `cache_salt` only; empty: under none."""
+    return hashlib.sha256(salt + b"\0cache_salt\0" + cache_salt.encode()).digest() if cache_salt else salt
+
+
 def private_page_keys(
     token_ids: Sequence[int], page_size: int, salt: bytes, owner: str, shared: Sequence[bytes] = ()
 ) -> list[bytes]:

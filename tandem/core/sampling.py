@@ -47,6 +47,8 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
     grammar: str = ""  # of the output, as llguidance takes it (`tandem.core.grammar`); empty: any text goes
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is chosen; empty: no such bound
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that no output may have in a row
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -60,6 +62,7 @@ class SamplingParams:
         _require(self.min_tokens >= 0, "min_tokens", "must be 0 or more", self.min_tokens)
         _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens", self.min_tokens)
         _require(self.num_logprobs >= -1, "num_logprobs", "must be -1 (none) or more", self.num_logprobs)
+        _require(all(self.bad_words), "bad_words", "must not hold an empty sequence", self.bad_words)
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0 and not math.isnan(bias), "logit_bias", "needs (id >= 0, number)", (token_id, bias))
 
@@ -80,24 +83,27 @@ def _require(condition: bool, name: str, rule: str, value: object) -> None:
 
 
 class SequenceState:
-    """What the penalties of one choice need.
+    """What the penalties and the bad words of one choice need.
 
     Attributes:
         seen: the tokens of prompt and output.
         output_counts: the tokens of the output alone, with how often each occurs.
+        output_ids: the tokens of the output, in order.
     """
 
-    __slots__ = ("output_counts", "seen")
+    __slots__ = ("output_counts", "output_ids", "seen")
 
     def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
         self.seen = set(prompt_ids)
         self.output_counts: Counter[int] = Counter()
+        self.output_ids: list[int] = []
         for token_id in output_ids:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Note one generated token."""
         self.output_counts[token_id] += 1
+        self.output_ids.append(token_id)
         self.seen.add(token_id)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from tandem.core.chat_template import ChatTemplate
+from tandem.core.chat_template import ChatOptions, ChatTemplate
 from tandem.core.errors import InvalidRequestError, ModelLoadError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -98,6 +98,11 @@ class Tokenizer:
         return self._chat_template.refused_roles if self._chat_template is not None else frozenset()
 
     @property
+    def chat_source(self) -> str:
+        """The chat template as it is written; empty where there is none."""
+        return self._chat_template.source if self._chat_template is not None else ""
+
+    @property
     def tool_template_source(self) -> str:
         """The template by which chats with tools are rendered; empty where there is none."""
         return self._tool_template.source if self._tool_template is not None else ""
@@ -107,8 +112,13 @@ class Tokenizer:
         """Whether a model that reads the chat template's text can be told of tools."""
         return self._tool_template is not None and self._tool_template.knows_tools
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
-        """The prompt text of a conversation, up to where the assistant answers.
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        options: ChatOptions | None = None,
+    ) -> str:
+        """The prompt text of a conversation, by default up to where the assistant answers.
 
         Encode it without adding special tokens: the template writes its own.
 
@@ -120,7 +130,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a prompt of your own", field="messages"
             )
-        return template.render(messages, special_tokens=self._special_tokens, tools=tools)
+        return template.render(messages, options or ChatOptions(), special_tokens=self._special_tokens, tools=tools)
 
     # -- ids to text
 
@@ -132,6 +142,11 @@ class Tokenizer:
         """The ids of those of `texts` that are special tokens."""
         ids = (self._backend.token_to_id(text) for text in texts)
         return frozenset(i for i in ids if i is not None and self.is_special(i))
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text."""
+        return self._special_ids
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token stands for no text (BOS, EOS, turn markers)."""

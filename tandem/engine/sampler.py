@@ -1,9 +1,9 @@
 """From logits to tokens: keyed, so that the same request gives the same tokens on every worker.
 
 Each row is sampled by itself, in float64, from (seed, choice, position): neither the batch nor the worker shows.
-Order: penalties over what was seen, bias, grammar, minimum length (which gives way where the grammar can only end);
-temperature; `min_p`, `top_k`, `top_p`; inverse CDF over the tokens that are left, by id. Log-probabilities are of the
-model's own distribution, before all of that.
+Order: penalties over what was seen, bias, grammar, minimum length (which gives way where the grammar can only end),
+allowed tokens, bad words; temperature; `min_p`, `top_k`, `top_p`; inverse CDF over the tokens that are left, by id.
+Log-probabilities are of the model's own distribution, before all of that.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _bits(mask: TokenMask, vocab_size: int) -> np.ndarray:
 
 def _changes_logits(row: SampleRow) -> bool:
     params = row.params
-    return params.has_penalties or bool(params.logit_bias) or row.position < params.min_tokens
+    is_bound = bool(params.logit_bias or params.allowed_token_ids or params.bad_words)
+    return params.has_penalties or is_bound or row.position < params.min_tokens
 
 
 def _sample_row(
@@ -135,6 +136,7 @@ def _sample_row(
             _keep_to(values, _bits(mask, len(values)))
         if row.position < row.params.min_tokens:
             _keep_going(values, row.params, eos_token_ids)
+        _mask(values, row.params, row.state.output_ids)
     if row.params.is_greedy:
         return int(values.argmax())
     return draw(values, row.params, uniform(row.params.seed, row.choice, row.position))
@@ -171,6 +173,21 @@ def _keep_going(values: np.ndarray, params: SamplingParams, eos_token_ids: Seque
     values[ids] = -np.inf
     if params.grammar and values.max() == -np.inf:
         values[ids] = before
+
+
+def _mask(values: np.ndarray, params: SamplingParams, output_ids: list[int]) -> None:
+    """Take away what must not be chosen. Raises `ValueError` where nothing is left."""
+    if params.allowed_token_ids:
+        allowed = [token_id for token_id in params.allowed_token_ids if token_id < len(values)]
+        kept = values[allowed]
+        values[:] = -np.inf
+        values[allowed] = kept
+    for word in params.bad_words:
+        *begun, last = word
+        if last < len(values) and output_ids[len(output_ids) - len(begun) :] == begun:
+            values[last] = -np.inf
+    if (params.allowed_token_ids or params.bad_words) and values.max() == -np.inf:
+        raise ValueError("allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose")
 
 
 def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:

@@ -70,7 +70,8 @@ def by_name(value: Any) -> dict[str, Any]:
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.Sampling:
-    return pb.Sampling(**by_name(params) | {"logit_bias": dict(params.logit_bias)})
+    bad_words = [pb.TokenIds(token_ids=word) for word in params.bad_words]
+    return pb.Sampling(**by_name(params) | {"logit_bias": dict(params.logit_bias), "bad_words": bad_words})
 
 
 def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
@@ -78,6 +79,8 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
     plain = {field.name: getattr(message, field.name) for field in fields(SamplingParams)}
     plain["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     plain["stop_token_ids"] = tuple(message.stop_token_ids)
+    plain["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    plain["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
     return SamplingParams(**plain)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from tandem.worker.sequence import Sequence
 
+NO_TOKENS = range(0)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -36,6 +38,12 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     samples: bool  # the step reaches the newest token, and a token is sampled after it
+    scored: range = NO_TOKENS  # tokens of the prompt whose log-probabilities the step gives
+
+    @property
+    def num_logits(self) -> int:
+        """After so many of its last tokens logits are needed."""
+        return self.start + self.num_tokens - self.scored.start + 1 if self.scored else int(self.samples)
 
 
 @dataclass(slots=True)
@@ -52,6 +60,7 @@ class Batch:
     num_chunk_tokens: int = 0
     num_ending: int = 0
     num_ending_tokens: int = 0
+    num_scored_tokens: int = 0  # of chunks whose logits are needed, each after every token
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
+from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SampledToken, SamplingParams
+from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.sequence import FinishReason
 
 
@@ -29,6 +31,8 @@ class AttemptSpec:
     num_choices: int = 1
     journal: tuple[ChoiceJournal, ...] = ()  # choices that have tokens are not sampled again
     age_s: float = 0.0  # since the router took the request in, over all attempts
+    scoring: PromptScoring | None = None  # set where the prompt's log-probabilities are wanted
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,15 @@ class TokenSampled:
     index: int
     token: SampledToken
     ended: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of tokens of a prompt, from number `first` on."""
+
+    key: AttemptKey
+    first: int
+    tokens: tuple[TokenScore, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,8 @@ class Runner:
                 self.engine.arena.copy_page(source, target)
             on_layer = hooks.before_forward(batch)
             logits = self.engine.forward(_inputs(batch), on_layer)
+            if batch.num_scored_tokens:
+                logits = hooks.score(batch, logits)
             sampled: Sequence[Sequence[int]] = hooks.sample(batch, logits)
             if not sampled:  # else sampling has waited for the device, which must be done with pages that are freed now
                 self.engine.finish()
@@ -149,7 +151,7 @@ def _inputs(batch: Batch) -> list[SequenceInput]:
             token_ids=item.sequence.token_ids[item.start : item.start + item.num_tokens],
             start=item.start,
             pages=item.sequence.pages,
-            num_logits=1 if item.samples else 0,
+            num_logits=item.num_logits,
         )
         for item in batch.items
     ]

@@ -37,7 +37,7 @@ from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, pages_for
-from tandem.worker.batch import Batch, ScheduledSequence, SchedulerLimits
+from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
 from tandem.worker.sequence import Sequence
 
 _order = attrgetter("order")
@@ -229,6 +229,8 @@ class BatchScheduler:
         if sequence.paced:  # even if it is alone: a handoff may be admitted during the step
             return min(left, budget, self._paced_room(batch))
         room = min(budget, self.limits.chunk_size)
+        if sequence.is_to_score:  # all logits of a step together are bounded as those of a chunk
+            room = min(room, self.limits.chunk_size - batch.num_scored_tokens)
         if left <= room:
             return left
         end = (sequence.num_computed + room) // self.pool.page_size * self.pool.page_size
@@ -253,8 +255,7 @@ class BatchScheduler:
         num_tokens = len(sequence.token_ids)
         if self.prefix_cache:
             sequence.extend_keys(page_size, self.salt, num_tokens)
-        # The newest token is always computed, because its logits are needed.
-        cached = self.pool.acquire(sequence.keys[: (num_tokens - 1) // page_size])
+        cached = self.pool.acquire(sequence.keys[: sequence.num_cacheable // page_size])
         needed = pages_for(num_tokens, page_size) - len(cached)
         has_room = self._reclaim(batch, needed) if sequence.promoted else self._has_room(sequence, needed)
         fresh = self.pool.allocate(needed) if has_room else None
@@ -339,10 +340,11 @@ class BatchScheduler:
         batch.preempted.append(sequence)
 
     def _put(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
-        ends = num_tokens == sequence.num_to_compute
-        batch.items.append(
-            ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples=ends and sequence.samples)
-        )
+        samples, scored = num_tokens == sequence.num_to_compute and sequence.samples, NO_TOKENS
+        if sequence.scoring is not None:
+            scored = sequence.scoring.in_step(sequence.num_computed, num_tokens, sequence.num_prompt)
+            batch.num_scored_tokens += len(scored)
+        batch.items.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples, scored))
 
     def _may_join(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a chunk may share the step. Where a long prompt keeps the processor busy and does not end, a chunk

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tandem.core.pages import page_keys
+from tandem.core.pages import page_keys, salted
 from tandem.core.sampling import SamplingParams
+from tandem.worker.prompt_scoring import PromptScoring
 
 
 class FinishReason(Enum):
@@ -45,6 +46,9 @@ class Sequence:
     paced: bool = False
     # Memory elsewhere waits for what this one computes: it goes before all others. Set by `BatchScheduler.promote`.
     promoted: bool = False
+    # Log-probabilities of the prompt's tokens are wanted; `None`: they are not.
+    scoring: PromptScoring | None = None
+    cache_salt: str = ""  # its cached pages are found under an equal one only
     owner: Any = None  # what the role keeps beside it
 
     @property
@@ -55,6 +59,18 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_to_score(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still wanted."""
+        return self.scoring is not None and self.scoring.num_known < self.num_prompt
+
+    @property
+    def num_cacheable(self) -> int:
+        """How many leading tokens need not be computed where their KV is cached: no logits after them are needed."""
+        if self.scoring is not None and self.is_to_score:
+            return self.scoring.num_known - 1
+        return len(self.token_ids) - 1
 
     @property
     def is_decode(self) -> bool:
@@ -73,7 +89,7 @@ class Sequence:
         """Make `keys` cover the full pages of the first `num_tokens` tokens."""
         if len(self.keys) < num_tokens // page_size:
             # Chained from the start again only when pages filled: once in `page_size` tokens.
-            self.keys = page_keys(self.token_ids[:num_tokens], page_size, salt)
+            self.keys = page_keys(self.token_ids[:num_tokens], page_size, salted(salt, self.cache_salt))
 
     def __repr__(self) -> str:
         return f"<{self.request_id}#{self.attempt}/{self.choice} {self.num_computed}/{len(self.token_ids)}>"

@@ -22,6 +22,12 @@ class StepHooks(Protocol):
     def before_forward(self, batch: Batch) -> Callable[[int], None] | None:
         """A step is about to be computed; returns what to call when a layer's KV is in the arena."""
 
+    def score(self, batch: Batch, logits: Any) -> Any:
+        """Tell of prompt tokens' log-probabilities, where the batch gives some; returns the rows for `sample`.
+
+        `logits`: float32 `[sum of num_logits, vocab]`.
+        """
+
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         """The tokens of each item that samples, one or more. `logits`: float32 `[items that sample, vocab]`."""
 

@@ -16,7 +16,8 @@ from tandem.rpc.convert import by_name, error_to_proto, sampling_from_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, TokenSampled
+from tandem.worker.prompt_scoring import PromptScoring
+from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, PromptScored, TokenSampled
 from tandem.worker.sequence import FinishReason
 
 FINISH_REASONS = {
@@ -36,6 +37,8 @@ def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> Att
         num_choices=message.num_choices or 1,
         journal=tuple(ChoiceJournal(j.choice, tuple(j.token_ids), j.finished) for j in message.journal),
         age_s=message.age_s,
+        scoring=_scoring_from_proto(message.scoring) if message.HasField("scoring") else None,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -51,6 +54,22 @@ def token_to_proto(sampled: TokenSampled) -> pb.Token:
         logprob=token.logprob or 0.0,
         top_logprobs=[pb.TokenLogprob(token_id=i, logprob=p) for i, p in token.top_logprobs],
     )
+
+
+def _scoring_from_proto(message: pb.PromptScoring) -> PromptScoring:
+    return PromptScoring(message.num_top, max(1, message.num_known))
+
+
+def scored_to_proto(scored: PromptScored) -> pb.PromptScored:
+    tokens = [
+        pb.TokenScore(
+            logprob=token.logprob,
+            rank=token.rank,
+            top_logprobs=[pb.TokenLogprob(token_id=i, logprob=p) for i, p in token.top_logprobs],
+        )
+        for token in scored.tokens
+    ]
+    return pb.PromptScored(**by_name(scored.key), first=scored.first, tokens=tokens)
 
 
 def failed_to_proto(failed: AttemptFailed) -> pb.AttemptFailed:

@@ -18,7 +18,7 @@ from tandem.worker.scheduler import BatchScheduler
 from tests.support.ends import Cluster, End
 from tests.support.inline import inline_guides
 from tests.support.link import Link
-from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample
+from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample, score
 from tests.support.step_runner import StepRunner, StepTimes
 from tests.support.virtual_time import Kernel
 
@@ -70,6 +70,7 @@ class Node(End):
             "limits": RequestLimits(VOCAB, 96, frozenset({EOS}), 4, self._priority_ageing_s),
             "sample": sample,
             "guides": self.guides,
+            "score": score,
             "counters": self.counters,
             "load": self.load,
             "pacing": Pacing(),

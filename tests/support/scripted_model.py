@@ -19,8 +19,9 @@ from tokenizers import decoders, models
 
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
-from tandem.core.errors import TandemError
+from tandem.core.errors import InternalError, TandemError
 from tandem.core.pages import PagePool, PageState
+from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SampledToken, SampleRow, TokenMask
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import Vocabulary
@@ -72,6 +73,22 @@ def vocabulary() -> Vocabulary:
     backend = tokenizers.Tokenizer(models.BPE(vocab=pieces, merges=[]))
     backend.decoder = decoders.ByteLevel()
     return Vocabulary(Tokenizer(backend), (EOS,), VOCAB)
+
+
+def score(rows: Any, token_ids: Seq[int], num_top: int) -> list[TokenScore] | InternalError:
+    """As `tandem.worker.prompt_scoring.ScoreTokens`; a row is the hash of all tokens up to there."""
+    return [score_of(int(row), token_id, num_top) for row, token_id in zip(rows, token_ids, strict=True)]
+
+
+def score_of(row: int, token_id: int, num_top: int) -> TokenScore:
+    return TokenScore(-float((row ^ token_id) % 1009), 1 + row % VOCAB, tuple((n, -float(n)) for n in range(num_top)))
+
+
+def scores_of(prompt: Seq[int], num_top: int) -> list[TokenScore | None]:
+    """What is to be told of a whole prompt."""
+    hashes = _Chain().of(prompt)
+    known = (score_of(int(row), token_id, num_top) for row, token_id in zip(hashes, prompt[1:], strict=False))
+    return [None, *known]
 
 
 class _Chain:

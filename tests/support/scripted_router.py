@@ -35,6 +35,8 @@ class Ask:
     age_s: float = 0.0
     journal: tuple[pb.ChoiceJournal, ...] = ()
     local: int = 0  # tokens that decode may compute by itself
+    num_top: int | None = None  # likeliest tokens beside each of the prompt's own; `None`: no log-probabilities
+    num_known: int = 1  # leading tokens whose log-probabilities are there
 
     @property
     def key(self) -> AttemptKey:
@@ -54,6 +56,7 @@ class Outcome:
     grant: decode_pb2.Grant | None = None
     local: decode_pb2.ComputesHere | None = None
     done: prefill_pb2.HandoffDone | None = None
+    scores: list[tuple[str, int, pb.TokenScore]] = field(default_factory=list)  # side, index in the prompt
     failures: dict[str, pb.Error] = field(default_factory=dict)  # by side
 
     def ids(self, choice: int = 0) -> list[int]:
@@ -165,6 +168,10 @@ class Router:
             if message.finish_reason:
                 outcome.finished[message.choice] = message.finish_reason
             return
+        if kind == "scored":
+            assert not outcome.tokens, "before the first token of a choice"
+            outcome.scores += [(side, n, token) for n, token in enumerate(message.tokens, message.first)]
+            return
         outcome.kinds.append(f"{side}.{kind}")
         if kind == "granted":
             outcome.grant = message
@@ -223,6 +230,7 @@ class Router:
             "sampling": sampling_to_proto(ask.params),
             "num_choices": ask.n,
             "journal": ask.journal,
+            "scoring": None if ask.num_top is None else pb.PromptScoring(num_top=ask.num_top, num_known=ask.num_known),
         }
 
     async def attach(self, ask: Ask, grant: decode_pb2.Grant | None = None) -> None:

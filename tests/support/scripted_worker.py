@@ -203,6 +203,18 @@ class ScriptedWorker:
             token.top_logprobs.add(token_id=98 + rank, logprob=-1.0 - rank)
         return token
 
+    def scored(self, start: Any) -> None:
+        """Log-probabilities of the prompt's tokens, where they are wanted: minus an eighth of its index for each."""
+        if not start.HasField("scoring"):
+            return
+        first = start.scoring.num_known
+        scored = common_pb2.PromptScored(request_id=start.request_id, attempt=start.attempt, first=first)
+        for index in range(first, len(start.prompt_ids)):
+            token = scored.tokens.add(logprob=-index / 8, rank=index)
+            for rank in range(start.scoring.num_top):
+                token.top_logprobs.add(token_id=98 + rank, logprob=-1.0 - rank)
+        self.emit(scored=scored)
+
     def given(self, start: Any) -> dict[int, int]:
         """How many tokens each choice has in the journal that came with the request."""
         return {entry.choice: len(entry.token_ids) for entry in start.journal}
@@ -249,6 +261,7 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def first_tokens(self, start: prefill_pb2.StartPrefill) -> None:
         self.started(start)
+        self.scored(start)
         given = self.given(start)
         tokens = [self.token(start, c, 0) for c in range(start.num_choices) if c not in given]
         self.emit_all([self._event(first_token=token) for token in tokens])
@@ -387,6 +400,7 @@ class ScriptedDecode(ScriptedWorker, DecodeServiceServicer):
                 num_computed_tokens=self.num_missing_tokens,
             )
         )
+        self.scored(reserve)
         threading.Thread(target=self._give_tokens, args=(reserve, 0), daemon=True).start()
 
     def admit(self, reserve: decode_pb2.Reserve) -> None:

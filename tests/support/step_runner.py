@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from tandem.worker.batch import Batch
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
@@ -99,6 +101,15 @@ class StepRunner:
     def _end(self, batch: Batch) -> None:
         if self.is_stopped:
             return
-        self._scheduler.apply(batch, self._hooks.sample(batch, None))
+        logits = self._hooks.score(batch, self._logits(batch)) if batch.num_scored_tokens else None
+        self._scheduler.apply(batch, self._hooks.sample(batch, logits))
         self._hooks.after_step(batch)
         self._turn()
+    def _logits(self, batch: Batch) -> np.ndarray:
+        """As `tandem.engine.engine.Engine.forward`: a row is the hash of all tokens up to there."""
+        rows = []
+        for item in batch.items:
+            hashes = self._memory.kv_of(item.sequence, item.start + item.num_tokens)
+            rows.append(hashes[len(hashes) - item.num_logits :])
+        return np.concatenate(rows)
+

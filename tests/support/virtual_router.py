@@ -19,11 +19,13 @@ from router.policy.route import RequestFacts, Route, Wishes
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from router.request.journal import Journal
+from router.request.prompt_scores import PromptScores
 from router.request.request import Request, TokenGiven
 from tandem.core.errors import NoWorkerError, TandemError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
-from tandem.worker.request import AttemptSpec, ChoiceJournal, TokenSampled
+from tandem.worker.prompt_scoring import PromptScoring
+from tandem.worker.request import AttemptSpec, ChoiceJournal, PromptScored, TokenSampled
 from tests.support.node import FORMAT, Node
 from tests.support.prefill_node import PrefillNode
 from tests.support.scripted_model import PAGE
@@ -177,7 +179,9 @@ class InFlight:
     def __init__(self, router: Router, request: Request) -> None:
         self._router = router
         self.request = request
-        self.journal = Journal(request.num_choices)
+        num_top = request.num_prompt_logprobs
+        scores = PromptScores(len(request.prompt_ids), num_top) if num_top >= 0 else None
+        self.journal = Journal(request.num_choices, scores)
         self.recovery = Recovery(RECOVERY, router.budget)
         self.plan = FIRST
         self.error: TandemError | None = None
@@ -220,7 +224,7 @@ class InFlight:
         self._attempt.begin()
 
     def spec(self) -> AttemptSpec:
-        request = self.request
+        request, scores = self.request, self.journal.prompt_scores
         journal = tuple(
             ChoiceJournal(number, tuple(choice.token_ids), choice.is_finished)
             for number, choice in enumerate(self.journal.choices)
@@ -234,6 +238,8 @@ class InFlight:
             num_choices=request.num_choices,
             journal=journal,
             age_s=self._router.kernel.now_s - request.arrived_s,
+            scoring=scores and PromptScoring(scores.num_top, len(scores.tokens)),
+            cache_salt=request.cache_salt,
         )
 
     def keeps_pages(self, prefill: PrefillNode) -> None:
@@ -245,7 +251,11 @@ class InFlight:
         if isinstance(event, TokenSampled):
             ended = event.ended.value if event.ended is not None else None
             token = TokenGiven(key.attempt, event.choice, event.index, event.token.token_id, ended)
-            self.journal.accept(token)
+            if self.journal.accept(token) and self.journal.prompt_scores is not None:
+                self.journal.prompt_scores.give()  # they are there before the first token is
+        if isinstance(event, PromptScored) and key.attempt == self.journal.attempt:
+            assert self.journal.prompt_scores is not None
+            self.journal.prompt_scores.accept(event.first, event.tokens)
         if key.attempt == self.journal.attempt:
             self._follow(partial(self._attempt.handle, worker, event))
 

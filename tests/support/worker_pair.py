@@ -284,6 +284,12 @@ class Oracle:
             )
         return list(out[0, len(prompt) :].tolist())
 
+    def logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
+        """`[len(prompt) - 1, vocab]`: the distribution of each token of a prompt but the first."""
+        with torch.no_grad():
+            logits = self._model(torch.tensor([list(prompt)])).logits[0, :-1]
+        return torch.log_softmax(logits, dim=-1)
+
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Random tokens, none of them special."""

@@ -60,6 +60,8 @@ class Reserve(_message.Message):
     JOURNAL_FIELD_NUMBER: _builtins.int
     MAX_LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    SCORING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
@@ -71,6 +73,8 @@ class Reserve(_message.Message):
     """
     age_s: _builtins.float
     """Seconds since the router took the request in, whatever came of earlier attempts: hosts' clocks differ."""
+    cache_salt: _builtins.str
+    """cached prefixes are shared under equal ones only"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -78,6 +82,10 @@ class Reserve(_message.Message):
     @_builtins.property
     def journal(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChoiceJournal]:
         """replayed by decode after the handoff"""
+
+    @_builtins.property
+    def scoring(self) -> _common_pb2.PromptScoring:
+        """set where the prompt's log-probabilities are wanted"""
 
     def __init__(
         self,
@@ -91,10 +99,12 @@ class Reserve(_message.Message):
         journal: _abc.Iterable[_common_pb2.ChoiceJournal] | None = ...,
         max_local_tokens: _builtins.int = ...,
         age_s: _builtins.float = ...,
+        scoring: _common_pb2.PromptScoring | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -197,6 +207,7 @@ class DecodeEvent(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     WRITER_SUSPECTED_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    SCORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -211,6 +222,8 @@ class DecodeEvent(_message.Message):
     def writer_suspected(self) -> Global___WriterSuspected: ...
     @_builtins.property
     def local(self) -> Global___ComputesHere: ...
+    @_builtins.property
+    def scored(self) -> _common_pb2.PromptScored: ...
     def __init__(
         self,
         *,
@@ -221,12 +234,13 @@ class DecodeEvent(_message.Message):
         failed: _common_pb2.AttemptFailed | None = ...,
         writer_suspected: Global___WriterSuspected | None = ...,
         local: Global___ComputesHere | None = ...,
+        scored: _common_pb2.PromptScored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected", "local"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected", "local", "scored"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -116,6 +116,8 @@ class StartPrefill(_message.Message):
     JOURNAL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    SCORING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
@@ -123,6 +125,8 @@ class StartPrefill(_message.Message):
     num_choices: _builtins.int
     age_s: _builtins.float
     """Seconds since the router took the request in, whatever came of earlier attempts: hosts' clocks differ."""
+    cache_salt: _builtins.str
+    """cached prefixes are shared under equal ones only"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -134,6 +138,10 @@ class StartPrefill(_message.Message):
     @_builtins.property
     def decode(self) -> _common_pb2.WorkerInfo:
         """where the pages go"""
+
+    @_builtins.property
+    def scoring(self) -> _common_pb2.PromptScoring:
+        """set where the prompt's log-probabilities are wanted"""
 
     def __init__(
         self,
@@ -147,10 +155,12 @@ class StartPrefill(_message.Message):
         journal: _abc.Iterable[_common_pb2.ChoiceJournal] | None = ...,
         decode: _common_pb2.WorkerInfo | None = ...,
         age_s: _builtins.float = ...,
+        scoring: _common_pb2.PromptScoring | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "decode", b"decode", "journal", b"journal", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "decode", b"decode", "journal", b"journal", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -227,6 +237,7 @@ class PrefillEvent(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
+    SCORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -241,6 +252,8 @@ class PrefillEvent(_message.Message):
     def failed(self) -> _common_pb2.AttemptFailed: ...
     @_builtins.property
     def link(self) -> Global___LinkChanged: ...
+    @_builtins.property
+    def scored(self) -> _common_pb2.PromptScored: ...
     def __init__(
         self,
         *,
@@ -251,12 +264,13 @@ class PrefillEvent(_message.Message):
         ended: Global___PrefillEnded | None = ...,
         failed: _common_pb2.AttemptFailed | None = ...,
         link: Global___LinkChanged | None = ...,
+        scored: _common_pb2.PromptScored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed", "link"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed", "link", "scored"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

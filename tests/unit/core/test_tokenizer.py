@@ -8,8 +8,9 @@ from typing import Any
 
 import code_tokenizers
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from tandem.core.chat_template import ChatTemplate
+from tandem.core.chat_template import ChatOptions, ChatTemplate
 from tandem.core.errors import InvalidRequestError, ModelLoadError
 from tandem.core.tokenizer import Tokenizer
 
@@ -136,3 +137,30 @@ def test_ids_and_templates_agree_with_transformers(directory: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     rendered = theirs.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True, return_dict=False)
     assert ours.encode(ours.render_chat(MESSAGES), add_special_tokens=False) == rendered
+
+
+CONTINUED = [
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}", "It goes on  "),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}", "It goes on  "),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}", "It goes on"),
+]
+
+
+@pytest.mark.parametrize(("template", "content"), CONTINUED)
+def test_a_last_message_is_continued_where_transformers_would(tmp_path: Path, template: str, content: str) -> None:
+    messages = [{"role": "user", "content": "It goes on"}, {"role": "assistant", "content": content}]
+    save(tmp_path, {"chat_template": template})
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
+    rendered = theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=False, continue_final_message=True
+    )
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    assert Tokenizer.from_dir(tmp_path).render_chat(messages, options=options) == rendered
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued(tmp_path: Path) -> None:
+    save(tmp_path, {"chat_template": "{{ messages[0].content }}"})
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(InvalidRequestError) as caught:
+        Tokenizer.from_dir(tmp_path).render_chat([*MESSAGES, {"role": "assistant", "content": "b"}], options=options)
+    assert caught.value.field == "continue_final_message"

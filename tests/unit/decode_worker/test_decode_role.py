@@ -29,6 +29,7 @@ from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason
 from tests.support.imports import HEAVY, loaded_by
 from tests.support.inline import inline_guides
+from tests.support.scripted_model import score
 
 PAGE = 4
 EOS = 1
@@ -61,6 +62,7 @@ class World:
             queue_bound=2,
             sample=self.sample,
             guides=inline_guides(lambda call: call(), WorkerCounters()),
+            score=score,
             counters=WorkerCounters(),
             load=LoadReport(self.scheduler, lambda: None, self._count),
             pacing=Pacing(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -324,3 +325,33 @@ def test_greedy_is_temperature_zero() -> None:
     assert SamplingParams(temperature=1e-7).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
     assert not SamplingParams(top_k=1).is_greedy
+
+
+# -- what must not be chosen
+
+
+def only(values: list[float], **fields: Any) -> SampledToken | InternalError:
+    row = SampleRow(SequenceState([5], fields.pop("output", [])), SamplingParams(**fields))
+    (token,) = sample_rows(torch.tensor([values]), [row])
+    return token
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_but_the_allowed_tokens_is_chosen(temperature: float) -> None:
+    token = only([9.0, 1.0, 8.0, -30.0], temperature=temperature, allowed_token_ids=(3, 100))
+    assert isinstance(token, SampledToken)
+    assert token.token_id == 3, "an id beyond the vocabulary allows nothing"
+
+
+def test_the_last_token_of_a_bad_word_is_not_chosen_behind_its_others() -> None:
+    words = {"temperature": 0.0, "bad_words": ((0,), (7, 8, 1))}
+    for output, chosen in (([], 1), ([8], 1), ([7, 8], 2), ([7, 8, 7], 1), ([6, 7, 8], 2)):
+        token = only([9.0, 8.0, 7.0], output=output, **words)
+        assert isinstance(token, SampledToken)
+        assert token.token_id == chosen, output
+
+
+def test_where_nothing_is_left_to_choose_there_is_an_error_and_no_token() -> None:
+    error = only([1.0, 2.0], temperature=0.0, allowed_token_ids=(1,), bad_words=((1,),))
+    assert isinstance(error, InternalError)
+    assert "leave no token" in error.message

@@ -59,7 +59,6 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop_token_ids": "a"}, "stop_token_ids"),
     ({"stop_token_ids": [True]}, "stop_token_ids"),
-    ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 5.5}, "max_tokens"),
@@ -100,12 +99,23 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
     ({"structured_outputs": {"regex": "a" * (LIMITS.max_grammar_bytes + 1)}}, "structured_outputs.regex"),
     ({"suffix": "end"}, "suffix"),
-    ({"echo": True}, "echo"),
-    ({"best_of": 2}, "best_of"),
+    ({"echo": 1}, "echo"),
+    ({"bad_words": "a"}, "bad_words"),
+    ({"bad_words": ["a", " "]}, "bad_words"),
+    ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 1025}, "cache_salt"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": LIMITS.max_logprobs + 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens"),
+    ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"web_search_options": {"a": 1}}, "web_search_options"),
     ({"add_special_tokens": 1}, "add_special_tokens"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -124,6 +134,10 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": LIMITS.max_logprobs + 1}, "logprobs"),
+    ({"best_of": 0}, "best_of"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"min_tokens": 1, "max_tokens": 0}, "min_tokens"),
 ]
 OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -139,6 +153,8 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"logprobs": 3}, "logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"best_of": 2}, "best_of"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": LIMITS.max_logprobs + 1}, "top_logprobs"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -198,14 +214,11 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
 
 ASKING_FOR_SOMETHING: dict[str, Any] = {
     # vLLM's, now and earlier
-    "structural_tag": "{}", "bad_words": ["a"], "allowed_token_ids": [1], "chat_template_kwargs": {"a": 1},
-    "continue_final_message": True, "add_generation_prompt": False, "truncate_prompt_tokens": 5, "prompt_logprobs": 0,
-    "logprob_token_ids": [1], "skip_special_tokens": False, "spaces_between_special_tokens": False,
-    "include_stop_str_in_output": True, "use_beam_search": True, "length_penalty": 0.5, "chat_template": "x",
-    "documents": [{"text": "x"}], "mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": {}},
+    "structural_tag": "{}", "logprob_token_ids": [1], "use_beam_search": True, "length_penalty": 0.5,
+    "chat_template": "x", "mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": {}},
     "return_tokens_as_token_ids": True, "kv_transfer_params": {"a": 1}, "ec_transfer_params": {"a": 1},
-    "logits_processors": ["a"], "vllm_xargs": {"a": 1}, "thinking_token_budget": 5, "cache_salt": "x",
-    "prompt_embeds": "x", "include_reasoning": False, "repetition_detection": {"a": 1}, "watermarking": True,
+    "logits_processors": ["a"], "vllm_xargs": {"a": 1}, "thinking_token_budget": 5,
+    "prompt_embeds": "x", "repetition_detection": {"a": 1}, "watermarking": True,
     "return_prompt_text": True, "request_id": "x",
     # SGLang's
     "lora_path": "x", "session_params": {"a": 1},
@@ -230,10 +243,16 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str, parse: Any) 
         assert parse(**{name: nothing}).ignored_fields == ()
 
 
-@pytest.mark.parametrize("name", ["max_completion_tokens", "top_logprobs"])
+OF_CHATS_ALONE: dict[str, Any] = {
+    "max_completion_tokens": 5, "top_logprobs": 5, "documents": [{"a": "b"}], "chat_template_kwargs": {"a": 1},
+    "continue_final_message": True, "add_generation_prompt": False, "include_reasoning": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_CHATS_ALONE)
 def test_what_only_chats_have_is_no_field_of_a_completion_to_ignore(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name} is not supported") as caught:
-        completion(**{name: 5})
+        completion(**{name: OF_CHATS_ALONE[name]})
     assert caught.value.field == name
 
 
@@ -326,6 +345,9 @@ def made(parsed: ParsedRequest, card_and_tokenizer: tuple[ModelCard, Tokenizer])
         ({"prompt": "x" * 30, "min_tokens": 3}, "min_tokens"),
         ({"stop_token_ids": [512]}, "stop_token_ids"),
         ({"logit_bias": {"512": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"prompt": "x" * 40, "truncate_prompt_tokens": 32}, "prompt"),
+        ({"prompt": [1] * 40, "max_tokens": 3, "truncate_prompt_tokens": 30}, "max_tokens"),
     ],
     ids=str,
 )
@@ -386,8 +408,9 @@ def test_each_prompt_becomes_a_request_with_an_id_of_its_own(card_and_tokenizer:
 
 
 @pytest.mark.parametrize("source", ["{% if enable_thinking is defined and enable_thinking %}x{% endif %}", ""])
-@pytest.mark.parametrize("field", ["reasoning_effort", "reasoning"])
-def test_reasoning_is_refused_where_the_model_can_switch_it(tmp_path: Path, source: str, field: str) -> None:
+def test_a_switch_that_is_not_obeyed_is_refused_where_the_model_has_one(tmp_path: Path, source: str) -> None:
+    """SGLang's `reasoning`; `reasoning_effort` is obeyed."""
+    field = "reasoning"
     directory = write_checkpoint(tmp_path / "toy", template=CHAT_TEMPLATE + source)
     tokenizer = Tokenizer.from_dir(directory)
     given = (ModelCard.from_dir(directory, configuration.load(None), tokenizer), tokenizer)

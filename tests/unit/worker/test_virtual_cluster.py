@@ -17,10 +17,12 @@ from tandem.core.sampling import SamplingParams
 from tests.support.handoff_world import DECODE, PREFILL, World, WorldSpec
 from tests.support.imports import HEAVY, loaded_by
 from tests.support.link import MESSAGE_FAULTS, WRITE_FAULTS, LinkSpec
-from tests.support.scripted_model import EOS, VOCAB, token_of
+from tests.support.scripted_model import EOS, VOCAB, scores_of, token_of
 from tests.support.step_runner import StepTime
+from tests.support.virtual_router import InFlight
 
 NUM_REQUESTS = 100
+NUM_TOP = 2  # likeliest tokens at each place of a prompt, for every third request
 
 
 def make_requests(seed: int, start_s: float) -> list[Request]:
@@ -34,7 +36,15 @@ def make_requests(seed: int, start_s: float) -> list[Request]:
         params = SamplingParams(seed=rng.randrange(1 << 32), max_tokens=rng.randint(1, 24))
         choices = rng.choice([1, 1, 1, 2, 3])
         requests.append(
-            Request(f"r{number}", tuple(prompt), params, start_s, num_choices=choices, priority=rng.randrange(3))
+            Request(
+                f"r{number}",
+                tuple(prompt),
+                params,
+                start_s,
+                num_choices=choices,
+                priority=rng.randrange(3),
+                num_prompt_logprobs=NUM_TOP if number % 3 == 0 else -1,
+            )
         )
     return requests
 
@@ -77,6 +87,12 @@ def expected(request: Request, choice: int) -> list[int]:
     return output
 
 
+def check_prompt_scores(request: InFlight) -> None:
+    """Each token's once, whoever computed the prompt, in however many attempts."""
+    if (scores := request.journal.prompt_scores) is not None:
+        assert scores.tokens == scores_of(request.request.prompt_ids, NUM_TOP), request.request.request_id
+
+
 def check_tokens(world: World) -> None:
     """Whoever stayed has what an undisturbed cluster gives; who left, or saw two workers die, its beginning."""
     calm = undisturbed(world.spec.seed)
@@ -88,6 +104,7 @@ def check_tokens(world: World) -> None:
             assert all(there[: len(here)] == here for here, there in zip(request.tokens, calm[name], strict=True))
         else:
             assert request.tokens == calm[name], name
+            check_prompt_scores(request)
         assert not request.journal.dropped["disagreed"]
 
 
@@ -97,6 +114,7 @@ def test_a_hundred_requests_end_with_their_tokens_and_leave_nothing() -> None:
     for in_flight in world.requests.values():
         request = in_flight.request
         assert in_flight.journal.attempt == 1
+        check_prompt_scores(in_flight)
         assert in_flight.tokens == [expected(request, choice) for choice in range(request.num_choices)]
     assert not world.count
     for role in (Role.PREFILL, Role.DECODE):

@@ -1,0 +1,68 @@
+"""What an answer shows of its prompt: the text, the token ids, and how likely each of its tokens was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.openai.logprobs import finite, token_name, token_text
+from router.openai.schema import ParsedRequest
+from router.request.request import Request
+from tandem.core.prompt_scores import TokenScore
+from tandem.core.tokenizer import Tokenizer
+
+Scores = tuple[TokenScore | None, ...]
+
+
+class PromptPart:
+    """The part of one prompt in its answer.
+
+    Attributes:
+        text: what stands before each choice's output.
+        scores: of each token; none where they are not wanted, or not known yet. The first token has none.
+    """
+
+    def __init__(self, parsed: ParsedRequest, request: Request, tokenizer: Tokenizer) -> None:
+        self.text = request.echoed_text
+        self.scores: Scores = ()
+        self._parsed = parsed
+        self._tokenizer = tokenizer
+        self.token_ids = request.prompt_ids
+
+    def echoed_logprobs(self) -> dict[str, Any]:
+        """As `router.openai.logprobs.completion_logprobs`, of the prompt's tokens."""
+        num_top = self._parsed.num_logprobs
+        offsets, offset = [], 0
+        for token_id in self.token_ids:
+            offsets.append(offset)
+            offset += len(token_text(self._tokenizer, token_id))
+        return {
+            "tokens": [token_name(self._tokenizer, token_id) for token_id in self.token_ids],
+            "token_logprobs": [score and finite(score.logprob) for score in self.scores],
+            "top_logprobs": [self._best(*pair, num_top) for pair in self._pairs()] if num_top else None,
+            "text_offset": offsets,
+        }
+
+    def prompt_logprobs(self) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: by token id, each token's own and the likeliest ones."""
+        return [self._ranked(*pair) for pair in self._pairs()]
+
+    def _pairs(self) -> list[tuple[int, TokenScore | None]]:
+        return list(zip(self.token_ids, self.scores, strict=True))
+
+    def _best(self, token_id: int, score: TokenScore | None, num_top: int) -> dict[str, float] | None:
+        if score is None:
+            return None
+        pairs = (*score.top_logprobs[:num_top], (token_id, score.logprob))
+        return {token_name(self._tokenizer, token_id): finite(logprob) for token_id, logprob in pairs}
+
+    def _ranked(self, token_id: int, score: TokenScore | None) -> dict[str, Any] | None:
+        if score is None:
+            return None
+        top = score.top_logprobs[: self._parsed.num_prompt_logprobs]
+        entries = {str(token_id): self._entry(token_id, score.logprob, score.rank)}
+        for rank, (likely_id, logprob) in enumerate(top, start=1):
+            entries.setdefault(str(likely_id), self._entry(likely_id, logprob, rank))
+        return entries
+
+    def _entry(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_name(self._tokenizer, token_id)}

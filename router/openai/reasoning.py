@@ -1,0 +1,155 @@
+"""What a model thinks before it speaks: how its template marks that, and an answer's text parted by it. Pure.
+
+Each text is given out exactly once and in order, as reasoning or as content; only the marks are left out. How the text
+was cut into pieces makes no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.openai.model_card import ModelCard
+from router.openai.schema import ParsedRequest
+from router.request.request import Request
+from router.tools.formats import is_read, reader_for
+from router.tools.pieces import Piece, PlainReader, Reader, Thought
+from tandem.core.tokenizer import Tokenizer
+
+#: More of a prompt's last tokens than a mark has, with spaces behind it.
+_PROMPT_TAIL = 32
+
+
+class Marks(NamedTuple):
+    """What stands before and behind reasoning."""
+
+    start: str
+    end: str
+
+
+#: As the models that are served by their templates have them; the first that a template names counts.
+KNOWN_MARKS = (
+    Marks("<think>", "</think>"),  # DeepSeek R1, Qwen 3, GLM 4.5, MiniMax, Nemotron, Hermes 4
+    Marks("[THINK]", "[/THINK]"),  # Magistral, Ministral
+    Marks("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Marks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Marks("◁think▷", "◁/think▷"),  # Kimi-VL
+    Marks("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+)
+
+
+@functools.cache
+def marks_of(tokenizer: Tokenizer) -> Marks | None:
+    """How the model's chat template marks reasoning; `None`: not at all."""
+    source = tokenizer.chat_source
+    return next((marks for marks in KNOWN_MARKS if marks.end in source), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How an answer is parted.
+
+    Attributes:
+        is_open: the prompt ends within reasoning, so the answer begins there.
+    """
+
+    marks: Marks
+    is_open: bool
+
+
+def reasoning_of(marks: Marks, *, prompt: str, continued: str | None) -> Reasoning:
+    """Where the answer to a chat begins.
+
+    Args:
+        prompt: as the template has written it.
+        continued: the content of a last message that the answer continues. Only what the template or the assistant
+            writes opens reasoning: a user may write of marks.
+    """
+    if continued is not None:
+        return Reasoning(marks, continued.rfind(marks.start) > continued.rfind(marks.end))
+    return Reasoning(marks, prompt.rstrip().endswith(marks.start))
+
+
+class Parted(NamedTuple):
+    reasoning: str
+    content: str
+
+
+class ReasoningSplitter:
+    """Parts the text of one choice as it comes."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self._marks = reasoning.marks
+        self._is_begun = reasoning.is_open  # it is known whether the text begins with reasoning
+        self._is_open = reasoning.is_open
+        self._held = ""  # may become a mark
+
+    def push(self, text: str) -> Parted:
+        """What is settled by now."""
+        text, self._held = self._held + text, ""
+        if not self._is_begun:
+            if _may_become(text.lstrip(), self._marks.start):
+                self._held = text
+                return Parted("", "")
+            self._is_begun = True
+            if text.lstrip().startswith(self._marks.start):
+                self._is_open = True
+                text = text.lstrip().removeprefix(self._marks.start)
+        if not self._is_open:
+            return Parted("", text)
+        thought, mark, content = text.partition(self._marks.end)
+        if mark:
+            self._is_open = False
+            return Parted(thought, content)
+        num_held = _overlap(text, self._marks.end)
+        self._held = text[len(text) - num_held :]
+        return Parted(text[: len(text) - num_held], "")
+
+    def flush(self) -> Parted:
+        """No more text comes: what was held back is what it is."""
+        held, self._held = self._held, ""
+        return Parted(held, "") if self._is_open else Parted("", held)
+
+
+def _may_become(text: str, mark: str) -> bool:
+    """Whether more text may make a mark at the beginning of it."""
+    return len(text) < len(mark) and mark.startswith(text)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may begin a mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if mark.startswith(text[len(text) - n :])), 0)
+
+
+class ThinkingReader:
+    """A `Reader` that parts reasoning from what another one reads."""
+
+    def __init__(self, splitter: ReasoningSplitter, content: Reader) -> None:
+        self._splitter = splitter
+        self._content = content
+
+    def push(self, text: str) -> list[Piece]:
+        return self._pieces(self._splitter.push(text))
+
+    def finish(self) -> list[Piece]:
+        return [*self._pieces(self._splitter.flush()), *self._content.finish()]
+
+    def _pieces(self, part: Parted) -> list[Piece]:
+        thought: list[Piece] = [Thought(part.reasoning)] if part.reasoning else []
+        return [*thought, *(self._content.push(part.content) if part.content else ())]
+
+
+def reader_of(parsed: ParsedRequest, request: Request, card: ModelCard, tokenizer: Tokenizer) -> Reader | None:
+    """What reads the answer to a chat; `None`: all of its text is content."""
+    form, use = card.tool_format, parsed.tool_use
+    reader = reader_for(form, use) if is_read(form, use) else None
+    # With a grammar there is no room for reasoning: all of the output has its form.
+    marks = marks_of(tokenizer) if parsed.separates_reasoning and parsed.grammar is None else None
+    if marks is None:
+        return reader
+    end = tokenizer.decode(request.prompt_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+    continued = str(parsed.messages[-1]["content"]) if parsed.chat.continue_final_message else None
+    splitter = ReasoningSplitter(reasoning_of(marks, prompt=end, continued=continued))
+    return ThinkingReader(splitter, reader or PlainReader())

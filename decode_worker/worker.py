@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
@@ -29,6 +28,7 @@ from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.identity import Role
+from tandem.core.remembered import Remembered
 from tandem.engine.sampler import Sampler
 from tandem.engine.scorer import score_rows
 from tandem.rpc.channel import make_channel
@@ -78,7 +78,7 @@ class DecodeWorker:
         self._writers: dict[str, pb.WorkerInfo] = {}
         self._channels: dict[str, aio.Channel] = {}
         # Incarnations that have provably ended, newest last: a pairing of theirs may still be on its way.
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended = Remembered[str](_NUM_REMEMBERED)
         self._ticker = Ticker(parts.loop, lambda: parts.on_transfer(lambda _: self.driver.tick()))
         limits = ReceiverLimits(
             lease_s=transport.lease_s,
@@ -244,9 +244,7 @@ class DecodeWorker:
         """Seen on this host, or proved by the supervisor: a fence for all that the process might have written."""
         if incarnation in self._ended:
             return
-        self._ended[incarnation] = None
-        if len(self._ended) > _NUM_REMEMBERED:
-            self._ended.popitem(last=False)
+        self._ended.add(incarnation)
         self.parts.exits.forget(incarnation)
         self.links.forget(incarnation)
         writer = self._writers.pop(incarnation, None)

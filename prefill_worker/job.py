@@ -9,7 +9,7 @@ from kvtransfer.protocol.messages import AttemptKey, FirstToken
 from prefill_worker.events import PromptWork
 from tandem.core.errors import TandemError
 from tandem.core.pages import pages_for
-from tandem.core.sampling import SampledToken
+from tandem.core.sampling import SampledToken, SampleRow, SequenceState
 from tandem.worker.batch import ScheduledSequence
 from tandem.worker.guide import Guide
 from tandem.worker.request import AttemptSpec, RequestLimits
@@ -54,6 +54,11 @@ class PromptJob:
     @property
     def to_sample(self) -> list[int]:
         return [c for c in self.open_choices if c not in self.first_tokens]
+
+    def sample_rows(self) -> list[SampleRow]:
+        """What is asked of the sampler: a first token of each choice in `to_sample`."""
+        state = SequenceState(self.sequence.token_ids)
+        return [SampleRow(state, self.sequence.params, choice, 0, self.guide) for choice in self.to_sample]
 
     @property
     def needs_guide(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,6 +20,7 @@ from kvtransfer.transports.events import PeerId
 from kvtransfer.wire import check_pair, kv_format
 from prefill_worker.commit_stream import CommitStream
 from tandem.core.errors import TandemError, WorkerLostError
+from tandem.core.remembered import Remembered
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_from_proto, error_from_rpc
 from tandem.rpc.v1 import common_pb2 as pb
@@ -86,7 +86,7 @@ class DecodePeers:
         self._answered = answered
         self._timeout_s = call_timeout_s
         self._confirm_for_s = confirm_for_s
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended = Remembered[str](_NUM_REMEMBERED)
         self._pairing: dict[str, asyncio.Task[Peer]] = {}
         # By incarnation. Written in the event loop, read by the transfer thread.
         self.peers: dict[str, Peer] = {}
@@ -183,9 +183,7 @@ class DecodePeers:
 
     def ended(self, incarnation: str) -> None:
         """The process of this incarnation has ended: drop all that was kept for it. Idempotent."""
-        self._ended[incarnation] = None
-        if len(self._ended) > _NUM_REMEMBERED:
-            self._ended.popitem(last=False)
+        self._ended.add(incarnation)
         peer = self.peers.pop(incarnation, None)
         if peer is not None:
             self._lost(peer)

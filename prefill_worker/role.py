@@ -7,7 +7,6 @@ attached; before that the scheduler may take them for a prompt that has a grant.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -22,7 +21,8 @@ from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, InternalError, TandemError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.prompt_scores import TokenScore
-from tandem.core.sampling import SampledToken, SampleRow, SequenceState
+from tandem.core.remembered import Remembered
+from tandem.core.sampling import SampledToken
 from tandem.worker.batch import Batch, ScheduledSequence
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
@@ -84,7 +84,7 @@ class PrefillRole:
         self.retained = RetainedPrompts(scheduler.pool, scheduler.salt, shares=scheduler.prefix_cache)
         # Attached, and a step may be under way still. Added to by any thread.
         self._newly_attached: set[AttemptKey] = set()
-        self._ended_keys: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._ended_keys = Remembered[AttemptKey](_NUM_REMEMBERED)
         self._arrivals = 0
 
     # -- commands
@@ -263,15 +263,11 @@ class PrefillRole:
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]
-        choices = [job.to_sample for job in jobs]
-        rows = []
-        for job, of_one in zip(jobs, choices, strict=True):
-            state = SequenceState(job.sequence.token_ids)
-            rows.append([SampleRow(state, job.sequence.params, choice, 0, job.guide) for choice in of_one])
-        for job, of_one, tokens in zip(jobs, choices, self._sample(logits, rows), strict=True):
-            for choice, token in zip(of_one, tokens, strict=True):
+        rows = [job.sample_rows() for job in jobs]
+        for job, row, tokens in zip(jobs, rows, self._sample(logits, rows), strict=True):
+            for asked, token in zip(row, tokens, strict=True):
                 if isinstance(token, SampledToken):
-                    job.first_tokens[choice] = token
+                    job.first_tokens[asked.choice] = token
                 else:
                     job.error = token
         # The scheduler adds a token to each prompt. It goes with the prompt, which is never decoded here.
@@ -401,9 +397,7 @@ class PrefillRole:
         self._leave(job)
         if job.repeated:
             self._driver.cancel(key)
-        self._ended_keys[key] = None
-        if len(self._ended_keys) > _NUM_REMEMBERED:
-            self._ended_keys.popitem(last=False)
+        self._ended_keys.add(key)
 
     # -- load
 

@@ -14,22 +14,21 @@ from typing import Any
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, RefusalReason
 from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted
 from prefill_worker.job import PromptJob, StepPart, make_job, part_of
+from prefill_worker.prompt_logits import PromptLogits
 from prefill_worker.retained_prompts import RetainedPrompts
 from prefill_worker.sending import SealedPages, SenderPort
 from tandem.core import fault_points
 from tandem.core.clock import Clock
-from tandem.core.errors import DrainingError, HandoffError, InternalError, TandemError
+from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import PageState, pages_for
-from tandem.core.prompt_scores import TokenScore
 from tandem.core.remembered import Remembered
-from tandem.core.sampling import SampledToken
-from tandem.worker.batch import Batch, ScheduledSequence
+from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
-from tandem.worker.prompt_scoring import ScoreTokens, take_scores
-from tandem.worker.request import AttemptFailed, AttemptSpec, PromptScored, RequestLimits, TokenSampled
+from tandem.worker.prompt_scoring import ScoreTokens
+from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import SampleTokens
 
@@ -71,8 +70,7 @@ class PrefillRole:
         self._emit = emit
         self._limits = limits
         self._num_layers = num_layers
-        self._sample = sample
-        self._score = score
+        self._logits = PromptLogits(sample, score, self._send)
         self._counters = counters
         self._load = load
         self._guides = guides
@@ -251,27 +249,10 @@ class PrefillRole:
         return SealedPages(job.key, layers, part.first, part.pages)
 
     def score(self, batch: Batch, logits: Any) -> Any:
-        return take_scores(batch.items, logits, self._score, self._scored)
-
-    def _scored(self, item: ScheduledSequence, first: int, tokens: list[TokenScore] | InternalError) -> None:
-        job: PromptJob = item.sequence.owner
-        if isinstance(tokens, InternalError):
-            job.error = tokens
-        elif job.sequence.scoring is not None and not job.over:
-            job.sequence.scoring.num_known = first + len(tokens)
-            self._send(job.session, PromptScored(job.key, first, tuple(tokens)))
+        return self._logits.score(batch, logits)
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
-        jobs: list[PromptJob] = [item.sequence.owner for item in batch.items if item.samples]
-        rows = [job.sample_rows() for job in jobs]
-        for job, row, tokens in zip(jobs, rows, self._sample(logits, rows), strict=True):
-            for asked, token in zip(row, tokens, strict=True):
-                if isinstance(token, SampledToken):
-                    job.first_tokens[asked.choice] = token
-                else:
-                    job.error = token
-        # The scheduler adds a token to each prompt. It goes with the prompt, which is never decoded here.
-        return [[0] for _ in jobs]
+        return self._logits.sample(batch, logits)
 
     def after_step(self, batch: Batch) -> None:
         self._counters.num_prompt_tokens_computed += batch.num_tokens

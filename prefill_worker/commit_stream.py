@@ -31,6 +31,7 @@ class CommitStream:
         peer: names the decode worker.
         sender: this worker's incarnation.
         answered: called with each answer.
+        broke: called with the reason when decode cannot be reached any more by a stream that was open.
         timeout_s: for `open`, in seconds.
 
     Attributes:
@@ -43,12 +44,14 @@ class CommitStream:
         peer: str,
         sender: str,
         answered: Callable[[decode_pb.CommitAnswer], None],
+        broke: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         self._stub = stub
         self._peer = peer
         self._opened = decode_pb.CommitCall(opened=decode_pb.CommitsOpened(sender_incarnation=sender))
         self._answered = answered
+        self._broke = broke
         self._timeout_s = timeout_s
         self._is_closed = False
         # Of the stream that runs, if one does.
@@ -130,3 +133,5 @@ class CommitStream:
             known.set_result(error)
         elif not self._is_closed:
             _log.warning("%s; what is unanswered is asked again", error)
+            if isinstance(error, WorkerLostError):
+                self._broke(error.message)

@@ -131,6 +131,11 @@ class Connections:
         self._calls.link_changed(connection.peer, is_broken=True)
         self._calls.spawn(self._mend(connection))
 
+    def suspect(self, receiver: str, why: str) -> None:
+        """This decode worker could not be reached in another way: what its connection is worth is not known."""
+        if self.is_whole(receiver):
+            self.broke(receiver, why)
+
     async def _mend(self, connection: _Connection) -> None:
         pause_s = _FIRST_PAUSE_S
         while self._is_current(connection):

@@ -64,6 +64,7 @@ class DecodePeers:
         paired: called with each new peer, which has just spoken to us.
         lost: called when an incarnation is known to have ended.
         answered: called with a decode worker's incarnation and each of its answers to commits.
+        unreached: called with a decode worker's incarnation, and why, when it cannot be reached any more. It may live.
         call_timeout_s: for one call to decode, in seconds.
         confirm_for_s: how long decode is told that nothing is outstanding; after that it asks by itself.
     """
@@ -75,6 +76,7 @@ class DecodePeers:
         paired: Callable[[Peer], None],
         lost: Callable[[Peer], None],
         answered: Callable[[str, decode_pb.CommitAnswer], None],
+        unreached: Callable[[str, str], None],
         *,
         call_timeout_s: float,
         confirm_for_s: float,
@@ -84,6 +86,7 @@ class DecodePeers:
         self._paired = paired
         self._lost = lost
         self._answered = answered
+        self._unreached = unreached
         self._timeout_s = call_timeout_s
         self._confirm_for_s = confirm_for_s
         self._ended = Remembered[str](_NUM_REMEMBERED)
@@ -151,6 +154,7 @@ class DecodePeers:
             info.worker_id,
             self._info.incarnation,
             lambda answer: self._answered(info.incarnation, answer),
+            lambda why: self._unreached(info.incarnation, why),
             self._timeout_s,
         )
         await commits.open()
@@ -171,6 +175,7 @@ class DecodePeers:
             raise error_from_proto(reply.error)
         if reply.decode.incarnation != peer.info.incarnation:
             raise WorkerLostError(f"{peer.info.worker_id} is not {peer.info.incarnation} any more")
+        await peer.commits.open()  # while it is idle too, its end says that the peer cannot be reached
 
     async def await_greeting(self, peer: Peer, link: int, timeout_s: float) -> bool:
         """Whether our greeting by this connection comes through in time. Raises as `attach`."""

@@ -74,6 +74,7 @@ class PrefillWorker:
             self._paired,
             self._peer_lost,
             self._answered,
+            self._unreached,
             call_timeout_s=transport.lease_s,
             confirm_for_s=transport.lease_s + transport.grace_s,
         )
@@ -252,6 +253,11 @@ class PrefillWorker:
         keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
         if keys:
             self.parts.runner.submit(lambda: self.core.receiver_ended(keys, incarnation))
+
+    def _unreached(self, receiver: str, why: str) -> None:
+        """Nothing tells whether an idle connection for pages can still be used. Within a host nothing lies between."""
+        if not self.peers.is_here(receiver):
+            self.connections.suspect(receiver, why)
 
     def _peer_lost(self, peer: Peer) -> None:
         def forget(transport: Transport) -> None:

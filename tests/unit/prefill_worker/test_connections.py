@@ -181,6 +181,16 @@ async def test_a_connection_that_breaks_is_made_anew_and_routers_hear_both(site:
     assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
 
 
+async def test_one_whose_peer_could_not_be_reached_is_made_anew_once(site: Site) -> None:
+    """However often that is said meanwhile."""
+    for _ in range(3):
+        site.prefill.connections.suspect(DECODE, "its stream of commits has ended")
+    await until(lambda: site.prefill.told, "the news")
+    await site.is_up()
+    assert site.prefill.told == [True, False]
+    assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
+
+
 @pytest.mark.parametrize("is_noticed", [False, True])
 @pytest.mark.parametrize("after", range(5))
 async def test_one_that_breaks_again_at_any_moment_while_it_is_made_anew_is_up_in_the_end(

@@ -31,6 +31,7 @@ class Site:
     decode: ScriptedDecode
     closing: list[asyncio.Task[None]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    unreached: list[tuple[str, str]] = field(default_factory=list)  # (who, why)
     answers: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)  # (who, of which request)
 
     def make(
@@ -53,6 +54,7 @@ class Site:
             lambda peer: paired(peers, peer),
             lose,
             lambda receiver, answer: self.answers.put_nowait((receiver, answer.request_id)),
+            lambda receiver, why: self.unreached.append((receiver, why)),
             call_timeout_s=call_timeout_s,
             confirm_for_s=60,
         )
@@ -205,12 +207,14 @@ async def test_a_stream_that_breaks_is_not_open_and_the_next_commit_opens_anothe
     await until(lambda: stream._running is None, "the end of the stream")
     assert not stream.is_open
     assert "commits to decode-0: broken; what is unanswered is asked again" in caplog.text
+    assert site.unreached == [("decode-0#1", "commits to decode-0: broken")]
     site.decode.broken.clear()
     stream.put(a_call("again"))
     assert await answer(site) == ("decode-0#1", "again")
     assert stream.is_open
     assert site.decode.num_streams == 2
     await peers.close()
+    assert len(site.unreached) == 1, "who closes it knows"
 
 
 async def test_a_stream_that_ends_leaves_no_task(site: Site) -> None:
@@ -262,3 +266,17 @@ async def test_a_channel_that_is_closed_before_its_end_is_known_breaks_the_strea
     await until(lambda: peer.commits._running is None, "the end of the stream")
     with pytest.raises(WorkerLostError, match="commits to decode-0"):
         await asyncio.wait_for(peer.commits.open(), WAIT_S)
+
+
+async def test_whoever_pairs_again_hears_of_the_next_break_too(site: Site) -> None:
+    """While nothing is sent: else the first handoff after it would find out, by hanging."""
+    peers = site.make()
+    peer = await peers.get(site.decode.info)
+    site.decode.broken.set()
+    peer.commits.put(a_call("lost"))
+    await until(lambda: site.unreached, "the end of the stream")
+    await peers.pair_again(peer, 1)
+    assert peer.commits.is_open
+    await asyncio.to_thread(site.decode.kill)
+    await until(lambda: len(site.unreached) == 2, "the end of the next stream")
+    await peers.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
+from tandem.worker.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class HandoffStats:
     handoff_s: float  # first post to acknowledgement
     exposed_s: float  # end of the prompt's computation to acknowledgement
     answer_s: float  # decode's verification to acknowledgement; 0: not known
+    spans: tuple[Span, ...]  # writes and the commit, on the sender's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class PromptEnded:
 
     key: AttemptKey
     work: PromptWork
+    spans: tuple[Span, ...]  # in seconds before this
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class HandedOff:
     key: AttemptKey
     stats: HandoffStats
     work: PromptWork
+    spans: tuple[Span, ...]  # in seconds before this
 
 
 @dataclass(frozen=True, slots=True)

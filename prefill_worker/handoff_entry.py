@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.protocol.sender import SenderHandoff
 from prefill_worker.events import HandoffStats
+from tandem.worker.spans import Spans
 
 
 @dataclass(slots=True)
@@ -21,6 +22,9 @@ class HandoffEntry:
     first_post_s: float | None = None
     computed_s: float = 0.0
     verified_at_s: float | None = None
+    posted_s: dict[int, float] = field(default_factory=dict)  # by write
+    committed_s: float | None = None
+    spans: Spans = field(default_factory=Spans)
     num_descriptors: int = 0
     num_extents: int = 0
 
@@ -29,7 +33,12 @@ class HandoffEntry:
         """Incarnation of the decode worker that gave the grant; `None`: there is no grant yet."""
         return self.handoff.grant.receiver if self.handoff.grant else None
 
+    def write_ended(self, write_id: int, num_bytes: int, now_s: float) -> None:
+        self.spans.add("transfer", self.posted_s.pop(write_id, now_s), now_s, num_bytes)
+
     def stats(self, now_s: float) -> HandoffStats:
+        """Of a handoff that decode has just acknowledged."""
+        self.spans.add("commit", self.committed_s or now_s, now_s, 0)
         return HandoffStats(
             num_bytes=self.handoff.num_bytes_posted,
             num_extents=self.num_extents,
@@ -37,4 +46,5 @@ class HandoffEntry:
             handoff_s=now_s - (self.first_post_s or now_s),
             exposed_s=now_s - self.computed_s,
             answer_s=now_s - (self.verified_at_s or now_s),
+            spans=tuple(self.spans.kept),
         )

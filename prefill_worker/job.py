@@ -14,6 +14,7 @@ from tandem.worker.batch import ScheduledSequence
 from tandem.worker.guide import Guide
 from tandem.worker.request import AttemptSpec, RequestLimits
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
+from tandem.worker.spans import Spans
 from tandem.worker.turn import turn_of
 from tandem.worker.validate import open_journals, validate
 
@@ -37,6 +38,7 @@ class PromptJob:
     first_tokens: dict[int, SampledToken] = field(default_factory=dict)
     guide: Guide | None = None  # of its grammar: all choices begin alike
     error: TandemError | None = None  # its logits are of no use: the attempt ends when the step is booked
+    spans: Spans = field(default_factory=Spans)
     started_s: float | None = None
     computed_s: float | None = None  # when it was computed, and its first tokens given out, for the first time
     sealed_s: float | None = None  # when it was computed last: again after a preemption

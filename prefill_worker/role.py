@@ -17,6 +17,7 @@ from prefill_worker.job import PromptJob, StepPart, make_job, part_of
 from prefill_worker.prompt_logits import PromptLogits
 from prefill_worker.retained_prompts import RetainedPrompts
 from prefill_worker.sending import SealedPages, SenderPort
+from prefill_worker.step_spans import StepSpans
 from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, TandemError
@@ -30,6 +31,7 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
+from tandem.worker.spans import before
 from tandem.worker.step import SampleTokens
 
 # So many ended attempts are remembered, so that a late repetition of a start is not taken for a new attempt.
@@ -84,6 +86,7 @@ class PrefillRole:
         self._newly_attached: set[AttemptKey] = set()
         self._ended_keys = Remembered[AttemptKey](_NUM_REMEMBERED)
         self._arrivals = 0
+        self._times = StepSpans(self._now)
 
     # -- commands
 
@@ -203,6 +206,7 @@ class PrefillRole:
         self._counters.num_preemptions += len(batch.preempted)
         for sequence in batch.admitted:
             self._begin(sequence.owner)
+        self._times.begin()
         parts = [part_of(item, self._pool.page_size) for item in batch.items]
         filled = tuple(page for part in parts for page in part.pages)
         fault_points.reach("prefill.chunk")
@@ -252,12 +256,14 @@ class PrefillRole:
         return self._logits.score(batch, logits)
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
+        self._times.computed()
         return self._logits.sample(batch, logits)
 
     def after_step(self, batch: Batch) -> None:
         self._counters.num_prompt_tokens_computed += batch.num_tokens
         self._pacing.before_handoffs({item.sequence.owner.receiver for item in batch.items})
         ended: list[PromptJob] = []
+        self._times.end(batch)
         for item in batch.items:
             job: PromptJob = item.sequence.owner
             job.num_computed_tokens += item.num_tokens
@@ -305,7 +311,7 @@ class PrefillRole:
             for choice, token in job.first_tokens.items()
         ]
         if ends:
-            events.append(PromptEnded(job.key, job.work))
+            events.append(PromptEnded(job.key, job.work, before(job.spans.kept, self._now())))
         if events:
             self._emit({job.session: events})
 
@@ -334,7 +340,8 @@ class PrefillRole:
     def handed_off(self, key: AttemptKey, stats: HandoffStats) -> None:
         """Decode has acknowledged."""
         job = self.jobs[key]
-        self._send(job.session, HandedOff(key, stats, job.work))
+        spans = before((*job.spans.kept, *stats.spans), self._now())
+        self._send(job.session, HandedOff(key, stats, job.work, spans))
 
     def fail(self, key: AttemptKey, error: TandemError) -> None:
         """The attempt cannot go on; ends it as a cancel does, but says why."""

@@ -214,6 +214,7 @@ class SenderDriver:
                 return
             case WriteCompleted():
                 self.num_bytes_written += event.handle.num_bytes
+                entry.write_ended(write_id, event.handle.num_bytes, now_s)
                 if entry.draining_since_s is not None:
                     entry.draining_since_s = now_s
                 if link is not None:
@@ -332,6 +333,7 @@ class SenderDriver:
                 self._callbacks.commit_part(instruction.part)
             case ev.SendCommit():
                 again, entry.has_committed = entry.has_committed, True
+                entry.committed_s = entry.committed_s or self._now()
                 if not again:
                     fault_points.reach("prefill.written")
                 self._callbacks.commit(instruction.commit, again=again)
@@ -374,6 +376,7 @@ class SenderDriver:
             if not entry.handoff.may_post(now_s):
                 return False
             entry.first_post_s = entry.first_post_s or now_s
+            entry.posted_s[write_id] = now_s
             return True
 
         self._write(name, descriptors, tag, may_post=may_post)

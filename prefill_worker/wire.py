@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prefill_worker.events import Event, HandedOff, LinkChanged, PromptEnded, PromptStarted
 from tandem.rpc.convert import by_name
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
+from tandem.worker.spans import Span
 from tandem.worker.wire import failed_to_proto, scored_to_proto, token_to_proto
 
 
@@ -33,10 +34,12 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
             return prefill_pb.PrefillEvent(started=started)
         case TokenSampled():
             return prefill_pb.PrefillEvent(first_token=token_to_proto(event))
-        case PromptEnded(key, work):
-            return prefill_pb.PrefillEvent(ended=prefill_pb.PrefillEnded(**by_name(key), **by_name(work)))
-        case HandedOff(key, stats, work):
-            done = prefill_pb.HandoffDone(**by_name(key), **by_name(stats), **by_name(work))
+        case PromptEnded(key, work, spans):
+            ended = prefill_pb.PrefillEnded(**by_name(key), **by_name(work), spans=_spans(spans))
+            return prefill_pb.PrefillEvent(ended=ended)
+        case HandedOff(key, stats, work, spans):
+            facts = {**by_name(key), **by_name(stats), **by_name(work), "spans": _spans(spans)}
+            done = prefill_pb.HandoffDone(**facts)
             return prefill_pb.PrefillEvent(handoff_done=done)
         case LinkChanged():
             return prefill_pb.PrefillEvent(link=prefill_pb.LinkChanged(**by_name(event)))
@@ -44,3 +47,7 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
             return prefill_pb.PrefillEvent(scored=scored_to_proto(event))
         case AttemptFailed():
             return prefill_pb.PrefillEvent(failed=failed_to_proto(event))
+
+
+def _spans(spans: Iterable[Span]) -> list[prefill_pb.WorkSpan]:
+    return [prefill_pb.WorkSpan(**by_name(span)) for span in spans]

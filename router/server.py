@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
@@ -25,6 +25,7 @@ from router.http.siblings import Siblings
 from router.lifecycle.context import RouterContext
 from router.lifecycle.migration_slots import MigrationSlots
 from router.observe.export import Exporter
+from router.observe.recorder import WorkSpan
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
@@ -35,6 +36,7 @@ from tandem.core import fault_points
 from tandem.core.addresses import ANY_HOST, join_address, url_host
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config
+from tandem.core.identity import Role
 from tandem.core.metrics import RouterMetrics
 from tandem.core.tokenizer import Tokenizer
 from tandem.rpc.guard import RoleGuard
@@ -250,7 +252,13 @@ class RouterServer:
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)
         migrations = MigrationSlots(num_routers=num_routers)
-        return RouterContext(config, clock, workers, admission, metrics, tokenizer, budget, migrations)
+        context = RouterContext(config, clock, workers, admission, metrics, tokenizer, budget, migrations)
+
+        def note_work(request_id: str, attempt: int, role: Role, spans: Iterable[WorkSpan]) -> None:
+            context.recorder.worked(request_id, attempt, role, spans, clock.now())
+
+        workers.on_work = note_work
+        return context
 
     def _begin_stop(self, drain_s: float) -> None:
         self._drain_s = drain_s

@@ -85,6 +85,10 @@ class Exporter:
                 span.name, context=inside, start_time=at(span.begin_s), attributes={"tandem.attempt": span.attempt}
             )
             part.end(end_time=at(span.end_s))
+        for work in trace.work:
+            done: dict[str, str | int] = {"tandem.worker": work.worker, "tandem.count": work.count}
+            part = self._tracer.start_span(work.name, context=inside, start_time=at(work.begin_s), attributes=done)
+            part.end(end_time=at(work.end_s))
         for note in trace.attempts:
             facts = {"tandem.prefill": note.prefill or "", "tandem.decode": note.decode, "tandem.why": note.why}
             whole.add_event(f"attempt {note.number}", facts, timestamp=at(note.began_s - trace.arrived_s))

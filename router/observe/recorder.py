@@ -8,9 +8,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Protocol
 
 from router.observe.history import History
 from router.observe.trace import Trace
+from tandem.core.identity import Role
+
+
+class WorkSpan(Protocol):
+    """A part of a worker's work; times in seconds before it told of it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def begin_s(self) -> float: ...
+    @property
+    def end_s(self) -> float: ...
+    @property
+    def count(self) -> int: ...
+
 
 NUM_ENDED = 1000
 """Requests that are remembered after their end."""
@@ -51,6 +67,16 @@ class Recorder:
         elif not trace.ticks:
             second.ttft.add(now_s - trace.arrived_s)
         trace.token(now_s, count)
+
+    def worked(self, request_id: str, attempt: int, role: Role, spans: Iterable[WorkSpan], now_s: float) -> None:
+        """A worker has told, right after, what it did for an attempt: the way from there counts as its own."""
+        trace = self._running.get(request_id) or self._ended.get(request_id)
+        note = next((note for note in trace.attempts if note.number == attempt), None) if trace else None
+        worker = note and (note.prefill if role is Role.PREFILL else note.decode)
+        if trace is None or not worker:
+            return
+        for span in spans:
+            trace.worked(worker, span.name, now_s - span.begin_s, now_s - span.end_s, span.count)
 
     def end(self, request_ids: Iterable[str], now_s: float) -> None:
         """The answer to these has been written, or will never be."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tandem.core.identity import WorkerKey
 from tandem.core.states import RequestState
 
 _MAX_TICKS = 2048
+_MAX_WORK = 256
 _NAMES = {
     RequestState.QUEUED: "waits for prefill",
     RequestState.PREFILLING: "prefill",
@@ -28,6 +29,20 @@ class Span:
     begin_s: float
     end_s: float
     attempt: int = 0  # 0: before the first, and after the last
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A part of what a worker did for the request; begin and end are seconds since it arrived.
+
+    These lie within the spans of the same time, and may overlap: pages travel while the next chunk is computed.
+    """
+
+    worker: str
+    name: str
+    begin_s: float
+    end_s: float
+    count: int  # tokens that were computed, or bytes that were sent
 
 
 @dataclass(slots=True)
@@ -70,6 +85,8 @@ class Trace:
     num_output_tokens: int = 0
     stamps: Sequence[tuple[float, RequestState]] = ()
     attempts: list[AttemptNote] = field(default_factory=list)
+    #: The first `_MAX_WORK`.
+    work: list[Work] = field(default_factory=list)
     #: Seconds from the arrival to each token that was given out, of all choices: the first `_MAX_TICKS`.
     ticks: array[float] = field(default_factory=lambda: array("f"))
 
@@ -77,6 +94,11 @@ class Trace:
         self.num_output_tokens += count
         if len(self.ticks) < _MAX_TICKS:
             self.ticks.append(now_s - self.arrived_s)
+
+    def worked(self, worker: str, name: str, begin_s: float, end_s: float, count: int) -> None:
+        if len(self.work) < _MAX_WORK:
+            begin_s, end_s = (max(0.0, stamp_s - self.arrived_s) for stamp_s in (begin_s, end_s))
+            self.work.append(Work(worker, name, begin_s, end_s, count))
 
     @property
     def state(self) -> str:
@@ -161,6 +183,9 @@ class Trace:
                     "ended": note.ended,
                 }
                 for note in self.attempts
+            ],
+            "work": [
+                {**asdict(work), "begin_s": round(work.begin_s, 6), "end_s": round(work.end_s, 6)} for work in self.work
             ],
             "token_s": [round(tick, 6) for tick in self.ticks],
         }

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1.common_pb2 import LinkReport, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
-from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded
+from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, WorkSpan
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class WorkerRegistry:
         self._watchers: set[Mailbox[Event]] = set()
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
+        #: Called with what a worker has done for an attempt at a request, which may have ended.
+        self.on_work: Callable[[str, int, Role, Iterable[WorkSpan]], object] = lambda *_: None
 
     # -- membership
 
@@ -304,6 +306,8 @@ class WorkerRegistry:
                 metrics.exposed_s.observe(message.exposed_s)
             case Admitted():
                 metrics.admission_s.observe(message.admission_s)
+                admission = WorkSpan(name="admission", begin_s=message.admission_s)
+                self.on_work(message.request_id, message.attempt, Role.DECODE, [admission])
             case ComputesHere():
                 metrics.local_prefills.labels("mixed_pool" if message.attempt == 1 else "recovery").inc()
             case WriterSuspected():
@@ -311,6 +315,7 @@ class WorkerRegistry:
             case LinkChanged():
                 self._link_changed(message)
         if isinstance(message, HandoffDone | PrefillEnded):
+            self.on_work(message.request_id, message.attempt, Role.PREFILL, message.spans)
             metrics.prefill_compute_s.observe(message.compute_s)
             self._note_speed(message.num_computed_tokens, message.compute_s)
         if isinstance(message, HandoffDone | PrefillEnded | ComputesHere) and message.attempt > 1:

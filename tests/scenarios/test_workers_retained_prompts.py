@@ -168,6 +168,12 @@ async def test_what_was_evicted_is_computed_and_the_tokens_stay(
         assert outcome.ids() == lost.ids()
         assert outcome.done is not None
         assert (outcome.done.num_cached_tokens, outcome.done.num_computed_tokens) == (4 * PAGE, 2 * PAGE + 3)
+        spans = {name: [s for s in outcome.done.spans if s.name == name] for name in ("chunk", "transfer", "commit")}
+        assert sum(span.count for span in spans["chunk"]) == outcome.done.num_computed_tokens
+        assert sum(span.count for span in spans["transfer"]) == outcome.done.num_bytes
+        (commit,) = spans["commit"]
+        assert commit.begin_s > 0, "in seconds before the message"
+        assert all(span.begin_s >= span.end_s >= 0 for span in outcome.done.spans)
 
 
 async def test_kept_without_a_prefix_cache(pair: WorkerPair, second_decode: WorkerProcess[DecodeWorker]) -> None:

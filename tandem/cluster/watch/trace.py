@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -54,7 +54,29 @@ def waterfall(request: Mapping[str, Any]) -> Table:
         begin = min(_WIDTH - 1, round(_WIDTH * span["begin_s"] / whole_s))
         bar = " " * begin + "█" * max(1, min(_WIDTH - begin, round(_WIDTH * seconds / whole_s)))
         table.add_row(span["name"] + again, duration(seconds), f"{seconds / whole_s:.1%}", Text(bar))
+    for (worker, name), parts in _kinds(request["work"]).items():
+        seconds = sum(part["end_s"] - part["begin_s"] for part in parts)
+        many = f" × {len(parts)}" if len(parts) > 1 else ""
+        table.add_row(f"  {worker}: {name}{many}", duration(seconds), "", Text(_bars(parts, whole_s), style="dim"))
     return table
+
+
+def _kinds(work: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+    """What workers did, by worker and name, in order."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for part in work:
+        found.setdefault((part["worker"], part["name"]), []).append(part)
+    return found
+
+
+def _bars(parts: Sequence[Mapping[str, Any]], whole_s: float) -> str:
+    """Parts that may overlap, on one line."""
+    line = [" "] * _WIDTH
+    for part in parts:
+        begin = min(_WIDTH - 1, int(_WIDTH * part["begin_s"] / whole_s))
+        end = min(_WIDTH, max(begin + 1, round(_WIDTH * part["end_s"] / whole_s)))
+        line[begin:end] = "▒" * (end - begin)
+    return "".join(line).rstrip()
 
 
 def _attempt(attempt: Mapping[str, Any]) -> Text:

@@ -355,6 +355,7 @@ class HandoffDone(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ANSWER_S_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_bytes: _builtins.int
@@ -372,6 +373,10 @@ class HandoffDone(_message.Message):
     """of the prompt, found in prefill's prefix cache"""
     answer_s: _builtins.float
     """decode's verification to acknowledgement; 0: on another host, not known"""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkSpan]:
+        """what was done for it, and when"""
+
     def __init__(
         self,
         *,
@@ -386,10 +391,11 @@ class HandoffDone(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         answer_s: _builtins.float = ...,
+        spans: _abc.Iterable[Global___WorkSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_s", b"answer_s", "attempt", b"attempt", "compute_s", b"compute_s", "exposed_s", b"exposed_s", "handoff_s", b"handoff_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_descriptors", b"num_descriptors", "num_extents", b"num_extents", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_s", b"answer_s", "attempt", b"attempt", "compute_s", b"compute_s", "exposed_s", b"exposed_s", "handoff_s", b"handoff_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_descriptors", b"num_descriptors", "num_extents", b"num_extents", "request_id", b"request_id", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,11 +412,14 @@ class PrefillEnded(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     compute_s: _builtins.float
     num_computed_tokens: _builtins.int
     num_cached_tokens: _builtins.int
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkSpan]: ...
     def __init__(
         self,
         *,
@@ -419,14 +428,47 @@ class PrefillEnded(_message.Message):
         compute_s: _builtins.float = ...,
         num_computed_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
+        spans: _abc.Iterable[Global___WorkSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compute_s", b"compute_s", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compute_s", b"compute_s", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "request_id", b"request_id", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillEnded: _TypeAlias = PrefillEnded  # noqa: Y015
+
+@_typing.final
+class WorkSpan(_message.Message):
+    """A part of the work on a prompt. Times are seconds before the message that carries it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BEGIN_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """chunk, first token, transfer or commit"""
+    begin_s: _builtins.float
+    end_s: _builtins.float
+    count: _builtins.int
+    """tokens of a chunk, bytes of a transfer"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        begin_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "count", b"count", "end_s", b"end_s", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkSpan: _TypeAlias = WorkSpan  # noqa: Y015
 
 @_typing.final
 class StopWritesRequest(_message.Message):

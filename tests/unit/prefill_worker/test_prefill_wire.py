@@ -11,10 +11,13 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.request import AttemptFailed, TokenSampled
 from tandem.worker.sequence import FinishReason
+from tandem.worker.spans import Span
 
 KEY = AttemptKey("request", 2)
 WORK = PromptWork(compute_s=0.5, num_computed_tokens=7, num_cached_tokens=4)
-STATS = HandoffStats(num_bytes=640, num_extents=6, num_descriptors=3, handoff_s=0.25, exposed_s=0.125, answer_s=0.0625)
+STATS = HandoffStats(
+    num_bytes=640, num_extents=6, num_descriptors=3, handoff_s=0.25, exposed_s=0.125, answer_s=0.0625, spans=()
+)
 
 
 def test_a_message_has_all_events_in_order_and_the_status() -> None:
@@ -23,21 +26,22 @@ def test_a_message_has_all_events_in_order_and_the_status() -> None:
         hello,
         PromptStarted(KEY, 4),
         TokenSampled(KEY, 1, 0, SampledToken(17, -0.5), FinishReason.STOP),
-        PromptEnded(KEY, WORK),
-        HandedOff(KEY, STATS, WORK),
+        PromptEnded(KEY, WORK, (Span("chunk", 0.5, 0.25, 7),)),
+        HandedOff(KEY, STATS, WORK, (Span("chunk", 0.5, 0.25, 7),)),
         AttemptFailed(KEY, DrainingError("it drains")),
     ]
     message = make_events(events, status, 7)
     assert (message.status, message.num_commands) == (status, 7)
     name = {"request_id": "request", "attempt": 2}
     work = {"compute_s": 0.5, "num_computed_tokens": 7, "num_cached_tokens": 4}
+    spans = [prefill_pb.WorkSpan(name="chunk", begin_s=0.5, end_s=0.25, count=7)]
     assert list(message.events[:5]) == [
         prefill_pb.PrefillEvent(hello=hello),
         prefill_pb.PrefillEvent(started=prefill_pb.PrefillStarted(**name, num_cached_tokens=4)),
         prefill_pb.PrefillEvent(
             first_token=pb.Token(**name, choice=1, token_id=17, finish_reason=pb.FINISH_REASON_STOP, logprob=-0.5)
         ),
-        prefill_pb.PrefillEvent(ended=prefill_pb.PrefillEnded(**name, **work)),
+        prefill_pb.PrefillEvent(ended=prefill_pb.PrefillEnded(**name, **work, spans=spans)),
         prefill_pb.PrefillEvent(
             handoff_done=prefill_pb.HandoffDone(
                 **name,
@@ -48,6 +52,7 @@ def test_a_message_has_all_events_in_order_and_the_status() -> None:
                 handoff_s=0.25,
                 exposed_s=0.125,
                 answer_s=0.0625,
+                spans=spans,
             )
         ),
     ]

@@ -7,7 +7,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from router.http.live import MAX_WATCHERS
 from tests.support.router_site import Site, in_background
 from tests.support.scripted_worker import ScriptedDecode
+from tests.support.waiting import wait_until
 
 KEY = "k" * 20
 
@@ -47,6 +50,13 @@ def test_a_page_is_told_what_was_and_then_what_is_new(site: Site) -> None:
         assert [row["id"] for row in ends] == [told["running"][0]["id"]]
 
 
+def work_of(site: Site, request_id: str) -> list[dict[str, Any]]:
+    """It may be told only after the end."""
+    with site.http() as client:
+        work: list[dict[str, Any]] = client.get(f"/v1/requests/{quote(request_id)}").json()["data"][0]["work"]
+    return work
+
+
 def test_the_way_of_a_request_fills_its_time(site: Site) -> None:
     answer = site.post("/v1/completions", prompt=["one", "two"], max_tokens=4)
     request_id = answer.headers["x-request-id"]
@@ -62,6 +72,12 @@ def test_the_way_of_a_request_fills_its_time(site: Site) -> None:
             ("prefill-0", "decode-0", "load")
         ]
         assert len(request["token_s"]) == request["output_tokens"] == 4
+        look = partial(work_of, site, request["id"])
+        done = wait_until(look, "what both workers did", 20, wanted=lambda told: len(told) == 2)
+        work = {(part["worker"], part["name"]): part for part in done}
+        assert set(work) == {("decode-0", "admission"), ("prefill-0", "commit")}
+        commit = work["prefill-0", "commit"]
+        assert commit["end_s"] - commit["begin_s"] == pytest.approx(0.001, abs=1e-5)
 
 
 def test_an_attempt_that_failed_is_told_with_its_reason(site: Site) -> None:

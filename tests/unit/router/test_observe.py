@@ -124,6 +124,19 @@ def test_tokens_make_ttft_once_and_gaps_after() -> None:
     assert (made.num_output_tokens, [round(t, 3) for t in made.ticks]) == (4, [0.5, 0.5, 0.6])
 
 
+def test_what_workers_did_lies_within_the_request_and_is_bounded() -> None:
+    made = trace(arrived_s=100.0)
+    made.worked("prefill-0", "chunk", 99.9999, 100.5, 512)  # the clocks of two hosts agree by messages alone
+    made.worked("prefill-0", "transfer", 100.25, 100.75, 1 << 20)
+    assert made.describe(101.0)["work"] == [
+        {"worker": "prefill-0", "name": "chunk", "begin_s": 0.0, "end_s": 0.5, "count": 512},
+        {"worker": "prefill-0", "name": "transfer", "begin_s": 0.25, "end_s": 0.75, "count": 1 << 20},
+    ]
+    for _ in range(1000):
+        made.worked("prefill-0", "chunk", 100.0, 100.5, 1)
+    assert len(made.work) == 256
+
+
 def test_ticks_are_bounded() -> None:
     made = trace()
     for number in range(5000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -61,6 +62,28 @@ def test_both_are_shown_and_one_scrape_has_both(serve: Serve) -> None:
     assert re.search(rf"^router-1 +ready +\d+ .*{serve.url}", said, re.MULTILINE)
     answers = re.findall(r'tandem_router_answers{router="(.*?)"} 1', httpx.get(f"{serve.url}/metrics").text)
     assert sorted(answers) == sorted(routers(cluster))
+
+
+def test_both_give_the_same_json_by_a_schema(serve: Serve) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "legs": {"enum": [2, 4]}},
+        "required": ["name", "legs"],
+        "additionalProperties": False,
+    }
+    body = {
+        "model": "tandem-tiny", "prompt": "An animal:", "max_tokens": 60, "temperature": 0.8, "seed": 4,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}},
+    }  # fmt: skip
+    # Each over a connection of its own, so that both routers get some.
+    answers = [httpx.post(f"{serve.url}/v1/completions", json=body, timeout=60) for _ in range(16)]
+    assert {answer.status_code for answer in answers} == {200}, answers[0].text
+    texts = {answer.json()["choices"][0]["text"] for answer in answers}
+    assert len(texts) == 1
+    assert set(json.loads(texts.pop())) == {"name", "legs"}
+    page = httpx.get(f"{serve.url}/metrics").text
+    compiled = re.findall(r'tandem_grammar_compile_seconds_count{router="(.*?)"} 1', page)
+    assert sorted(compiled) == sorted(routers(serve.status()))
 
 
 def test_a_killed_router_breaks_its_own_requests_only_and_is_started_again(serve: Serve) -> None:

@@ -74,7 +74,7 @@ def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: Met
     _add_get_routes(app, context, card, keys, page)
     _add_live_routes(app, live)
     bodies = Bodies(context.config.limits.max_body_bytes)
-    grammars = GrammarCheck(context)
+    grammars = GrammarCheck(context, card)
     for path, read_body in _GENERATING.items():
         # A raw ASGI route: the exchange reads and writes by itself.
         app.router.routes.append(Route(path, Exchange(context, card, read_body, bodies, grammars), methods=["POST"]))

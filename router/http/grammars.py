@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from functools import cached_property
 from hashlib import sha256
 
 from router.lifecycle.context import RouterContext
 from router.openai.grammar import AskedGrammar, of_schema, parts_of
-from router.workers.session import SessionState
+from router.openai.model_card import ModelCard
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.grammar import CompiledGrammar
+from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import Vocabulary
 
 # Verdicts that are remembered; one takes a few hundred bytes.
@@ -27,10 +27,11 @@ _MAX_TRIES = 64
 class GrammarCheck:
     """Checks of one router. It is used on the router's loop."""
 
-    def __init__(self, context: RouterContext) -> None:
-        self._context = context
+    def __init__(self, context: RouterContext, card: ModelCard) -> None:
+        """Makes the vocabulary, which holds up everything in the process: before the router serves."""
         self._limits = context.config.limits
         self._metrics = context.metrics
+        self._vocabulary = _vocabulary(context.tokenizer, card)
         # By the digest of a grammar and the field that asked for it: why it is refused; empty: it is not.
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._one_at_a_time = asyncio.Semaphore(1)
@@ -79,6 +80,8 @@ class GrammarCheck:
 
     def _refusal(self, asked: AskedGrammar) -> str:
         try:
+            if isinstance(self._vocabulary, InvalidRequestError):
+                raise self._vocabulary
             CompiledGrammar(asked.text, self._vocabulary.tokens).try_out()
         except InvalidRequestError as error:
             return error.message
@@ -101,9 +104,10 @@ class GrammarCheck:
                     break
         return path, said
 
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        """Made for the first grammar. Workers know which tokens end a text; one is connected, or nothing is placed."""
-        open_ones = [s.info for s in self._context.workers.sessions() if s.state is SessionState.OPEN]
-        eos_token_ids = next((tuple(info.eos_token_ids) for info in open_ones), ())
-        return Vocabulary(self._context.tokenizer, eos_token_ids, self._context.tokenizer.vocab_size)
+
+def _vocabulary(tokenizer: Tokenizer, card: ModelCard) -> Vocabulary | InvalidRequestError:
+    """Or why no grammar holds with the model."""
+    try:
+        return Vocabulary(tokenizer, card.eos_token_ids, card.vocab_size)
+    except InvalidRequestError as error:
+        return error

@@ -27,6 +27,7 @@ class ModelCard:
     root: str  # the checkpoint behind all names: a hub id, or a directory's name
     max_context: int | None  # tokens of prompt and output; `None`: only the workers know
     vocab_size: int
+    eos_token_ids: tuple[int, ...]  # ends of text, as far as the checkpoint's files name them; workers know all
     refused_roles: frozenset[str]  # of messages that its chat template does not know
     knows_tools: bool  # its chat template does
     tool_format: ToolFormat | None  # how it writes calls; `None`: not known
@@ -54,6 +55,7 @@ class ModelCard:
             root=own,
             max_context=min(limits, default=None),
             vocab_size=int(facts.get("vocab_size") or tokenizer.vocab_size),
+            eos_token_ids=_ends_of_text(model_dir, facts, tokenizer),
             refused_roles=tokenizer.refused_roles,
             knows_tools=tokenizer.knows_tools,
             tool_format=tool_format,
@@ -76,3 +78,18 @@ class ModelCard:
         """One model of `GET /v1/models/{id}`, with vLLM's fields beside OpenAI's."""
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "tandem"}
         return {**entry, "root": self.root, "parent": None, "max_model_len": self.max_context}
+
+
+def _ends_of_text(model_dir: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What `generation_config.json` and `config.json` say; else the token that the tokenizer calls so."""
+    path = model_dir / "generation_config.json"
+    try:
+        generation: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    found: list[int] = []
+    for said in (generation.get("eos_token_id"), facts.get("eos_token_id")):
+        found += said if isinstance(said, list) else [] if said is None else [said]
+    if not found and (named := tokenizer.eos_token_id) is not None:
+        found = [named]
+    return tuple(dict.fromkeys(found))

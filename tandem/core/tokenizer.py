@@ -152,6 +152,13 @@ class Tokenizer:
         """Whether the token stands for no text (BOS, EOS, turn markers)."""
         return token_id in self._special_ids
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that `tokenizer_config.json` calls the end of text."""
+        name = self._special_tokens.get("eos_token")
+        token_id: int | None = self._backend.token_to_id(name) if name is not None else None
+        return token_id
+
     def piece(self, token_id: int) -> str | None:
         """The token as the tokenizer's file writes it; `None` where it knows none."""
         piece: str | None = self._backend.id_to_token(token_id)

@@ -1,6 +1,7 @@
 """Guides made by threads: one compiles grammars and replays outputs, one makes masks while a step is computed.
 
-A worker that serves no grammar has none of these threads, and no vocabulary.
+A worker that serves no grammar has none of these threads. The vocabulary is made before it serves at all: that holds up
+everything in the process.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ class Guides:
     """The `GuideMaker` of a worker.
 
     Args:
-        load: makes the vocabulary; called once, for the first grammar. Raises `TandemError`.
+        vocabulary: of the model; or why no grammar holds with it.
         submit: queues a call for the runner's thread.
         compiler, masker: run one call at a time, in order; by default a thread each.
     """
 
     def __init__(
         self,
-        load: Callable[[], Vocabulary],
+        vocabulary: Vocabulary | TandemError,
         submit: Callable[[Callable[[], None]], None],
         counters: WorkerCounters,
         *,
         compiler: Executor | None = None,
         masker: Executor | None = None,
     ) -> None:
-        self._load = load
+        self._vocabulary = vocabulary
         self._submit = submit
         self._counters = counters
         self._compiler = compiler or ThreadPoolExecutor(1, "grammars")
@@ -92,6 +93,8 @@ class Guides:
         if (known := self._kept.get(grammar)) is not None:
             self._kept.move_to_end(grammar)
             return known
+        if isinstance(self._vocabulary, TandemError):
+            raise self._vocabulary
         compiled = CompiledGrammar(grammar, self._vocabulary.tokens)
         self._kept[grammar] = compiled
         self._num_kept_chars += len(grammar)
@@ -99,13 +102,6 @@ class Guides:
             oldest, _ = self._kept.popitem(last=False)
             self._num_kept_chars -= len(oldest)
         return compiled
-
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        began_s = time.monotonic()
-        vocabulary = self._load()
-        _log.info("vocabulary of %d tokens for grammars made in %.3f s", vocabulary.size, time.monotonic() - began_s)
-        return vocabulary
 
     # -- masks
 
@@ -119,6 +115,7 @@ class Guides:
     def _make_masks(self, asked: Sequence[tuple[Guide, list[int]]]) -> Masks:
         began_s = time.perf_counter()
         matchers = [_matched(guide, new) for guide, new in asked]
+        assert isinstance(self._vocabulary, Vocabulary)  # or there were no guides
         masks = np.zeros((len(asked), self._vocabulary.mask_words), np.int32)
         good = [(matcher.inner, index) for index, matcher in enumerate(matchers) if isinstance(matcher, Matcher)]
         if good:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
 from kvtransfer.wire import layout_to_proto, protocols_to_proto
 from tandem.core.config import Config
+from tandem.core.errors import TandemError
 from tandem.core.identity import Role
 from tandem.core.pages import PagePool
 from tandem.core.pidfd import ExitWatch, host_id
@@ -49,6 +50,7 @@ from tandem.worker.request import RequestLimits
 from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -196,7 +198,7 @@ def build_parts(
     undo.callback(pacing.close)
     name, counters = place.worker_id, WorkerCounters()
     runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing)
-    guides = Guides(partial(_load_vocabulary, place, engine), runner.submit, counters)
+    guides = Guides(_load_vocabulary(place, engine), runner.submit, counters)
     undo.callback(guides.close)
     interface = find_interface(config.transport.interface) if config.transport.interface else None
     transport = create_transport(config.transport.name, place.incarnation, host=place.host, interface=interface)
@@ -240,8 +242,13 @@ def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
     return engine
 
 
-def _load_vocabulary(place: WorkerPlace, engine: Engine) -> Vocabulary:
-    return Vocabulary(Tokenizer.from_dir(place.model_dir), engine.eos_token_ids, engine.vocab_size)
+def _load_vocabulary(place: WorkerPlace, engine: Engine) -> Vocabulary | TandemError:
+    """A model may do without one: its requests with a grammar get the error."""
+    try:
+        return Vocabulary(Tokenizer.from_dir(place.model_dir), engine.eos_token_ids, engine.vocab_size)
+    except TandemError as error:
+        _log.info("no grammars: %s", error.message)
+        return error
 
 
 def _cores_file(config: Config, place: WorkerPlace) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Any
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guides import Guides
 from tests.support.scripted_model import vocabulary
+from tests.support.virtual_time import Kernel
 
 
 class InlineExecutor(Executor):
@@ -23,6 +24,21 @@ class InlineExecutor(Executor):
         return future
 
 
-def inline_guides(submit: Callable[[Callable[[], None]], None], counters: WorkerCounters) -> Guides:
+class LateExecutor(Executor):
+    """Runs each call so much later, in order."""
+
+    def __init__(self, kernel: Kernel, delay_s: float) -> None:
+        self._kernel = kernel
+        self._delay_s = delay_s
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._kernel.after(self._delay_s, lambda: future.set_result(fn(*args, **kwargs)))
+        return future
+
+
+def inline_guides(
+    submit: Callable[[Callable[[], None]], None], counters: WorkerCounters, compiler: Executor | None = None
+) -> Guides:
     """Guides for the scripted model."""
-    return Guides(vocabulary, submit, counters, compiler=InlineExecutor(), masker=InlineExecutor())
+    return Guides(vocabulary(), submit, counters, compiler=compiler or InlineExecutor(), masker=InlineExecutor())

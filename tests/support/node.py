@@ -16,7 +16,7 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import BatchScheduler
 from tests.support.ends import Cluster, End
-from tests.support.inline import inline_guides
+from tests.support.inline import LateExecutor, inline_guides
 from tests.support.link import Link
 from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample, score
 from tests.support.step_runner import StepRunner, StepTimes
@@ -37,6 +37,7 @@ class NodeSpec:
     step_time: StepTimes
     prefix_cache: bool = True
     priority_ageing_s: float = 1.0
+    compile_s: float = 0.003  # of each grammar
 
 
 class Node(End):
@@ -57,7 +58,8 @@ class Node(End):
         self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time)
         self.load = LoadReport(self.scheduler, lambda: None, lambda: None)
         self.counters = WorkerCounters()
-        self.guides = inline_guides(self.runner.submit, self.counters)
+        compiler = LateExecutor(kernel, spec.compile_s)
+        self.guides = inline_guides(self.runner.submit, self.counters, compiler)
         self.is_draining = False
 
     def core_parts(self) -> dict[str, Any]:

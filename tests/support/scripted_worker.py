@@ -70,7 +70,6 @@ class ScriptedWorker:
             transport="loopback",
             num_pages=103,
             max_context=256,
-            eos_token_ids=[0],
             vocab_size=512,
             mixed_step_tokens=12 if self.kind == "decode" else 0,
             protocols=protocols_to_proto(Protocols()),

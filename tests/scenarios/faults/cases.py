@@ -32,6 +32,17 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 EXTRAS: dict[str, dict[str, Any]] = {"one": {}, "n2": {"n": 2}, "stop": {"stop": ["\n\n", " zz"]}}
 
 
+_ANIMAL = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 100, "maximum": 999}, "k": {"enum": ["cat", "bird", "snail"]}},
+    "required": ["n", "k"],
+    "additionalProperties": False,
+}
+_JSON = {"structured_outputs": {"json": _ANIMAL, "disable_any_whitespace": True}}
+#: Outputs by a grammar: complete before `MAX_TOKENS`, and longer than the telling points are late.
+FORMS: dict[str, dict[str, Any]] = {"json": _JSON, "json-n2": {**_JSON, "n": 2}}
+
+
 @dataclass(frozen=True)
 class Case:
     """One request and one fault.
@@ -61,6 +72,8 @@ class Case:
     @property
     def fields(self) -> dict[str, Any]:
         """Of the request, beside prompt and `max_tokens`."""
+        if self.extra in FORMS:
+            return {**SAMPLINGS[self.sampling], **FORMS[self.extra], "logprobs": 1}
         return {**SAMPLINGS[self.sampling], **EXTRAS[self.extra], "logprobs": 1, "ignore_eos": True}
 
     def __str__(self) -> str:
@@ -89,6 +102,17 @@ def _all() -> list[Case]:
 CASES = _all()
 
 
+def of_json() -> list[Case]:
+    """Each point of the workers and each signal, under a grammar."""
+    found = []
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for role in roles:
+        for name, signal, form in product(POINTS[role], SIGNALS, FORMS):
+            streamed, sampling = len(found) % 3 != 0, tuple(SAMPLINGS)[len(found) // 2 % 2]
+            found.append(Case(role, f"{role}.{name}", signal, streamed, sampling, form))
+    return found
+
+
 def of(*roles: Role, signal: Signal | None = None) -> list[Case]:
     """The cases that strike one of these roles."""
     return [case for case in CASES if case.role in roles and signal in (None, case.signal)]
@@ -103,7 +127,10 @@ def matrix(found: list[Case]) -> pytest.MarkDecorator:
 
 
 def is_representative(case: Case) -> bool:
-    """Whether `make test` runs it: one case for each point, with signals and kinds of request in turn."""
+    """Whether `make test` runs it: one case for each point, with signals and kinds of request in turn; under a grammar,
+    those that are killed while they send and while they generate."""
+    if case.extra in FORMS:
+        return case.signal == "kill" and case.extra == "json-n2" and case.point in ("prefill.sending", "decode.step")
     kinds = list(product(SIGNALS, (True, False), SAMPLINGS))
     place = POINTS[case.role].index(case.point.partition(".")[2])
     return (case.signal, case.streamed, case.sampling) == kinds[5 * place % len(kinds)]

@@ -20,7 +20,7 @@ from tandem.core.model_path import resolve_model
 from tandem.core.tokenizer import Tokenizer
 from tests.scenarios.client import Answer, ask, complete
 from tests.scenarios.faults.arming import PointNotReachedError, Points
-from tests.scenarios.faults.cases import Case
+from tests.scenarios.faults.cases import FORMS, Case
 from tests.scenarios.faults.stall import StallMonitor
 from tests.scenarios.footprint import Footprint, connections, shared_memory
 from tests.scenarios.overseer import Overseer
@@ -149,10 +149,12 @@ class Site:
             self.baselines[kind] = now.joined(self.baselines.get(kind, now))
 
     def use_all_pairs(self, when: str) -> None:
-        """Requests at the same time, so that each prefill worker sends to each decode worker."""
+        """Requests at the same time, so that each prefill worker sends to each decode worker; some by a grammar, which
+        has threads of its own."""
         with ThreadPoolExecutor(12) as pool:
             for n in range(24):
-                pool.submit(complete, self.cluster.url, story(f"warm {when} {n}", 300), max_tokens=20)
+                form = FORMS["json"] if n % 3 == 0 else {}
+                pool.submit(complete, self.cluster.url, story(f"warm {when} {n}", 300), max_tokens=20, **form)
 
     def check_baseline(self, timeout_s: float) -> float:
         """Within `timeout_s` nothing is held for any request, and no process holds more than it did before.

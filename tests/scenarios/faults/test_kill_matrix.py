@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -41,6 +42,23 @@ def test_a_struck_worker_changes_nothing_for_the_client(
     _assert_in_time(ready_site, case, outcome)
     freed_s = ready_site.check_baseline(ALLOWED * _free_bound_s(ready_site, case))
     record(request, case, freed_s=freed_s)
+
+
+@matrix(cases.of_json())
+def test_a_worker_struck_in_mid_json_changes_no_byte_of_it(
+    ready_site: Site, case: Case, request: pytest.FixtureRequest
+) -> None:
+    """The next worker gets the tokens that the client has, and its matcher goes on behind them."""
+    prompt = story(str(case))
+    expected = ready_site.expected(prompt, case.fields)
+    outcome = ready_site.strike(case, prompt)
+    record(request, case, recovery_s=outcome.recovery_s, saw=_saw(outcome.answer))
+    assert_same(outcome.answer, expected)
+    assert expected.finish_reasons == ["stop"] * len(expected.texts)
+    for text in outcome.answer.texts:
+        assert set(json.loads(text)) == {"n", "k"}
+    _assert_in_time(ready_site, case, outcome)
+    ready_site.check_baseline(ALLOWED * _free_bound_s(ready_site, case))
 
 
 @matrix(cases.of("router", signal="kill"))

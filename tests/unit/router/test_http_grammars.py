@@ -14,7 +14,7 @@ import pytest
 from router.http import grammars
 from tandem.core.errors import InvalidRequestError
 from tandem.core.grammar import CompiledGrammar
-from tests.support.router_site import Site, opened_site
+from tests.support.router_site import Site, opened_site, write_checkpoint
 from tests.support.waiting import wait_until
 
 
@@ -151,12 +151,10 @@ def test_what_a_worker_finds_too_complex_is_the_requests_error(site: Site) -> No
     assert site.prefill.count("start") == before + 1, "it is not tried again"
 
 
-def test_a_model_without_an_end_of_text_follows_no_grammar(checkpoint: Path) -> None:
-    with opened_site(checkpoint, with_workers=False) as site:
-        for worker in (site.prefill, site.decode):
-            del worker.info.eos_token_ids[:]
-        site.pool.add(site.prefill, site.decode)
-        site.wait_ready()
+def test_a_model_without_an_end_of_text_follows_no_grammar(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "toy")
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    with opened_site(checkpoint) as site:
         answer = post(site, response_format={"type": "json_object"})
         assert answer.status_code == 400
         assert "names no token that ends a text" in answer.json()["error"]["message"]

@@ -16,7 +16,8 @@ from tandem.core.errors import InvalidRequestError, WorkersDiedError
 from tandem.core.grammar import CompiledGrammar
 from tandem.core.identity import Role
 from tandem.core.sampling import SamplingParams
-from tests.support.handoff_world import DECODE, World, WorldSpec
+from tests.support.handoff_world import DECODE, PREFILL, World, WorldSpec
+from tests.support.inline import InlineExecutor
 from tests.support.link import LinkSpec
 from tests.support.scripted_model import EOS, TEXTS, allowed_token, vocabulary
 
@@ -76,8 +77,11 @@ def serve(spec: WorldSpec, crashes: dict[str, float] | None = None) -> World:
 def check(world: World) -> None:
     for in_flight in world.requests.values():
         request = in_flight.request
+        if not request.sampling.grammar:
+            assert in_flight.error is None
+            continue
         right = [expected(request, choice) for choice in range(request.num_choices)]
-        if isinstance(in_flight.error, WorkersDiedError):
+        if isinstance(in_flight.error, WorkersDiedError) or in_flight.is_cancelled:
             assert all(there[: len(here)] == here for here, there in zip(in_flight.tokens, right, strict=True))
             continue
         assert in_flight.error is None
@@ -105,6 +109,31 @@ def test_faults_and_crashes_in_mid_json_change_no_byte(seed: int) -> None:
     check(world)
     moved = [flight for flight in world.requests.values() if flight.journal.attempt > 1 and flight.error is None]
     assert any(len(output) > 3 for flight in moved for output in flight.tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("compile_s", [0.03, 0.4, 3.0])
+def test_grammars_that_compile_slowly_hold_up_their_own_requests_only_and_nothing_is_left(
+    seed: int, compile_s: float
+) -> None:
+    """Grants come, leases pass, clients leave and workers die meanwhile."""
+    spec = WorldSpec(
+        seed=seed,
+        prefill=replace(PREFILL, compile_s=compile_s),
+        decode=replace(DECODE, compile_s=compile_s),
+        link=LinkSpec(fault_share=0.02),
+        mixed_pool_tokens=12,
+    )
+    world = World(spec)
+    for number, request in enumerate(requests(world, seed)):
+        world.ask(request)
+        if number % 5 == 0:
+            world.leave(request.request_id, request.arrived_s + 0.02 * number)
+    plain = SamplingParams(max_tokens=4, ignore_eos=True)
+    world.ask(Request("plain", (1, 2, 3), plain, world.kernel.now_s + 0.01))
+    world.crash("prefill-0", world.kernel.now_s + 0.15)
+    world.run()
+    check(world)
 
 
 def test_a_preempted_choice_goes_on_in_its_grammar() -> None:
@@ -135,6 +164,6 @@ def test_what_a_journal_holds_against_its_grammar_is_an_error_of_that_request() 
     """A worker that is told so must not go on with it."""
     guides = World(WorldSpec()).of_role(Role.DECODE)[0].guides
     made: list[Any] = []
-    guides._submit = lambda call: call()
+    guides._submit, guides._compiler = lambda call: call(), InlineExecutor()
     guides.prepare(JSON, [[TEXTS.index("{")], [TEXTS.index("x")]], made.append)
     assert "does not follow the grammar" in made[0].message

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tandem.core.errors import InternalError, TandemError
+from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, TokenMask, uniform
 
 #: `top_p` first looks for its nucleus among this many likeliest tokens: a full sort of a large vocabulary is slow.
@@ -74,6 +74,8 @@ def sample_rows(
     for index, row_values in zip(drawn, values, strict=True):
         try:
             chosen[index] = _sample_row(row_values, rows[index], masks.get(index), eos_token_ids)
+        except TandemError as error:
+            failed[index] = error
         except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
             failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
             failed[index].__cause__ = error
@@ -176,7 +178,7 @@ def _keep_going(values: np.ndarray, params: SamplingParams, eos_token_ids: Seque
 
 
 def _mask(values: np.ndarray, params: SamplingParams, output_ids: list[int]) -> None:
-    """Take away what must not be chosen. Raises `ValueError` where nothing is left."""
+    """Take away what must not be chosen. Raises `InvalidRequestError` where nothing is left."""
     if params.allowed_token_ids:
         allowed = [token_id for token_id in params.allowed_token_ids if token_id < len(values)]
         kept = values[allowed]
@@ -187,7 +189,7 @@ def _mask(values: np.ndarray, params: SamplingParams, output_ids: list[int]) -> 
         if last < len(values) and output_ids[len(output_ids) - len(begun) :] == begun:
             values[last] = -np.inf
     if (params.allowed_token_ids or params.bad_words) and values.max() == -np.inf:
-        raise ValueError("allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose")
+        raise InvalidRequestError("allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose")
 
 
 def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:

@@ -353,5 +353,5 @@ def test_the_last_token_of_a_bad_word_is_not_chosen_behind_its_others() -> None:
 
 def test_where_nothing_is_left_to_choose_there_is_an_error_and_no_token() -> None:
     error = only([1.0, 2.0], temperature=0.0, allowed_token_ids=(1,), bad_words=((1,),))
-    assert isinstance(error, InternalError)
+    assert isinstance(error, InvalidRequestError)
     assert "leave no token" in error.message

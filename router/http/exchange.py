@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -25,6 +26,7 @@ from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.prompt_group import PromptGroup
 from router.lifecycle.request_errors import RequestErrors
 from router.lifecycle.serve import outcome_of
+from router.openai.bound_calls import with_bound_calls
 from router.openai.endpoint import Call, Encoder, ReadBody, Setting
 from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
@@ -104,6 +106,7 @@ class Exchange:
         def work() -> tuple[Call, list[Request]]:
             call = self._read_body(parse_body(raw), context.config.limits, bounds)
             card.check_name(call.parsed.model)
+            call = replace(call, parsed=with_bound_calls(call.parsed, card, context.config.limits))
             return call, requests_from(
                 call.parsed,
                 tokenizer=context.tokenizer,

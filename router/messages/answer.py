@@ -27,7 +27,7 @@ class Message:
 
     def __init__(self, parsed: ParsedRequest, setting: Setting) -> None:
         self._setting = setting
-        self._model = parsed.model
+        self._parsed = parsed
         self._reader = reader_for(setting.card.tool_format, parsed.tool_use)
         self._blocks = _Blocks()
         self._last: Delta | None = None
@@ -68,7 +68,7 @@ class Message:
 
     def _base(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         own_id = f"msg_{self._setting.request_id}"
-        return {"id": own_id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+        return {"id": own_id, "type": "message", "role": "assistant", "model": self._parsed.model, "content": content}
 
     def _events(self, delta: Delta) -> Iterator[Event]:
         pieces = list(self._reader.push(delta.text))
@@ -87,7 +87,7 @@ class Message:
             reason = "max_tokens"
         elif self._blocks.has_calls:
             reason = "tool_use"
-        elif last is not None and last.stopped_by is not None:
+        elif last is not None and last.stopped_by in self._parsed.stop:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stopped_by}
         return {"stop_reason": reason, "stop_sequence": None}
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from router.messages.content import Messages, TextBlocks
 from router.openai.content import Stops
-from router.openai.fields import Accepted, Boolean, Field, Integer, NotYet, Object, Schema, Scope
+from router.openai.fields import Accepted, Boolean, Elsewhere, Field, Integer, NotYet, Object, Schema, Scope
+from router.openai.grammar import AskedGrammar, of_schema
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
 from router.openai.request_fields import FIELDS, as_in_chats
-from router.openai.tool_fields import FUNCTION_FIELDS, Const, JsonObject
+from router.openai.tool_fields import FUNCTION_FIELDS, TOOL_NAME, Chosen, Const, JsonObject, OneOf, Tool
 from router.tools.formats import normal_tool
 from tandem.core.config import LimitsConfig
 
@@ -28,39 +29,71 @@ class _Tools:
         ]
     )  # fmt: skip
 
-    def read(self, value: Any, path: str, scope: Scope) -> tuple[dict[str, Any], ...]:
+    def read(self, value: Any, path: str, scope: Scope) -> tuple[Tool, ...]:
         if not isinstance(value, list):
             refuse(path, f"must be a list of tools, not {shown(value)}")
         tools = [self._TOOL.read(given, f"{path}[{number}]", scope) for number, given in enumerate(value)]
-        return tuple(normal_tool(tool["name"], tool.get("description"), tool["input_schema"]) for tool in tools)
+        return tuple(
+            Tool(normal_tool(tool["name"], tool.get("description"), tool["input_schema"]), tool.get("strict", False))
+            for tool in tools
+        )
 
     def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
         schema = {"type": "array", "items": self._TOOL.schema(limits, card)}
         return schema if card.knows_tools and card.tool_format else {**schema, "maxItems": 0}
 
 
-class _ChoiceType:
-    _KNOWN = ("auto", "none")
+class _ToolChoice:
+    """Whether the model may call tools, or has to, and which; and whether it may call several."""
 
-    def read(self, value: Any, path: str, _: Scope) -> str:
-        if value not in self._KNOWN:
-            refuse(path, f"must be one of {', '.join(self._KNOWN)}, not {shown(value)}: more is not supported yet")
-        return str(value)
+    _OF_ANY = Object([
+        Field("type", OneOf("auto", "any", "none"), is_required=True),
+        Field("disable_parallel_tool_use", Boolean()),
+    ])  # fmt: skip
+    _OF_ONE = Object([
+        Field("type", Const("tool"), is_required=True),
+        Field("name", TOOL_NAME, is_required=True),
+        Field("disable_parallel_tool_use", Boolean()),
+    ])  # fmt: skip
 
-    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"enum": list(self._KNOWN)}
+    def read(self, value: Any, path: str, scope: Scope) -> tuple[Chosen, bool]:
+        """What is chosen, and whether there may be several calls."""
+        if isinstance(value, dict) and value.get("type") == "tool":
+            given = self._OF_ONE.read(value, path, scope)
+            chosen = Chosen("required", frozenset([given["name"]]))
+        else:
+            given = self._OF_ANY.read(value, path, scope)
+            chosen = Chosen("required" if given["type"] == "any" else given["type"])
+        return chosen, not given.get("disable_parallel_tool_use", False)
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        return {"anyOf": [self._OF_ANY.schema(limits, card), self._OF_ONE.schema(limits, card)]}
 
 
-_TOOL_CHOICE = Object([Field("type", _ChoiceType(), is_required=True), Field("disable_parallel_tool_use", Boolean())])
+class _Format:
+    """JSON that follows a schema."""
+
+    _FORMAT = Object([
+        Field("type", Const("json_schema"), is_required=True),
+        Field("schema", JsonObject(), about="The output is JSON that follows it.", is_required=True),
+    ])  # fmt: skip
+
+    def read(self, value: Any, path: str, scope: Scope) -> AskedGrammar:
+        return of_schema(self._FORMAT.read(value, path, scope)["schema"], f"{path}.schema", scope.limits)
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        return self._FORMAT.schema(limits, card)
+
 
 _OF_A_PROMPT = [
     *(field for field in FIELDS if field.name == "model"),
     Field("messages", Messages(), becomes="messages", is_required=True),
     Field("system", TextBlocks(), about="The system message, before all others."),
     Field("tools", _Tools(), about="Where the model's chat template knows tools; of the client's own, no other types."),
-    Field("tool_choice", _TOOL_CHOICE, about="With `none` the model is told of no tool."),
+    Field("tool_choice", _ToolChoice(), about="`auto`: the model may call; `none`: it is told of no tool; `any`, or a "
+          "`tool`: it has to call."),
     Field("thinking", NotYet({"type": "disabled"})),
-    Field("output_config", Object([Field("effort", Accepted.WITHOUT_REASONING), Field("format", NotYet())])),
+    Field("output_config", Object([Field("effort", Accepted.WITHOUT_REASONING), Field("format", _Format())])),
     *(Field(name, NotYet()) for name in ("container", "mcp_servers")),
     # `context_management`: what may be left out of a prompt; here nothing is.
     *(Field(name, Accepted.ALWAYS) for name in
@@ -72,7 +105,8 @@ _OWN = [
     *_OF_A_PROMPT,
     Field("max_tokens", Integer(1), about="With the prompt at most the context.", is_required=True),
     Field("stop_sequences", Stops(most=16), becomes="stop"),
-    Field("stop", NotYet(), about="It is `stop_sequences` here."),
+    Field("stop", Elsewhere("stop_sequences")),
+    Field("response_format", Elsewhere("output_config.format")),
 ]
 
 MESSAGE = Object([*_OWN, *as_in_chats(_OWN)])

@@ -8,10 +8,11 @@ from router.messages.answer import Message
 from router.messages.fields import COUNT, MESSAGE
 from router.openai.endpoint import Call
 from router.openai.fields import PromptBounds, Scope
+from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse
 from router.openai.rows import Rows
-from router.openai.schema import ParsedRequest
-from router.tools.pieces import ToolUse
+from router.openai.schema import ParsedRequest, check_ends
+from router.openai.tool_fields import Chosen, use_of
 from tandem.core.config import LimitsConfig
 from tandem.core.sampling import SamplingParams
 
@@ -34,17 +35,19 @@ def _parsed(
 ) -> ParsedRequest:
     scope = Scope(limits, bounds, [])
     given, values = rows.read(body, scope)
-    choice, sampling = values.get("tool_choice", {}), rows.sampling(values)
+    (chosen, may_be_parallel), sampling = values.get("tool_choice", (Chosen("auto"), True)), rows.sampling(values)
     max_tokens = values.get("max_tokens", 1)
     if sampling.get("min_tokens", 0) > max_tokens:
         refuse("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {sampling['min_tokens']}")
     others = {"stream": False, "priority": 0, **rows.others(values)}
     system = values.get("system")
     others["messages"] = (*([{"role": "system", "content": system}] if system else []), *others["messages"])
+    grammar = _grammar(values)
     return ParsedRequest(
         kind="chat",
         prompt_field="messages",
-        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        sampling=SamplingParams(max_tokens=max_tokens, grammar=grammar.text if grammar is not None else "", **sampling),
+        grammar=grammar,
         has_seed="seed" in given,
         max_tokens_field=max_tokens_field,
         num_choices=1,
@@ -53,8 +56,13 @@ def _parsed(
         add_special_tokens=False,
         reasoning_fields=("output_config",) if given.get("output_config", {}).get("effort") else (),
         ignored_fields=tuple(scope.ignored),
-        tool_use=ToolUse(
-            values.get("tools", ()), choice.get("type", "auto"), not choice.get("disable_parallel_tool_use", False)
-        ),
+        tool_use=use_of(values.get("tools", ()), chosen, may_be_parallel=may_be_parallel),
         **others,
     )
+
+
+def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
+    of_text, other = values.get("output_config", {}).get("format"), values.get("structured_outputs")
+    if of_text is not None and other is not None:
+        refuse("structured_outputs", "cannot hold beside output_config.format; leave one of them out")
+    return check_ends(of_text or other, {"ignore_eos": False, **values})

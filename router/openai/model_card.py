@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class ModelCard:
     refused_roles: frozenset[str]  # of messages that its chat template does not know
     knows_tools: bool  # its chat template does
     tool_format: ToolFormat | None  # how it writes calls; `None`: not known
-    marker_ids: frozenset[int]  # special tokens by which it writes them
+    markers: Mapping[str, int]  # the special tokens by which it writes them
     created: int  # seconds since the epoch
 
     @classmethod
@@ -59,7 +60,7 @@ class ModelCard:
             refused_roles=tokenizer.refused_roles,
             knows_tools=tokenizer.knows_tools,
             tool_format=tool_format,
-            marker_ids=tokenizer.special_ids_of(tool_format.markers if tool_format else ()),
+            markers=tokenizer.special_ids_of(tool_format.markers if tool_format else ()),
             created=int(time.time()),
         )
 

@@ -212,7 +212,7 @@ FIELDS = (*_OBEYED, *_OF_OPENAI, *_OF_VLLM, *_OF_SGLANG, *_OF_OTHERS)
 _OF_ALL_APIS = frozenset([
     "model", "stream", "min_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos", "priority",
-    "timeout",
+    "timeout", "structured_outputs",
 ])  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def as_in_chats(own: Iterable[Field]) -> list[Field]:
     """The rows of another API beside its `own`: what means there what it means in a chat, and what is refused there."""
     names = {field.name for field in own}
     chat = [field for field in FIELDS if field.of != "completion" and field.name not in names]
-    return [field for field in chat if field.name in _OF_ALL_APIS or isinstance(field.kind, NotYet)]
+    return [field for field in chat if field.name in _OF_ALL_APIS or isinstance(field.kind, NotYet | Elsewhere)]
 
 
 COMPLETION = Object(field for field in FIELDS if field.of != "chat")

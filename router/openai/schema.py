@@ -142,9 +142,15 @@ def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
     asked = [name for name in _GRAMMARS if values.get(name) is not None]
     if len(asked) > 1:
         refuse(asked[1], f"cannot hold beside {asked[0]}; leave one of them out")
-    if asked and values["ignore_eos"]:
-        refuse("ignore_eos", f"cannot hold beside {asked[0]}: the output ends where its form is complete")
-    return values[asked[0]] if asked else None
+    return check_ends(values[asked[0]], values) if asked else None
+
+
+def check_ends(grammar: AskedGrammar | None, values: dict[str, Any]) -> AskedGrammar | None:
+    """`grammar`; refuses `ignore_eos` beside one."""
+    if grammar is not None and values["ignore_eos"]:
+        name = grammar.field.split(".")[0]
+        refuse("ignore_eos", f"cannot hold beside {name}: the output ends where its form is complete")
+    return grammar
 
 
 def _stream_options(values: dict[str, Any]) -> dict[str, Any]:

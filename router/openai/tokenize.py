@@ -108,8 +108,8 @@ def _shown_ids(parsed: ParsedRequest, tokenizer: Tokenizer, card: ModelCard) -> 
         return tokenizer.special_ids
     if parsed.kind != "chat":
         return frozenset()
-    of_calls = card.marker_ids if is_read(card.tool_format, parsed.tool_use) else frozenset()
-    return of_calls | tokenizer.special_ids_of(marks_of(tokenizer) or ())
+    of_calls = frozenset(card.markers.values()) if is_read(card.tool_format, parsed.tool_use) else frozenset()
+    return of_calls | frozenset(tokenizer.special_ids_of(marks_of(tokenizer) or ()).values())
 
 
 def _kept(prompt_ids: list[int], parsed: ParsedRequest, max_context: int | None) -> list[int]:

@@ -13,7 +13,7 @@ from router.openai.schema import ParsedRequest
 from router.request.request import Delta, TokenGiven, Usage
 from router.responses.output import Event, Output, is_reasoning
 from router.tools.formats import reader_for
-from router.tools.pieces import Said
+from router.tools.pieces import Said, ToolUse
 from tandem.core.errors import InvalidRequestError, OverloadedError, TandemError
 
 
@@ -129,8 +129,8 @@ def _base(parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> dic
         "top_p": parsed.sampling.top_p,
         "top_logprobs": max(parsed.sampling.num_logprobs, 0),
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": use.choice,
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in use.tools],
+        "tool_choice": _chosen(use),
+        "tools": [_tool(tool["function"], use) for tool in use.tools],
         "background": False,
         "previous_response_id": None,
         "service_tier": "default",
@@ -138,6 +138,17 @@ def _base(parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> dic
         "truncation": "disabled",
         **{name: given.get(name) for name in repeated},
     }
+
+
+def _tool(function: dict[str, Any], use: ToolUse) -> dict[str, Any]:
+    return {"type": "function", "strict": function["name"] in use.strict, **function}
+
+
+def _chosen(use: ToolUse) -> Any:
+    names = [{"type": "function", "name": name} for name in sorted(use.only or ())]
+    if len(names) == 1 and use.choice == "required":
+        return names[0]
+    return {"type": "allowed_tools", "mode": use.choice, "tools": names} if names else use.choice
 
 
 def _error_code(error: TandemError) -> str:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.openai.fields import Accepted, Boolean, Field, Integer, Limit, NotYet, Object, Schema, Scope, Text
+from router.openai.fields import (
+    Accepted,
+    Boolean,
+    Elsewhere,
+    Field,
+    Integer,
+    Limit,
+    NotYet,
+    Object,
+    Schema,
+    Scope,
+    Text,
+)
+from router.openai.grammar import AskedGrammar, of_schema
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
 from router.openai.request_fields import as_in_chats
-from router.openai.tool_fields import FUNCTION_FIELDS, Const, JsonObject, ToolChoice
+from router.openai.tool_fields import CHOICE_ABOUT, FUNCTION_FIELDS, Const, JsonObject, OneOf, Tool, flat_choice
 from router.responses.items import Input
 from router.tools.formats import normal_tool
 from tandem.core.config import LimitsConfig
@@ -36,6 +49,33 @@ class _Include:
         return {"type": "array", "items": {"anyOf": [{"const": LOGPROBS}, {"type": "string"}]}}
 
 
+class _Format:
+    """The form of the answer: as `response_format` of a chat, with the schema's fields beside its type."""
+
+    _FORMAT = Object([
+        Field("type", OneOf("text", "json_object", "json_schema"), is_required=True),
+        Field("name", Text(), about="For the client alone."),
+        Field("description", Text(), about="For the client alone: the model does not see it."),
+        Field("schema", JsonObject(), about="The output is JSON that follows it; with the type `json_schema`."),
+        Field("strict", Boolean(), about="The schema holds in either case; what cannot be enforced is refused."),
+    ])  # fmt: skip
+
+    def read(self, value: Any, path: str, scope: Scope) -> AskedGrammar | None:
+        given = self._FORMAT.read(value, path, scope)
+        if given["type"] == "text":
+            return None
+        if given["type"] == "json_object":
+            return of_schema({"type": "object"}, path, scope.limits)
+        if "schema" not in given:
+            refuse(f"{path}.schema", "is missing")
+        return of_schema(given["schema"], f"{path}.schema", scope.limits)
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        is_by_schema = {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]}
+        has_one = {"properties": {"schema": {"type": "object"}}, "required": ["schema"]}
+        return {**self._FORMAT.schema(limits, card), "if": is_by_schema, "then": has_one}
+
+
 class _Tools:
     """Functions that the model may call. Tools of other types, which a provider runs, are left out and named."""
 
@@ -48,7 +88,7 @@ class _Tools:
         ]
     )
 
-    def read(self, value: Any, path: str, scope: Scope) -> tuple[dict[str, Any], ...]:
+    def read(self, value: Any, path: str, scope: Scope) -> tuple[Tool, ...]:
         if not isinstance(value, list):
             refuse(path, f"must be a list of tools, not {shown(value)}")
         tools = []
@@ -58,7 +98,8 @@ class _Tools:
                 scope.ignored.append(f"{place} ({given['type']})")
                 continue
             tool = self._FUNCTION.read(given, place, scope)
-            tools.append(normal_tool(tool["name"], tool.get("description"), tool.get("parameters")))
+            normal = normal_tool(tool["name"], tool.get("description"), tool.get("parameters"))
+            tools.append(Tool(normal, tool.get("strict", False)))
         return tuple(tools)
 
     def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
@@ -74,12 +115,13 @@ _OWN = [
     Field("instructions", Text(), about="A system message before all others."),
     Field("max_output_tokens", Integer(1), about="With the prompt at most the context."),
     Field("tools", _Tools(), about="Functions; tools that a provider runs are left out, and named in the answer."),
-    Field("tool_choice", ToolChoice(), "auto", "With `none` the model is told of no tool."),
+    Field("tool_choice", flat_choice(), about=CHOICE_ABOUT),
     Field("parallel_tool_calls", Boolean(), True),
     Field("top_logprobs", Integer(0, Limit("max_logprobs")), about="Told where `include` asks for them."),
     Field("include", _Include(), about="`message.output_text.logprobs` is obeyed; no other adds anything here."),
     Field("stream_options", Object([Field("include_obfuscation", Accepted.ALWAYS)])),
-    Field("text", Object([Field("format", NotYet({"type": "text"})), Field("verbosity", NotYet("medium"))])),
+    Field("text", Object([Field("format", _Format()), Field("verbosity", NotYet("medium"))])),
+    Field("response_format", Elsewhere("text.format")),
     Field("reasoning", Accepted.WITHOUT_REASONING),
     Field("store", Accepted.ALWAYS, about="Nothing is stored, whatever it says; the answer says so."),
     Field("previous_response_id", _NotKept()),

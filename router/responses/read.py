@@ -6,9 +6,10 @@ from typing import Any
 
 from router.openai.endpoint import Call
 from router.openai.fields import PromptBounds, Scope
+from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse
 from router.openai.rows import Rows
-from router.openai.schema import ParsedRequest
+from router.openai.schema import ParsedRequest, check_ends
 from router.openai.tool_fields import tool_use
 from router.responses.answer import Response
 from router.responses.fields import LOGPROBS, RESPONSE
@@ -29,12 +30,14 @@ def read_response(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBoun
 def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, ...]) -> ParsedRequest:
     instructions = values.get("instructions")
     system = ({"role": "system", "content": instructions},) if instructions else ()
+    grammar = _grammar(values)
     max_tokens_field = "max_output_tokens" if "max_output_tokens" in given else None
     return ParsedRequest(
         kind="chat",
         prompt_field="input",
         messages=(*system, *values["input"]),
-        sampling=_sampling(values),
+        sampling=_sampling(values, grammar),
+        grammar=grammar,
         has_seed="seed" in given,
         max_tokens_field=max_tokens_field,
         num_choices=1,
@@ -48,8 +51,15 @@ def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, .
     )
 
 
-def _sampling(values: dict[str, Any]) -> SamplingParams:
-    sampling = _ROWS.sampling(values)
+def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
+    of_text, other = values.get("text", {}).get("format"), values.get("structured_outputs")
+    if of_text is not None and other is not None:
+        refuse("structured_outputs", "cannot hold beside text.format; leave one of them out")
+    return check_ends(of_text or other, values)
+
+
+def _sampling(values: dict[str, Any], grammar: AskedGrammar | None) -> SamplingParams:
+    sampling = _ROWS.sampling(values) | {"grammar": grammar.text if grammar is not None else ""}
     min_tokens, max_tokens = sampling["min_tokens"], values.get("max_output_tokens")
     if max_tokens is not None and min_tokens > max_tokens:
         refuse("min_tokens", f"must not exceed max_output_tokens ({max_tokens}), is {min_tokens}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from router.tools import harmony
 from router.tools.blocks import Block, ClosedBlock, JsonBlock, NamedBlock, gemma_call, xml_call
+from router.tools.grammar import CallForm
 from router.tools.pieces import PlainReader, Reader, ToolUse
 from router.tools.reader import MarkedReader
 
@@ -28,6 +29,10 @@ class ToolFormat:
     reader: Callable[[ToolUse], Reader]
     #: Whether every message is written in it, with calls or without.
     is_always_written: bool = False
+    #: How a grammar makes the model write calls; `None`: none can.
+    form: CallForm | None = None
+    #: What stands behind each call; empty: nothing.
+    close: str = ""
 
 
 def reader_for(form: ToolFormat | None, use: ToolUse) -> Reader:
@@ -84,15 +89,64 @@ def _gemma(opening: str, close: str, quote: str, _: ToolUse) -> Reader:
 
 
 def _gemma_format(name: str, opening: str, close: str, quote: str) -> ToolFormat:
-    return ToolFormat(name, (opening, close, quote), partial(_gemma, opening, close, quote))
+    return ToolFormat(name, (opening, close, quote), partial(_gemma, opening, close, quote), close=close)
 
 
-HARMONY = ToolFormat("harmony", harmony.MARKERS, lambda _: harmony.HarmonyReader(), is_always_written=True)
-HERMES = ToolFormat("hermes", ("<tool_call>", "</tool_call>"), _json)
-QWEN_CODER = ToolFormat("qwen-coder", ("<tool_call>", "</tool_call>"), _xml)
-LLAMA = ToolFormat("llama", ("<|python_tag|>",), _llama)
-MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), _mistral_list)
-MISTRAL_NAMED = ToolFormat("mistral-named", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _mistral_named)
+HARMONY = ToolFormat(
+    "harmony",
+    harmony.MARKERS,
+    lambda _: harmony.HarmonyReader(),
+    is_always_written=True,
+    form=CallForm(
+        "<|channel|>",
+        before=("commentary to=functions.",),
+        between=(" ", "\0<|constrain|>", "json", "\0<|message|>"),
+        is_json=False,
+        is_single=True,
+        prelude='(MARKER(<|channel|>) "analysis" MARKER(<|message|>) /(?s:.+)/ MARKER(<|end|>) MARKER(<|start|>) '
+        '"assistant")?',
+        has_plain_text=False,
+    ),
+)
+HERMES = ToolFormat(
+    "hermes",
+    ("<tool_call>", "</tool_call>"),
+    _json,
+    form=CallForm(
+        "<tool_call>",
+        before=('\n{"name": ',),
+        between=(', "arguments": ',),
+        after=("}\n", "\0</tool_call>"),
+    ),
+    close="</tool_call>",
+)
+QWEN_CODER = ToolFormat("qwen-coder", ("<tool_call>", "</tool_call>"), _xml, close="</tool_call>")
+LLAMA = ToolFormat(
+    "llama",
+    ("<|python_tag|>",),
+    _llama,
+    form=CallForm(before=('{"name": ',), between=(', "parameters": ',), after=("}",), separator="; "),
+)
+MISTRAL = ToolFormat(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    _mistral_list,
+    form=CallForm(
+        "[TOOL_CALLS]",
+        head=" [",
+        before=('{"name": ',),
+        between=(', "arguments": ',),
+        after=("}",),
+        separator=", ",
+        tail="]",
+    ),
+)
+MISTRAL_NAMED = ToolFormat(
+    "mistral-named",
+    ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    _mistral_named,
+    form=CallForm("[TOOL_CALLS]", between=("\0[ARGS]",), is_json=False),
+)
 GEMMA = _gemma_format("gemma", "<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = _gemma_format("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>")
 

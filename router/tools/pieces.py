@@ -38,8 +38,10 @@ class ToolUse:
     """What a request says of tools."""
 
     tools: tuple[dict[str, Any], ...]  # as chat templates want them: `{"type": "function", "function": {…}}`
-    choice: Literal["auto", "none"] = "auto"
-    may_be_parallel: bool = True
+    choice: Literal["auto", "none", "required"] = "auto"
+    only: frozenset[str] | None = None  # those that may be called; `None`: all
+    strict: frozenset[str] = frozenset()  # those whose calls follow their schemas, whatever the choice
+    may_be_parallel: bool = True  # whether one turn may have several calls
 
     @property
     def is_offered(self) -> bool:

@@ -138,10 +138,10 @@ class Tokenizer:
         """The text of a whole sequence."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """The ids of those of `texts` that are special tokens."""
-        ids = (self._backend.token_to_id(text) for text in texts)
-        return frozenset(i for i in ids if i is not None and self.is_special(i))
+    def special_ids_of(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of `texts` that are special tokens, with their ids."""
+        ids = {text: self._backend.token_to_id(text) for text in texts}
+        return {text: i for text, i in ids.items() if i is not None and self.is_special(i)}
 
     @property
     def special_ids(self) -> frozenset[int]:

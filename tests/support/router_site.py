@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,18 +147,26 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_checkpoint(directory: Path, *, context: int = 256, template: str = CHAT_TEMPLATE) -> Path:
-    """A checkpoint without weights: a token for each byte (NUL is 299), `</s>`, `<s>`, and a chat template."""
+def write_checkpoint(
+    directory: Path, *, context: int = 256, template: str = CHAT_TEMPLATE, specials: Sequence[str] = ()
+) -> Path:
+    """A checkpoint without weights: a token for each byte (NUL is 299), `</s>`, `<s>`, and a chat template.
+
+    `specials` are more special tokens, from 301 on.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    more = {text: BOS + 1 + number for number, text in enumerate(specials)}
     vocab = {char: byte or 299 for char, byte in _byte_of_char().items()}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [{"id": EOS, "content": "</s>", **special}, {"id": BOS, "content": "<s>", **special}],
+        "added_tokens": [
+            {"id": i, "content": text, **special} for text, i in {"</s>": EOS, "<s>": BOS, **more}.items()
+        ],
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab | {"</s>": EOS, "<s>": BOS}, "merges": []},
+        "model": {"type": "BPE", "vocab": vocab | {"</s>": EOS, "<s>": BOS} | more, "merges": []},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "tokenizer_config.json").write_text(

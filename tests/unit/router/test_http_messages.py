@@ -31,6 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture
 def site(shared: Site) -> Site:
     shared.prefill.received.clear()
+    shared.decode.received.clear()
     says(shared, "Hello there.")
     return shared
 
@@ -238,3 +239,22 @@ def test_keys_are_taken_as_each_client_sends_them(checkpoint: Path, tmp_path: Pa
         with site.http(headers=both) as http:
             refused = http.post("/v1/messages", json={"model": "toy", "max_tokens": 2, "messages": HI})
         assert refused.status_code == 401
+
+
+def test_a_tool_that_has_to_be_called_travels_as_a_grammar(site: Site, client: anthropic.Anthropic) -> None:
+    says(site, CALL)
+    asked: Any = {"model": "toy", "max_tokens": 200, "messages": HI, "tools": [TOOL]}
+    choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}]
+    for number, choice in enumerate(choices, start=1):
+        answer = client.messages.create(**asked, tool_choice=choice)
+        assert answer.stop_reason == "tool_use"
+        assert "weather" in site.prefill.wait_for("start", number).sampling.grammar
+    with pytest.raises(anthropic.BadRequestError, match="none of `tools`"):
+        client.messages.create(**asked, tool_choice={"type": "tool", "name": "other"})
+
+
+def test_an_answer_follows_a_schema(site: Site, client: anthropic.Anthropic) -> None:
+    says(site, '{"city": "Oslo"}')
+    form: Any = {"format": {"type": "json_schema", "schema": WEATHER}}
+    client.messages.create(model="toy", max_tokens=50, messages=HI, output_config=form)
+    assert "city" in site.prefill.wait_for("start").sampling.grammar

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from tests.support.router_site import Site
 from tests.support.tool_site import ARGUMENTS, CALL, WEATHER, opened_tool_site, prompt_of, says
@@ -27,6 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture
 def site(shared: Site) -> Site:
     shared.prefill.received.clear()
+    shared.decode.received.clear()
     says(shared, "Hello there.")
     return shared
 
@@ -166,7 +167,7 @@ def test_tools_that_a_provider_runs_are_left_out_and_named(site: Site) -> None:
          "input[0].content[0].type", "reads text alone"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "name of a tool"),
-        ({"guided_json": {}, "regex": "a"}, "regex", "not supported yet"),
+        ({"guided_json": {}, "regex": "a"}, "regex", "use structured_outputs.regex"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_name(site: Site, body: dict[str, Any], param: str, words: str) -> None:
@@ -200,3 +201,26 @@ def test_a_stream_that_fails_says_so_in_the_clients_terms(site: Site) -> None:
         "server_error",
         "deadline",
     )
+
+
+def test_a_tool_that_has_to_be_called_travels_as_a_grammar(site: Site) -> None:
+    says(site, CALL)
+    client, named = site.openai(), {"type": "function", "name": "weather"}
+    choices: list[Any] = ["required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}]
+    for number, choice in enumerate(choices, start=1):
+        answer = client.responses.create(model="toy", input="Hi", tools=[TOOL], tool_choice=choice)
+        assert [item.type for item in answer.output] == ["function_call"]
+        assert "weather" in site.prefill.wait_for("start", number).sampling.grammar
+    body = site.post("/v1/responses", input="Hi", tools=[TOOL], tool_choice=named).json()
+    assert Response.model_validate(body, strict=True).tool_choice is not None
+    assert body["tool_choice"] == named
+
+
+def test_an_answer_follows_a_schema(site: Site) -> None:
+    class Place(BaseModel):
+        city: str
+
+    says(site, '{"city": "Oslo"}')
+    parsed = site.openai().responses.parse(model="toy", input="Hi", text_format=Place)
+    assert parsed.output_parsed == Place(city="Oslo")
+    assert "city" in site.prefill.wait_for("start").sampling.grammar

@@ -27,6 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture
 def site(shared: Site) -> Site:
     shared.prefill.received.clear()
+    shared.decode.received.clear()
     says(shared, f"I look.\n{CALL}\n{CALL}")
     return shared
 
@@ -126,3 +127,21 @@ def test_a_template_that_knows_no_tools_is_said_to(checkpoint: Path) -> None:
         called: Any = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}]}
         with pytest.raises(openai.BadRequestError, match="knows no calls of tools"):
             site.openai().chat.completions.create(model="toy", messages=[*HI, called])
+
+
+def test_a_choice_that_has_to_call_travels_as_a_grammar(site: Site) -> None:
+    says(site, CALL)
+    answer = ask(site, tool_choice="required").json()
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    for command in (site.prefill.wait_for("start"), site.decode.wait_for("reserve")):
+        assert "weather" in command.sampling.grammar
+        assert "Of a city." not in command.sampling.grammar
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_and_its_tools_named(site: Site) -> None:
+    odd = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
+    tool = {"type": "function", "function": {"name": "odd", "parameters": odd}}
+    assert ask(site, tools=[tool]).status_code == 200, "it is told of, and nothing has to follow it"
+    response = ask(site, tools=[tool], tool_choice="required")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "not" in response.json()["error"]["message"]

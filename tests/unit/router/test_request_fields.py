@@ -64,13 +64,18 @@ VALID: dict[str, dict[str, Any]] = {
 }
 #: Fields that may be there with others only.
 _STREAMED = {"stream_options": {"stream": True}}
+#: All that are asked for: a schema cannot say that what is chosen is there.
+_TOOLS = ("f", "x", "1", "tool")
+_NESTED = {"tools": [{"type": "function", "function": {"name": name}} for name in _TOOLS]}
+_FLAT = {"tools": [{"type": "function", "name": name} for name in _TOOLS]}
+_OWN_TOOLS = {"tools": [{"name": name, "input_schema": {}} for name in _TOOLS]}
 _ASKED = {"include": ["message.output_text.logprobs"]}
 NEEDED: dict[str, dict[str, Any]] = {
     "completion": _STREAMED,
-    "chat": {**_STREAMED, "top_logprobs": {"logprobs": True}},
-    "response": {"top_logprobs": _ASKED},
-    "message": {},
-    "count": {},
+    "chat": {**_STREAMED, "top_logprobs": {"logprobs": True}, "tool_choice": _NESTED},
+    "response": {"top_logprobs": _ASKED, "tool_choice": _FLAT},
+    "message": {"tool_choice": _OWN_TOOLS},
+    "count": {"tool_choice": _OWN_TOOLS},
 }
 
 #: What objects inside a field need.
@@ -109,10 +114,20 @@ def parsed(kind: str, **fields: Any) -> ParsedRequest:
 
 def usual_of(schema: dict[str, Any]) -> dict[str, Any]:
     """What an object of this schema must have."""
-    parts = {name: schema.get("properties", {}).get(name, {}) for name in schema.get("required", [])}
-    known = {name: part.get("const", USUAL[name]) for name, part in parts.items()}
-    return {name: value if value in parts[name].get("enum", [value]) else parts[name]["enum"][0]
-            for name, value in known.items()}  # fmt: skip
+    properties = schema.get("properties", {})
+    return {name: usual_value(name, properties.get(name, {})) for name in schema.get("required", [])}
+
+
+def usual_value(name: str, schema: dict[str, Any]) -> Any:
+    """A value that does for the property of this name."""
+    if "const" in schema:
+        return schema["const"]
+    if name in USUAL:
+        value = USUAL[name]
+        return value if value in schema.get("enum", [value]) else schema["enum"][0]
+    if "enum" in schema:
+        return schema["enum"][0]
+    return [usual_of(schema["items"])] if "items" in schema else usual_of(schema)
 
 
 def around(schema: dict[str, Any]) -> Iterator[Any]:

@@ -1,0 +1,86 @@
+"""Bounds a model to what a request says of calls: a grammar where it has to call, or to follow a schema of a tool."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from router.openai.grammar import AskedGrammar, of_lark
+from router.openai.model_card import ModelCard
+from router.openai.refusal import refuse
+from router.openai.schema import ParsedRequest
+from router.tools.formats import ToolFormat
+from router.tools.grammar import CallForm, Wanted, grammar_of
+from router.tools.pieces import ToolUse
+from tandem.core.config import LimitsConfig
+
+
+def with_bound_calls(parsed: ParsedRequest, card: ModelCard, limits: LimitsConfig) -> ParsedRequest:
+    """`parsed`, with the grammar and the stop string that its calls need.
+
+    Raises:
+        InvalidRequestError: this model's calls cannot be bound, or the output has another form already.
+    """
+    use, form = parsed.tool_use, card.tool_format
+    if not use.is_offered or form is None:
+        return parsed
+    if _needs_grammar(use, form) or parsed.grammar is not None:
+        return _with_grammar(parsed, form, card, limits)
+    if not use.may_be_parallel and form.close:
+        # It ends behind its first call; that costs no grammar.
+        return dataclasses.replace(parsed, stop=(*parsed.stop, form.close))
+    return parsed
+
+
+def _needs_grammar(use: ToolUse, form: ToolFormat) -> bool:
+    if use.choice == "required" or use.only is not None or use.strict:
+        return True
+    return not use.may_be_parallel and not form.close and not (form.form and form.form.is_single)
+
+
+def _with_grammar(parsed: ParsedRequest, form: ToolFormat, card: ModelCard, limits: LimitsConfig) -> ParsedRequest:
+    use, calls = parsed.tool_use, form.form
+    is_forced = use.choice == "required"
+    if calls is None or not (is_forced or parsed.grammar is not None or calls.has_plain_text):
+        what = "tool_choice" if is_forced or use.only is not None else "tools"
+        refuse(what, f"asks for calls of a certain form, which is not possible with this model's ({form.name}) yet")
+    wanted = Wanted(
+        [_wanted(tool["function"], use) for tool in use.tools if use.only is None or _name(tool) in use.only],
+        is_forced=is_forced or parsed.grammar is not None,
+        is_single=not use.may_be_parallel,
+        instead=_instead(parsed, is_forced=is_forced),
+    )
+    grammar = of_lark(_lark(calls, wanted, card), "tools", limits)
+    sampling = dataclasses.replace(parsed.sampling, grammar=grammar.text)
+    return dataclasses.replace(parsed, grammar=AskedGrammar(grammar.text, "tools"), sampling=sampling)
+
+
+def _lark(form: CallForm, wanted: Wanted, card: ModelCard) -> str:
+    def marker(text: str) -> str:
+        token_id = card.markers.get(text)
+        return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+    return grammar_of(form, wanted, marker)
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return str(tool["function"]["name"])
+
+
+def _wanted(function: dict[str, Any], use: ToolUse) -> tuple[str, dict[str, Any] | None]:
+    """A tool's name, and the schema of its arguments where they have to follow it."""
+    has_to = use.choice == "required" or function["name"] in use.strict
+    return function["name"], function["parameters"] if has_to else None
+
+
+def _instead(parsed: ParsedRequest, *, is_forced: bool) -> Any:
+    """The schema of JSON that the model may answer with in place of calls."""
+    if parsed.grammar is None:
+        return None
+    field = parsed.grammar.field.split(".")[0]
+    if is_forced:
+        refuse(field, "cannot hold where a tool has to be called; leave one of them out")
+    if not isinstance(parsed.grammar.schema, dict):
+        refuse(field, "cannot hold beside `tools`, unless it is a schema; leave one of them out")
+    return parsed.grammar.schema

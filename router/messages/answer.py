@@ -11,7 +11,6 @@ from router.messages.errors import message_error_body
 from router.openai.endpoint import Setting
 from router.openai.schema import ParsedRequest
 from router.request.request import Delta, Usage
-from router.tools.formats import reader_for
 from router.tools.pieces import Called, Piece, Said, new_call_id
 from tandem.core.errors import TandemError
 
@@ -28,7 +27,7 @@ class Message:
     def __init__(self, parsed: ParsedRequest, setting: Setting) -> None:
         self._setting = setting
         self._parsed = parsed
-        self._reader = reader_for(setting.card.tool_format, parsed.tool_use)
+        self._reader = setting.reader(parsed.tool_use)
         self._blocks = _Blocks()
         self._last: Delta | None = None
         self._num_silent = 0  # tokens since the last frame

@@ -13,9 +13,14 @@ from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
 from router.openai.schema import ParsedRequest
 from router.request.request import Delta, Request, Usage
+from router.tools.formats import reader_for
+from router.tools.pieces import Reader, ToolUse
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import TandemError
 from tandem.core.tokenizer import Tokenizer
+
+#: Of a prompt's tokens; more than what opens the message that is to be written.
+_PROMPT_TAIL = 64
 
 
 class Encoder(Protocol):
@@ -55,6 +60,14 @@ class Setting:
     card: ModelCard
     request_id: str  # of the HTTP request
     created: int  # seconds since the epoch
+
+    def reader(self, use: ToolUse, prompt: int = 0) -> Reader:
+        """Reads an answer to the prompt of that number."""
+        form, end = self.card.tool_format, ""
+        if form is not None and form.wants_prompt:
+            tail = self.requests[prompt].prompt_ids[-_PROMPT_TAIL:]
+            end = self.tokenizer.decode(tail, skip_special_tokens=False)
+        return reader_for(form, use, end)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class ModelCard:
         limits = [facts[key] for key in _CONTEXT_KEYS if isinstance(facts.get(key), int)][:1]
         if config.cache.max_context:
             limits.append(config.cache.max_context)
-        tool_format = format_of(tokenizer.tool_template_source)
+        tool_format = _tool_format(tokenizer)
         return cls(
             names=names,
             own_name=shown_name(names, own),
@@ -94,3 +94,14 @@ def _ends_of_text(model_dir: Path, facts: dict[str, Any], tokenizer: Tokenizer) 
     if not found and (named := tokenizer.eos_token_id) is not None:
         found = [named]
     return tuple(dict.fromkeys(found))
+
+
+def _tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
+    """What the checkpoint says of it, else what our table does."""
+    by_table = format_of(tokenizer.tool_template_source)
+    if tokenizer.response_template is None:
+        return by_table
+    # Half a second of imports, for those checkpoints alone that need it.
+    from router.tools.response_template import format_of_template
+
+    return format_of_template(tokenizer.response_template, tokenizer.special_texts, by_table) or by_table

@@ -12,7 +12,6 @@ from router.openai.logprobs import chat_logprobs
 from router.openai.schema import ParsedRequest
 from router.request.request import Delta, TokenGiven, Usage
 from router.responses.output import Event, Output, is_reasoning
-from router.tools.formats import reader_for
 from router.tools.pieces import Said, ToolUse
 from tandem.core.errors import InvalidRequestError, OverloadedError, TandemError
 
@@ -24,7 +23,7 @@ class Response:
         """`given`: the fields of the body that are set, most of which the answer repeats."""
         self._setting = setting
         self._tells_logprobs = parsed.sampling.num_logprobs >= 0
-        self._reader = reader_for(setting.card.tool_format, parsed.tool_use)
+        self._reader = setting.reader(parsed.tool_use)
         self._output = Output(setting.request_id)
         self._finish_reason: str | None = None
         self._num_reasoning_tokens = 0

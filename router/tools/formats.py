@@ -26,20 +26,24 @@ class ToolFormat:
     name: str
     #: What begins and ends its parts. Those that are special tokens are shown as text, so that they can be read.
     markers: tuple[str, ...]
-    reader: Callable[[ToolUse], Reader]
+    reader: Callable[[ToolUse, str], Reader]  # of a request's tools, and of the end of its prompt
     #: Whether every message is written in it, with calls or without.
     is_always_written: bool = False
+    wants_prompt: bool = False  # its reader does, as the prompt may have begun the message
     #: How a grammar makes the model write calls; `None`: none can.
     form: CallForm | None = None
     #: What stands behind each call; empty: nothing.
     close: str = ""
 
 
-def reader_for(form: ToolFormat | None, use: ToolUse) -> Reader:
-    """Reads what a model answers to a request with these tools."""
+def reader_for(form: ToolFormat | None, use: ToolUse, prompt: str = "") -> Reader:
+    """Reads what a model answers to a request with these tools.
+
+    `prompt`: its end, with special tokens; a template may have begun the message there.
+    """
     if form is None or not (use.is_offered or form.is_always_written):
         return PlainReader()
-    return form.reader(use)
+    return form.reader(use, prompt)
 
 
 def is_read(form: ToolFormat | None, use: ToolUse) -> bool:
@@ -47,14 +51,14 @@ def is_read(form: ToolFormat | None, use: ToolUse) -> bool:
     return form is not None and (use.is_offered or form.is_always_written)
 
 
-def _json(_: ToolUse) -> Reader:
+def _json(_: ToolUse, __: str) -> Reader:
     def block() -> Block:
         return JsonBlock("arguments", close="</tool_call>")
 
     return MarkedReader(["<tool_call>"], block)
 
 
-def _xml(use: ToolUse) -> Reader:
+def _xml(use: ToolUse, _: str) -> Reader:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in use.tools}
 
     def block() -> Block:
@@ -63,25 +67,25 @@ def _xml(use: ToolUse) -> Reader:
     return MarkedReader(["<tool_call>"], block)
 
 
-def _llama(use: ToolUse) -> Reader:
+def _llama(use: ToolUse, _: str) -> Reader:
     def block() -> Block:
         return JsonBlock("parameters", separator=";", names=use.names)
 
     return MarkedReader(["<|python_tag|>"], block, at_start="{")
 
 
-def _mistral_list(_: ToolUse) -> Reader:
+def _mistral_list(_: ToolUse, __: str) -> Reader:
     return MarkedReader(["[TOOL_CALLS]"], partial(JsonBlock, "arguments"))
 
 
 _MISTRAL_HEADER = re.compile(r"(?P<name>[^\s\[\]]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?")
 
 
-def _mistral_named(_: ToolUse) -> Reader:
+def _mistral_named(_: ToolUse, __: str) -> Reader:
     return MarkedReader(["[TOOL_CALLS]"], partial(NamedBlock, _MISTRAL_HEADER))
 
 
-def _gemma(opening: str, close: str, quote: str, _: ToolUse) -> Reader:
+def _gemma(opening: str, close: str, quote: str, _: ToolUse, __: str) -> Reader:
     def block() -> Block:
         return ClosedBlock(close, partial(gemma_call, quote=quote))
 
@@ -95,7 +99,7 @@ def _gemma_format(name: str, opening: str, close: str, quote: str) -> ToolFormat
 HARMONY = ToolFormat(
     "harmony",
     harmony.MARKERS,
-    lambda _: harmony.HarmonyReader(),
+    lambda *_: harmony.HarmonyReader(),
     is_always_written=True,
     form=CallForm(
         "<|channel|>",

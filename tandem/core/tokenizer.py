@@ -33,10 +33,12 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         tool_template: ChatTemplate | None = None,
         special_tokens: dict[str, str] | None = None,
+        response_template: dict[str, Any] | None = None,
     ) -> None:
         """`special_tokens` are the names that chat templates read: `bos_token`, `eos_token`, …
 
-        Where there is a `tool_template`, chats with tools are rendered by it.
+        Where there is a `tool_template`, chats with tools are rendered by it. `response_template` says how messages of
+        the model are to be read, in transformers' form.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -44,6 +46,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
         self._special_tokens = special_tokens or {}
+        self.response_template = response_template
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -79,6 +82,7 @@ class Tokenizer:
             chat_template=ChatTemplate.from_dir(model_dir, config),
             tool_template=ChatTemplate.from_dir(model_dir, config, "tool_use"),
             special_tokens=_special_tokens(config),
+            response_template=config.get("response_template"),
         )
 
     # -- text to ids
@@ -137,6 +141,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def special_texts(self) -> list[str]:
+        """The texts of all special tokens."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
 
     def special_ids_of(self, texts: Iterable[str]) -> dict[str, int]:
         """Those of `texts` that are special tokens, with their ids."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,6 +30,10 @@ from router.tools.formats import (
     reader_for,
 )
 from router.tools.pieces import Called, Piece, Said, Thought, ToolUse
+from router.tools.response_template import format_of_template
+from tandem.core.errors import ModelLoadError
+from tests.support.router_site import write_checkpoint
+from tests.support.tool_site import TOOL_TEMPLATE
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 USE = ToolUse((normal_tool("weather", "Of a city.", SCHEMA), normal_tool("now", None, None)))
@@ -184,3 +192,72 @@ def test_a_template_says_which_format_it_is() -> None:
         assert form.name == name
     assert format_of("{{ '<tool_call>' + tc.name + '<arg_key>' }}") is None
     assert format_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+
+
+#: As transformers has it for Qwen, and as a checkpoint carries it.
+TEMPLATE: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+    },
+}
+BY_TEMPLATE = format_of_template(TEMPLATE, ["<|im_end|>", "<tool_call>", "</s>"], HERMES)
+
+
+#: The template ends a call at the first close, also within a text.
+READABLE = [(text, meant) for form, text, meant in WRITTEN if form is HERMES and NESTED not in meant]
+READABLE = [(text, meant) for text, meant in READABLE if text.endswith(("</tool_call>", "Hello"))]
+
+
+@pytest.mark.parametrize(("text", "meant"), [*READABLE, ("<think>Hm.</think>Hello", [Thought("Hm."), Said("Hello")])])
+def test_a_checkpoints_own_template_is_read_wherever_the_stream_is_cut(text: str, meant: list[Piece]) -> None:
+    assert BY_TEMPLATE is not None
+    for at in range(len(text) + 1):
+        assert read(BY_TEMPLATE, [text[:at], text[at:]]) == meant, at
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>hello</tool_call> x", '<tool_call>{"name": 1}</tool_call>', "a <tool_call"]
+)
+def test_what_a_checkpoints_template_cannot_read_is_text(text: str) -> None:
+    assert BY_TEMPLATE is not None
+    for at in range(len(text) + 1):
+        assert read(BY_TEMPLATE, [text[:at], text[at:]]) == [Said(text)], at
+
+
+def test_a_message_that_the_prompt_has_begun_goes_on() -> None:
+    assert BY_TEMPLATE is not None
+    assert BY_TEMPLATE.markers == ("<|im_end|>", "<tool_call>")
+    reader = reader_for(BY_TEMPLATE, USE, "x<|im_end|><|im_start|>assistant\n<think>")
+    assert [*reader.push("Hm.</think>Yes"), *reader.finish()] == [Thought("Hm."), Said("Yes")]
+
+
+def test_a_template_that_leaves_text_out_is_not_used() -> None:
+    fields = {name: field for name, field in TEMPLATE["fields"].items() if name != "content"}
+    assert format_of_template({**TEMPLATE, "fields": fields}, [], None) is None
+    with pytest.raises(ModelLoadError, match="response_template cannot be read"):
+        format_of_template({"fields": {}}, [], None)
+
+
+@pytest.mark.processes
+def test_a_checkpoints_template_is_used_without_torch(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "toy", template=TOOL_TEMPLATE)
+    file = checkpoint / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": TEMPLATE}))
+    code = (
+        "import sys; from pathlib import Path; import router.http.app; from router.openai.model_card import ModelCard; "
+        "from tandem.core import config; from tandem.core.tokenizer import Tokenizer; d = Path(sys.argv[1]); "
+        "assert 'transformers' not in sys.modules; "
+        "c = ModelCard.from_dir(d, config.load(None), Tokenizer.from_dir(d)); "
+        "print(c.tool_format.name, 'transformers' in sys.modules, 'torch' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code, checkpoint], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["response_template", "True", "False"]

@@ -1,0 +1,153 @@
+"""Reads messages by a checkpoint's own `response_template`, with transformers' parser. It is the router's only use of
+transformers, which loads no torch for it, and is loaded itself where a checkpoint has such a template alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from router.tools.blocks import called
+from router.tools.formats import ToolFormat
+from router.tools.pieces import Called, Piece, Said, Thought, ToolUse
+from tandem.core.errors import ModelLoadError
+
+_CALLS = "tool_calls"
+_THOUGHTS = frozenset(["reasoning_content", "reasoning", "thinking"])
+
+
+def format_of_template(
+    source: dict[str, Any], special_texts: Sequence[str], by_table: ToolFormat | None
+) -> ToolFormat | None:
+    """The format that a checkpoint's template describes.
+
+    Args:
+        special_texts: of the tokenizer's special tokens.
+        by_table: the format that the chat template speaks of, by whose grammar the model can be made to call.
+
+    Returns:
+        `None` where the template knows no calls, or leaves text out: no field takes what stands outside of all others.
+
+    Raises:
+        ModelLoadError: it is none.
+    """
+    template = _loaded(source)
+    if template.implicit is None or _CALLS not in template.fields:
+        return None
+    written = list(_texts_in(source))
+    return ToolFormat(
+        "response_template",
+        tuple(text for text in special_texts if any(text in part or re.escape(text) in part for part in written)),
+        partial(TemplateReader, template),
+        wants_prompt=True,
+        form=by_table.form if by_table else None,
+        close=by_table.close if by_table else "",
+    )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """All texts of the template's fields and of what begins a message; patterns as they are written."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for part in value.values() for text in _texts_in(part))
+    elif isinstance(value, list):
+        yield from (text for part in value for text in _texts_in(part))
+
+
+def _loaded(source: dict[str, Any]) -> ResponseTemplate:
+    try:
+        return load_response_template(source)
+    except ValueError as error:
+        raise ModelLoadError(f"tokenizer_config.json: response_template cannot be read: {error}") from error
+
+
+class TemplateReader:
+    """One output.
+
+    The parser is fed character by character, so that a call which it cannot read ends at the same place however the
+    stream was cut: what it had of it comes out as text then, and a new parser goes on behind.
+    """
+
+    def __init__(self, template: ResponseTemplate, use: ToolUse, prompt: str) -> None:
+        """`prompt`: its end, in which the template may have begun the message."""
+        self._template = template
+        self._tools = list(use.tools)
+        self._unread: list[str] = []  # text that no event has told of yet: markers, and calls
+        has_begun = template.start_anchor_re.search(prompt) is not None
+        self._parser = ResponseParser(template, prefix=prompt if has_begun else "", tools=self._tools)
+
+    def push(self, text: str) -> list[Piece]:
+        """See `router.tools.pieces.Reader`."""
+        pieces: list[Piece] = []
+        for char in text:
+            self._unread.append(char)
+            try:
+                events = self._parser.feed(char)
+            except ValueError:
+                self._begin_anew(pieces)
+                continue
+            self._take(events, pieces)
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `router.tools.pieces.Reader`."""
+        pieces: list[Piece] = []
+        try:
+            _, events = self._parser.finalize()
+        except (ValueError, KeyError):
+            self._begin_anew(pieces)
+            return pieces
+        self._take(events, pieces)
+        return pieces
+
+    def _begin_anew(self, pieces: list[Piece]) -> None:
+        """What could not be read is text."""
+        _add(Said("".join(self._unread)), pieces)
+        self._unread = []
+        self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
+
+    def _take(self, events: list[dict[str, Any]], pieces: list[Piece]) -> None:
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if field == _CALLS:
+                if kind == "region_close":
+                    self._call(event["value"], pieces)
+            elif kind == "region_chunk":
+                piece = Thought(event["text"]) if field in _THOUGHTS else Said(event["text"])
+                _add(piece, pieces)
+                self._unread = []
+
+    def _call(self, value: Any, pieces: list[Piece]) -> None:
+        try:
+            pieces.extend(_calls_of(value))
+        except ValueError:
+            _add(Said("".join(self._unread)), pieces)
+        self._unread = []
+
+
+def _calls_of(value: Any) -> list[Called]:
+    found = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError("a call must be an object")
+        found.append(called(function.get("name"), function.get("arguments", {})))
+    return found
+
+
+def _add(piece: Said | Thought, pieces: list[Piece]) -> None:
+    """Text that follows text is one piece."""
+    if not piece.text:
+        return
+    last = pieces[-1] if pieces else None
+    if isinstance(last, Said) and isinstance(piece, Said):
+        pieces[-1] = Said(last.text + piece.text)
+    elif isinstance(last, Thought) and isinstance(piece, Thought):
+        pieces[-1] = Thought(last.text + piece.text)
+    else:
+        pieces.append(piece)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,13 @@ ARGUMENTS = '{"city": "Kyōto"}'
 
 @contextlib.contextmanager
 def opened_tool_site(
-    directory: Path, overrides: dict[str, Any] | None = None, template: str = TOOL_TEMPLATE
+    directory: Path,
+    overrides: dict[str, Any] | None = None,
+    *,
+    template: str = TOOL_TEMPLATE,
+    specials: Sequence[str] = (),
 ) -> Iterator[Site]:
-    checkpoint = write_checkpoint(directory / "toy", context=8192, template=template)
+    checkpoint = write_checkpoint(directory / "toy", context=8192, template=template, specials=specials)
     with opened_site(checkpoint, overrides, max_context=8192) as site:
         yield site
 

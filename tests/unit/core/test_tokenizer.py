@@ -164,3 +164,53 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued(tmp_path: Pa
     with pytest.raises(InvalidRequestError) as caught:
         Tokenizer.from_dir(tmp_path).render_chat([*MESSAGES, {"role": "assistant", "content": "b"}], options=options)
     assert caught.value.field == "continue_final_message"
+
+
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"x": "é", "y": [1]}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "b"},
+]
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+ENDS = "{% endfor %}{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{{ c.function.arguments | tojson }}", "{{ c.function.name[:0] + c.function.arguments }}",
+     "{{ c['function']['arguments'] }}"],
+    ids=["makes JSON", "joins texts", "writes it as it comes"],
+)  # fmt: skip
+def test_arguments_of_calls_are_json_however_the_template_takes_them(written: str) -> None:
+    text = ChatTemplate(CALLS + written + ENDS).render(CALLING, special_tokens={})
+    assert text == '{"x": "é", "y": [1]}(call_1)'
+
+
+def test_ids_of_calls_are_shortened_for_templates_that_refuse_others() -> None:
+    source = CALLS + "{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.id }}" + ENDS
+    text = ChatTemplate(source).render(CALLING, special_tokens={})
+    assert len(text) == 9 + len("()") + 9
+    assert text[:9] == text[10:19], "a call and its result have one id"
+    nine = [{**CALLING[1], "tool_calls": [{**CALLING[1]["tool_calls"][0], "id": "abcdef123"}]}]
+    assert ChatTemplate(source).render(nine, special_tokens={}) == "abcdef123"
+
+
+def test_calls_that_the_template_would_leave_out_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="knows no calls of tools") as caught:
+        ChatTemplate(OPEN + PLAIN).render(CALLING, special_tokens={})
+    assert caught.value.field == "messages[1].tool_calls"
+
+
+def test_the_template_for_tools_writes_chats_that_have_some(tmp_path: Path) -> None:
+    named = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
+    save(tmp_path, {"chat_template": [{"name": name, "template": source} for name, source in named.items()]})
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.knows_tools
+    assert tokenizer.render_chat(MESSAGES) == "plain"
+    assert tokenizer.render_chat(MESSAGES, [{"type": "function", "function": {"name": "f"}}]) == "f"

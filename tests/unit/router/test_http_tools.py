@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.support.router_site import Site, frames, opened_site
+from tests.support.router_site import EOS, Site, frames, opened_site
 from tests.support.tool_site import ARGUMENTS, CALL, WEATHER, opened_tool_site, prompt_of, says
 
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}}
@@ -145,3 +145,62 @@ def test_a_schema_that_cannot_be_followed_is_refused_and_its_tools_named(site: S
     response = ask(site, tools=[tool], tool_choice="required")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     assert "not" in response.json()["error"]["message"]
+
+
+MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{% if call.id|length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_markers_that_are_special_tokens_are_read_and_never_shown(tmp_path: Path, stream: bool) -> None:
+    specials = ("[TOOL_CALLS]", "[ARGS]", "[INST]")
+    tokens = [*b"I look.", 303, 301, *b"weather", 302, *ARGUMENTS.encode(), EOS]
+    with opened_tool_site(tmp_path, template=MISTRAL, specials=specials) as site:
+        site.prefill.script = site.decode.script = lambda prompt, choice, index: tokens[min(index, len(tokens) - 1)]
+        response = ask(site, stream=stream)
+        told = [f["choices"][0] for f in frames(response)] if stream else [response.json()["choices"][0]]
+        said = [choice["delta" if stream else "message"] for choice in told]
+        assert "".join(one.get("content") or "" for one in said) == "I look."
+        calls = [call["function"] for one in said for call in one.get("tool_calls", [])]
+        assert "".join(call.get("name", "") for call in calls) == "weather"
+        assert "".join(call["arguments"] for call in calls) == ARGUMENTS
+        assert told[-1]["finish_reason"] == "tool_calls"
+        plain = ask(site, tools=[]).json()["choices"][0]["message"]["content"]
+        assert plain == f"I look.weather{ARGUMENTS}", "without tools no special token is text"
+
+
+def test_a_model_that_always_writes_harmony_is_read_without_tools(tmp_path: Path) -> None:
+    specials = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+    start, channel, message, end = range(301, 305)
+    template = "{% if tools %}{{ tools }}{% endif %}{{ '<|start|>assistant<|channel|><|message|>'[:18] }}"
+    tokens = [
+        channel,
+        *b"analysis",
+        message,
+        *b"Hm.",
+        end,
+        start,
+        *b"assistant",
+        channel,
+        *b"final",
+        message,
+        *b"Hi",
+        EOS,
+    ]
+    with opened_tool_site(tmp_path, template=template, specials=specials) as site:
+        site.prefill.script = site.decode.script = lambda prompt, choice, index: tokens[min(index, len(tokens) - 1)]
+        said = ask(site, tools=[]).json()["choices"][0]["message"]
+        assert (said["content"], said["reasoning_content"]) == ("Hi", "Hm.")
+        response = site.post("/v1/responses", input="Hi").json()
+        assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
+        assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+        kinds = [line[7:] for line in site.post("/v1/responses", input="Hi", stream=True).text.splitlines()
+                 if line.startswith("event: ")]  # fmt: skip
+        assert kinds.count("response.reasoning_text.delta") == 3
+        message_body = site.post("/v1/messages", messages=HI, max_tokens=50).json()
+        assert [block["type"] for block in message_body["content"]] == ["thinking", "text"]

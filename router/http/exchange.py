@@ -79,7 +79,7 @@ class Exchange:
             return
         setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
         unread = unread_variables(call.parsed, self._context.tokenizer)
-        encoder, headers = call.encoder(setting), ignored_header((*call.parsed.ignored_fields, *unread))
+        encoder, headers = call.encoder(call.parsed, setting), ignored_header((*call.parsed.ignored_fields, *unread))
         with self._context.open_exchanges.entered(group.break_off):
             group.start()
             watcher = asyncio.create_task(_watch_client(receive, group), name="client watcher")

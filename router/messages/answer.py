@@ -24,10 +24,11 @@ _TOKENS_A_PING = 64
 class Message:
     """One answer: an `Encoder`. A whole answer grows as a streamed one does; its events are not told."""
 
-    def __init__(self, parsed: ParsedRequest, setting: Setting) -> None:
+    def __init__(self, stops: Sequence[str], parsed: ParsedRequest, setting: Setting) -> None:
+        """`stops`: the texts that the client wants to end at."""
         self._setting = setting
-        self._parsed = parsed
-        self._reader = setting.reader(parsed.tool_use)
+        self._model, self._stops = parsed.model, stops
+        self._reader = setting.reader(parsed)
         self._blocks = _Blocks()
         self._last: Delta | None = None
         self._num_silent = 0  # tokens since the last frame
@@ -67,7 +68,7 @@ class Message:
 
     def _base(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         own_id = f"msg_{self._setting.request_id}"
-        return {"id": own_id, "type": "message", "role": "assistant", "model": self._parsed.model, "content": content}
+        return {"id": own_id, "type": "message", "role": "assistant", "model": self._model, "content": content}
 
     def _events(self, delta: Delta) -> Iterator[Event]:
         pieces = list(self._reader.push(delta.text))
@@ -86,7 +87,7 @@ class Message:
             reason = "max_tokens"
         elif self._blocks.has_calls:
             reason = "tool_use"
-        elif last is not None and last.stopped_by in self._parsed.stop:
+        elif last is not None and last.stopped_by in self._stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stopped_by}
         return {"stop_reason": reason, "stop_sequence": None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from router.messages.answer import Message
@@ -22,7 +23,7 @@ _MESSAGE, _COUNT = Rows(MESSAGE), Rows(COUNT)
 def read_message(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> Call:
     """What the body of `/v1/messages` asks for."""
     parsed = _parsed(_MESSAGE, body, limits, bounds, "max_tokens")
-    return Call(parsed, lambda setting: Message(parsed, setting))
+    return Call(parsed, partial(Message, parsed.stop))
 
 
 def read_count(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> ParsedRequest:
@@ -54,11 +55,25 @@ def _parsed(
         include_usage=True,
         return_token_ids=False,
         add_special_tokens=False,
-        reasoning_fields=("output_config",) if given.get("output_config", {}).get("effort") else (),
+        reasoning_fields=(),
+        reasoning_effort=_effort(values),
+        thinks="thinking" if _wants_thinking(values) else "",
         ignored_fields=tuple(scope.ignored),
         tool_use=use_of(values.get("tools", ()), chosen, may_be_parallel=may_be_parallel),
         **others,
     )
+
+
+def _wants_thinking(values: dict[str, Any]) -> bool:
+    return values.get("thinking", {}).get("type") in ("enabled", "adaptive")
+
+
+def _effort(values: dict[str, Any]) -> str | None:
+    """As a chat's `reasoning_effort`; `None`: what the template has."""
+    if values.get("thinking", {}).get("type") == "disabled":
+        return "none"
+    effort: str | None = values.get("output_config", {}).get("effort")
+    return effort or ("medium" if _wants_thinking(values) else None)
 
 
 def _grammar(values: dict[str, Any]) -> AskedGrammar | None:

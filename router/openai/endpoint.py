@@ -11,16 +11,13 @@ from typing import Any, Protocol
 
 from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
+from router.openai.reasoning import reader_of
 from router.openai.schema import ParsedRequest
 from router.request.request import Delta, Request, Usage
-from router.tools.formats import reader_for
-from router.tools.pieces import Reader, ToolUse
+from router.tools.pieces import PlainReader, Reader
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import TandemError
 from tandem.core.tokenizer import Tokenizer
-
-#: Of a prompt's tokens; more than what opens the message that is to be written.
-_PROMPT_TAIL = 64
 
 
 class Encoder(Protocol):
@@ -61,21 +58,20 @@ class Setting:
     request_id: str  # of the HTTP request
     created: int  # seconds since the epoch
 
-    def reader(self, use: ToolUse, prompt: int = 0) -> Reader:
-        """Reads an answer to the prompt of that number."""
-        form, end = self.card.tool_format, ""
-        if form is not None and form.wants_prompt:
-            tail = self.requests[prompt].prompt_ids[-_PROMPT_TAIL:]
-            end = self.tokenizer.decode(tail, skip_special_tokens=False)
-        return reader_for(form, use, end)
+    def reader(self, parsed: ParsedRequest) -> Reader:
+        """Reads the answer to the first prompt, a chat's."""
+        return reader_of(parsed, self.requests[0], self.card, self.tokenizer) or PlainReader()
 
 
 @dataclass(frozen=True)
 class Call:
-    """A valid body: what is to be generated, and who tells of it."""
+    """A valid body: what is to be generated, and who tells of it.
+
+    `encoder` gets `parsed` as it was served: calls that have to come have become a grammar.
+    """
 
     parsed: ParsedRequest
-    encoder: Callable[[Setting], Encoder]
+    encoder: Callable[[ParsedRequest, Setting], Encoder]
 
 
 #: From a body to what it asks for. Raises `InvalidRequestError`, naming the field.

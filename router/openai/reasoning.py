@@ -14,7 +14,7 @@ from router.openai.model_card import ModelCard
 from router.openai.schema import ParsedRequest
 from router.request.request import Request
 from router.tools.formats import is_read, reader_for
-from router.tools.pieces import Piece, PlainReader, Reader, Thought
+from router.tools.pieces import Piece, Reader, Thought
 from tandem.core.tokenizer import Tokenizer
 
 #: More of a prompt's last tokens than a mark has, with spaces behind it.
@@ -144,12 +144,13 @@ class ThinkingReader:
 def reader_of(parsed: ParsedRequest, request: Request, card: ModelCard, tokenizer: Tokenizer) -> Reader | None:
     """What reads the answer to a chat; `None`: all of its text is content."""
     form, use = card.tool_format, parsed.tool_use
-    reader = reader_for(form, use) if is_read(form, use) else None
     # With a grammar there is no room for reasoning: all of the output has its form.
     marks = marks_of(tokenizer) if parsed.separates_reasoning and parsed.grammar is None else None
-    if marks is None:
-        return reader
+    if marks is None and not is_read(form, use):
+        return None
     end = tokenizer.decode(request.prompt_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+    if marks is None:
+        return reader_for(form, use, end)
     continued = str(parsed.messages[-1]["content"]) if parsed.chat.continue_final_message else None
     splitter = ReasoningSplitter(reasoning_of(marks, prompt=end, continued=continued))
-    return ThinkingReader(splitter, reader or PlainReader())
+    return ThinkingReader(splitter, reader_for(form, use))

@@ -34,6 +34,8 @@ from router.openai.tool_fields import TOOL_FIELDS
 _MAX_INT32 = (1 << 31) - 1
 _WEEK_S = 7 * 24 * 3600
 
+EFFORT = OneOf("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
 #: Variables by which chat templates switch reasoning.
 REASONING_SWITCHES = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
 
@@ -126,7 +128,7 @@ _OBEYED = [
     Field("chat_template_kwargs", Variables(), of="chat",
           about="Variables of the model's chat template by name, `enable_thinking` say. Those that it does not read "
           "are named in `tandem-ignored-fields`."),
-    Field("reasoning_effort", OneOf("none", "minimal", "low", "medium", "high", "xhigh", "max"), of="chat",
+    Field("reasoning_effort", EFFORT, of="chat",
           becomes="reasoning_effort",
           about="For the model's chat template, where it has such a variable. Where it can but switch reasoning on and "
           "off, `none` is off."),

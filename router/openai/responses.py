@@ -340,4 +340,4 @@ def read_chat(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) 
 
 
 def _call(parsed: ParsedRequest) -> Call:
-    return Call(parsed, lambda setting: Answer(parsed, setting))
+    return Call(parsed, Answer)

@@ -60,6 +60,7 @@ class ParsedRequest:
     cache_salt: str = ""
     chat: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     reasoning_effort: str | None = None
+    thinks: str = ""  # the field that wants reasoning, which the model's template must know then
     separates_reasoning: bool = True  # from what is said, where the model's template marks it
     includes_reasoning: bool = True  # in the answer, where it is separated
 

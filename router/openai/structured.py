@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from router.openai.fields import Accepted, Boolean, Elsewhere, Field, NotYet, Object, Schema, Scope, Text
+from router.openai.fields import Accepted, Boolean, Elsewhere, Field, NotYet, Object, OneOf, Schema, Scope, Text
 from router.openai.grammar import WHITESPACE, AskedGrammar, closed, of_choices, of_grammar, of_regex, of_schema
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
@@ -41,21 +41,6 @@ class _SchemaOrText(_JsonSchema):
         return {"anyOf": [{"type": ["object", "boolean"]}, text]}
 
 
-class _OneOf:
-    """One of some names."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def read(self, value: Any, path: str, _: Scope) -> str:
-        if value not in self._names:
-            refuse(path, f"must be one of {', '.join(self._names)}, not {shown(value)}")
-        return str(value)
-
-    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"enum": list(self._names)}
-
-
 class ResponseFormat:
     """OpenAI's."""
 
@@ -66,7 +51,7 @@ class ResponseFormat:
         Field("strict", Boolean(), about="The schema holds in either case; what cannot be enforced is refused."),
     ])  # fmt: skip
     _FORMAT = Object([
-        Field("type", _OneOf("text", "json_object", "json_schema"), is_required=True),
+        Field("type", OneOf("text", "json_object", "json_schema"), is_required=True),
         Field("json_schema", _JSON_SCHEMA, about="With the type `json_schema`."),
         Field("schema", Elsewhere("the type json_schema, with json_schema.schema")),
     ])  # fmt: skip

@@ -159,6 +159,8 @@ def _check_tools(parsed: ParsedRequest, card: ModelCard) -> None:
 
 def _check_reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
     """A model without a switch for reasoning gives the same answer whatever effort is asked for."""
+    if parsed.thinks and not (marks_of(tokenizer) or tokenizer.chat_variables & REASONING_SWITCHES):
+        refuse(parsed.thinks, "cannot be had of this model: its chat template knows no reasoning; leave it out")
     if parsed.kind == "chat" and parsed.reasoning_fields and tokenizer.chat_variables & REASONING_SWITCHES:
         name = parsed.reasoning_fields[0]
         refuse(name, "is not supported and would change the answer of this model; use reasoning_effort")

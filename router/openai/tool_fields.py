@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from router.openai.fields import Accepted, Boolean, Field, Kind, Object, Schema, Scope, Text
+from router.openai.fields import Accepted, Boolean, Field, Kind, Object, OneOf, Schema, Scope, Text
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
 from router.tools.blocks import loads
@@ -131,21 +131,6 @@ class Chosen(NamedTuple):
 
     choice: Choice
     only: frozenset[str] | None = None  # the names of those that may be called; `None`: all
-
-
-class OneOf:
-    """One of some names."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def read(self, value: Any, path: str, _: Scope) -> str:
-        if value not in self._names:
-            refuse(path, f"must be one of {', '.join(self._names)}, not {shown(value)}")
-        return str(value)
-
-    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"enum": list(self._names)}
 
 
 class ListOf:

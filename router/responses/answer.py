@@ -23,7 +23,7 @@ class Response:
         """`given`: the fields of the body that are set, most of which the answer repeats."""
         self._setting = setting
         self._tells_logprobs = parsed.sampling.num_logprobs >= 0
-        self._reader = setting.reader(parsed.tool_use)
+        self._reader = setting.reader(parsed)
         self._output = Output(setting.request_id)
         self._finish_reason: str | None = None
         self._num_reasoning_tokens = 0

@@ -13,6 +13,7 @@ from router.openai.fields import (
     Limit,
     NotYet,
     Object,
+    OneOf,
     Schema,
     Scope,
     Text,
@@ -20,8 +21,8 @@ from router.openai.fields import (
 from router.openai.grammar import AskedGrammar, of_schema
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
-from router.openai.request_fields import as_in_chats
-from router.openai.tool_fields import CHOICE_ABOUT, FUNCTION_FIELDS, Const, JsonObject, OneOf, Tool, flat_choice
+from router.openai.request_fields import EFFORT, as_in_chats
+from router.openai.tool_fields import CHOICE_ABOUT, FUNCTION_FIELDS, Const, JsonObject, Tool, flat_choice
 from router.responses.items import Input
 from router.tools.formats import normal_tool
 from tandem.core.config import LimitsConfig
@@ -122,7 +123,10 @@ _OWN = [
     Field("stream_options", Object([Field("include_obfuscation", Accepted.ALWAYS)])),
     Field("text", Object([Field("format", _Format()), Field("verbosity", NotYet("medium"))])),
     Field("response_format", Elsewhere("text.format")),
-    Field("reasoning", Accepted.WITHOUT_REASONING),
+    Field("reasoning", Object([
+        Field("effort", EFFORT, about="For the model's chat template, where it has such a variable."),
+        *(Field(name, Accepted.ALWAYS) for name in ("summary", "generate_summary", "context", "mode")),
+    ])),
     Field("store", Accepted.ALWAYS, about="Nothing is stored, whatever it says; the answer says so."),
     Field("previous_response_id", _NotKept()),
     Field("conversation", _NotKept()),

@@ -24,7 +24,7 @@ def read_response(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBoun
     scope = Scope(limits, bounds, [])
     given, values = _ROWS.read(body, scope)
     parsed = _parsed(given, values, tuple(scope.ignored))
-    return Call(parsed, lambda setting: Response(parsed, given, setting))
+    return Call(parsed, lambda parsed, setting: Response(parsed, given, setting))
 
 
 def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, ...]) -> ParsedRequest:
@@ -44,7 +44,8 @@ def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, .
         include_usage=True,
         return_token_ids=False,
         add_special_tokens=False,
-        reasoning_fields=("reasoning",) if given.get("reasoning") else (),
+        reasoning_fields=(),
+        reasoning_effort=values.get("reasoning", {}).get("effort"),
         ignored_fields=ignored,
         tool_use=tool_use(values),
         **_ROWS.others(values),

@@ -15,7 +15,7 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from tests.support.router_site import Site, opened_site
-from tests.support.tool_site import CALL, WEATHER, opened_tool_site, prompt_of, says
+from tests.support.tool_site import CALL, TOOL_TEMPLATE, WEATHER, opened_tool_site, prompt_of, says
 
 TOOL: Any = {"name": "weather", "description": "Of a city.", "input_schema": WEATHER}
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -186,7 +186,7 @@ def test_tokens_are_counted_as_they_would_be_read(site: Site, client: anthropic.
          "messages[0].content[0].type must be one of text"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
          "messages[0].content[0].type must be one of text, tool_result"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported yet"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking cannot be had of this model"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type must be `custom`"),
         ({"container": "c"}, "container is not supported yet"),
     ],
@@ -258,3 +258,24 @@ def test_an_answer_follows_a_schema(site: Site, client: anthropic.Anthropic) -> 
     form: Any = {"format": {"type": "json_schema", "schema": WEATHER}}
     client.messages.create(model="toy", max_tokens=50, messages=HI, output_config=form)
     assert "city" in site.prefill.wait_for("start").sampling.grammar
+
+
+def test_thinking_is_a_block_of_its_own(tmp_path: Path) -> None:
+    template = TOOL_TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    with opened_tool_site(tmp_path, template=template) as site:
+        client = client_of(site)
+        says(site, f"<think>Hm.</think>I look.{CALL}")
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        asked: Any = {"model": "toy", "max_tokens": 200, "messages": HI, "tools": [TOOL]}
+        with client.messages.stream(**asked, thinking=thinking) as stream:
+            streamed = stream.get_final_message()
+        whole = client.messages.create(**asked, thinking=thinking)
+        for message in (streamed, whole):
+            assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+            assert message.content[0].type == "thinking"
+            assert message.content[0].thinking == "Hm."
+        assert not prompt_of(site).endswith("<think></think>")
+        says(site, "No.")
+        conversation: Any = [*HI, whole.to_param(), {"role": "user", "content": "And?"}]
+        client.messages.create(**{**asked, "messages": conversation}, thinking={"type": "disabled"})
+        assert prompt_of(site, 3).endswith("[user]And?[assistant]<think></think>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +13,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseO
 from pydantic import BaseModel, TypeAdapter
 
 from tests.support.router_site import Site
-from tests.support.tool_site import ARGUMENTS, CALL, WEATHER, opened_tool_site, prompt_of, says
+from tests.support.tool_site import ARGUMENTS, CALL, TOOL_TEMPLATE, WEATHER, opened_tool_site, prompt_of, says
 
 TOOL: Any = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": WEATHER, "strict": False}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -224,3 +225,21 @@ def test_an_answer_follows_a_schema(site: Site) -> None:
     parsed = site.openai().responses.parse(model="toy", input="Hi", text_format=Place)
     assert parsed.output_parsed == Place(city="Oslo")
     assert "city" in site.prefill.wait_for("start").sampling.grammar
+
+
+def test_reasoning_is_an_item_of_its_own(tmp_path: Path) -> None:
+    template = TOOL_TEMPLATE + "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}{# </think> #}"
+    with opened_tool_site(tmp_path, template=template) as site:
+        says(site, f"Hm.</think>I look.{CALL}")
+        asked: Any = {"tools": [TOOL], "reasoning": {"effort": "low", "summary": "auto"}}
+        kinds = [event["type"] for event in events(site, **asked)]
+        assert kinds.count("response.reasoning_text.delta") == 3
+        answer = site.openai().responses.create(model="toy", input="Hi", **asked)
+        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+        assert answer.usage is not None
+        assert answer.usage.output_tokens_details.reasoning_tokens == 3
+        assert prompt_of(site).endswith("[assistant]<think>")
+        says(site, "</think>No.")
+        items: Any = [{"role": "user", "content": "Hi"}, *(item.to_dict() for item in answer.output)]
+        again = site.openai().responses.create(model="toy", input=items, **asked)
+        assert again.output_text == "No."

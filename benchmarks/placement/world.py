@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.known_load import KnownLoad, Report
-from router.policy.pool import Pool
+from router.policy.pool import Pool, Share
 from router.policy.route import RequestFacts, choose
 from router.policy.snapshot import Snapshot
 from tandem.core.identity import Role, WorkerKey
@@ -275,9 +275,9 @@ class DecodeWorker(Worker):
 class Router:
     """Places what comes to it."""
 
-    def __init__(self, spec: PlacementSpec, kernel: Kernel, seed: int) -> None:
+    def __init__(self, spec: PlacementSpec, kernel: Kernel, number: int) -> None:
         self.spec, self.kernel = spec, kernel
-        self._random = random.Random(seed)
+        self._share = Share(number, spec.num_routers)
         self._pools = {role: Pool(role) for role in (Role.PREFILL, Role.DECODE)}
         self._known: dict[WorkerKey, KnownLoad] = {}
         self._workers: dict[WorkerKey, Worker] = {}
@@ -297,8 +297,9 @@ class Router:
         self._rank(worker)
 
     def place(self, request: Placed) -> None:
-        lot = self._random.random() if self.spec.num_routers > 1 else 0.0
-        snapshot = Snapshot(self._pools[Role.PREFILL], self._pools[Role.DECODE], lot=lot)
+        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
+        speed = self.spec.prefill_tokens_per_s
+        snapshot = Snapshot(prefill, decode, share=self._share, prefill_tokens_per_s=speed)
         route = choose(snapshot, RequestFacts(request.num_tokens))
         assert route.prefill is not None
         for key in (route.decode, route.prefill):
@@ -342,7 +343,7 @@ class PlacementWorld:
         spec = self.spec
         workers: list[Worker] = [PrefillWorker(spec, self.kernel, n) for n in range(spec.num_prefill)]
         workers += [DecodeWorker(spec, self.kernel, n) for n in range(spec.num_decode)]
-        self.routers = [Router(spec, self.kernel, spec.seed * 1000 + n) for n in range(spec.num_routers)]
+        self.routers = [Router(spec, self.kernel, n) for n in range(spec.num_routers)]
         for router in self.routers:
             for worker in workers:
                 router.meet(worker)

@@ -1,8 +1,8 @@
 """The workers of one role in the orders that a routing decision asks for, kept while their loads change. Pure.
 
 Each order is a sorted list, so the least loaded workers stand in front. With a thousand workers a change costs two
-searches and a shift of some kilobytes. Workers of equal rank are taken in turn from one that the *lot* of the decision
-names: so routers that know the same do not all choose the same worker.
+searches and a shift of some kilobytes. Of workers that are equally good each of several routers takes its share first:
+so routers that know the same do not all choose the same worker.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -23,6 +24,18 @@ Rank = tuple[float, ...]
 _Entry = tuple[Rank, WorkerKey, WorkerLoad]
 
 _BEHIND_ALL_KEYS = ("\U0010ffff",)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which router chooses: the first, the second … of so many."""
+
+    number: int = 0  # below `of`
+    of: int = 1
+
+
+ALONE = Share()
+"""Of equals the first one by name."""
 
 
 class Order(Enum):
@@ -125,15 +138,23 @@ class Pool:
         entries: Iterable[_Entry] = orders[Order.LOAD] if orders is not None else ()
         return next((load for _, key, load in entries if key not in exclude), None)
 
-    def walk(self, order: Order, formats: Collection[KvFormat], lot: float) -> Iterator[WorkerLoad]:
-        """The workers of these formats that are in the order; those of equal rank by `lot`."""
-        walks = [self._orders[kv_format][order].walk(lot) for kv_format in formats if kv_format in self._orders]
+    def walk(
+        self, order: Order, formats: Collection[KvFormat], share: Share = ALONE, near: float = 0.0
+    ) -> Iterator[WorkerLoad]:
+        """The workers of these formats that are in the order; of equals first the share.
+
+        Args:
+            near: where there are fewer equals than routers, the next ones are equals too whose ranks begin with hardly
+                more: by up to so much.
+        """
+        known = [self._orders[kv_format][order] for kv_format in formats if kv_format in self._orders]
+        walks = [ranking.walk(share, near) for ranking in known]
         entries = walks[0] if len(walks) == 1 else heapq.merge(*walks, key=_rank)
         return (load for _, _, load in entries)
 
-    def groups(self, order: Order, kv_format: KvFormat, lot: float) -> Iterator[Iterator[WorkerLoad]]:
+    def groups(self, order: Order, kv_format: KvFormat, share: Share = ALONE) -> Iterator[Iterator[WorkerLoad]]:
         """As `walk`, in one group for each first part of a rank."""
-        for group in self._orders[kv_format][order].groups(lot):
+        for group in self._orders[kv_format][order].groups(share):
             yield (load for _, _, load in group)
 
 
@@ -165,22 +186,31 @@ class _Ranking:
         if new is not None:
             insort(self._entries, (new, load.key, load))
 
-    def walk(self, lot: float, start: int = 0, end: int | None = None) -> Iterator[_Entry]:
-        """Those from `start` to before `end`; of equal rank in turn, from the one that the lot names."""
+    def walk(self, share: Share, near: float = 0.0, start: int = 0, end: int | None = None) -> Iterator[_Entry]:
+        """Those from `start` to before `end`; of equals in turn, from the first of the share."""
         entries, end = self._entries, len(self._entries) if end is None else end
         while start < end:
             last: Any = (entries[start][0], _BEHIND_ALL_KEYS)
             behind = bisect_left(entries, last, start, end)
-            named = start + int(lot * (behind - start))
-            for at in chain(range(named, behind), range(start, named)):
+            if near:
+                behind = self._behind_near(start, behind, min(end, start + share.of), near)
+            first = start + share.number * (behind - start) // share.of
+            for at in chain(range(first, behind), range(start, first)):
                 yield entries[at]
             start = behind
 
-    def groups(self, lot: float) -> Iterator[Iterator[_Entry]]:
+    def _behind_near(self, start: int, behind: int, end: int, near: float) -> int:
+        """Where those end that are hardly worse than the one at `start`; up to `end`."""
+        limit = self._entries[start][0][0] + near
+        while behind < end and self._entries[behind][0][0] <= limit:
+            behind += 1
+        return behind
+
+    def groups(self, share: Share) -> Iterator[Iterator[_Entry]]:
         """A walk of those whose ranks begin alike, for each such beginning."""
         entries, start = self._entries, 0
         while start < len(entries):
             next_rank: Any = ((math.nextafter(entries[start][0][0], math.inf),),)
             end = bisect_left(entries, next_rank, start)
-            yield self.walk(lot, start, end)
+            yield self.walk(share, start=start, end=end)
             start = end

@@ -36,6 +36,9 @@ _FEW = 8
 # By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
 _NOTABLE = 0.25
 
+# A prefill worker that is idle so soon is as good as one that other routers may choose at the same time.
+_HARDLY_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
@@ -125,9 +128,10 @@ def choose_prefill(
         raise _incompatible(anyone, decode, kv_format)
     if not snapshot.links:
         return _prefills(snapshot, wishes, kv_format, 1)[0].key
+    even = _even(snapshot, [kv_format])
     for num in (_FEW, len(snapshot.prefill)):
         few = _prefills(snapshot, wishes, kv_format, num)
-        best = min(few, key=lambda prefill: _prefill_rank(snapshot, facts, wishes, prefill, decode))
+        best = min(few, key=lambda prefill: _prefill_rank(snapshot, facts, wishes, prefill, decode, even))
         if not _is_broken(snapshot, best.key, decode):
             break
     return best.key
@@ -188,7 +192,7 @@ def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None
     formats = [kv_format for kv_format in snapshot.decode.formats if kv_format in with_prefill]
     if not formats:
         return None
-    shortest = next(snapshot.prefill.walk(Order.LOAD, formats, snapshot.lot)).num_queued_tokens
+    shortest = next(snapshot.prefill.walk(Order.LOAD, formats)).num_queued_tokens
     best, cost = None, float(shortest + facts.num_prompt_tokens)
     for kv_format in formats:
         found, cost = _quickest(snapshot, facts, kv_format, cost)
@@ -201,7 +205,7 @@ def _quickest(
 ) -> tuple[WorkerKey | None, float]:
     """The decode worker of this format that has the prompt computed soonest, if at a cost below `most`; that cost."""
     best = None
-    for group in snapshot.decode.groups(Order.MIXED, kv_format, snapshot.lot):  # of equal slowness each
+    for group in snapshot.decode.groups(Order.MIXED, kv_format, snapshot.share):  # of equal slowness each
         for worker in islice(group, _FEW):
             slowness = _SMALL_STEP_COST * mixed_slowness(worker)
             if slowness * facts.num_prompt_tokens >= most:
@@ -251,14 +255,14 @@ def _by_load(
     """
     roomy: list[WorkerLoad] = []
     full: list[WorkerLoad] = []
-    for worker in snapshot.decode.walk(Order.LOAD, formats, snapshot.lot):
+    for worker in snapshot.decode.walk(Order.LOAD, formats, snapshot.share):
         if worker.key in skipped:
             continue
         (roomy if _has_room(worker, facts) else full).append(worker)
         if len(roomy) >= num or len(roomy) + len(full) >= max(num, _FEW):
             break
     if not roomy:
-        known = (w for w in snapshot.decode.walk(Order.ROOM, formats, snapshot.lot) if w.key not in skipped)
+        known = (w for w in snapshot.decode.walk(Order.ROOM, formats, snapshot.share) if w.key not in skipped)
         roomy = sorted((w for w in islice(known, _FEW) if _has_room(w, facts)), key=decode_load)
     return [*roomy, *full][:num]
 
@@ -273,13 +277,19 @@ def _prefills(snapshot: Snapshot, wishes: Wishes, kv_format: KvFormat, num: int)
             found.append(wished)
         skipped = skipped | {wished.key}
     if len(found) < num:
-        others = (w for w in pool.walk(Order.LOAD, [kv_format], snapshot.lot) if w.key not in skipped)
+        walk = pool.walk(Order.LOAD, [kv_format], snapshot.share, _near(snapshot))
+        others = (worker for worker in walk if worker.key not in skipped)
         found += islice(others, num - len(found))
     if len(found) < num and wishes.avoid:
         avoided = (worker for worker in map(pool.find, wishes.avoid - wishes.exclude) if worker is not None)
         able = (worker for worker in avoided if worker.kv_format == kv_format)
         found += sorted(able, key=lambda worker: (worker.key != wishes.prefill, prefill_load(worker), worker.key))
     return found[:num]
+
+
+def _near(snapshot: Snapshot) -> float:
+    """Up to how many more prompt tokens in front are hardly more: to one router, which knows who is idle, any are."""
+    return _HARDLY_S * snapshot.prefill_tokens_per_s if snapshot.share.of > 1 else 0.0
 
 
 # --- two that go well together ------------------------------------------------------------------------------------
@@ -289,11 +299,11 @@ def _best_pair(
     snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, formats: Sequence[KvFormat]
 ) -> tuple[WorkerLoad, WorkerLoad]:
     """The prefill and the decode worker, where something is known of the ways between some."""
-    wished_format = _wished_format(snapshot, wishes)
+    wished_format, even = _wished_format(snapshot, wishes), _even(snapshot, formats)
 
     def rank(pair: tuple[WorkerLoad, WorkerLoad]) -> tuple[float, ...]:
         prefill, decode = pair
-        of_prefill = _prefill_rank(snapshot, facts, wishes, prefill, decode.key)
+        of_prefill = _prefill_rank(snapshot, facts, wishes, prefill, decode.key, even)
         is_broken, *others = of_prefill
         return (is_broken, *_decode_class(decode, facts, wishes, wished_format), *others)
 
@@ -319,11 +329,16 @@ def _is_broken(snapshot: Snapshot, prefill: WorkerKey, decode: WorkerKey) -> boo
     return link is not None and link.is_broken
 
 
+def _even(snapshot: Snapshot, formats: Sequence[KvFormat]) -> float:
+    """Up to how many prompt tokens in front a prefill worker is as good as the least loaded one of these formats."""
+    return next(snapshot.prefill.walk(Order.LOAD, formats)).num_queued_tokens + _near(snapshot)
+
+
 def _prefill_rank(
-    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, prefill: WorkerLoad, decode: WorkerKey
+    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, prefill: WorkerLoad, decode: WorkerKey, even: float
 ) -> tuple[float, ...]:
     """For this decode worker: a way that works, then wishes, then fewer prompt tokens until all pages are there."""
-    delay = prefill.num_queued_tokens + _exposed_tokens(snapshot, facts, prefill, decode)
+    delay = max(even, prefill.num_queued_tokens + _exposed_tokens(snapshot, facts, prefill, decode))
     is_broken = _is_broken(snapshot, prefill.key, decode)
     return is_broken, prefill.key in wishes.avoid, prefill.key != wishes.prefill, delay
 

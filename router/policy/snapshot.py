@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.policy.pool import Pool
+from router.policy.pool import ALONE, Pool, Share
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
 
@@ -37,7 +37,7 @@ class Snapshot:
         is_decode_coming: as `is_prefill_coming`.
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
-        lot: from 0 to below 1; decides between workers of equal rank.
+        share: decides between equals.
     """
 
     prefill: Pool
@@ -46,7 +46,7 @@ class Snapshot:
     is_decode_coming: bool = False
     links: Mapping[Pair, Link] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
-    lot: float = 0
+    share: Share = ALONE
 
     @classmethod
     def of(cls, prefill: Iterable[WorkerLoad], decode: Iterable[WorkerLoad], **others: Any) -> Snapshot:

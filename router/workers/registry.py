@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from router.policy.losses import Fate
-from router.policy.pool import Pool
+from router.policy.pool import ALONE, Pool, Share
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
@@ -46,7 +46,7 @@ class WorkerRegistry:
         begin: Callable[[WorkerSession], None] = WorkerSession.start,
     ) -> None:
         """Args:
-        seed: of the lots that decide between workers of equal rank where several routers choose; else random.
+        seed: of the share that this router takes where nobody says which one it is; else random.
         begin: begins a session; where it does not connect, messages come by `WorkerSession.receive`.
         """
         self._lease_s = lease_s
@@ -54,8 +54,8 @@ class WorkerRegistry:
         self._random = random.Random(seed)
         self._begin = begin
         self._version = -1
-        #: Routers that serve the same workers, this one included.
-        self.num_routers = 1
+        # What others choose now is known to none of several routers: each has a share of its own.
+        self._share = ALONE
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
@@ -89,7 +89,8 @@ class WorkerRegistry:
         if membership.version < self._version:
             _log.warning("membership %d ignored: %d holds already", membership.version, self._version)
             return
-        self._version, self.num_routers = membership.version, max(1, membership.num_routers)
+        self._version = membership.version
+        self._take_share(membership)
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
         if unknown := len(membership.members) - len(members):
             _log.error("%d members of unknown roles ignored", unknown)
@@ -108,6 +109,19 @@ class WorkerRegistry:
         self._forget_closed()
         _log.info("membership %d: %d workers; %s", self._version, len(self._members), _changes(before, self._members))
         self._tell_watchers()
+
+    def _take_share(self, membership: Membership) -> None:
+        if membership.HasField("router_number"):
+            of = max(1, membership.num_routers)
+            self._share = Share(membership.router_number % of, of)
+        elif membership.num_routers != self._share.of:  # of an earlier supervisor
+            of = max(1, membership.num_routers)
+            self._share = Share(self._random.randrange(of), of)
+
+    @property
+    def num_routers(self) -> int:
+        """That serve the same workers, this one included."""
+        return self._share.of
 
     def _apply_member(self, key: WorkerKey, member: Member) -> None:
         session = self._sessions.get(key)
@@ -150,8 +164,7 @@ class WorkerRegistry:
             is_decode_coming=len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
-            # What others choose now is known to none of several routers.
-            lot=self._random.random() if self.num_routers > 1 else 0.0,
+            share=self._share,
         )
 
     @property

@@ -315,6 +315,7 @@ class PublishMembership(OfProcess):
     version: int  # grows with every change of the rest
     members: tuple[Member, ...]
     num_routers: int  # that serve, this one included: what is bounded for the cluster is shared among them
+    router_number: int  # which of them this one is, from 0
 
 
 Instruction = StartProcess | StopProcess | KillProcess | DrainProcess | NoteEnded | PublishMembership

@@ -41,7 +41,7 @@ class PoolState:
     book: NodeBook = field(default_factory=NodeBook)  # the nodes on which workers run
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
-    _published: tuple[tuple[ev.Member, ...], int] = ((), 1)
+    _published: tuple[tuple[ev.Member, ...], tuple[str, ...]] = ((), ())  # the workers, and the routers that serve
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)
@@ -50,16 +50,27 @@ class PoolState:
         """Take one event at `now` (seconds on any steady clock) and say what shall be done, in order."""
         out = self._dispatch(event, now) + self._relieve(now)
         out += self._renew(now)
-        routers = [router for router in self.routers.values() if router.listens]  # one that drains serves requests too
-        num_ready = sum(router.phase is Phase.READY for router in routers)
-        now_published = self.slots.members, max(1, num_ready)
-        if now_published != self._published:
-            self._published, self.version = now_published, self.version + 1
+        return out + self._publish(event)
+
+    def _publish(self, event: ev.Event) -> list[ev.Instruction]:
+        """Tell the routers what has changed; one that drains serves requests too."""
+        routers = [router for router in self.routers.values() if router.listens]
+        serving = tuple(router.name for router in routers if router.phase is Phase.READY)
+        published = self.slots.members, serving or self._published[1]  # while none serves, nobody's share has changed
+        if published != self._published:
+            self._published, self.version = published, self.version + 1
         elif isinstance(event, ev.Started):
             routers = [router for router in routers if router.incarnation == event.incarnation]
         else:
-            return out
-        return out + [ev.PublishMembership(r.name, r.incarnation, self.version, *now_published) for r in routers]
+            return []
+        num = max(1, len(serving))
+        numbers = {name: number for number, name in enumerate(serving)}
+        return [
+            ev.PublishMembership(
+                r.name, r.incarnation, self.version, self.slots.members, num, numbers.get(r.name, r.index % num)
+            )
+            for r in routers
+        ]
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""

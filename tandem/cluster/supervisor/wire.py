@@ -20,6 +20,7 @@ def membership(instruction: PublishMembership) -> control_pb2.Membership:
         version=instruction.version,
         members=[_member(member) for member in instruction.members],
         num_routers=instruction.num_routers,
+        router_number=instruction.router_number,
     )
 
 

@@ -65,10 +65,13 @@ class Membership(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
+    ROUTER_NUMBER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
     num_routers: _builtins.int
     """that serve, this one included; each takes its share of what is bounded for the cluster"""
+    router_number: _builtins.int
+    """which of them this one is, from 0: of workers that are alike it takes its share"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     def __init__(
@@ -77,12 +80,15 @@ class Membership(_message.Message):
         version: _builtins.int = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
         num_routers: _builtins.int = ...,
+        router_number: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "router_number", b"router_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "num_routers", b"num_routers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__router_number: _TypeAlias = _typing.Literal["router_number"]  # noqa: Y015
+    _WhichOneofArgType__router_number: _TypeAlias = _typing.Literal["_router_number", b"_router_number"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__router_number) -> _WhichOneofReturnType__router_number | None: ...
 
 Global___Membership: _TypeAlias = Membership  # noqa: Y015
 

@@ -183,6 +183,19 @@ def test_a_worker_that_dies_is_started_again_at_once_under_a_new_incarnation() -
     assert story.cluster.settled
 
 
+def test_each_router_is_told_which_of_those_that_serve_it_is() -> None:
+    """Those that are alike then take different workers of equal load."""
+    story = Story(routers=3)
+
+    def numbers(out: list[Instruction]) -> dict[str, tuple[int, int]]:
+        told = [step for step in out if isinstance(step, PublishMembership)]
+        return {step.name: (step.router_number, step.num_routers) for step in told}
+
+    assert numbers(story.feed(Tick())) == {}
+    assert numbers(story.exit_router("router-0")) == {"router-1": (0, 2), "router-2": (1, 2)}
+    assert numbers(story.start_router("router-0")) == {"router-0": (0, 3), "router-1": (1, 3), "router-2": (2, 3)}
+
+
 @pytest.mark.parametrize(
     ("num_decode", "expected"),
     [(2, [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]), (1, [0, 0.5, 1, 2, 4, 5, 5, 5, 5, 5])],

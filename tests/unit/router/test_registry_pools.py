@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from kvtransfer.wire import protocols_to_proto
+from router.policy.pool import ALONE, Share
 from router.policy.snapshot import Link
 from router.policy.worker_load import WorkerLoad
 from router.request.events import Event
@@ -221,12 +222,26 @@ def test_the_speed_of_prefill_is_learnt_from_its_prompts() -> None:
     assert 1000.0 < registry.snapshot().prefill_tokens_per_s < 2000.0
 
 
-def test_one_router_chooses_by_name_between_equals_and_several_by_lot() -> None:
+def test_of_several_routers_each_takes_the_share_that_the_supervisor_names() -> None:
     registry = Registry()
     registry.push()
-    assert {registry.snapshot().lot for _ in range(10)} == {0}
-    registry.num_routers = 2
-    assert len({registry.snapshot().lot for _ in range(10)}) == 10
+    assert registry.snapshot().share == ALONE
+    registry.apply(Membership(version=2, num_routers=3, router_number=1))
+    assert (registry.snapshot().share, registry.num_routers) == (Share(1, 3), 3)
+    registry.apply(Membership(version=3, num_routers=1, router_number=0))
+    assert registry.snapshot().share == ALONE
+
+
+def test_where_an_earlier_supervisor_names_no_share_each_router_draws_one() -> None:
+    registries = [Registry() for _ in range(20)]
+    for registry in registries:
+        registry.apply(Membership(version=1, num_routers=8))
+        before = registry.snapshot().share
+        registry.apply(Membership(version=2, num_routers=8))
+        assert registry.snapshot().share == before, "it keeps it"
+    shares = {registry.snapshot().share for registry in registries}
+    assert len(shares) > 2
+    assert {share.of for share in shares} == {8}
 
 
 def test_a_reservation_counts_pages_of_decode_alone() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.pool import ALONE, Share
 from router.policy.route import RequestFacts, Route, Why, Wishes, choose, choose_prefill
 from router.policy.snapshot import Link, Snapshot
 from router.policy.worker_load import WorkerLoad
@@ -119,11 +120,11 @@ def test_who_holds_pages_is_taken_over_a_slow_way_too() -> None:
 figures = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 
 
-@given(figures, figures, st.floats(0.0, 1.0, exclude_max=True))
-def test_ways_that_cost_nothing_change_nothing(queues: list[int], batches: list[int], lot: float) -> None:
-    prefill = [load(f"p{n}", queued=queued) for n, queued in enumerate(queues)]
+@given(figures, figures, st.sampled_from([ALONE, Share(1, 2), Share(2, 4), Share(7, 8)]))
+def test_ways_that_cost_nothing_change_nothing(queues: list[int], batches: list[int], share: Share) -> None:
+    prefill = [load(f"p{n}", queued=20 * queued) for n, queued in enumerate(queues)]
     decode = [load(f"d{n}", active=active) for n, active in enumerate(batches)]
     known = {(key(f"p{p}"), key("d0")): at(5000) for p in range(len(queues))}
-    found = choose(Snapshot.of(prefill, decode, lot=lot, links=known, prefill_tokens_per_s=1000.0), FACTS)
-    assert found == choose(Snapshot.of(prefill, decode, lot=lot), FACTS)
+    found = choose(Snapshot.of(prefill, decode, share=share, links=known, prefill_tokens_per_s=1000.0), FACTS)
+    assert found == choose(Snapshot.of(prefill, decode, share=share, prefill_tokens_per_s=1000.0), FACTS)
     assert found == Route(found.prefill, found.decode, 0, Why.LOAD)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
-from router.policy.pool import Order, Pool
+from router.policy.pool import ALONE, Order, Pool, Share
 from router.policy.route import RequestFacts, Route, Why, Wishes, choose, choose_prefill
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
@@ -168,18 +168,21 @@ def followed(role: Role, loads: Iterable[WorkerLoad], gone: Collection[WorkerKey
     return pool, list(left.values())
 
 
-@given(loads_of("p", 16), loads_of("d", 16), some, facts_of_any, wishes_of_any, st.floats(0.0, 1.0, exclude_max=True))
+shares = st.sampled_from([ALONE, *(Share(number, of) for of in (2, 3, 8) for number in range(of))])
+
+
+@given(loads_of("p", 16), loads_of("d", 16), some, facts_of_any, wishes_of_any, shares)
 def test_a_route_is_one_that_the_scan_of_all_finds_best(
     prefills: list[WorkerLoad],
     decodes: list[WorkerLoad],
     gone: frozenset[WorkerKey],
     facts: RequestFacts,
     wishes: Wishes,
-    lot: float,
+    share: Share,
 ) -> None:
     prefill, prefills = followed(Role.PREFILL, prefills, gone)
     decode, decodes = followed(Role.DECODE, decodes, gone)
-    snapshot, scan = Snapshot(prefill, decode, lot=lot), Scan(prefills, decodes, facts, wishes)
+    snapshot, scan = Snapshot(prefill, decode, share=share), Scan(prefills, decodes, facts, wishes)
     try:
         expected = scan.routes()
     except (NoWorkerError, IncompatibleError) as error:
@@ -199,9 +202,9 @@ def _prefills_for(scan: Scan, decode: WorkerLoad) -> set[WorkerKey]:
         return set()
 
 
-@given(loads_of("d", 16), some, st.floats(0.0, 1.0, exclude_max=True))
+@given(loads_of("d", 16), some, shares)
 def test_each_order_has_all_workers_by_their_newest_loads(
-    loads: list[WorkerLoad], gone: frozenset[WorkerKey], lot: float
+    loads: list[WorkerLoad], gone: frozenset[WorkerKey], share: Share
 ) -> None:
     pool, left = followed(Role.DECODE, loads, gone)
     assert sorted(worker.key for worker in pool) == sorted(worker.key for worker in left)
@@ -210,25 +213,47 @@ def test_each_order_has_all_workers_by_their_newest_loads(
         (Order.LOAD, lambda worker: (worker.num_active, -worker.num_available_pages)),
         (Order.ROOM, lambda worker: -worker.num_available_pages),
     ):
-        walked = list(pool.walk(order, pool.formats, lot))
+        walked = list(pool.walk(order, pool.formats, share))
         assert sorted(walked, key=lambda worker: worker.key) == sorted(left, key=lambda worker: worker.key)
         assert [rank(worker) for worker in walked] == sorted(rank(worker) for worker in left)
     able = [worker for worker in left if worker.num_stepping < worker.mixed_step_tokens]
-    mixed = [worker for f in pool.formats for group in pool.groups(Order.MIXED, f, lot) for worker in group]
+    mixed = [worker for f in pool.formats for group in pool.groups(Order.MIXED, f, share) for worker in group]
     assert sorted(worker.key for worker in mixed) == sorted(worker.key for worker in able)
 
 
 # -- beyond the few
 
 
-def test_the_lot_decides_between_equals_and_only_between_them() -> None:
+def routes(snapshot: Snapshot, num_routers: int) -> list[Route]:
+    """Of each router, which know the same."""
+    shares = [Share(number, num_routers) for number in range(num_routers)]
+    return [choose(replace(snapshot, share=share), RequestFacts(10)) for share in shares]
+
+
+def test_each_router_takes_its_share_of_equals_and_only_of_them() -> None:
     idle = [load(f"p{n}") for n in range(4)]
     snapshot = Snapshot.of([*idle, load("p9", active=1)], [load(f"d{n}", active=n // 2) for n in range(6)])
-    routes = [choose(replace(snapshot, lot=lot / 100), RequestFacts(10)) for lot in range(100)]
-    assert {route.prefill for route in routes} == {worker.key for worker in idle}
-    assert {route.decode.worker_id for route in routes} == {"d0", "d1"}
-    assert choose(snapshot, RequestFacts(10)) == routes[0], "the same lot, the same route"
-    assert (routes[0].prefill, routes[0].decode.worker_id) == (idle[0].key, "d0")
+    found = routes(snapshot, 4)
+    assert [route.prefill for route in found] == [worker.key for worker in idle]
+    assert [route.decode.worker_id for route in found] == ["d0", "d0", "d1", "d1"]
+    assert choose(snapshot, RequestFacts(10)) == found[0], "one alone takes the first by name"
+    assert [route.prefill for route in routes(snapshot, 2)] == [idle[0].key, idle[2].key]
+
+
+def test_where_more_routers_choose_than_workers_are_idle_those_that_are_so_soon_count_too() -> None:
+    """Of a prefill worker that computes 1,000 tokens in a second, 50 are hardly anything."""
+    queues = {"p0": 300, "p1": 0, "p2": 40, "p3": 50, "p4": 51, "p5": 10}
+    prefill = [load(name, active=min(queued, 1), queued=queued) for name, queued in queues.items()]
+    snapshot = Snapshot.of(prefill, [load("d0")], prefill_tokens_per_s=1000.0)
+
+    def chosen(num_routers: int, at: Snapshot = snapshot) -> list[str]:
+        return [route.prefill.worker_id for route in routes(at, num_routers) if route.prefill]
+
+    assert chosen(1) == ["p1"]
+    assert chosen(2) == ["p1", "p5"]
+    assert chosen(4) == ["p1", "p5", "p2", "p3"]
+    assert chosen(8) == ["p1", "p1", "p5", "p5", "p2", "p2", "p3", "p3"]
+    assert set(chosen(8, replace(snapshot, prefill_tokens_per_s=0.0))) == {"p1"}, "how long tokens take is not known"
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=FEW + 1, max_size=40), st.integers(1, 180))

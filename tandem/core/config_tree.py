@@ -1,0 +1,120 @@
+"""From plain data, as a YAML file has it, to a tree of dataclasses: every key is known, and every value possible.
+
+A field's `metadata` says what is possible: `minimum`, `maximum` and `choices`, with the `help` that an error repeats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.core.errors import ConfigError
+
+_Section = TypeVar("_Section")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The file's keys and values. Raises `ConfigError`, which names the place where it is not YAML."""
+    import yaml  # most processes get their configuration ready made
+
+    text = ""
+    try:
+        text = path.read_bytes().decode()
+        tree = yaml.safe_load(text) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing file with --config") from error
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].decode()
+        raise _not_yaml(path, before, "a byte that is not UTF-8") from error
+    except yaml.reader.ReaderError as error:
+        raise _not_yaml(path, text[: error.position], f"the character {chr(error.character)!r}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        before = text[: mark.index] if mark else text
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _not_yaml(path, before, what) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold keys and values at its top, not {type(tree).__name__}")
+    return tree
+
+
+def _not_yaml(path: Path, before: str, what: str) -> ConfigError:
+    """`before`: the text in front of what is wrong."""
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    return ConfigError(f"{path} is not YAML: line {line}, column {column}: {what}")
+
+
+def build(section: type[_Section], tree: Any) -> _Section:
+    """Raises `ConfigError`: unknown key, wrong type or impossible value; names key and remedy."""
+    return _build(section, tree, "", section)
+
+
+def _build(section: type[_Section], tree: Any, path: str, root: type[Any]) -> _Section:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path or 'the file'} must hold keys and values, not {tree!r}", key=path)
+    fields = {f.name: f for f in dataclasses.fields(section)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(section)
+    for name in tree:
+        if name not in fields:
+            full = f"{path}.{name}".lstrip(".")
+            raise ConfigError(f"unknown key {full}; {_suggestion(name, fields, root)}", key=full)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        full = f"{path}.{name}".lstrip(".")
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            values[name] = _build(typing.cast(type, hint), value if value is not None else {}, full, root)
+        else:
+            values[name] = _checked(value, hint, fields[name].metadata, full)
+    return section(**values)
+
+
+def _suggestion(name: str, known_here: Iterable[str], root: type[Any]) -> str:
+    """Where else the key is, or what it may be a slip of; and all that is known here."""
+    elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == name]
+    meant = elsewhere or difflib.get_close_matches(name, list(known_here), n=1)
+    return (f"did you mean {' or '.join(meant)}? " if meant else "") + f"known here: {', '.join(known_here)}"
+
+
+def _paths(section: type[Any], prefix: str = "") -> Iterator[str]:
+    """Every key of the tree, dotted."""
+    for name, hint in typing.get_type_hints(section).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _paths(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _checked(value: Any, hint: Any, metadata: types.MappingProxyType[Any, Any], path: str) -> Any:
+    value = _typed(value, hint, path)
+    minimum, maximum, choices = metadata["minimum"], metadata["maximum"], metadata["choices"]
+    if minimum is not None and value < minimum:
+        raise ConfigError(f"{path} is {value}, must be at least {minimum}. {metadata['help']}", key=path)
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{path} is {value}, must be at most {maximum}. {metadata['help']}", key=path)
+    if choices and value not in choices:
+        raise ConfigError(f"{path} is {value!r}, must be one of {', '.join(choices)}", key=path)
+    return value
+
+
+def _typed(value: Any, hint: Any, path: str) -> Any:
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise ConfigError(f"{path} must be a list of texts, not {value!r}", key=path)
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path} must be a finite number, not {value}", key=path)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{path} must be {_TYPE_WORDS[hint]}, not {value!r}", key=path)
+    return value
+
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,16 +16,13 @@ from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 import tandem
 from kvtransfer.interface import find_interface
 from router.http.auth import ApiKeys, check_exposure, digests_of_variable
-from tandem.cluster import statefile
 from tandem.cluster.checks.certificates import check_certificates
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host, human_bytes
-from tandem.core.addresses import bare_host, join_address
+from tandem.cluster.checks.port import check_port
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
@@ -74,7 +69,7 @@ class Preflight:
         here = [("memory", self.check_memory), ("gpus", self.check_gpus), ("token", self.check_token)]
         return [
             ("packages", self.check_packages),
-            ("port", self.check_port),
+            ("port", lambda: check_port(self.config.http)),
             ("api keys", self.check_api_keys),
             ("transport", self.check_transport),
             ("network", self.check_network),
@@ -144,18 +139,6 @@ class Preflight:
         if version().startswith("0+"):
             return Finding("packages", "warn", f"{detail}: a checkout that is not installed", "pip install -e .")
         return Finding("packages", "ok", detail)
-
-    def check_port(self) -> Finding:
-        host, port = self.config.http.host, self.config.http.port
-        statefile.check_free(port)
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            raise _port_error(host, port, error) from error
-        return Finding("port", "ok", f"{join_address(host, port)} is free")
 
     def check_api_keys(self) -> Finding:
         """The router does not serve everybody unless it was told so, and its keys can be read.
@@ -383,27 +366,3 @@ def check_room(config: Config, host: Host, kv_bytes: dict[Role, int], num_added:
             "or start again with a smaller cache.memory_bytes",
             key="cache.memory_bytes",
         )
-
-
-def _port_error(host: str, port: int, error: OSError) -> ConfigError:
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"http.host is {host}, which is no address of this host; use 127.0.0.1", key="http.host")
-    if error.errno == errno.EACCES:
-        return ConfigError(
-            f"http.port {port} is reserved for the administrator; choose one above 1023 with --port", key="http.port"
-        )
-    return ConfigError(
-        f"http.port {port} on {host} cannot be used: {error.strerror}{_listener(port)}; "
-        "stop what listens there, or choose another with --port",
-        key="http.port",
-    )
-
-
-def _listener(port: int) -> str:
-    """` (by NAME, pid N)` of who listens on `port`, where the system tells."""
-    try:
-        connections = psutil.net_connections(kind="tcp")
-        pid = next(c.pid for c in connections if c.laddr and c.laddr.port == port and c.status == "LISTEN")
-        return f" (by {psutil.Process(pid).name()}, pid {pid})" if pid else ""
-    except (psutil.Error, StopIteration, PermissionError):
-        return ""

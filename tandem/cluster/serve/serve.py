@@ -25,6 +25,7 @@ from tandem.cluster.ray import home
 from tandem.cluster.ray.probe import require_token
 from tandem.cluster.serve import processes
 from tandem.cluster.serve.banner import ready_banner
+from tandem.cluster.serve.first_start import raise_if_hopeless
 from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews
 from tandem.cluster.serve.signals import StopRequested, StopSignals
 from tandem.cluster.serve.stopping import stop_cluster
@@ -33,7 +34,7 @@ from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
 from tandem.core.addresses import join_address
 from tandem.core.config import Config
-from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError, error_class
+from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError
 from tandem.core.identity import Role
 from tandem.core.version import version
 from tandem.rpc.channel import make_channel
@@ -58,9 +59,6 @@ JOIN_REMEDY = (
 
 _FIRST_RETRY_S = 0.2
 _MAX_RETRY_S = 5.0
-
-HOPELESS_AFTER = 3
-"""Deaths in a row of one process, before the cluster was ever ready, after which `tandem serve` gives up."""
 
 
 def serve(config: Config, address: str | None, on_ready: Callable[[], None] | None = None) -> int:
@@ -309,7 +307,7 @@ class Serving:
             self._claim.tell(Stage.READY)
             self._say_ready(cluster, plan)
         elif not cluster.stopping:
-            _raise_if_hopeless(cluster)
+            raise_if_hopeless(cluster)
 
     def _say_ready(self, cluster: supervisor_pb2.Cluster, plan: Plan) -> None:
         url, logs = cluster.router.url, self._where_logs_are(cluster)
@@ -386,17 +384,6 @@ class Serving:
             + (f", {pools.routers} routers; " if pools.routers > 1 else "; ")
             + (f"{human_bytes(share)} of KV pages each" if share else "each node decides on KV memory")
         )
-
-
-def _raise_if_hopeless(cluster: supervisor_pb2.Cluster) -> None:
-    """A first start that cannot succeed ends `tandem serve` instead of going on for ever."""
-    lives = [(w.member.worker_id, w.last_error, w.failures) for w in cluster.workers]
-    lives += [(router.name, router.last_error, router.failures) for router in cluster.routers]
-    for name, error, failures in lives:
-        refused = failures > 0 and error.code != WorkerLostError.code  # it said why, and will say so again
-        if refused or failures >= HOPELESS_AFTER:
-            logs = f"; logs are in {cluster.log_directory}" if cluster.log_directory else ""
-            raise error_class(error.code)(f"{name} cannot start: {error.message}{logs}")
 
 
 def _free_port() -> int:

@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.news import membership_for, note_ends, remind
 from tandem.cluster.supervisor.nodes import Aim, NodeBook
 from tandem.cluster.supervisor.placing import best_aim, to_move
 from tandem.cluster.supervisor.slot_table import SlotTable
-from tandem.cluster.supervisor.slots import Phase, Policy, Slot, place_of
+from tandem.cluster.supervisor.slots import Phase, Policy, Slot, hurry, place_of
 from tandem.cluster.supervisor.surplus import least_needed
 from tandem.cluster.supervisor.upgrade import Upgrade
 from tandem.core.identity import WORKER_ROLES, Role
@@ -63,14 +64,7 @@ class PoolState:
             routers = [router for router in routers if router.incarnation == event.incarnation]
         else:
             return []
-        num = max(1, len(serving))
-        numbers = {name: number for number, name in enumerate(serving)}
-        return [
-            ev.PublishMembership(
-                r.name, r.incarnation, self.version, self.slots.members, num, numbers.get(r.name, r.index % num)
-            )
-            for r in routers
-        ]
+        return membership_for(routers, self.version, self.slots.members, serving)
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
@@ -109,11 +103,6 @@ class PoolState:
         """A shutdown was asked for."""
         return self.closing_s is not None
 
-    def staying_beside(self, name: str) -> list[str]:
-        """The other slots of its pool that are not leaving."""
-        pool = self.slots.of(place_of(name)[0])
-        return [slot.name for slot in pool.values() if slot.name != name and not slot.leaving]
-
     @property
     def settled(self) -> bool:
         """Every pool has exactly its wanted processes, all ready."""
@@ -143,7 +132,7 @@ class PoolState:
             case ev.DrainOrdered():
                 return self._order_drain(event, now)
             case ev.ProcessEnded():
-                return self._tell_all(event.incarnation)
+                return note_ends(self.workers, [event.incarnation])
             case ev.EndUnproven() | ev.NodesListed() | ev.NodeKnocked() | ev.NodeMet():
                 return self._on_node(event, now)
             case ev.ClosingBegun():
@@ -194,7 +183,7 @@ class PoolState:
             for slot in added:
                 slot.failures = (failures or {}).get(slot.name, 0)
                 slot.retry_at = now + self.policy.delay(slot.failures)
-            self._hurry(role, now)
+            hurry(self.slots.of(role).values(), now, self.policy)
             return self._start_due(now)
         surplus = least_needed([slot for slot in self.slots.of(role).values() if slot.counts], -missing)
         return [step for slot in surplus for step in self._dismiss(slot, now)]
@@ -289,18 +278,14 @@ class PoolState:
         slot.aim = best_aim(slot, self.slots, self.book)
         return slot.aim
 
-    def ask(self, name: str, now: float) -> None:
-        """Its process is asked for there."""
-        self.slots[name].ask(now, self.policy)
-
     def _on_node(
         self, event: ev.EndUnproven | ev.NodesListed | ev.NodeKnocked | ev.NodeMet, now: float
     ) -> list[ev.Instruction]:
         match event:
             case ev.EndUnproven():
-                return self._tell_all_of(self.book.leave_unproven(event.incarnation, event.boot))
+                return note_ends(self.workers, self.book.leave_unproven(event.incarnation, event.boot))
             case ev.NodeMet():
-                return self._tell_all_of(self.book.meet(event.node_id, event.boot))
+                return note_ends(self.workers, self.book.meet(event.node_id, event.boot))
             case ev.NodesListed():
                 self.book.take_list(event.nodes)
             case ev.NodeKnocked():
@@ -310,7 +295,7 @@ class PoolState:
         return [step for slot in moved for step in self._move(slot, "its node does not answer", now)]
 
     def _meet(self, placement: ev.Placement) -> list[ev.Instruction]:
-        return self._tell_all_of(self.book.meet(placement.node_id, placement.boot)) if placement.boot else []
+        return note_ends(self.workers, self.book.meet(placement.node_id, placement.boot)) if placement.boot else []
 
     def _try_another_node(self, slot: Slot, now: float) -> list[ev.Instruction]:
         """Its node has not begun it in time. Where no other has room, it waits on."""
@@ -350,10 +335,10 @@ class PoolState:
                 slot.ready(now)
                 if event.draining and not slot.leaving:
                     return self._dismiss(slot, now) + self._reconcile(slot.role, now)
-                return self._remind(slot) + (self._go_on_leaving(slot, now) if slot.leaving else [])
+                return remind(slot) + (self._go_on_leaving(slot, now) if slot.leaving else [])
             case ev.LoadReported():
                 slot.heard_at, slot.num_requests = now, event.num_requests
-                return self._remind(slot)
+                return remind(slot)
             case ev.HeartbeatMissed() if slot.listens and slot.node_id:
                 self.book.miss(slot.node_id)
             case ev.EndingsTaken():
@@ -372,34 +357,11 @@ class PoolState:
             del self.slots[slot.name]
             return self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
-        self._hurry(slot.role, now)
+        hurry(self.slots.of(slot.role).values(), now, self.policy)
         return self._start_due(now)
-
-    def _hurry(self, role: Role, now: float) -> None:
-        """In a pool where nobody serves or starts, the first of those that wait for a restart waits only briefly."""
-        slots = self.slots.of(role).values()
-        if any(slot.phase in (Phase.READY, Phase.STARTING) for slot in slots):
-            return
-        waiting = [(slot.retry_at, slot.index, slot) for slot in slots if slot.retry_at is not None]
-        if waiting:
-            retry_at, _, first = min(waiting, key=lambda timed: timed[:2])
-            first.retry_at = min(retry_at, now + self.policy.max_lone_delay_s)
 
     def _start_due(self, now: float) -> list[ev.Instruction]:
         return [self._start(slot) for slot in self.slots.due(now) if slot.is_due(now)]
-
-    def _tell_all(self, ended: str) -> list[ev.Instruction]:
-        """Every other worker may have exchanged pages with the one that has ended."""
-        others = [s for s in self.workers.values() if s.phase is not Phase.WAITING and s.incarnation != ended]
-        for slot in others:
-            slot.owe(ended)
-        return [ev.NoteEnded(slot.name, slot.incarnation, (ended,)) for slot in others if slot.listens]
-
-    def _tell_all_of(self, ended: list[str]) -> list[ev.Instruction]:
-        return [step for each in ended for step in self._tell_all(each)]
-
-    def _remind(self, slot: Slot) -> list[ev.Instruction]:
-        return [ev.NoteEnded(slot.name, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
     def _tick(self, now: float) -> list[ev.Instruction]:
         due = self.slots.due(now)

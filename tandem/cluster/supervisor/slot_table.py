@@ -15,7 +15,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from tandem.cluster.supervisor.events import INSTALLED, Build, Drain, Member
-from tandem.cluster.supervisor.slots import Phase, Policy, Slot
+from tandem.cluster.supervisor.slots import Phase, Policy, Slot, place_of
 from tandem.core.identity import WORKER_ROLES, Role
 
 _Value = TypeVar("_Value")
@@ -108,6 +108,11 @@ class SlotTable(MutableMapping[str, Slot]):
 
     def of(self, role: Role) -> Mapping[str, Slot]:
         return self._pools[role]
+
+    def staying_beside(self, name: str) -> list[str]:
+        """The other slots of its pool that are not leaving."""
+        pool = self._pools[place_of(name)[0]]
+        return [slot.name for slot in pool.values() if slot.name != name and not slot.leaving]
 
     def free_index(self, role: Role) -> int:
         """The lowest that no slot of this pool has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -224,3 +224,13 @@ class Slot:
         self.untold[ended] = None
         if len(self.untold) > MAX_UNTOLD:
             del self.untold[next(iter(self.untold))]
+
+
+def hurry(pool: Collection[Slot], now: float, policy: Policy) -> None:
+    """In a pool where nobody serves or starts, the first of those that wait for a restart waits only briefly."""
+    if any(slot.phase in (Phase.READY, Phase.STARTING) for slot in pool):
+        return
+    waiting = [(slot.retry_at, slot.index, slot) for slot in pool if slot.retry_at is not None]
+    if waiting:
+        retry_at, _, first = min(waiting, key=lambda timed: timed[:2])
+        first.retry_at = min(retry_at, now + policy.max_lone_delay_s)

@@ -16,6 +16,7 @@ from typing import Any
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.clock_jump import ClockJump
+from tandem.cluster.supervisor.event_log import log_event, log_instruction
 from tandem.cluster.supervisor.handles import Launcher, Memory, ProcessHandle
 from tandem.cluster.supervisor.node_survey import NodeSurvey
 from tandem.cluster.supervisor.nodes import Aim
@@ -35,16 +36,6 @@ _log = logging.getLogger(__name__)
 FIND_TIMEOUT_S = 9.0
 """How long a worker may take to tell its state before it is adopted; a call of the earlier supervisor may take 4 s of
 it. After that it counts as one that still starts, even if it is about to stop."""
-
-_UNREMARKABLE = (
-    ev.LoadReported,
-    ev.LoadingHeard,
-    ev.HeartbeatMissed,
-    ev.NodesListed,
-    ev.NodeKnocked,
-    ev.WriterSuspected,
-    ev.Tick,
-)
 
 
 class Supervisor:
@@ -249,10 +240,9 @@ class Supervisor:
             survey.cancel()
 
     def _feed(self, event: ev.Event) -> None:
-        if not isinstance(event, _UNREMARKABLE):
-            _log.info("%s", event)
+        log_event(event)
         for instruction in self.cluster.handle(event, self.now):
-            _log.info("-> %s", _brief(instruction))
+            log_instruction(instruction)
             self._do(instruction)
         self._arm()
         if self.cluster.closed:
@@ -361,8 +351,8 @@ class Supervisor:
                 self._feed(ev.Exited(start.name, start.incarnation, None))
                 return
             aim = found
-            self.cluster.ask(start.name, self.now)
-        beside = self.cluster.staying_beside(start.name) if start.role is Role.ROUTER else []
+            self.cluster.slots[start.name].ask(self.now, self.cluster.policy)
+        beside = self.cluster.slots.staying_beside(start.name) if start.role is Role.ROUTER else []
         try:
             handle = await asyncio.to_thread(
                 self._launcher.start, start.role, start.name, start.incarnation, beside, start.build, aim
@@ -393,10 +383,3 @@ class Supervisor:
         end = await process.follow()
         del self._processes[process.name, process.incarnation]
         self._feed(end)
-
-
-def _brief(instruction: ev.Instruction) -> str:
-    if isinstance(instruction, ev.PublishMembership):
-        version, num_members = instruction.version, len(instruction.members)
-        return f"PublishMembership({instruction.name}, version={version}, members={num_members})"
-    return str(instruction)

@@ -62,7 +62,7 @@ class Story:
 
     def aim(self, name: str) -> Aim:
         aim = self.cluster.aim(name)
-        self.cluster.ask(name, self.now)
+        self.cluster.slots[name].ask(self.now, self.cluster.policy)
         return aim
 
     def start(self, name: str) -> str:

@@ -1111,7 +1111,7 @@ def test_a_router_is_replaced_by_an_order_and_drains_once_its_successor_serves()
     story = Story()
     (start,) = of(StartProcess, order(story, "router-0", timeout_s=60.0))
     assert (start.role, start.name) == (Role.ROUTER, "router-1")
-    assert story.cluster.staying_beside("router-1") == [], "its place is that of the one that leaves"
+    assert story.cluster.slots.staying_beside("router-1") == [], "its place is that of the one that leaves"
     for _ in range(5):
         assert not of(DrainProcess, story.pass_time(story.cluster.policy.place_s / 4)), "it needs no free node"
     old = story.router("router-0").incarnation

@@ -1,0 +1,38 @@
+"""What workers and routers are told of others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.slots import Phase, Slot
+
+
+def note_ends(workers: Mapping[str, Slot], ended: Iterable[str]) -> list[ev.Instruction]:
+    """Every other worker may have exchanged pages with those that have ended."""
+    out: list[ev.Instruction] = []
+    for life in ended:
+        others = [slot for slot in workers.values() if slot.phase is not Phase.WAITING and slot.incarnation != life]
+        for slot in others:
+            slot.owe(life)
+        out += [ev.NoteEnded(slot.name, slot.incarnation, (life,)) for slot in others if slot.listens]
+    return out
+
+
+def remind(slot: Slot) -> list[ev.Instruction]:
+    """Of the ends that it has not taken yet."""
+    return [ev.NoteEnded(slot.name, slot.incarnation, tuple(slot.untold))] if slot.untold else []
+
+
+def membership_for(
+    routers: Iterable[Slot], version: int, members: tuple[ev.Member, ...], serving: Sequence[str]
+) -> list[ev.Instruction]:
+    """The membership for each of these routers, with its number among those that serve; `serving`: their names."""
+    num = max(1, len(serving))
+    numbers = {name: number for number, name in enumerate(serving)}
+    return [
+        ev.PublishMembership(
+            router.name, router.incarnation, version, members, num, numbers.get(router.name, router.index % num)
+        )
+        for router in routers
+    ]

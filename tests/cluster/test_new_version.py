@@ -18,6 +18,7 @@ import pytest
 from tandem.core.protocols import NEWEST
 from tests.cluster.serving import ROOT, Serve
 from tests.scenarios.client import Answer, ask
+from tests.support import kernels
 
 PROMPTS = ["Once upon a time", "The dog ran to", "One day, a little girl"]
 NOW, LATER = "0.1.0", "0.2.0"
@@ -41,6 +42,7 @@ def build_wheel(folder: Path, *, number: str, newest: int) -> Path:
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.whl")
+    kernels.put_into_wheel(built)
     return built
 
 
@@ -64,7 +66,7 @@ def serve(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
         transport={"lease_s": 30.0},
     )  # fmt: skip
     try:
-        serve.wait_for("Ready: ", timeout_s=300)  # its kernels are compiled anew, as in any new folder
+        serve.wait_for("Ready: ", timeout_s=300)  # where this checkout has compiled no kernels, it compiles them
         yield serve
     finally:
         serve.clean_up()

@@ -153,9 +153,19 @@ def test_a_second_cluster_in_the_same_ray_is_refused(
     assert serve.status()["settled"]
 
 
+SCALE_SOON_ADVISED = """
+import sys
+from tandem import cli
+from tandem.cluster import commands
+commands.NODE_WAIT_S = 2.0
+sys.exit(cli.main(["scale", *sys.argv[1:]]))
+"""
+
+
 def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes: dict[str, Any]) -> None:
     address = nodes["cluster"].address
-    with serve.start("scale", "--decode", "2", "--address", address) as scaling:
+    line = [sys.executable, "-c", SCALE_SOON_ADVISED, "--decode", "2", "--address", address]
+    with subprocess.Popen(line, env=serve.env, stdout=subprocess.PIPE, text=True) as scaling:
         assert scaling.stdout is not None
         said = next(line for line in scaling.stdout if "Ray has no free node for" in line)
         assert "decode-1. Everything else goes on" in said

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support import kernels
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     # Paths from .pth files go behind the environment's own, and .pth files found there are not read: the editable
     # installation of the checkout stays out.
     (site_packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    kernels.put_into_folder(site_packages)
     return Environment(folder)
 
 

@@ -1,4 +1,4 @@
-"""Several Ray nodes on one host: prefill on one, decode on another, and Ray is not ours to stop.
+"""Several Ray nodes on one host: prefill on one, decode on another, a router on each, and Ray is not ours to stop.
 
 They listen on the host's own address, so all that is asked for beyond loopback is there: Ray's token, certificates.
 """
@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from serving import ROOT, Load, Serve, parent_of, raylet_of
 
 from tandem.cluster.certs import make_certificates
+from tandem.rpc.channel import host_of
+from tandem.rpc.security import is_loopback
 from tests.support.waiting import nothing, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[dict[str, Any]]:
-    """A head for router and supervisor, one node for each role, and the utility itself."""
+    """A head for the supervisor alone, one node for each role, and the utility itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -38,8 +42,10 @@ def nodes() -> Iterator[dict[str, Any]]:
         try:
             yield {
                 "cluster": cluster,
-                "prefill": cluster.add_node(num_cpus=1, resources={"prefill": 1}, object_store_memory=100 << 20),
-                "decode": cluster.add_node(num_cpus=1, resources={"decode": 1}, object_store_memory=100 << 20),
+                **{
+                    role: cluster.add_node(num_cpus=1, resources={role: 1, "router": 1}, object_store_memory=100 << 20)
+                    for role in ("prefill", "decode")
+                },
             }
         finally:
             cluster.shutdown()
@@ -55,7 +61,12 @@ def security(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def serve(nodes: dict[str, Any], security: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    serve = Serve(tmp_path_factory.mktemp("nodes"), "--address", nodes["cluster"].address, security=security)
+    serve = Serve(
+        tmp_path_factory.mktemp("nodes"),
+        *("--address", nodes["cluster"].address, "--routers", "2"),
+        security=security,
+        http={"host": "0.0.0.0", "allow_anonymous": True},
+    )
     try:
         yield serve.wait_ready()
     finally:
@@ -72,10 +83,35 @@ def test_each_role_runs_on_its_own_node_and_requests_are_answered(serve: Serve, 
     assert response.json()["usage"]["completion_tokens"] == 16
 
 
+def raylets(cluster: dict[str, Any]) -> dict[str, int]:
+    """Of the nodes of the routers, by their names."""
+    return {router["name"]: parent_of(router["pid"]) for router in cluster["routers"]}
+
+
+def test_each_node_gets_one_which_the_supervisor_reaches_there(serve: Serve, nodes: dict[str, Any]) -> None:
+    cluster = serve.status()
+    assert set(raylets(cluster).values()) == {raylet_of(nodes["prefill"]), raylet_of(nodes["decode"])}
+    for router in cluster["routers"]:
+        assert not is_loopback(host_of(router["control_address"]))
+        body = {"model": "tandem-tiny", "prompt": "x", "max_tokens": 2}
+        answer = httpx.post(f"{router['url']}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+    answers = re.findall(r'tandem_router_answers{router="(.*?)"} 1', httpx.get(f"{serve.url}/metrics").text)
+    assert sorted(answers) == ["router-0", "router-1"], "the two nodes are on one host, and share its port"
+
+
+def test_a_successor_comes_to_the_node_of_whom_it_replaces(serve: Serve, nodes: dict[str, Any]) -> None:
+    before = raylets(serve.status())
+    run = serve.tandem("drain", "router-0")
+    assert run.returncode == 0, run.stdout + run.stderr
+    after = raylets(serve.status())
+    assert after == {"router-1": before["router-1"], "router-2": before["router-0"]}
+
+
 def test_the_command_line_finds_it_through_ray(serve: Serve, nodes: dict[str, Any]) -> None:
     run = serve.tandem("status", "--address", nodes["cluster"].address)
     assert run.returncode == 0, run.stderr
-    assert "prefill 1/1 ready, decode 1/1 ready" in run.stdout
+    assert "prefill 1/1 ready, decode 1/1 ready, routers 2/2 ready" in run.stdout
 
 
 REST = """
@@ -102,7 +138,7 @@ def test_logs_of_all_processes_are_read_wherever_they_run(serve: Serve, nodes: d
     address = nodes["cluster"].address
     said = serve.tandem("logs", "--tail", "1000", "--address", address)
     assert said.returncode == 0, said.stderr
-    for process in ("prefill-0", "decode-0", "router-0", "supervisor"):
+    for process in ("prefill-0", "decode-0", "router-1", "supervisor"):
         assert any(line.startswith(f"{process} ") for line in said.stdout.splitlines()), process
     following = serve.start("logs", "decode-0", "--tail", "1000", "--follow", "--address", address)
     try:
@@ -175,7 +211,7 @@ def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes
             added = nodes["cluster"].add_node(num_cpus=1, resources={"decode": 1}, object_store_memory=100 << 20)
             rest, _ = scaling.communicate(timeout=90)
     assert load.failures == []
-    assert "Done: prefill 1/1 ready, decode 2/2 ready" in rest
+    assert "Done: prefill 1/1 ready, decode 2/2 ready, routers 2/2 ready" in rest
     assert parent_of(serve.members()["decode-1"]["pid"]) == raylet_of(added)
 
 

@@ -141,3 +141,11 @@ def test_from_one_to_three_and_back_no_request_fails(serve: Serve) -> None:
             assert len(routers(serve.status())) == number
             load.wait_for(len(load.responses) + 8)
     assert not load.failures
+
+
+def test_tandem_stop_ends_it_and_waits_for_the_end(serve: Serve) -> None:
+    run = serve.tandem("stop")
+    assert run.returncode == 0, run.stderr + serve.output
+    assert serve.process.wait(timeout=5) == 0
+    assert serve.processes() == []
+    assert serve.tandem("stop").returncode == 3

@@ -93,17 +93,6 @@ def test_a_cluster_that_stops_says_what_it_waits_for(serves: list[Serve], tmp_pa
     assert serve.state_files() == []
 
 
-def test_tandem_stop_ends_it_and_waits_for_the_end(serves: list[Serve], tmp_path: Path) -> None:
-    serve = Serve(tmp_path)
-    serves.append(serve)
-    serve.wait_ready()
-    run = serve.tandem("stop")
-    assert run.returncode == 0, run.stderr + serve.output
-    assert serve.process.wait(timeout=5) == 0
-    assert serve.processes() == []
-    assert serve.tandem("stop").returncode == 3
-
-
 def test_a_second_ctrl_c_stops_at_once(serves: list[Serve], tmp_path: Path) -> None:
     serve = Serve(tmp_path)
     serves.append(serve)

@@ -6,7 +6,7 @@ from typing import Any
 
 from router.openai.chat_fields import Documents, Messages, Variables
 from router.openai.content import TokenIds
-from router.openai.fields import Boolean, Field, NotYet, Object, PromptBounds, Scope, Text
+from router.openai.fields import Boolean, Field, NotYet, Object, PromptBounds, Schema, Scope, Text
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse
 from router.openai.tokenize import check_documents, check_ids
@@ -16,7 +16,21 @@ from tandem.core.tokenizer import Tokenizer
 
 _MODEL = Field("model", Text("must name a model"), about="A name of GET /v1/models, if any.")
 
-TOKENIZE = Object(
+_UNSET: Schema = {"type": "null"}
+
+
+class _Tokenize(Object):
+    """Has a prompt or messages, not both."""
+
+    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
+        ways = [
+            {"required": [given], "properties": {given: {"not": _UNSET}, other: _UNSET}}
+            for given, other in (("prompt", "messages"), ("messages", "prompt"))
+        ]
+        return {**super().schema(limits, card), "anyOf": ways}
+
+
+TOKENIZE = _Tokenize(
     [
         _MODEL,
         Field("prompt", Text(), about="A text; or else there are `messages`."),

@@ -214,15 +214,25 @@ FIELDS = (*_OBEYED, *_OF_OPENAI, *_OF_VLLM, *_OF_SGLANG, *_OF_OTHERS)
 _OF_ALL_APIS = frozenset([
     "model", "stream", "min_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos", "priority",
-    "timeout", "structured_outputs",
+    "timeout", "structured_outputs", "allowed_token_ids", "bad_words", "cache_salt", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens", "reasoning_effort",
 ])  # fmt: skip
 
 
 def as_in_chats(own: Iterable[Field]) -> list[Field]:
-    """The rows of another API beside its `own`: what means there what it means in a chat, and what is refused there."""
+    """The rows of another API beside its `own`: what means there what it means in a chat, and what is refused there.
+
+    What else a chat obeys would change the answer: it is refused there by name, and never ignored.
+    """
     names = {field.name for field in own}
     chat = [field for field in FIELDS if field.of != "completion" and field.name not in names]
-    return [field for field in chat if field.name in _OF_ALL_APIS or isinstance(field.kind, NotYet | Elsewhere)]
+    rows = []
+    for field in chat:
+        if field.name in _OF_ALL_APIS or isinstance(field.kind, NotYet | Elsewhere):
+            rows.append(field)
+        elif not isinstance(field.kind, Accepted):
+            rows.append(Field(field.name, NotYet() if field.default is None else NotYet(field.default)))
+    return rows
 
 
 COMPLETION = Object(field for field in FIELDS if field.of != "chat")

@@ -155,6 +155,16 @@ def test_without_a_switch_in_the_prompt_nothing_is_reasoning(thinking: Site) -> 
     assert message == {"role": "assistant", "content": "Hello", "refusal": None}
 
 
+def test_reasoning_is_apart_in_other_apis_too(thinking: Site) -> None:
+    says(thinking, "hm</think>Hello")
+    response = thinking.post("/v1/responses", input="x", max_output_tokens=90).json()
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
+    assert response["output"][1]["content"][0]["text"] == "Hello"
+    message = thinking.post("/v1/messages", messages=[USER], max_tokens=90).json()
+    assert [block["type"] for block in message["content"]] == ["thinking", "text"]
+    assert (message["content"][0]["thinking"], message["content"][1]["text"]) == ("hm", "Hello")
+
+
 def test_an_output_with_a_form_is_all_content(thinking: Site) -> None:
     """The grammar holds from the first token on, though the prompt ends within reasoning."""
     says(thinking, "{}")

@@ -244,3 +244,10 @@ def test_every_row_becomes_what_there_is() -> None:
     of_request = {field.name for field in dataclasses.fields(ParsedRequest)}
     of_sampling = {f"sampling.{field.name}" for field in dataclasses.fields(SamplingParams)}
     assert {row.becomes for row in FIELDS if row.becomes} <= of_request | of_sampling
+
+
+@pytest.mark.parametrize("rows", [RESPONSE, MESSAGE], ids=["responses", "messages"])
+def test_what_changes_the_answer_of_a_chat_is_obeyed_or_refused_in_other_apis_too(rows: Object) -> None:
+    known = {row.name for row in rows.fields}
+    chat = {row.name for row in CHAT.fields if not isinstance(row.kind, Accepted)}
+    assert chat <= known, f"these would be ignored: {sorted(chat - known)}"

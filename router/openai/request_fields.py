@@ -215,7 +215,7 @@ _OF_ALL_APIS = frozenset([
     "model", "stream", "min_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos", "priority",
     "timeout", "structured_outputs", "allowed_token_ids", "bad_words", "cache_salt", "skip_special_tokens",
-    "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens", "reasoning_effort",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens",
 ])  # fmt: skip
 
 

@@ -92,6 +92,8 @@ class Answer:
         self._parsed = parsed
         self._tokenizer = tokenizer = setting.tokenizer
         self._is_chat = parsed.kind == "chat"
+        self._tells_usage = parsed.continuous_usage
+        self._tells_logprobs = parsed.num_logprobs >= 0
         self._prompts = [PromptPart(parsed, request, tokenizer) for request in setting.requests]
         self._choices = [
             _Choice(reader_of(parsed, request, setting.card, tokenizer) if self._is_chat else None)
@@ -186,6 +188,8 @@ class Answer:
             said = {"delta": {"content": delta.text} if delta.text else {}}
         shape = self._shape(number, said, delta.tokens, delta.finish_reason, offset=choice.num_chars)
         choice.num_chars += len(delta.text)
+        if not self._tells_usage:
+            return opening + self._frame(shape)
         choice.num_tokens += len(delta.tokens)
         return opening + self._frame(shape, self._usage_so_far(self._prompts[prompt], choice))
 
@@ -207,7 +211,7 @@ class Answer:
         return self._frame(shape, usage)
 
     def _usage_so_far(self, prompt: PromptPart, choice: _Choice) -> dict[str, Any] | None:
-        if not self._parsed.continuous_usage:
+        if not self._tells_usage:
             return None
         return {"usage": usage_body([Usage(len(prompt.token_ids), choice.num_tokens, None)])}
 
@@ -219,7 +223,7 @@ class Answer:
         said = [said for piece in pieces for said in _said(choice, piece)]
         reason = _finish_reason(choice, delta)
         choice.num_tokens += len(delta.tokens)
-        tells_tokens = self._parsed.return_token_ids or self._parsed.num_logprobs >= 0
+        tells_tokens = self._parsed.return_token_ids or self._tells_logprobs
         if not said and (reason is not None or tells_tokens):
             said = [{}]
         shapes = [
@@ -272,21 +276,17 @@ class Answer:
             offset: characters of its text that stand before `tokens`.
             echoed: the prompt, where this says it too.
         """
-        logprobs = self._logprobs(tokens, offset=offset, echoed=echoed)
+        logprobs = self._logprobs(tokens, offset=offset, echoed=echoed) if self._tells_logprobs else None
         shape = {"index": number, **said, "logprobs": logprobs, "finish_reason": finish_reason}
         if self._parsed.return_token_ids:
             shape["token_ids"] = [token.token_id for token in tokens]
         return shape
 
-    def _logprobs(
-        self, tokens: Sequence[TokenGiven], *, offset: int, echoed: PromptPart | None
-    ) -> dict[str, Any] | None:
-        num_logprobs = self._parsed.num_logprobs
-        if num_logprobs < 0:
-            return None
+    def _logprobs(self, tokens: Sequence[TokenGiven], *, offset: int, echoed: PromptPart | None) -> dict[str, Any]:
         if self._is_chat:
             return chat_logprobs(self._tokenizer, tokens)
-        of_output = completion_logprobs(self._tokenizer, tokens, wants_top=num_logprobs > 0, offset=offset)
+        wants_top = self._parsed.num_logprobs > 0
+        of_output = completion_logprobs(self._tokenizer, tokens, wants_top=wants_top, offset=offset)
         if echoed is None:
             return of_output
         of_prompt = echoed.echoed_logprobs()

@@ -1,0 +1,76 @@
+"""Guides with their real threads: a grammar is compiled once for all who ask alike, and few are kept."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from tandem.core.errors import InvalidRequestError
+from tandem.core.grammar import CompiledGrammar
+from tandem.worker import guides as module
+from tandem.worker.counters import WorkerCounters
+from tandem.worker.guides import Guides
+from tests.support.scripted_model import TEXTS, vocabulary
+
+
+@pytest.fixture
+def inbox() -> queue.Queue[Any]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def guides(inbox: queue.Queue[Any]) -> Iterator[Guides]:
+    found = Guides(vocabulary(), inbox.put, WorkerCounters())
+    yield found
+    found.close()
+
+
+def prepared(guides: Guides, inbox: queue.Queue[Any], grammar: str, *outputs: list[int]) -> Any:
+    made: list[Any] = []
+    guides.prepare(grammar, outputs, made.append)
+    inbox.get(timeout=20)()  # as the runner does
+    return made[0]
+
+
+def regex(text: str) -> str:
+    return LLMatcher.grammar_from_regex(text)
+
+
+def test_equal_grammars_are_compiled_once_and_few_are_kept(
+    guides: Guides, inbox: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def counted(text: str, tokens: Any) -> CompiledGrammar:
+        compiled.append(text)
+        return CompiledGrammar(text, tokens)
+
+    monkeypatch.setattr(module, "CompiledGrammar", counted)
+    monkeypatch.setattr(module, "_MAX_KEPT", 2)
+    for text in ("a", "a", "b", "a", "c", "a", "b"):
+        assert len(prepared(guides, inbox, regex(text), [])) == 1
+    assert compiled == [regex(text) for text in ("a", "b", "c", "b")], "the least recently used goes first"
+
+
+def test_masks_of_a_step_are_made_beside_it_and_each_guide_has_its_own(guides: Guides, inbox: queue.Queue[Any]) -> None:
+    a, b, c = (TEXTS.index(letter) for letter in "abc")
+    begun, behind_a, behind_ab = prepared(guides, inbox, regex("abc|ac"), [], [a], [a, b])
+    guides.begin([begun, behind_a, behind_ab])
+    assert [bits(guide.allowed()) for guide in (begun, behind_a, behind_ab)] == [{a}, {b, c}, {c}]
+    begun.push(a)
+    guides.begin([begun])
+    assert bits(begun.allowed()) == {b, c}
+
+
+def bits(mask: bytes) -> set[int]:
+    return {token_id for token_id in range(8 * len(mask)) if mask[token_id >> 3] >> (token_id & 7) & 1}
+
+
+def test_a_model_that_follows_no_grammar_says_why(inbox: queue.Queue[Any]) -> None:
+    guides = Guides(InvalidRequestError("no grammar holds"), inbox.put, WorkerCounters())
+    assert prepared(guides, inbox, regex("a")).message == "no grammar holds"
+    guides.close()

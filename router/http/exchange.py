@@ -205,11 +205,11 @@ async def _watch_client(receive: Receive, group: PromptGroup) -> None:
 
 
 def ignored_header(ignored_fields: Sequence[str]) -> dict[str, str]:
-    """The client chose the names: only printable ASCII goes into a header."""
+    """The client chose the names: only printable ASCII goes into a header, and no space at its ends."""
     if not ignored_fields:
         return {}
     names = ", ".join(ignored_fields)[:_MAX_HEADER_CHARS]
-    return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names)}
+    return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names).strip(" ")}
 
 
 def _prompt_header(group: PromptGroup) -> dict[str, str]:

@@ -209,6 +209,14 @@ def test_fields_that_nobody_knows_are_named(site: Site) -> None:
     assert response.headers["tandem-ignored-fields"] == "apple, zebra"
 
 
+@pytest.mark.parametrize("names", [[" "], ["zebra "], ["a" * 998, "b"], ["\n"]])
+def test_names_of_fields_with_space_at_an_end_of_the_header_do_no_harm(site: Site, names: list[str]) -> None:
+    """A header may neither begin nor end with a space, also where it is cut off between two names."""
+    response = site.post(prompt="x", max_tokens=2, **dict.fromkeys(names, 1))
+    assert response.status_code == 200
+    assert response.headers["tandem-ignored-fields"] == ", ".join(names).replace("\n", "?")[:1000].strip(" ")
+
+
 def test_metrics_tell_of_a_request(site: Site) -> None:
     site.decode.status = site.decode.status.__class__(decode_tokens=4, pages=site.decode.status.pages)
     site.post(prompt="Hello", max_tokens=5)

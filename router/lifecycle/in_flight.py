@@ -133,7 +133,7 @@ class InFlightRequest:
 
         Raises:
             NoWorkerError: a pool is empty.
-            IncompatibleError: no two workers pair.
+            IncompatibleError: no two workers pair, or one does not know what is asked for.
             TandemError: as `next_event`.
         """
         context, clock = self.context, self.context.clock
@@ -141,6 +141,7 @@ class InFlightRequest:
         give_up_s = clock.now() + wait_s
         while True:
             try:
+                context.workers.check_obeys(self.request.sampling)
                 route = choose(context.workers.snapshot(), self.facts, self.plan.wishes)
             except (NoWorkerError, IncompatibleError) as error:
                 is_hopeless = self._last_failure is None and not context.workers.snapshot().may_get_better

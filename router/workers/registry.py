@@ -17,10 +17,14 @@ from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers import wire
+from router.workers.abilities import Abilities, Ability
 from router.workers.described import described, mismatches
 from router.workers.session import SessionState, WorkerSession
+from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
+from tandem.core.protocols import needed_by
+from tandem.core.sampling import SamplingParams
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1.common_pb2 import LinkReport, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
@@ -59,10 +63,9 @@ class WorkerRegistry:
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
-        # Invariant: have all and only sessions that take requests: their loads, and how much context each can hold.
+        # Invariant: have all and only sessions that take requests: their loads, and what each can do.
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
-        self._context_of: dict[WorkerKey, int] = {}
-        self._contexts: Counter[int] = Counter()  # the values of `_context_of`
+        self._abilities = Abilities()
         self._num_members: Counter[Role] = Counter()
         # Learnt from what prefill workers say of their prompts; 0 before.
         self._prefill_tokens_per_s = 0.0
@@ -187,7 +190,17 @@ class WorkerRegistry:
 
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""
-        return min(filter(None, self._contexts), default=None)
+        return self._abilities.max_context
+
+    def check_obeys(self, params: SamplingParams) -> None:
+        """Raises `IncompatibleError` where a worker that takes requests would not obey all of this."""
+        protocol = self._abilities.protocol
+        if protocol is not None and protocol < needed_by(params):
+            raise IncompatibleError(
+                "the cluster is being upgraded: a worker of the version before does not know what this request asks of "
+                "its tokens (a grammar, allowed tokens or bad words); send it again when all have been replaced",
+                retryable=True,
+            )
 
     def watch(self, mailbox: Mailbox[Event]) -> None:
         """From now on `mailbox` gets `WorkersChanged` whenever a worker comes or goes."""
@@ -225,22 +238,10 @@ class WorkerRegistry:
             return
         if session.takes_requests:
             self._pools[session.role].put(session.load())
-            self._note_context(session.key, session.info.max_context)
-        elif session.key in self._context_of:
+            self._abilities.put(session.key, Ability(session.info.max_context, session.info.protocols.newest))
+        elif session.key in self._abilities:
             self._pools[session.role].discard(session.key)
-            self._note_context(session.key, None)
-
-    def _note_context(self, key: WorkerKey, num_tokens: int | None) -> None:
-        before = self._context_of.pop(key, None) if num_tokens is None else self._context_of.get(key)
-        if before == num_tokens:
-            return
-        if before is not None:
-            self._contexts[before] -= 1
-            if not self._contexts[before]:
-                del self._contexts[before]
-        if num_tokens is not None:
-            self._context_of[key] = num_tokens
-            self._contexts[num_tokens] += 1
+            self._abilities.discard(session.key)
 
     def worker_died(self, session: WorkerSession) -> None:
         self._metrics.worker_deaths.labels(session.role).inc()

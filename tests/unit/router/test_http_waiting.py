@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tandem.core.protocols import NEWEST
+from tandem.core.protocols import NEWEST, OLDEST
 from tandem.rpc.v1.common_pb2 import Protocols
 from tests.support.router_site import Site, cluster, in_background
-from tests.support.scripted_worker import ScriptedDecode
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
@@ -110,6 +111,27 @@ def test_a_worker_of_the_next_version_serves(make_site: MakeSite) -> None:
     site.add(site.prefill, site.decode)
     site.wait_ready(200)
     assert site.post(prompt="x").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "asked", [{"bad_words": ["x"]}, {"allowed_token_ids": [97]}, {"structured_outputs": {"choice": ["a", "b"]}}]
+)
+def test_what_a_worker_of_the_version_before_would_not_obey_is_refused_until_it_is_gone(
+    make_site: MakeSite, asked: dict[str, Any]
+) -> None:
+    site = make_site({"limits.wait_for_worker_s": 20.0}, with_workers=False)
+    site.prefill.info.protocols.CopyFrom(Protocols(oldest=OLDEST, newest=OLDEST))
+    site.add(site.prefill, site.decode)
+    site.wait_ready(200)
+    assert site.post(prompt="x").status_code == 200, "other requests are served"
+    refused = site.post(prompt="x", **asked)
+    assert refused.status_code == 503
+    assert "is being upgraded" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["retryable"]
+    site.add(ScriptedPrefill("prefill-1"))
+    site.drain(site.prefill)
+    site.until_shown("prefill-0", state="draining")
+    assert site.post(prompt="x", **asked).status_code == 200
 
 
 def test_a_client_that_goes_away_leaves_the_wait(patient: Site) -> None:

@@ -60,6 +60,11 @@ class RouterProcess:
         self.pool.control.StopRouter(StopRouterRequest(drain_s=2.0), timeout=10)
         return self.popen.wait(20)
 
+    def is_stopped(self) -> bool:
+        """Each of its threads: one that has not come to its end yet may still accept a connection."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return {task.read_text().rpartition(")")[2].split()[0] for task in tasks} == {"T"}
+
     def end(self) -> None:
         self.popen.kill()
         self.popen.wait()
@@ -126,6 +131,7 @@ class SharedPort:
         with httpx.Client(base_url=self.url, timeout=30) as client:
             for other in others:
                 psutil.Process(other.pid).suspend()
+                wait_until(other.is_stopped, f"{other.name} is stopped", 20)
             try:
                 wait_until(lambda: client.get("/health").status_code, "health", 20, wanted=lambda status: status == 200)
                 assert router.ports()

@@ -189,6 +189,7 @@ class Attempt:
         """A prefill worker for decode's grant. Without one, decode gets its pages back while the request waits."""
         try:
             wishes, decode = self._in_flight.plan.wishes, self._decode
+            self._workers.check_protocol(self._in_flight.request.protocol)
             key = choose_prefill(self._workers.snapshot(), self._in_flight.facts, decode.key, decode.kv_format, wishes)
             return self._workers.session(key)
         except (NoWorkerError, IncompatibleError) as error:
@@ -302,6 +303,7 @@ class Attempt:
         wishes = self._in_flight.recovery.wishes_without(worker)
         later = replace(self._in_flight.facts, is_first_attempt=False)
         try:
+            self._workers.check_protocol(self._in_flight.request.protocol)
             choose(self._workers.snapshot(), later, wishes)
         except (NoWorkerError, IncompatibleError):
             return False

@@ -141,7 +141,7 @@ class InFlightRequest:
         give_up_s = clock.now() + wait_s
         while True:
             try:
-                context.workers.check_obeys(self.request.sampling)
+                context.workers.check_protocol(self.request.protocol)
                 route = choose(context.workers.snapshot(), self.facts, self.plan.wishes)
             except (NoWorkerError, IncompatibleError) as error:
                 is_hopeless = self._last_failure is None and not context.workers.snapshot().may_get_better

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.core.prompt_scores import TokenScore
+from tandem.core.protocols import OLDEST
 from tandem.core.sampling import SamplingParams
 
 
@@ -26,6 +27,13 @@ class Request:
     cache_salt: str = ""  # cached prefixes are shared under equal ones only
     shows_stop: bool = False  # what stopped a choice is in its text
     echoed_text: str = ""  # of the prompt, before each choice's own
+
+    @property
+    def protocol(self) -> int:
+        """The lowest number of the protocol at which a worker obeys all of it."""
+        sampling = self.sampling
+        asks_for_more = sampling.grammar or sampling.allowed_token_ids or sampling.bad_words or self.cache_salt
+        return 3 if asks_for_more or self.num_prompt_logprobs >= 0 else OLDEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,6 @@ from router.workers.session import SessionState, WorkerSession
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
-from tandem.core.protocols import needed_by
-from tandem.core.sampling import SamplingParams
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1.common_pb2 import LinkReport, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
@@ -192,13 +190,13 @@ class WorkerRegistry:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""
         return self._abilities.max_context
 
-    def check_obeys(self, params: SamplingParams) -> None:
-        """Raises `IncompatibleError` where a worker that takes requests would not obey all of this."""
-        protocol = self._abilities.protocol
-        if protocol is not None and protocol < needed_by(params):
+    def check_protocol(self, number: int) -> None:
+        """Raises `IncompatibleError` where a worker that takes requests does not speak this number of the protocol."""
+        if (spoken := self._abilities.protocol) is not None and spoken < number:
             raise IncompatibleError(
-                "the cluster is being upgraded: a worker of the version before does not know what this request asks of "
-                "its tokens (a grammar, allowed tokens or bad words); send it again when all have been replaced",
+                "the cluster is being upgraded: a worker of the version before does not know all that this request asks "
+                "for (a grammar, allowed tokens, bad words, a cache salt, or the prompt's log-probabilities); send it "
+                "again when all have been replaced",
                 retryable=True,
             )
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.core.errors import IncompatibleError
-from tandem.core.sampling import SamplingParams
 
 # 2: parts and commits come behind the pages; answers name the grant. 1 is not spoken any more.
-# 3: outputs follow a grammar, allowed tokens and bad words, which a worker of 2 would not obey.
+# 3: outputs follow a grammar, allowed tokens and bad words; prompts have a salt and log-probabilities. A worker of 2
+# would ignore all that.
 OLDEST = 2
 NEWEST = 3
 
@@ -31,11 +31,6 @@ class Protocols:
 
     def __str__(self) -> str:
         return f"{self.oldest} to {self.newest}"
-
-
-def needed_by(params: SamplingParams) -> int:
-    """The lowest number at which a worker obeys all of this."""
-    return 3 if params.grammar or params.allowed_token_ids or params.bad_words else OLDEST
 
 
 def agree(a: Protocols, a_name: str, b: Protocols, b_name: str) -> int:

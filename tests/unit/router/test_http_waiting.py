@@ -114,7 +114,13 @@ def test_a_worker_of_the_next_version_serves(make_site: MakeSite) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"bad_words": ["x"]}, {"allowed_token_ids": [97]}, {"structured_outputs": {"choice": ["a", "b"]}}]
+    "asked",
+    [
+        {"bad_words": ["x"]},
+        {"allowed_token_ids": [97]},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"cache_salt": "s"},
+    ],
 )
 def test_what_a_worker_of_the_version_before_would_not_obey_is_refused_until_it_is_gone(
     make_site: MakeSite, asked: dict[str, Any]

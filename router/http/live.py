@@ -21,6 +21,8 @@ from tandem.core.errors import InvalidRequestError, OverloadedError
 
 MAX_WATCHERS = 32
 """Pages that one router feeds."""
+MAX_WORKERS = 128
+"""Of each pool, that a page is told of."""
 _EVERY_S = 1.0
 _WANTS_PART, _WANTS_REQUEST = b"l", b"r"
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
@@ -44,6 +46,8 @@ class Live:
         self.siblings: Siblings | None = None
         self._context, self._model, self._name = context, model, name or "router"
         self._num_watchers = 0
+        # The workers as they were in this second.
+        self._made_at, self._made = -1, orjson.Fragment(b"{}")
         self._over = asyncio.Event()
 
     def close(self) -> None:
@@ -65,12 +69,20 @@ class Live:
             while not self._over.is_set():
                 told = await self._parts(seen)
                 seen = {name: Seen.of(part) for name, part in told.items()}
-                state = {**joined(told.values()), "cluster": self._context.workers.describe(self._model)}
+                state = {**joined(told.values()), "cluster": self._cluster()}
                 yield b"data: " + orjson.dumps(state) + b"\n\n"
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._over.wait(), _EVERY_S)
         finally:
             self._num_watchers -= 1
+
+    def _cluster(self) -> orjson.Fragment:
+        """Made once a second, however many pages are fed."""
+        second = int(self._context.clock.now() / _EVERY_S)
+        if second != self._made_at:
+            self._made_at = second
+            self._made = orjson.Fragment(orjson.dumps(self._context.workers.outline(self._model, MAX_WORKERS)))
+        return self._made
 
     async def _parts(self, seen: Mapping[str, Seen]) -> dict[str, dict[str, Any]]:
         """By router; without those that did not answer."""

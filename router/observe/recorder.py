@@ -5,6 +5,7 @@ What a token costs here does not grow with the number of requests, and what is r
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -30,6 +31,10 @@ class WorkSpan(Protocol):
 
 NUM_ENDED = 1000
 """Requests that are remembered after their end."""
+MAX_FOUND = 32
+"""A gateway may give all of its requests one id."""
+
+_log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -88,9 +93,12 @@ class Recorder:
             self.history.at(now_s).outcomes[trace.outcome or "failed"] += 1
             self._ended[request_id] = trace
             self._num_ended += 1
-            self.on_end(trace)
             if len(self._ended) > NUM_ENDED:
                 self._forget(next(iter(self._ended)))
+            try:
+                self.on_end(trace)
+            except Exception:  # noqa: BLE001 - what is told of a request must not harm it, or another
+                _log.exception("the end of %s could not be told", trace.request_id)
 
     def _forget(self, request_id: str) -> None:
         trace = self._ended.pop(request_id)
@@ -112,9 +120,10 @@ class Recorder:
         return self._num_ended
 
     def find(self, name: str) -> Sequence[Trace]:
-        """The requests of this id: the client's, which names one for each prompt of a body, or one request's own."""
+        """The newest `MAX_FOUND` requests of this id: the client's, which names one for each prompt of a body, or one
+        request's own."""
         own = self._running.get(name) or self._ended.get(name)
-        return (own,) if own is not None else tuple(self._by_client.get(name, ()))
+        return (own,) if own is not None else tuple(self._by_client.get(name, ())[-MAX_FOUND:])
 
     def oldest_running(self, count: int) -> list[Trace]:
         return list(islice(self._running.values(), count))

@@ -33,17 +33,34 @@ def mismatches(prefill: Sequence[WorkerSession], decode: Sequence[WorkerSession]
     ]
 
 
+def outlined(member: Member, session: WorkerSession | None) -> dict[str, Any]:
+    """A worker on the live page: what changes from second to second."""
+    status = session.status if session is not None else WorkerStatus()
+    return {
+        "id": member.worker_id,
+        "state": _state(member, session),
+        "num_running": status.num_running,
+        "num_queued": status.num_queued,
+        "pages": {state.value: getattr(status.pages, state.value) for state in PageState},
+    }
+
+
+def _state(member: Member, session: WorkerSession | None) -> str:
+    if session is not None:
+        return session.shown_state
+    return "starting" if member.state == "ready" else member.state  # a ready one without a session is to be met
+
+
 def described(member: Member, session: WorkerSession | None) -> dict[str, Any]:
     """A worker in `GET /v1/cluster`."""
     info = session.info if session is not None else WorkerInfo()
     status = session.status if session is not None else WorkerStatus()
-    own_state = "starting" if member.state == "ready" else member.state  # a ready one without a session is to be met
     return {
         "id": member.worker_id,
         "incarnation": member.incarnation,
         "pid": info.pid or member.pid,
         "node": info.node or member.node,
-        "state": session.shown_state if session is not None else own_state,
+        "state": _state(member, session),
         "address": member.address,
         "transport": info.transport,
         "page_network": status.page_network,

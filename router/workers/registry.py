@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from heapq import nsmallest
 from typing import Any
 
 from router.policy.losses import Fate
@@ -18,7 +19,7 @@ from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers import wire
 from router.workers.abilities import Abilities, Ability
-from router.workers.described import described, mismatches
+from router.workers.described import described, mismatches, outlined
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
@@ -194,9 +195,9 @@ class WorkerRegistry:
         """Raises `IncompatibleError` where a worker that takes requests does not speak this number of the protocol."""
         if (spoken := self._abilities.protocol) is not None and spoken < number:
             raise IncompatibleError(
-                "the cluster is being upgraded: a worker of the version before does not know all that this request asks "
-                "for (a grammar, allowed tokens, bad words, a cache salt, or the prompt's log-probabilities); send it "
-                "again when all have been replaced",
+                "the cluster is being upgraded: a worker of the version before does not know all that this request "
+                "asks for (a grammar, allowed tokens, bad words, a cache salt, or the prompt's log-probabilities); send it again "
+                "when all have been replaced",
                 retryable=True,
             )
 
@@ -362,6 +363,17 @@ class WorkerRegistry:
 
     def _connected(self, role: Role) -> list[WorkerSession]:
         return [s for s in self._sessions.values() if s.state is SessionState.OPEN and s.role is role]
+
+    def outline(self, model: str, most: int) -> dict[str, Any]:
+        """What the live page is told each second: `most` workers of each pool, and how many there are."""
+        keys: dict[Role, list[WorkerKey]] = {role: [] for role in WORKER_ROLES}
+        for key, member in self._members.items():
+            keys[ROLE_FROM_PROTO[member.role]].append(key)
+        pools = {
+            role.value: [outlined(self._members[key], self._sessions.get(key)) for key in nsmallest(most, of_role)]
+            for role, of_role in keys.items()
+        }
+        return {"model": model, **pools, "num_workers": {role.value: len(of_role) for role, of_role in keys.items()}}
 
     def describe(self, model: str) -> dict[str, Any]:
         """The body of `GET /v1/cluster`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MAX_SPANS = 64
+"""Of each name; there are few names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +26,21 @@ class Span:
 
 @dataclass(slots=True)
 class Spans:
-    """The first `MAX_SPANS`; what follows is added to the last of its name."""
+    """The first `MAX_SPANS` of each name; what follows is added to the last of them."""
 
     kept: list[Span] = field(default_factory=list)
+    _counts: Counter[str] = field(default_factory=Counter)
+    _last: dict[str, int] = field(default_factory=dict)  # where the last of each name lies
 
     def add(self, name: str, begin_s: float, end_s: float, count: int) -> None:
-        if len(self.kept) < MAX_SPANS:
+        if self._counts[name] < MAX_SPANS:
+            self._counts[name] += 1
+            self._last[name] = len(self.kept)
             self.kept.append(Span(name, begin_s, end_s, count))
             return
-        for index in range(MAX_SPANS - 1, -1, -1):
-            last = self.kept[index]
-            if last.name == name:
-                self.kept[index] = Span(name, last.begin_s, end_s, last.count + count)
-                return
+        index = self._last[name]
+        last = self.kept[index]
+        self.kept[index] = Span(name, last.begin_s, end_s, last.count + count)
 
 
 def before(spans: Iterable[Span], now_s: float) -> tuple[Span, ...]:

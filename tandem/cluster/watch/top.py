@@ -45,7 +45,7 @@ def screen(state: Mapping[str, Any], window: Window, height: int) -> RenderableT
     num_requests = max(1, height - _OTHER_LINES - num_workers)
     return Group(
         _summary(state, window),
-        _workers(workers[:num_workers], len(workers) - num_workers),
+        _workers(workers[:num_workers], sum(cluster["num_workers"].values()) - num_workers),
         _requests(state["running"], num_requests),
     )
 

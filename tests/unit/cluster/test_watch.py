@@ -110,7 +110,7 @@ def test_a_screen_has_room_for_many_workers_and_requests() -> None:
     pools = {role: [{"id": f"{role}-{n}", **worker} for n in range(512)] for role in ("prefill", "decode")}
     state = {
         "routers": [{"num_running": 200}],
-        "cluster": {"model": "m", **pools},
+        "cluster": {"model": "m", **pools, "num_workers": {"prefill": 512, "decode": 512}},
         "running": [{"id": f"request-{n}", "prefill": "p", "decode": "d", **row} for n in range(200)],
     }
     console = Console(width=120, record=True, file=io.StringIO())

@@ -57,6 +57,17 @@ def work_of(site: Site, request_id: str) -> list[dict[str, Any]]:
     return work
 
 
+def test_of_many_workers_a_page_is_told_of_some_and_how_many_there_are(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.live.MAX_WORKERS", 3)
+    site.add(*(ScriptedDecode(f"decode-{n}") for n in range(1, 6)))
+    with site.http() as client:
+        told = next(events(client))["cluster"]
+    assert [worker["id"] for worker in told["decode"]] == ["decode-0", "decode-1", "decode-2"]
+    assert told["num_workers"] == {"prefill": 1, "decode": 6}
+
+
 def test_the_way_of_a_request_fills_its_time(site: Site) -> None:
     answer = site.post("/v1/completions", prompt=["one", "two"], max_tokens=4)
     request_id = answer.headers["x-request-id"]

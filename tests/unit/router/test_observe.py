@@ -103,6 +103,29 @@ def test_what_is_remembered_is_bounded_and_found_by_either_id() -> None:
     assert len(recorder._by_client) <= NUM_ENDED
 
 
+def test_of_an_id_that_many_requests_have_the_newest_are_found() -> None:
+    recorder = Recorder()
+    for number in range(100):
+        recorder.begin(trace(f"gateway#{number}", 100.0 + number))
+    assert [t.request_id for t in recorder.find("gateway")] == [f"gateway#{number}" for number in range(68, 100)]
+    assert recorder.find("gateway#3"), "each by its own"
+
+
+def test_an_exporter_that_fails_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+
+    def fail(_: Trace) -> None:
+        raise RuntimeError("of this test")
+
+    recorder.on_end = fail
+    for number in range(NUM_ENDED + 2):
+        recorder.begin(trace(f"client#{number}", 100.0))
+    recorder.end([f"client#{number}" for number in range(NUM_ENDED + 2)], 101.0)
+    assert (recorder.num_running, recorder.num_ended) == (0, NUM_ENDED + 2)
+    assert not recorder.find("client#0"), "forgotten all the same"
+    assert "could not be told" in caplog.text
+
+
 def test_an_end_counts_once() -> None:
     recorder = Recorder()
     recorder.begin(trace())

@@ -196,7 +196,7 @@ class WorkerRegistry:
         if (spoken := self._abilities.protocol) is not None and spoken < number:
             raise IncompatibleError(
                 "the cluster is being upgraded: a worker of the version before does not know all that this request "
-                "asks for (a grammar, allowed tokens, bad words, a cache salt, or the prompt's log-probabilities); send "
+                "asks for (a grammar, allowed tokens, bad words, a cache salt or the prompt's log-probabilities); send "
                 "it again when all have been replaced",
                 retryable=True,
             )

@@ -62,6 +62,7 @@ class WorkerRegistry:
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
+        self._ended: frozenset[str] = frozenset()  # incarnations whose processes have provably ended, the newest
         # Invariant: have all and only sessions that take requests: their loads, and what each can do.
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._abilities = Abilities()
@@ -97,13 +98,14 @@ class WorkerRegistry:
         if unknown := len(membership.members) - len(members):
             _log.error("%d members of unknown roles ignored", unknown)
         before, self._members = self._members, {WorkerKey(m.worker_id, m.incarnation): m for m in members}
+        self._ended = frozenset(membership.ended)
         self._num_members = Counter(ROLE_FROM_PROTO[member.role] for member in self._members.values())
         for key, member in self._members.items():
             self._apply_member(key, member)
         self.suspected &= self._members.keys()
         lives = {member.worker_id: member.incarnation for member in members}
         for key in self._sessions.keys() - self._members.keys():
-            if key.worker_id in lives:  # the next life begins only when this one has ended
+            if key.worker_id in lives:  # it counts no more, whether its end was seen or not
                 self._sessions[key].declare_dead(f"{lives[key.worker_id]} has taken its place")
             else:
                 self._sessions[key].retire()
@@ -180,12 +182,10 @@ class WorkerRegistry:
 
     def fate(self, key: WorkerKey) -> Fate:
         """What has become of a worker that was lost; where that changes, whoever watches is told."""
-        session, member = self._sessions.get(key), self._members.get(key)
-        if session is not None and session.is_heard:
-            return Fate.HEARD
-        if member is None or member.state == "failed":
+        if key.incarnation in self._ended:
             return Fate.ENDED
-        return Fate.UNKNOWN
+        session = self._sessions.get(key)
+        return Fate.HEARD if session is not None and session.is_heard else Fate.UNKNOWN
 
     def max_context(self) -> int | None:
         """Tokens of prompt and output that every ready worker can hold; `None` where none has said."""

@@ -99,6 +99,7 @@ class ProcessCluster:
         self.config_file = directory / "tandem.yaml"
         self.config_file.write_text(yaml.safe_dump(config or {}))
         self.workers: dict[str, Process] = {}
+        self._all_workers: list[Process] = []
         self.router: Process
         self._membership_version = 0
         self._num_started = 0
@@ -133,6 +134,7 @@ class ProcessCluster:
         shared = ("--kv-bytes", str(48 << 20), "--core-shares", str(self.core_shares))
         process = self._start(name, f"{role}_worker", "--worker-id", name, *shared, *arguments)
         self.workers[name] = process
+        self._all_workers.append(process)
         return process
 
     def start_router(self) -> Process:
@@ -175,7 +177,8 @@ class ProcessCluster:
             for name, process in self.workers.items()
             if process.lives and process.facts
         ]
-        membership = control_pb2.Membership(version=self._membership_version, members=members)
+        ended = [process.incarnation for process in self._all_workers if process.facts and not process.lives]
+        membership = control_pb2.Membership(version=self._membership_version, members=members, ended=ended)
         async with make_channel(self.router.facts["control"]) as channel:
             await control_pb2_grpc.RouterControlStub(channel).SetMembership(membership, timeout=10)
 

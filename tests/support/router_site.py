@@ -55,14 +55,21 @@ class Site:
         self.seen_to_end(*workers)
 
     def seen_to_end(self, *workers: ScriptedWorker) -> None:
-        """The supervisor tells that these processes have ended."""
+        """The supervisor tells that these processes have ended, of which each has an incarnation of its own."""
+        self.pool.ended += [worker.info.incarnation for worker in workers]
+        self.given_up(*workers)
+
+    def given_up(self, *workers: ScriptedWorker) -> None:
+        """The supervisor has decided to kill these processes, and has not seen their ends."""
         self.pool.states.update({worker.info.worker_id: "failed" for worker in workers})
         self.pool.push()
 
     def reach_again(self, worker: ScriptedDecode) -> None:
         """The same process, which had only been out of reach."""
         place = self.pool.workers.index(worker)
-        self.pool.workers[place] = ScriptedDecode(worker.info.worker_id, port=worker.port)
+        self.pool.workers[place] = ScriptedDecode(
+            worker.info.worker_id, incarnation=worker.info.incarnation, port=worker.port
+        )
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         with self.http() as client:

@@ -15,6 +15,7 @@ class ScriptedPool:
     def __init__(self, control_address: str) -> None:
         self.workers: list[ScriptedWorker] = []
         self.states: dict[str, str] = {}
+        self.ended: list[str] = []  # incarnations of which the supervisor has seen the end
         self.num_routers = 1
         self._version = 0
         self._channel = grpc.insecure_channel(control_address)
@@ -43,7 +44,9 @@ class ScriptedPool:
             )
             for w in self.workers
         ]
-        membership = control_pb2.Membership(version=self._version, members=members, num_routers=self.num_routers)
+        membership = control_pb2.Membership(
+            version=self._version, members=members, num_routers=self.num_routers, ended=self.ended
+        )
         self.control.SetMembership(membership, timeout=WAIT_S)
 
     def close(self) -> None:

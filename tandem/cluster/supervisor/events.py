@@ -316,6 +316,7 @@ class PublishMembership(OfProcess):
     members: tuple[Member, ...]
     num_routers: int  # that serve, this one included: what is bounded for the cluster is shared among them
     router_number: int  # which of them this one is, from 0
+    ended: tuple[str, ...] = ()  # incarnations of workers that have provably ended, the newest last
 
 
 Instruction = StartProcess | StopProcess | KillProcess | DrainProcess | NoteEnded | PublishMembership

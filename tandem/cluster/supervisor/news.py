@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.slots import Phase, Slot
 
+MAX_ENDED = 256
+"""Proven ends that routers are told of, the newest: a request waits for one no longer than for lease and grace."""
 
-def note_ends(workers: Mapping[str, Slot], ended: Iterable[str]) -> list[ev.Instruction]:
-    """Every other worker may have exchanged pages with those that have ended."""
-    out: list[ev.Instruction] = []
-    for life in ended:
-        others = [slot for slot in workers.values() if slot.phase is not Phase.WAITING and slot.incarnation != life]
-        for slot in others:
-            slot.owe(life)
-        out += [ev.NoteEnded(slot.name, slot.incarnation, (life,)) for slot in others if slot.listens]
-    return out
+
+@dataclass
+class Ends:
+    """Proven ends of workers. `newest`: their incarnations, oldest first."""
+
+    newest: tuple[str, ...] = ()
+
+    def note(self, workers: Mapping[str, Slot], ended: Iterable[str]) -> list[ev.Instruction]:
+        """Every other worker may have exchanged pages with those that have ended."""
+        out: list[ev.Instruction] = []
+        for life in ended:
+            if life not in self.newest:
+                self.newest = (*self.newest, life)[-MAX_ENDED:]
+            others = [slot for slot in workers.values() if slot.phase is not Phase.WAITING and slot.incarnation != life]
+            for slot in others:
+                slot.owe(life)
+            out += [ev.NoteEnded(slot.name, slot.incarnation, (life,)) for slot in others if slot.listens]
+        return out
 
 
 def remind(slot: Slot) -> list[ev.Instruction]:
@@ -25,14 +37,18 @@ def remind(slot: Slot) -> list[ev.Instruction]:
 
 
 def membership_for(
-    routers: Iterable[Slot], version: int, members: tuple[ev.Member, ...], serving: Sequence[str]
+    routers: Iterable[Slot],
+    version: int,
+    members: tuple[ev.Member, ...],
+    serving: Sequence[str],
+    ended: tuple[str, ...],
 ) -> list[ev.Instruction]:
     """The membership for each of these routers, with its number among those that serve; `serving`: their names."""
     num = max(1, len(serving))
     numbers = {name: number for number, name in enumerate(serving)}
     return [
         ev.PublishMembership(
-            router.name, router.incarnation, version, members, num, numbers.get(router.name, router.index % num)
+            router.name, router.incarnation, version, members, num, numbers.get(router.name, router.index % num), ended
         )
         for router in routers
     ]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tandem.cluster.supervisor import events as ev
-from tandem.cluster.supervisor.news import membership_for, note_ends, remind
+from tandem.cluster.supervisor.news import Ends, membership_for, remind
 from tandem.cluster.supervisor.nodes import Aim, NodeBook
 from tandem.cluster.supervisor.placing import best_aim, to_move
 from tandem.cluster.supervisor.slot_table import SlotTable
@@ -40,9 +40,10 @@ class PoolState:
     slots: SlotTable = field(init=False)  # of all pools, by name
     upgrade: Upgrade = field(default_factory=Upgrade)
     book: NodeBook = field(default_factory=NodeBook)  # the nodes on which workers run
+    ends: Ends = field(default_factory=Ends)  # of workers, that are proven
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
-    _published: tuple[tuple[ev.Member, ...], tuple[str, ...]] = ((), ())  # the workers, and the routers that serve
+    _published: tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())  # workers, routers, ends
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)
@@ -57,14 +58,15 @@ class PoolState:
         """Tell the routers what has changed; one that drains serves requests too."""
         routers = [router for router in self.routers.values() if router.listens]
         serving = tuple(router.name for router in routers if router.phase is Phase.READY)
-        published = self.slots.members, serving or self._published[1]  # while none serves, nobody's share has changed
+        shares = serving or self._published[1]  # while none serves, nobody's share has changed
+        published = self.slots.members, shares, self.ends.newest
         if published != self._published:
             self._published, self.version = published, self.version + 1
         elif isinstance(event, ev.Started):
             routers = [router for router in routers if router.incarnation == event.incarnation]
         else:
             return []
-        return membership_for(routers, self.version, self.slots.members, serving)
+        return membership_for(routers, self.version, self.slots.members, serving, self.ends.newest)
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
@@ -132,7 +134,7 @@ class PoolState:
             case ev.DrainOrdered():
                 return self._order_drain(event, now)
             case ev.ProcessEnded():
-                return note_ends(self.workers, [event.incarnation])
+                return self.ends.note(self.workers, [event.incarnation])
             case ev.EndUnproven() | ev.NodesListed() | ev.NodeKnocked() | ev.NodeMet():
                 return self._on_node(event, now)
             case ev.ClosingBegun():
@@ -283,9 +285,9 @@ class PoolState:
     ) -> list[ev.Instruction]:
         match event:
             case ev.EndUnproven():
-                return note_ends(self.workers, self.book.leave_unproven(event.incarnation, event.boot))
+                return self.ends.note(self.workers, self.book.leave_unproven(event.incarnation, event.boot))
             case ev.NodeMet():
-                return note_ends(self.workers, self.book.meet(event.node_id, event.boot))
+                return self.ends.note(self.workers, self.book.meet(event.node_id, event.boot))
             case ev.NodesListed():
                 self.book.take_list(event.nodes)
             case ev.NodeKnocked():
@@ -295,7 +297,7 @@ class PoolState:
         return [step for slot in moved for step in self._move(slot, "its node does not answer", now)]
 
     def _meet(self, placement: ev.Placement) -> list[ev.Instruction]:
-        return note_ends(self.workers, self.book.meet(placement.node_id, placement.boot)) if placement.boot else []
+        return self.ends.note(self.workers, self.book.meet(placement.node_id, placement.boot)) if placement.boot else []
 
     def _try_another_node(self, slot: Slot, now: float) -> list[ev.Instruction]:
         """Its node has not begun it in time. Where no other has room, it waits on."""

@@ -21,6 +21,7 @@ def membership(instruction: PublishMembership) -> control_pb2.Membership:
         members=[_member(member) for member in instruction.members],
         num_routers=instruction.num_routers,
         router_number=instruction.router_number,
+        ended=instruction.ended,
     )
 
 

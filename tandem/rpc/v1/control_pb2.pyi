@@ -66,6 +66,7 @@ class Membership(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     ROUTER_NUMBER_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
     num_routers: _builtins.int
@@ -74,6 +75,12 @@ class Membership(_message.Message):
     """which of them this one is, from 0: of workers that are alike it takes its share"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Incarnations of workers whose processes have provably ended, the newest that are known. A member may be "failed",
+        have a successor or be gone without: then nobody has seen its end.
+        """
+
     def __init__(
         self,
         *,
@@ -81,10 +88,11 @@ class Membership(_message.Message):
         members: _abc.Iterable[Global___Member] | None = ...,
         num_routers: _builtins.int = ...,
         router_number: _builtins.int | None = ...,
+        ended: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "router_number", b"router_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__router_number: _TypeAlias = _typing.Literal["router_number"]  # noqa: Y015
     _WhichOneofArgType__router_number: _TypeAlias = _typing.Literal["_router_number", b"_router_number"]  # noqa: Y015

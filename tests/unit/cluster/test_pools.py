@@ -38,6 +38,7 @@ from tandem.cluster.supervisor.events import (
     WantedChanged,
     WriterSuspected,
 )
+from tandem.cluster.supervisor.news import MAX_ENDED
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy, Slot
 from tandem.core.identity import Role
@@ -772,6 +773,38 @@ def test_every_other_worker_is_told_of_an_end_until_it_has_taken_it() -> None:
     take(story, "decode-1", ended)
     story.load("decode-1", 1)
     assert told(story.last) == {}
+
+
+def known_to_routers(story: Story) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What routers were told last: the states of the workers, and the ends that are proven."""
+    *_, newest = of(PublishMembership, story.last)
+    assert isinstance(newest, PublishMembership)
+    return {member.worker_id: member.state for member in newest.members}, newest.ended
+
+
+def test_routers_are_told_of_an_end_when_it_is_proven_and_not_when_it_is_decided_on() -> None:
+    """A host that is cut off: its workers get no more requests, have successors, and may live on for long."""
+    story = Story()
+    lives = {worker_id: story.life(worker_id) for worker_id in ("prefill-0", "decode-0")}
+    story.now += story.cluster.policy.silence_s
+    story.hear_routers()
+    story.feed(Tick())
+    assert known_to_routers(story) == ({"prefill-0": "failed", "decode-0": "failed"}, ())
+    story.exit("prefill-0")
+    assert known_to_routers(story) == ({"prefill-0": "starting", "decode-0": "failed"}, ())
+    story.feed(ProcessEnded(lives["decode-0"]))
+    assert known_to_routers(story) == ({"prefill-0": "starting", "decode-0": "failed"}, (lives["decode-0"],))
+    story.exit("decode-0")
+    story.feed(ProcessEnded(lives["prefill-0"]))
+    assert known_to_routers(story)[1] == (lives["decode-0"], lives["prefill-0"])
+    assert not of(PublishMembership, story.feed(ProcessEnded(lives["prefill-0"]))), "that was known"
+
+
+def test_the_ends_that_routers_are_told_of_are_bounded() -> None:
+    story = Story()
+    for n in range(MAX_ENDED + 10):
+        story.feed(ProcessEnded(f"gone-{n}"))
+    assert known_to_routers(story)[1] == tuple(f"gone-{n}" for n in range(10, MAX_ENDED + 10))
 
 
 def test_an_end_may_be_proved_before_ray_tells_of_it() -> None:

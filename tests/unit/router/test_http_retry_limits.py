@@ -41,7 +41,7 @@ def lose_two(make_site: MakeSite) -> LoseTwo:
         under_way = in_background(site, **body)
         site.decode.wait_for("attach")
         site.until_metric("tandem_ttft_seconds_count", 1)
-        second, third = ScriptedDecode("decode-1"), ScriptedDecode("decode-2")
+        second, third = ScriptedDecode("decode-1", incarnation="2"), ScriptedDecode("decode-2", incarnation="3")
         second.held_back.clear()
         site.add(second)
         site.decode.kill()
@@ -65,7 +65,7 @@ def test_two_deaths_end_a_request_for_good(lose_two: LoseTwo, stream: bool) -> N
     answer = lost.under_way.result()
     error = frames(answer)[-1]["error"] if stream else answer.json()["error"]
     assert (error["code"], error["retryable"]) == ("workers_died", False)
-    assert "decode-0/1 and decode-1/1" in error["message"]
+    assert "decode-0/1 and decode-1/2" in error["message"]
     assert error["request_id"] == answer.headers["x-request-id"]
     assert answer.status_code == (200 if stream else 500)
     assert "[DONE]" not in answer.text
@@ -88,9 +88,32 @@ def test_without_word_of_two_lost_workers_the_client_may_try_again(lose_two: Los
     answer = lost.under_way.result()
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["retryable"]) == (502, "worker_lost", True)
-    assert "decode-0/1 and decode-1/1 were lost" in error["message"]
+    assert "decode-0/1 and decode-1/2 were lost" in error["message"]
     assert error["request_id"] == answer.headers["x-request-id"]
     assert lost.third.count("reserve") == 0
+
+
+def test_two_workers_that_the_supervisor_has_only_decided_to_kill_may_live_on(lose_two: LoseTwo) -> None:
+    """Of hosts that are cut off nobody sees an end: not before successors have their places, and not after."""
+    lost = lose_two({"transport.grace_s": 0.2})
+    lost.site.given_up(lost.first, lost.second)
+    lost.site.pool.workers.remove(lost.first)
+    del lost.site.pool.states["decode-0"]
+    lost.site.add(ScriptedDecode("decode-0", incarnation="4"))
+    error = lost.under_way.result().json()["error"]
+    assert (error["code"], error["retryable"]) == ("worker_lost", True)
+    assert lost.third.count("reserve") == 0
+
+
+def test_an_end_that_is_proven_once_a_successor_has_the_place_counts(lose_two: LoseTwo) -> None:
+    lost = lose_two()
+    lost.site.seen_to_end(lost.first)
+    lost.site.pool.remove(lost.second)
+    lost.site.metrics()  # some turns of the router later
+    assert not lost.under_way.done()
+    lost.site.pool.ended.append(lost.second.info.incarnation)
+    lost.site.pool.push()
+    assert lost.under_way.result().json()["error"]["code"] == "workers_died"
 
 
 @pytest.mark.long

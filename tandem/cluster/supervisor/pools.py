@@ -66,7 +66,7 @@ class PoolState:
             routers = [router for router in routers if router.incarnation == event.incarnation]
         else:
             return []
-        return membership_for(routers, self.version, self.slots.members, serving, self.ends.newest)
+        return membership_for(routers, self.version, *published)
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""

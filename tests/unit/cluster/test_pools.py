@@ -1140,6 +1140,16 @@ def test_a_router_that_drains_hears_of_the_workers_and_has_no_share() -> None:
     assert [step.name for step in of(PublishMembership, out)] == ["router-0", "router-1"]
 
 
+def test_while_all_routers_drain_each_keeps_its_share() -> None:
+    """They still serve what they have, and together no more than is allowed for all."""
+    story = Story(routers=2)
+    assert not of(PublishMembership, story.feed(WantedChanged(Role.ROUTER, 0)))
+    assert {slot.phase for slot in story.cluster.routers.values()} == {Phase.DRAINING}
+    out = story.exit("decode-0")
+    told = [(step.name, step.router_number, step.num_routers) for step in out if isinstance(step, PublishMembership)]
+    assert told == [("router-0", 0, 2), ("router-1", 1, 2)]
+
+
 def test_a_router_is_replaced_by_an_order_and_drains_once_its_successor_serves() -> None:
     story = Story()
     (start,) = of(StartProcess, order(story, "router-0", timeout_s=60.0))

@@ -215,8 +215,10 @@ class InFlightRequest:
         if self.life.state is not RequestState.QUEUED:
             self.life.to(RequestState.QUEUED, now_s)
         self.recovery.learn(end, now_s)
+        if end.fault not in PLANNED:  # a move that was under way is over, and nobody would hear that its turn has come
+            self.context.migrations.leave(self.inbox)
         try:
-            if end.fault not in PLANNED:
+            if end.fault not in PLANNED and end.error.retryable:
                 await self._until_losses_are_clear(end.error)
             self.plan = self.recovery.after(end)
         except TandemError as error:

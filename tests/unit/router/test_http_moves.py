@@ -123,6 +123,27 @@ def test_many_requests_move_a_few_at_a_time(site: Site) -> None:
     assert site.metrics()['tandem_moves_total{reason="moved"}'] == num_requests
 
 
+def test_a_move_that_fails_gives_its_turn_to_another_request(site: Site) -> None:
+    site.pool.num_routers = MAX_AT_ONCE  # so each moves one request at a time
+    site.decode.held_back.clear()
+    under_way = [in_background(site) for _ in range(2)]
+    site.decode.wait_for("attach", 2)
+    site.until_metric("tandem_handoff_seconds_count", 2)
+    lost, last = ScriptedDecode("decode-1"), ScriptedDecode("decode-2")
+    lost.auto = last.auto = False
+    site.add(lost)
+    site.drain(site.decode)
+    lost.wait_for("reserve")
+    lost.kill()
+    site.until_metric('tandem_workers_lost_total{role="decode"}', 1)
+    site.add(last)
+    tried, moved = (last.wait_for("reserve", number) for number in (1, 2))
+    assert tried.request_id != moved.request_id
+    last.generate(tried)
+    last.generate(moved)
+    assert [answer.result().json()["choices"][0]["text"] for answer in under_way] == ["abcde"] * 2
+
+
 def test_prompts_that_a_draining_prefill_worker_refuses_go_elsewhere(make_site: MakeSite) -> None:
     site = make_site({"limits.max_attempts": 1})
     site.prefill.auto = False

@@ -128,6 +128,28 @@ def test_in_the_last_attempt_too_two_deaths_say_that_it_must_not_be_tried_again(
     assert lost.under_way.result().json()["error"]["code"] == "workers_died"
 
 
+def test_an_error_that_nobody_may_try_again_waits_for_no_word_of_lost_workers(make_site: MakeSite) -> None:
+    site = make_site({"transport.grace_s": 0.2})
+    site.decode.held_back.clear()
+    under_way = in_background(site)
+    site.decode.wait_for("attach")
+    site.until_metric("tandem_ttft_seconds_count", 1)
+    second = ScriptedDecode("decode-1", incarnation="2")
+    second.auto = site.prefill.auto = False
+    site.add(second)
+    site.decode.kill()
+    reserve = second.wait_for("reserve")
+    second.grant(reserve)
+    site.prefill.wait_for("attach", 2)
+    second.admit(reserve)
+    second.emit(token=second.token(reserve, 0, 1))
+    site.until_metric("tandem_itl_seconds_count", 1)
+    site.prefill.kill()
+    site.until_metric('tandem_workers_lost_total{role="prefill"}', 1)
+    second.fail(reserve.request_id, 2, "transport", retryable=False)
+    assert under_way.result().json()["error"]["code"] == "transport"
+
+
 @pytest.mark.long
 def test_both_workers_dying_at_once_are_two_deaths(site: Site) -> None:
     site.prefill.auto = site.decode.auto = False

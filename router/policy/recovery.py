@@ -118,6 +118,8 @@ class Recovery:
     def learn(self, end: AttemptEnd, now_s: float) -> None:
         """Remember what an attempt's end says about its workers."""
         match end.fault:
+            case Fault.SILENT if end.worker == end.decode:  # it had granted nothing, so no death of it counts
+                self._avoid.add(end.worker)
             case Fault.DIED | Fault.SILENT:
                 self.losses.note_lost(end.worker)
                 self._avoid.add(end.worker)

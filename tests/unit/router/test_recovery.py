@@ -213,6 +213,16 @@ def test_a_request_is_given_to_nobody_while_two_may_have_died(steps: list[tuple[
         assert losses.are_too_many == (len(losses.died) >= 2)
 
 
+def test_a_decode_worker_that_was_left_before_it_had_begun_is_not_lost_with_the_request() -> None:
+    state = recovery()
+    plan = after(state, ended(Fault.SILENT, D0, LOST), 0.0)
+    assert D0 in plan.wishes.avoid
+    assert state.may_leave_early()
+    state.learn(ended(Fault.DIED, D1, LOST), 0.0)
+    assert not state.must_wait(fates(decode_0=ENDED, decode_1=ENDED), LOST)
+    assert state.losses.died == {D1}
+
+
 # -- the last attempt
 
 

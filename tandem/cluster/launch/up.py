@@ -10,9 +10,10 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from tandem.cluster.launch.launch_file import LaunchFile
-from tandem.cluster.launch.launcher import SSH_OPTIONS, Launcher
+from tandem.cluster.launch.launcher import SSH_OPTIONS, Answer, Launcher
 from tandem.cluster.launch.prepare import prepare_keys, prepare_mounts
 from tandem.cluster.serve.report import Reporter
 from tandem.core.config import Config, load
@@ -26,9 +27,17 @@ DEFAULT_KEYS = Path("~/tandem-api-keys")
 _KEYS_ON_HEAD = "~/tandem/api-keys"
 _STATUS = "tandem status --address auto"
 _NO_SUCH_COMMAND = 127
+_FIND_RAY = "pgrep -u \"$(id -u)\" -x 'raylet|gcs_server'"
+_NONE_FOUND = 1
 _STOP = "tandem stop --address auto"
 _READY = "Ready: "
 _KEY_IN_CURL = "-H 'Authorization: Bearer KEY'"
+
+
+class AskedHead(Protocol):
+    """Answers questions as `Launcher` does."""
+
+    def ask_head(self, question: str) -> Answer: ...
 
 
 @dataclass(frozen=True)
@@ -50,11 +59,12 @@ def up(path: Path, wishes: Wishes) -> int:
         keys = prepare_keys(
             config.http, wishes.api_keys_file, DEFAULT_KEYS.expanduser(), os.environ, reporter.line
         )
-        is_running, why = _asked_whether_one_runs(launcher)
+        is_running, why = asked_whether_one_runs(launcher)
         if is_running is None:
             raise WorkerLostError(
                 f"a Tandem cluster may run on the hosts of {path}, and `ray up` would end it: {why}; mend that, or end "
-                f"what may be left there with `tandem down {path}`"
+                f"what may be left there with `tandem down {path}`. This command goes on when the head "
+                "can be reached and no Ray (raylet, gcs_server) runs there any more"
             )
         if is_running:
             raise ConfigError(
@@ -81,7 +91,7 @@ def down(path: Path) -> int:
         file = LaunchFile.read(path)
         launcher = Launcher(file)
         reporter.line("Stopping Tandem", style="bold")
-        is_running, why = _asked_whether_one_runs(launcher)
+        is_running, why = asked_whether_one_runs(launcher)
         if is_running is not False:
             launcher.on_head(_STOP)
         if not is_running:
@@ -99,9 +109,9 @@ def down(path: Path) -> int:
     return 0
 
 
-def _asked_whether_one_runs(launcher: Launcher) -> tuple[bool | None, str]:
+def asked_whether_one_runs(head: AskedHead) -> tuple[bool | None, str]:
     """Whether a cluster runs on the head; `None`: nobody can tell. And why it is not known to."""
-    answer = launcher.ask_head(_STATUS)
+    answer = head.ask_head(_STATUS)
     if answer.code == 0:
         return True, ""
     if answer.code == NOT_RUNNING:
@@ -110,6 +120,9 @@ def _asked_whether_one_runs(launcher: Launcher) -> tuple[bool | None, str]:
         return False, "Tandem is not installed on the head"
     if not answer.has_head:
         return False, "there is no head"
+    # What is installed there may be broken, or older than its codes: `ray up` installs what is to be.
+    if answer.code is not None and head.ask_head(_FIND_RAY).code == _NONE_FOUND:
+        return False, "no Ray runs on the head"
     return None, f"the head does not say whether one runs ({answer.last_line})"
 
 

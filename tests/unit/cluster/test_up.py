@@ -32,7 +32,7 @@ printf '%s\\n' "$1" "${@: -1}" >> asked
 SSH = """#!/bin/bash
 command="${@: -1}"
 case "$command" in
-  *"tandem status"*)
+  *"tandem status"* | *pgrep*)
     [ ! -e unreachable ] || { echo "ssh: connect to host 10.0.0.1 port 22: No route to host" >&2; exit 255; }
     exec bash -c "${command#*; }" ;;
 esac
@@ -45,8 +45,12 @@ case "$command" in
 esac
 """
 TANDEM = """#!/bin/bash
+[ ! -e old ] || { echo "tandem status: no Ray runs on this host" >&2; exit 1; }
 [ ! -e silent ] || { echo "tandem status: the supervisor does not answer" >&2; exit 1; }
 [ -e running ] || { echo "tandem status: no Ray runs on this host" >&2; exit 3; }
+"""
+PGREP = """#!/bin/bash
+[ -e silent ]
 """
 
 
@@ -58,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         directory.mkdir()
     (tmp_path / "dist" / WHEEL).touch()
     (tmp_path / "tandem.yaml").write_text("model: {path: embedded}\n")
-    for name, text in {"ray": RAY, "ssh": SSH, "rsync": "#!/bin/bash\n", "tandem": TANDEM}.items():
+    for name, text in {"ray": RAY, "ssh": SSH, "rsync": "#!/bin/bash\n", "tandem": TANDEM, "pgrep": PGREP}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("HOME", str(home))
@@ -211,6 +215,12 @@ def test_down_ends_what_may_run_and_says_that_nobody_knows(
 def test_a_head_without_tandem_has_no_cluster(place: Path) -> None:
     (place / "bin/tandem").unlink()
     assert cli.main(["up", "hosts.yaml"]) == 0
+
+
+def test_an_older_tandem_on_a_head_without_ray_is_no_cluster(place: Path) -> None:
+    (place / "old").touch()
+    assert cli.main(["up", "hosts.yaml"]) == 0
+    assert asked(place)[0] == "up"
 
 
 def test_a_host_on_which_ray_was_not_ended_is_named(place: Path) -> None:

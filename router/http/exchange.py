@@ -69,6 +69,11 @@ class Exchange:
             if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
                 await self._grammars.check(call.parsed.grammar)
+            # Before the place in the queue: what fails here must not keep one.
+            setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
+            unread = unread_variables(call.parsed, self._context.tokenizer)
+            encoder = call.encoder(call.parsed, setting)
+            headers = ignored_header((*call.parsed.ignored_fields, *unread))
             group = self._admit(http, call.parsed, requests, read_s)
         except ClientDisconnect:
             self._context.metrics.requests.labels("cancelled").inc()
@@ -77,9 +82,6 @@ class Exchange:
             self._count_refused(error)
             await send_error(scope, send, error, self._context.errors)
             return
-        setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
-        unread = unread_variables(call.parsed, self._context.tokenizer)
-        encoder, headers = call.encoder(call.parsed, setting), ignored_header((*call.parsed.ignored_fields, *unread))
         with self._context.open_exchanges.entered(group.break_off):
             group.start()
             watcher = asyncio.create_task(_watch_client(receive, group), name="client watcher")

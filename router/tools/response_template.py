@@ -79,7 +79,10 @@ class TemplateReader:
         self._tools = list(use.tools)
         self._unread: list[str] = []  # text that no event has told of yet: markers, and calls
         has_begun = template.start_anchor_re.search(prompt) is not None
-        self._parser = ResponseParser(template, prefix=prompt if has_begun else "", tools=self._tools)
+        try:
+            self._parser = ResponseParser(template, prefix=prompt if has_begun else "", tools=self._tools)
+        except ValueError:  # the prompt's part of the message cannot be read: what is behind it may be
+            self._parser = ResponseParser(template, prefix="", tools=self._tools)
 
     def push(self, text: str) -> list[Piece]:
         """See `router.tools.pieces.Reader`."""

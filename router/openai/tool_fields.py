@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 from router.openai.fields import Accepted, Boolean, Field, Kind, Object, OneOf, Schema, Scope, Text
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
-from router.tools.blocks import loads
 from router.tools.formats import normal_tool
+from router.tools.json_text import loads
 from router.tools.pieces import ToolUse
 from tandem.core.config import LimitsConfig
 

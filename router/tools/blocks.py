@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
+from router.tools.json_text import dumps, elements, loads, members
 from router.tools.pieces import Called
 
 #: Longer than any header between an opening and the arguments.
@@ -47,50 +48,32 @@ class Block(Protocol):
 
 
 def called(name: Any, arguments: Any) -> Called:
-    """Raises `ValueError` where it is no call."""
-    if isinstance(arguments, str):
-        arguments = loads(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    """Arguments that are a text are JSON, which stays as it is written. Raises `ValueError` where it is no call."""
+    text = arguments if isinstance(arguments, str) else dumps(arguments)
+    value = loads(text)
+    if isinstance(value, str):
+        text, value = value, loads(value)
+    if not isinstance(name, str) or not name or not isinstance(value, dict):
         raise ValueError("a call needs a name, and arguments that are an object")
     name.encode()  # raises `UnicodeEncodeError`, a ValueError, for half a surrogate pair, which no answer can carry
-    return Called(name, dumps(arguments))
-
-
-def loads(text: str) -> Any:
-    """JSON as it is in the standard: no NaN. Raises `ValueError`."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def dumps(value: Any) -> str:
-    """Raises `ValueError` where it is nested too deeply."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair travels as an escape alone
-        return json.dumps(value)
-    return text
+    except UnicodeEncodeError:
+        text = dumps(value)
+    return Called(name, text.strip())
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def calls_of(value: Any, arguments_key: str) -> list[Called]:
-    """The calls of a JSON value: `{"name": …, "arguments": {…}}`, or a list of such. Raises `ValueError`."""
+def calls_of(text: str, arguments_key: str) -> list[Called]:
+    """The calls of a JSON text: `{"name": …, "arguments": {…}}`, or a list of such. Raises `ValueError`."""
+    value = loads(text)
     listed = value if isinstance(value, list) else [value]
     if not listed:
         raise ValueError("no call")
     found = []
-    for call in listed:
+    for call, written in zip(listed, elements(text) if isinstance(value, list) else [text], strict=True):
         if not isinstance(call, dict):
             raise ValueError("a call must be an object")
-        found.append(called(call.get("name"), call.get(arguments_key, {})))
+        found.append(called(call.get("name"), members(written).get(arguments_key, "{}")))
     return found
 
 
@@ -175,7 +158,7 @@ class JsonBlock:
         if end is None:
             return len(text)
         try:
-            calls = calls_of(loads("".join(self._value)), self._key)
+            calls = calls_of("".join(self._value), self._key)
         except ValueError:
             self.state = State.BROKEN
             return end
@@ -230,7 +213,7 @@ class NamedBlock:
             return len(text)
         try:
             header = self._pattern.fullmatch(self._header.strip())
-            self.calls = [called(header["name"] if header else None, loads("".join(self._arguments)))]
+            self.calls = [called(header["name"] if header else None, "".join(self._arguments))]
             self.state = State.DONE
         except ValueError:
             self.state = State.BROKEN
@@ -305,19 +288,20 @@ def xml_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Called:
         found["key"].strip(): _typed(found["value"], properties.get(found["key"].strip()))
         for found in _XML_PARAMETER.finditer(call["body"])
     }
-    return called(name, arguments)
+    return called(name, "{" + ", ".join(f"{dumps(key)}: {value}" for key, value in arguments.items()) + "}")
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """`text` as JSON where the schema wants something else than a text and it is that; else as it is."""
+def _typed(text: str, schema: Any) -> str:
+    """The JSON of a value: `text` where the schema wants something else than a text and it is that; else a text."""
     wanted = schema.get("type") if isinstance(schema, dict) else None
     kinds = wanted if isinstance(wanted, list) else [wanted]
     if wanted is None or "string" in kinds:
-        return text
+        return dumps(text)
     try:
-        return loads(text.strip())
+        loads(text.strip())
     except ValueError:
-        return text
+        return dumps(text)
+    return text.strip()
 
 
 _GEMMA_CALL = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?P<body>\{.*\})\s*", re.DOTALL)

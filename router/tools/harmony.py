@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from router.tools.blocks import called, loads
+from router.tools.blocks import called
 from router.tools.pieces import Piece, Said, Thought
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -105,7 +105,7 @@ class HarmonyReader:
             return
         body = "".join(self._arguments)
         try:
-            pieces.append(called(self._recipient, loads(body)))
+            pieces.append(called(self._recipient, body))
         except ValueError:
             self._say(body, pieces)
         self._recipient = None

@@ -132,6 +132,15 @@ def test_a_call_of_a_tool_is_a_block(site: Site, client: anthropic.Anthropic) ->
     assert final.stop_reason == "tool_use"
 
 
+def test_a_number_that_python_has_not_leaves_the_answer_json(site: Site, client: anthropic.Anthropic) -> None:
+    says(site, CALL.replace('"Kyōto"', "1e400"))
+    response = ask(site, tools=[TOOL], max_tokens=200)
+    assert '"input":{"city": 1e400}' in response.text
+    assert events(site, tools=[TOOL], max_tokens=200)[2]["delta"]["partial_json"] == '{"city": 1e400}'
+    call = client.messages.create(model="toy", max_tokens=200, messages=HI, tools=[TOOL]).content[0]
+    assert isinstance(call, ToolUseBlock)
+
+
 def test_a_client_hears_of_a_long_call_that_is_not_whole_yet(site: Site) -> None:
     long = CALL.replace("Kyōto", "x" * 300)
     says(site, long)

@@ -97,6 +97,7 @@ MALFORMED: list[tuple[ToolFormat, str]] = [
     (MISTRAL_NAMED, "[TOOL_CALLS]" + "x" * 600 + "{}"),
     (MISTRAL_NAMED, '[TOOL_CALLS]now[ARGS]{"x"'),
     (GEMMA, '<|tool_call>call:now{x:<|"|>y}<tool_call|>'),
+    (GEMMA, "<|tool_call>call:now{x:1e400}<tool_call|>"),
     (FUNCTION_GEMMA, "<start_function_call>now<end_function_call>"),
     (HARMONY, "I never learned to write so."),
     (HARMONY, "x" * 2000),
@@ -131,6 +132,33 @@ def test_every_format_is_read_wherever_the_stream_is_cut(form: ToolFormat, text:
 def test_what_is_no_call_comes_out_as_it_was_written(form: ToolFormat, text: str) -> None:
     assert read(form, [text]) == [Said(text)]
     assert read(form, text) == [Said(text)]
+
+
+#: JSON that Python has no number for, or would write in another way.
+ODD = '{"x": 1e400, "y":[ -1E+999,1.50 ],\n"x":"\\ud800"}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, f'<tool_call>{{"arguments": {{"x": 1}} , "name": "now",\n "arguments" :{ODD} }}</tool_call>'),
+        (HERMES, f'<tool_call>{{"name": "now", "arguments": {json.dumps(ODD)}}}</tool_call>'),
+        (LLAMA, f'{{"name": "now", "parameters": {ODD}}}'),
+        (MISTRAL, f'[TOOL_CALLS] [ {{"name": "now", "arguments": {ODD}}} , {{"name": "now", "arguments":{ODD}}}]'),
+        (MISTRAL_NAMED, f"[TOOL_CALLS]now[ARGS]{ODD}"),
+        (HARMONY, f"<|channel|>commentary to=functions.now<|message|>{ODD}<|call|>"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_arguments_stay_as_the_model_has_written_them(form: ToolFormat, text: str) -> None:
+    pieces = read(form, [text])
+    assert pieces
+    assert set(pieces) == {Called("now", ODD)}
+
+
+def test_a_parameter_stays_the_number_that_the_model_has_written() -> None:
+    text = "<tool_call><function=weather><parameter=days>\n1e400\n</parameter></function></tool_call>"
+    assert read(QWEN_CODER, [text]) == [Called("weather", '{"days": 1e400}')]
 
 
 MARKS = st.sampled_from(
@@ -225,7 +253,13 @@ def test_a_checkpoints_own_template_is_read_wherever_the_stream_is_cut(text: str
 
 
 @pytest.mark.parametrize(
-    "text", ["<tool_call>hello</tool_call> x", '<tool_call>{"name": 1}</tool_call>', "a <tool_call"]
+    "text",
+    [
+        "<tool_call>hello</tool_call> x",
+        '<tool_call>{"name": "now", "arguments": {"x": NaN}}</tool_call>',
+        '<tool_call>{"name": 1}</tool_call>',
+        "a <tool_call",
+    ],
 )
 def test_what_a_checkpoints_template_cannot_read_is_text(text: str) -> None:
     assert BY_TEMPLATE is not None

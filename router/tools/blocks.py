@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
+from router.tools.defects import read_or_none
 from router.tools.json_text import dumps, elements, loads, members
 from router.tools.pieces import Called
 
@@ -157,9 +158,8 @@ class JsonBlock:
         self._value.append(text[at:end])
         if end is None:
             return len(text)
-        try:
-            calls = calls_of("".join(self._value), self._key)
-        except ValueError:
+        calls = read_or_none(lambda: calls_of("".join(self._value), self._key))
+        if calls is None:
             self.state = State.BROKEN
             return end
         self._value, self._wants_value = [], False
@@ -211,12 +211,10 @@ class NamedBlock:
         self._arguments.append(text[at:end_or_none])
         if end_or_none is None:
             return len(text)
-        try:
-            header = self._pattern.fullmatch(self._header.strip())
-            self.calls = [called(header["name"] if header else None, "".join(self._arguments))]
-            self.state = State.DONE
-        except ValueError:
-            self.state = State.BROKEN
+        header = self._pattern.fullmatch(self._header.strip())
+        name = header["name"] if header else None
+        calls = read_or_none(lambda: [called(name, "".join(self._arguments))])
+        self.calls, self.state = calls or [], State.DONE if calls else State.BROKEN
         return end_or_none
 
     def finish(self) -> None:
@@ -252,11 +250,8 @@ class ClosedBlock:
             self._end("".join(self._body))
 
     def _end(self, body: str) -> None:
-        try:
-            self.calls = [self._parse(body)]
-            self.state = State.DONE
-        except ValueError:
-            self.state = State.BROKEN
+        calls = read_or_none(lambda: [self._parse(body)])
+        self.calls, self.state = calls or [], State.DONE if calls else State.BROKEN
 
 
 def _space_end(text: str, at: int) -> int:
@@ -280,7 +275,9 @@ def xml_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Called:
     if call is None:
         raise ValueError("no function")
     name = call["name"].strip()
-    properties = schemas.get(name, {}).get("properties", {})
+    properties = schemas.get(name, {}).get("properties")
+    if not isinstance(properties, dict):  # a client may write anything there
+        properties = {}
     rest = _XML_PARAMETER.sub("", call["body"])
     if rest.strip():
         raise ValueError("something beside parameters")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from router.tools.blocks import called
+from router.tools.defects import read_or_none
 from router.tools.pieces import Piece, Said, Thought
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -103,11 +104,11 @@ class HarmonyReader:
     def _end_message(self, pieces: list[Piece]) -> None:
         if self._recipient is None:
             return
-        body = "".join(self._arguments)
-        try:
-            pieces.append(called(self._recipient, body))
-        except ValueError:
+        recipient, body = self._recipient, "".join(self._arguments)
+        calls = read_or_none(lambda: [called(recipient, body)])
+        if calls is None:
             self._say(body, pieces)
+        pieces += calls or []
         self._recipient = None
 
     def _say(self, text: str, pieces: list[Piece]) -> None:

@@ -12,10 +12,14 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from router.tools.blocks import called
+from router.tools.defects import read_or_none
 from router.tools.formats import ToolFormat
 from router.tools.pieces import Called, Piece, Said, Thought, ToolUse
 from tandem.core.errors import ModelLoadError
 
+#: More than any marker; a longer text that may become one is text.
+_MAX_HELD_CHARS = 4096
+_LOOK_BEHIND = 256
 _CALLS = "tool_calls"
 _THOUGHTS = frozenset(["reasoning_content", "reasoning", "thinking"])
 
@@ -79,58 +83,106 @@ class TemplateReader:
         self._tools = list(use.tools)
         self._unread: list[str] = []  # text that no event has told of yet: markers, and calls
         has_begun = template.start_anchor_re.search(prompt) is not None
-        try:
-            self._parser = ResponseParser(template, prefix=prompt if has_begun else "", tools=self._tools)
-        except ValueError:  # the prompt's part of the message cannot be read: what is behind it may be
-            self._parser = ResponseParser(template, prefix="", tools=self._tools)
+        begun = read_or_none(lambda: self._new_parser(prompt)) if has_begun else None
+        # Where the prompt's part of the message cannot be read, what is behind it may be.
+        self._parser = begun or self._new_parser("")
 
     def push(self, text: str) -> list[Piece]:
         """See `router.tools.pieces.Reader`."""
         pieces: list[Piece] = []
         for char in text:
             self._unread.append(char)
-            try:
-                events = self._parser.feed(char)
-            except ValueError:
+            events = read_or_none(partial(self._parser.feed, char))
+            if events is not None:
+                self._take(events, pieces)
+            if events is None or self._parser.num_held > _MAX_HELD_CHARS:
                 self._begin_anew(pieces)
-                continue
-            self._take(events, pieces)
         return pieces
 
     def finish(self) -> list[Piece]:
         """See `router.tools.pieces.Reader`."""
         pieces: list[Piece] = []
-        try:
-            _, events = self._parser.finalize()
-        except (ValueError, KeyError):
+        ended = read_or_none(self._parser.finalize)
+        if ended is None:
             self._begin_anew(pieces)
-            return pieces
-        self._take(events, pieces)
+        else:
+            self._take(ended[1], pieces)
         return pieces
+
+    def _new_parser(self, prefix: str) -> _Parser:
+        return _Parser(self._template, prefix, self._tools)
 
     def _begin_anew(self, pieces: list[Piece]) -> None:
         """What could not be read is text."""
         _add(Said("".join(self._unread)), pieces)
         self._unread = []
-        self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
+        self._parser = self._new_parser("")
 
     def _take(self, events: list[dict[str, Any]], pieces: list[Piece]) -> None:
         for event in events:
             field, kind = event["field"], event["type"]
             if field == _CALLS:
                 if kind == "region_close":
-                    self._call(event["value"], pieces)
+                    self._call(event["value"], self._told(event), pieces)
             elif kind == "region_chunk":
                 piece = Thought(event["text"]) if field in _THOUGHTS else Said(event["text"])
                 _add(piece, pieces)
-                self._unread = []
+                self._told(event)
 
-    def _call(self, value: Any, pieces: list[Piece]) -> None:
-        try:
-            pieces.extend(_calls_of(value))
-        except ValueError:
-            _add(Said("".join(self._unread)), pieces)
-        self._unread = []
+    def _told(self, event: dict[str, Any]) -> str:
+        """The text up to this event, which is not unread any more."""
+        text = "".join(self._unread)
+        end = len(text) - event["num_behind"]
+        self._unread = [text[end:]]
+        return text[:end]
+
+    def _call(self, value: Any, text: str, pieces: list[Piece]) -> None:
+        calls = read_or_none(lambda: _calls_of(value))
+        if calls is None:
+            _add(Said(text), pieces)
+        pieces += calls or []
+
+
+class _Parser(ResponseParser):  # type: ignore[misc]  # it has no types
+    """transformers' parser, without its growing cost: it would copy all that it has read for each character.
+
+    Its events say how many characters behind them it has read (`num_behind`).
+    """
+
+    _buffer: str
+    _pos: int
+    _body: str
+
+    def __init__(self, template: ResponseTemplate, prefix: str, tools: list[dict[str, Any]]) -> None:
+        self._parts: list[str] = []  # of the body of the open region
+        super().__init__(template, prefix=prefix, tools=[*tools])
+
+    @property
+    def num_held(self) -> int:
+        """Characters that may become a marker."""
+        return len(self._buffer) - self._pos
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = super().feed(text)
+        if self._pos > _MAX_HELD_CHARS:  # some stays: a marker's pattern may look back
+            self._buffer, self._pos = self._buffer[self._pos - _LOOK_BEHIND :], _LOOK_BEHIND
+        return events
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        num_before = len(events)
+        super()._accumulate(events, text)
+        self._parts.append(self._body)
+        self._body = ""
+        for event in events[num_before:]:
+            event["num_behind"] = self.num_held - len(text)
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        num_before = len(events)
+        self._body = "".join(self._parts)
+        self._parts.clear()
+        super()._close_current(events)
+        for event in events[num_before:]:
+            event["num_behind"] = self.num_held
 
 
 def _calls_of(value: Any) -> list[Called]:

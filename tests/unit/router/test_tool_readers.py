@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from router.tools.formats import (
     normal_tool,
     reader_for,
 )
-from router.tools.pieces import Called, Piece, Said, Thought, ToolUse
+from router.tools.pieces import Called, Piece, Reader, Said, Thought, ToolUse
 from router.tools.response_template import format_of_template
 from tandem.core.errors import ModelLoadError
 from tests.support.router_site import write_checkpoint
@@ -265,6 +266,67 @@ def test_what_a_checkpoints_template_cannot_read_is_text(text: str) -> None:
     assert BY_TEMPLATE is not None
     for at in range(len(text) + 1):
         assert read(BY_TEMPLATE, [text[:at], text[at:]]) == [Said(text)], at
+
+
+def test_a_character_costs_no_more_after_a_long_output() -> None:
+    """Of a call, of reasoning and of text; the parser would copy all that it has read for each character."""
+    assert BY_TEMPLATE is not None
+    call = '<tool_call>{"name": "now", "arguments": {"x": "'
+    for opening in ("", "<think>", call):
+        reader = reader_for(BY_TEMPLATE, USE)
+        reader.push(opening)
+
+        def seconds(text: str, reader: Reader = reader) -> float:
+            begun = time.process_time()
+            for char in text:
+                reader.push(char)
+            return time.process_time() - begun
+
+        first = seconds("y" * 2_000)
+        reader.push("y" * 300_000)
+        assert seconds("y" * 2_000) < 4 * first, opening
+
+
+@pytest.mark.parametrize("schema", [{"properties": None}, {"properties": 1}, {}])
+def test_a_schema_may_be_odd(schema: dict[str, Any]) -> None:
+    form, text = QWEN_CODER, "<tool_call><function=now><parameter=x>1</parameter></function></tool_call>"
+    tool = normal_tool("now", None, {"type": "object", **schema})
+    reader = reader_for(form, ToolUse((tool,)))
+    assert [*reader.push(text), *reader.finish()] == [Called("now", '{"x": "1"}')]
+
+
+#: A placeholder of which the message has nothing, and a schema that is none: KeyError and TypeError within the parser.
+ODD_FIELD = {**TEMPLATE["fields"]["tool_calls"], "transform": {"function": {"name": "now", "arguments": "{other}"}}}
+ODD_TOOL = normal_tool("now", None, {"type": "object", "properties": {"x": {"anyOf": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "tool"),
+    [({**TEMPLATE["fields"], "tool_calls": ODD_FIELD}, USE.tools[0]), (TEMPLATE["fields"], ODD_TOOL)],
+)
+def test_an_error_that_no_reader_foresees_leaves_text(
+    fields: dict[str, Any], tool: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.tools.defects._told", set())
+    text = '<tool_call>{"name": "now", "arguments": {"x": "1"}}</tool_call> so'
+    form = format_of_template({**TEMPLATE, "fields": fields}, [], HERMES)
+    assert form is not None
+    for _ in range(3):
+        reader = reader_for(form, ToolUse((tool,)))
+        pieces = [piece for char in text for piece in reader.push(char)] + list(reader.finish())
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Said)) == text
+    assert len(caplog.records) == 1
+
+
+def test_text_that_only_looked_like_a_call_is_neither_lost_nor_doubled() -> None:
+    text = "<tool_<tool_call>hello</tool_call>x"
+    fields = {**TEMPLATE["fields"]}
+    fields["tool_calls"] = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True,
+                            "content": "json", "content_args": {"allow_non_json": True}}  # fmt: skip
+    form = format_of_template({**TEMPLATE, "fields": fields}, [], None)
+    assert form is not None
+    for at in range(len(text) + 1):
+        assert read(form, [text[:at], text[at:]]) == [Said(text)], at
 
 
 def test_a_message_that_the_prompt_has_begun_goes_on() -> None:

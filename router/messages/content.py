@@ -66,7 +66,7 @@ _RESULT = _block(
     "tool_result",
     Field("tool_use_id", Text(), is_required=True),
     Field("content", TextBlocks()),
-    Field("is_error", Boolean()),
+    Field("is_error", Boolean(), about="The model reads `Error: ` before the content."),
 )
 _USE = _block(
     "tool_use",
@@ -139,7 +139,10 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block.get("content", "")}
+    content = block.get("content", "")
+    if block.get("is_error"):  # templates know no other way to say it
+        content = f"Error: {content}" if content else "Error"
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
 
 
 def _joined(blocks: Iterable[dict[str, Any]]) -> str:

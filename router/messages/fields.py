@@ -87,7 +87,8 @@ class _Format:
 
 _OF_A_PROMPT = [
     *(field for field in FIELDS if field.name == "model"),
-    Field("messages", Messages(), becomes="messages", is_required=True),
+    Field("messages", Messages(), becomes="messages", is_required=True,
+          about="A last one of the assistant is continued: the answer is what follows it."),
     Field("system", TextBlocks(), about="The system message, before all others."),
     Field("tools", _Tools(), about="Where the model's chat template knows tools; of the client's own, no other types."),
     Field("tool_choice", _ToolChoice(), about="`auto`: the model may call; `none`: it is told of no tool; `any`, or a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from router.openai.refusal import refuse
 from router.openai.rows import Rows
 from router.openai.schema import ParsedRequest, check_ends
 from router.openai.tool_fields import Chosen, use_of
+from tandem.core.chat_template import ChatOptions
 from tandem.core.config import LimitsConfig
 from tandem.core.sampling import SamplingParams
 
@@ -45,6 +47,7 @@ def _parsed(
     others["messages"] = (*([{"role": "system", "content": system}] if system else []), *others["messages"])
     grammar = _grammar(values)
     return ParsedRequest(
+        chat=_chat_options(others["messages"]),
         kind="chat",
         prompt_field="messages",
         sampling=SamplingParams(max_tokens=max_tokens, grammar=grammar.text if grammar is not None else "", **sampling),
@@ -62,6 +65,15 @@ def _parsed(
         tool_use=use_of(values.get("tools", ()), chosen, may_be_parallel=may_be_parallel),
         **others,
     )
+
+
+def _chat_options(messages: Sequence[dict[str, Any]]) -> ChatOptions:
+    """What the assistant has begun to say is continued."""
+    if messages[-1]["role"] != "assistant":
+        return ChatOptions()
+    if "tool_calls" in messages[-1]:
+        refuse("messages", "must not end with a tool_use: its tool_result has to follow")
+    return ChatOptions(add_generation_prompt=False, continue_final_message=True)
 
 
 def _wants_thinking(values: dict[str, Any]) -> bool:

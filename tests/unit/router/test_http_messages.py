@@ -177,6 +177,32 @@ def test_a_conversation_comes_back_as_blocks(site: Site, client: anthropic.Anthr
     )
 
 
+def test_what_the_assistant_has_begun_is_continued(site: Site, client: anthropic.Anthropic) -> None:
+    says(site, " and on")
+    asked: Any = {"model": "toy", "messages": [*HI, {"role": "assistant", "content": "It goes"}]}
+    answer = client.messages.create(**asked, max_tokens=50)
+    assert prompt_of(site) == "[user]Hi[assistant]It goes"
+    assert answer.content[0].type == "text"
+    assert answer.content[0].text == " and on"
+    counted = client.messages.count_tokens(**asked)
+    assert counted.input_tokens == len(site.prefill.wait_for("start").prompt_ids)
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    with pytest.raises(anthropic.BadRequestError, match="tool_result has to follow"):
+        client.messages.create(**{**asked, "messages": [*HI, {"role": "assistant", "content": [use]}]}, max_tokens=5)
+
+
+def test_the_model_is_told_that_a_tool_has_failed(site: Site) -> None:
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    failed = {"type": "tool_result", "tool_use_id": "a", "content": "no such city", "is_error": True}
+    talk = [*HI, {"role": "assistant", "content": [use]}]
+    for number, (result, told) in enumerate(
+        [(failed, "Error: no such city"), ({**failed, "content": []}, "Error"), ({**failed, "is_error": False},
+         "no such city")], start=1
+    ):  # fmt: skip
+        ask(site, messages=[*talk, {"role": "user", "content": [result]}])
+        assert prompt_of(site, number).endswith(f"[tool]<tool_response>{told}</tool_response>[assistant]")
+
+
 def test_tokens_are_counted_as_they_would_be_read(site: Site, client: anthropic.Anthropic) -> None:
     asked: Any = {"model": "toy", "messages": HI, "system": "Be kind.", "tools": [TOOL]}
     counted = client.messages.count_tokens(**asked)

@@ -1,8 +1,8 @@
-"""The bodies of requests: how many bytes of them are held at a time, and where the large ones are worked on.
+"""The bodies of requests and answers: how many bytes are held at a time, and where the large ones are worked on.
 
 What a body holds is its sender's choice, and eight megabytes of it take seconds to check and to tokenise. So the loop
 that serves everybody's tokens works on small ones only; the others are worked on in threads, few at a time, since
-threads share the interpreter with the loop.
+threads share the interpreter with the loop. The same holds for answers that show a lot beside their text.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 #: Bodies larger than this are worked on beside the loop.
 _SMALL_BYTES = 8 << 10
 _MAX_AT_ONCE = 2
+#: Answers with more log-probabilities and token ids than this are made beside the loop.
+_SMALL_ENTRIES = 2048
 #: All bodies together, in largest ones: of those that arrive, wait for a thread, or are in one.
 _BUDGET_BODIES = 8
 _RETRY_AFTER_S = 1.0
@@ -36,6 +38,7 @@ class Bodies:
         # Invariant: 0 <= _held_bytes <= _budget_bytes
         self._held_bytes = 0
         self._threads = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._answer_threads = asyncio.Semaphore(_MAX_AT_ONCE)
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
@@ -68,4 +71,11 @@ class Bodies:
         if len(body) <= _SMALL_BYTES:
             return work()
         async with self._threads:
+            return await asyncio.to_thread(work)
+
+    async def make(self, num_entries: int, work: Callable[[], bytes]) -> bytes:
+        """What `work` makes of an answer, whose cost grows with `num_entries` that it shows beside the text."""
+        if num_entries <= _SMALL_ENTRIES:
+            return work()
+        async with self._answer_threads:
             return await asyncio.to_thread(work)

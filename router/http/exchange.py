@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -26,6 +27,7 @@ from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.prompt_group import PromptGroup
 from router.lifecycle.request_errors import RequestErrors
 from router.lifecycle.serve import outcome_of
+from router.openai.answer_size import answer_entries, check_scored, scored_entries
 from router.openai.bound_calls import with_bound_calls
 from router.openai.endpoint import Call, Encoder, ReadBody, Setting
 from router.openai.fields import PromptBounds
@@ -35,7 +37,7 @@ from router.openai.responses import error_headers
 from router.openai.schema import ParsedRequest, parse_body
 from router.openai.tokenize import requests_from, unread_variables
 from router.policy.route import check_placeable
-from router.request.request import Request
+from router.request.request import Delta, Request
 from tandem.core.errors import TandemError, UnsupportedEncodingError
 
 _log = logging.getLogger(__name__)
@@ -86,10 +88,8 @@ class Exchange:
             group.start()
             watcher = asyncio.create_task(_watch_client(receive, group), name="client watcher")
             try:
-                if call.parsed.stream:
-                    await self._stream(scope, send, group, encoder, headers)
-                else:
-                    await self._whole(scope, send, group, encoder, headers)
+                answer = self._stream if call.parsed.stream else self._whole
+                await answer(scope, send, group, call.parsed, encoder, headers)
             except BaseException:
                 group.client_gone("the connection broke")
                 raise
@@ -109,7 +109,7 @@ class Exchange:
             call = self._read_body(parse_body(raw), context.config.limits, bounds)
             card.check_name(call.parsed.model)
             call = replace(call, parsed=with_bound_calls(call.parsed, card, context.config.limits))
-            return call, requests_from(
+            requests = requests_from(
                 call.parsed,
                 tokenizer=context.tokenizer,
                 card=card,
@@ -117,6 +117,8 @@ class Exchange:
                 client_request_id=request_id,
                 arrived_s=arrived_s,
             )
+            check_scored(call.parsed, requests, context.config.limits)
+            return call, requests
 
         async with self._bodies.read(http) as raw:
             read_s = context.clock.now()
@@ -141,7 +143,13 @@ class Exchange:
     # -- answers
 
     async def _whole(
-        self, scope: Scope, send: Send, group: PromptGroup, encoder: Encoder, headers: Mapping[str, str]
+        self,
+        scope: Scope,
+        send: Send,
+        group: PromptGroup,
+        parsed: ParsedRequest,
+        encoder: Encoder,
+        headers: Mapping[str, str],
     ) -> None:
         deltas = group.deltas
         while items := await deltas.take():
@@ -150,10 +158,18 @@ class Exchange:
         if deltas.error is not None:
             await send_error(scope, send, deltas.error, self._context.errors)
             return
-        await send_body(send, 200, encoder.body(group.usages), {**headers, **_prompt_header(group)})
+        usages = group.usages
+        body = await self._bodies.make(answer_entries(parsed, usages), lambda: encoder.body(usages))
+        await send_body(send, 200, body, {**headers, **_prompt_header(group)})
 
     async def _stream(
-        self, scope: Scope, send: Send, group: PromptGroup, encoder: Encoder, headers: Mapping[str, str]
+        self,
+        scope: Scope,
+        send: Send,
+        group: PromptGroup,
+        parsed: ParsedRequest,
+        encoder: Encoder,
+        headers: Mapping[str, str],
     ) -> None:
         """Frame by frame. A client that reads too slowly is cut off; a close would wait until it has read on."""
         deltas, writer = group.deltas, asyncio.current_task()
@@ -168,7 +184,12 @@ class Exchange:
             await send(_start(200, "text/event-stream; charset=utf-8", headers))
             frames = encoder.opening()
             while items:
-                frames += b"".join([encoder.frames(prompt, delta) for prompt, delta in items])
+                if parsed.num_scored >= 0:
+                    num_tokens = sum(len(delta.prompt_scores) for _, delta in items)
+                    work = partial(_frames_of, encoder, items)
+                    frames += await self._bodies.make(scored_entries(parsed, num_tokens), work)
+                else:
+                    frames += _frames_of(encoder, items)
                 if frames:
                     await send(_body(frames, more=True))
                 frames = b""
@@ -185,6 +206,10 @@ class Exchange:
             scope["state"][ABORT]()
         finally:
             deltas.on_overflow = lambda: None
+
+
+def _frames_of(encoder: Encoder, items: Sequence[tuple[int, Delta]]) -> bytes:
+    return b"".join([encoder.frames(prompt, delta) for prompt, delta in items])
 
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

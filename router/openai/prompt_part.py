@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
+
+import orjson
 
 from router.openai.logprobs import finite, token_name, token_text
 from router.openai.schema import ParsedRequest
@@ -12,9 +17,12 @@ from tandem.core.tokenizer import Tokenizer
 
 Scores = tuple[TokenScore | None, ...]
 
+#: Tokens that are dumped at once: meanwhile no other thread runs.
+_SLICE = 128
+
 
 class PromptPart:
-    """The part of one prompt in its answer.
+    """The part of one prompt in its answer. What it shows is made once, however many choices have it.
 
     Attributes:
         text: what stands before each choice's output.
@@ -28,26 +36,32 @@ class PromptPart:
         self._tokenizer = tokenizer
         self.token_ids = request.prompt_ids
 
-    def echoed_logprobs(self) -> dict[str, Any]:
-        """As `router.openai.logprobs.completion_logprobs`, of the prompt's tokens."""
+    @functools.cached_property
+    def echoed_logprobs(self) -> dict[str, bytes | None]:
+        """As `router.openai.logprobs.completion_logprobs`, of the prompt's tokens: elements of JSON arrays."""
         num_top = self._parsed.num_logprobs
         offsets, offset = [], 0
         for token_id in self.token_ids:
             offsets.append(offset)
             offset += len(token_text(self._tokenizer, token_id))
         return {
-            "tokens": [token_name(self._tokenizer, token_id) for token_id in self.token_ids],
-            "token_logprobs": [score and finite(score.logprob) for score in self.scores],
-            "top_logprobs": [self._best(*pair, num_top) for pair in self._pairs()] if num_top else None,
-            "text_offset": offsets,
+            "tokens": _elements(token_name(self._tokenizer, token_id) for token_id in self.token_ids),
+            "token_logprobs": _elements(score and finite(score.logprob) for score in self.scores),
+            "top_logprobs": _elements(self._best(*pair, num_top) for pair in self._pairs()) if num_top else None,
+            "text_offset": _elements(offsets),
         }
 
-    def prompt_logprobs(self) -> list[dict[str, Any] | None]:
+    @functools.cached_property
+    def prompt_logprobs(self) -> orjson.Fragment:
         """vLLM's `prompt_logprobs`: by token id, each token's own and the likeliest ones."""
-        return [self._ranked(*pair) for pair in self._pairs()]
+        return array_of(_elements(self._ranked(*pair) for pair in self._pairs()))
 
-    def _pairs(self) -> list[tuple[int, TokenScore | None]]:
-        return list(zip(self.token_ids, self.scores, strict=True))
+    @functools.cached_property
+    def shown_ids(self) -> orjson.Fragment:
+        return array_of(_elements(self.token_ids))
+
+    def _pairs(self) -> Iterable[tuple[int, TokenScore | None]]:
+        return zip(self.token_ids, self.scores, strict=True)
 
     def _best(self, token_id: int, score: TokenScore | None, num_top: int) -> dict[str, float] | None:
         if score is None:
@@ -66,3 +80,16 @@ class PromptPart:
 
     def _entry(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_name(self._tokenizer, token_id)}
+
+
+def array_of(elements: bytes, more: list[Any] | None = None) -> orjson.Fragment:
+    """The JSON array of `elements`, and `more` behind them."""
+    behind = (b",", orjson.dumps(more)[1:-1]) if more else ()
+    return orjson.Fragment(b"".join((b"[", elements, *behind, b"]")))
+
+
+def _elements(values: Iterable[Any]) -> bytes:
+    """As JSON, with commas between."""
+    rest = iter(values)
+    slices = iter(lambda: list(islice(rest, _SLICE)), [])
+    return b",".join([orjson.dumps(some)[1:-1] for some in slices])

@@ -12,7 +12,7 @@ import orjson
 from router.openai.endpoint import Call, Setting
 from router.openai.fields import PromptBounds
 from router.openai.logprobs import chat_logprobs, completion_logprobs
-from router.openai.prompt_part import PromptPart
+from router.openai.prompt_part import PromptPart, array_of
 from router.openai.reasoning import reader_of
 from router.openai.schema import ParsedRequest, parse_chat, parse_completion
 from router.request.request import Delta, TokenGiven, Usage
@@ -131,7 +131,10 @@ class Answer:
     def body(self, usages: Sequence[Usage]) -> bytes:
         """The whole answer."""
         shown = [pair for number, prompt in enumerate(self._prompts) for pair in self._shown(number, prompt)]
-        choices = [self._whole_choice(number, *pair) for number, pair in enumerate(shown)]
+        # One at a time: while orjson works, no other thread does.
+        choices = [
+            orjson.Fragment(orjson.dumps(self._whole_choice(number, *pair))) for number, pair in enumerate(shown)
+        ]
         of_prompt = self._about_prompt(self._prompts[0]) if self._is_chat else {}
         return orjson.dumps({**self._base, "choices": choices, "usage": usage_body(usages), **of_prompt})
 
@@ -165,9 +168,9 @@ class Answer:
         parsed = self._parsed
         about: dict[str, Any] = {}
         if parsed.num_prompt_logprobs >= 0:
-            about["prompt_logprobs"] = prompt.prompt_logprobs()
+            about["prompt_logprobs"] = prompt.prompt_logprobs
         if parsed.return_token_ids:
-            about["prompt_token_ids"] = list(prompt.token_ids)
+            about["prompt_token_ids"] = prompt.shown_ids
         return about
 
     # -- streamed
@@ -198,7 +201,7 @@ class Answer:
         choice.is_begun = True
         prompt.scores = delta.prompt_scores or prompt.scores
         choice.num_chars = len(prompt.text)
-        ids = {"prompt_token_ids": list(prompt.token_ids)} if self._parsed.return_token_ids else {}
+        ids = {"prompt_token_ids": prompt.shown_ids} if self._parsed.return_token_ids else {}
         usage = self._usage_so_far(prompt, choice)
         if self._is_chat:
             said = {"role": "assistant", "content": prompt.text}
@@ -289,8 +292,11 @@ class Answer:
         of_output = completion_logprobs(self._tokenizer, tokens, wants_top=wants_top, offset=offset)
         if echoed is None:
             return of_output
-        of_prompt = echoed.echoed_logprobs()
-        return {key: of_prompt[key] and of_prompt[key] + values for key, values in of_output.items()}
+        of_prompt = echoed.echoed_logprobs
+        return {
+            key: None if (elements := of_prompt[key]) is None else array_of(elements, values)
+            for key, values in of_output.items()
+        }
 
 
 def _pieces(choice: _Choice, delta: Delta) -> Sequence[Piece]:

@@ -195,6 +195,11 @@ class LimitsConfig:
 
     max_choices: int = _key(16, "The largest `n`.", minimum=1)
     max_logprobs: int = _key(20, "The most alternatives with log-probabilities for each token.", minimum=0)
+    max_prompt_logprobs: int = _key(
+        1 << 20, "The most log-probabilities of prompt tokens in one answer (`prompt_logprobs`, `echo` with "
+        "`logprobs`): the tokens of all its prompts, times one and the alternatives, times the choices of a "
+        "completion, each of which has them.", minimum=1,
+    )
     most_urgent_priority: int = _key(
         0, "The lowest `priority` that a request may ask for; lower is more urgent, and the default is 0. Set it "
         "below 0 only where every client may go before all others.",

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from router.openai.depth import MAX_DEPTH, is_deep
 from router.openai.fields import Accepted, Boolean, Elsewhere, Field, NotYet, Object, OneOf, Schema, Scope, Text
 from router.openai.grammar import WHITESPACE, AskedGrammar, closed, of_choices, of_grammar, of_regex, of_schema
 from router.openai.model_card import ModelCard
@@ -34,6 +35,8 @@ class _SchemaOrText(_JsonSchema):
                 value = orjson.loads(value)
             except orjson.JSONDecodeError as error:
                 refuse(path, f"must be a JSON schema; it is a text that is not JSON: {error}")
+            if is_deep(value):
+                refuse(path, f"is nested too deeply: more than {MAX_DEPTH} objects and lists in another")
         return super().read(value, path, scope)
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:

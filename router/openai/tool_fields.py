@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from router.openai.depth import is_deep
 from router.openai.fields import Accepted, Boolean, Field, Kind, Object, OneOf, Schema, Scope, Text
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
@@ -119,7 +120,7 @@ def _object_of(text: str) -> str | dict[str, Any]:
         value = loads(text or "{}")
     except ValueError:
         return text
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and not is_deep(value) else text
 
 
 Choice = Literal["auto", "none", "required"]

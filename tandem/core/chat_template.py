@@ -126,7 +126,7 @@ class ChatTemplate:
                     "add_generation_prompt": options.add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error

@@ -63,6 +63,14 @@ def test_a_template_that_refuses_or_escapes_is_the_clients_error(source: str) ->
         ChatTemplate(source).render(MESSAGES, special_tokens={})
 
 
+def test_what_a_template_cannot_follow_to_its_end_is_the_clients_error() -> None:
+    nested: Any = []
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(InvalidRequestError, match="refuses"):
+        ChatTemplate("{{ messages[0].x | tojson }}").render([{**MESSAGES[0], "x": nested}], special_tokens={})
+
+
 def test_templates_have_the_usual_helpers() -> None:
     source = "{% generation %}{{ messages[0] | tojson }}{% endgeneration %}{% for x in [1,2] %}{{ x }}{% break %}"
     source += "{% endfor %}{{ strftime_now('%Y')[:2] }}{{ '+' if add_generation_prompt }}"

@@ -119,6 +119,39 @@ def test_what_is_wrong_is_named(site: Site, body: dict[str, Any], param: str) ->
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+DEEP = "[" * 990 + "]" * 990  # more than Python would follow, less than the parser refuses
+DEEP_SCHEMA = '{"not": ' * 990 + "{}" + "}" * 990
+DEEP_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": "@schema"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": "@deep"}),
+        ("/v1/chat/completions", {"tools": [DEEP_TOOL]}),
+        ("/v1/chat/completions", {"structured_outputs": {"json": "@schema", "disable_additional_properties": True}}),
+        ("/v1/chat/completions", {"structured_outputs": {"json": DEEP_SCHEMA, "disable_additional_properties": True}}),
+        ("/v1/messages", {"max_tokens": 1, "tools": [{"name": "f", "input_schema": "@schema"}]}),
+        ("/v1/messages/count_tokens", {"tools": [{"name": "f", "input_schema": "@schema"}]}),
+        ("/tokenize", {"chat_template_kwargs": "@schema"}),
+    ],
+    ids=["model", "tool", "schema", "schema as text", "tool of a message", "counting", "tokenizing"],
+)
+def test_json_that_is_nested_too_deeply_is_refused(site: Site, path: str, body: dict[str, Any]) -> None:
+    whole = json.dumps({"model": "toy", "messages": HI, **body})
+    with site.http() as client:
+        response = client.post(path, content=whole.replace('"@deep"', DEEP).replace('"@schema"', DEEP_SCHEMA))
+    assert response.status_code == 400, response.text
+    assert "nested too deeply" in response.text
+
+
+def test_arguments_of_a_call_that_are_nested_too_deeply_stay_text(site: Site) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": {DEEP[500:-500]}}}'}}
+    talk = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ask(site, messages=talk, max_tokens=1).status_code == 200
+    assert '{\\"a\\": [' in prompt_of(site)
+
+
 def test_a_template_that_knows_no_tools_is_said_to(checkpoint: Path) -> None:
     with opened_site(checkpoint) as site:
         with pytest.raises(openai.BadRequestError, match="chat template knows none") as caught:

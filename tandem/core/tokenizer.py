@@ -20,6 +20,7 @@ from tandem.core.chat_template import ChatOptions, ChatTemplate
 from tandem.core.errors import InvalidRequestError, ModelLoadError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPIECE_SPACE = "▁"
 
 
@@ -88,8 +89,15 @@ class Tokenizer:
     # -- text to ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; `add_special_tokens` lets the post-processor add its own (a BOS, say)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """The token ids of `text`; `add_special_tokens` lets the post-processor add its own (a BOS, say).
+
+        Half a surrogate pair, which JSON can write as an escape and UTF-8 cannot carry, counts as U+FFFD.
+        """
+        try:
+            encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:  # what the library says of such halves; a look at every text would cost more
+            encoded = self._backend.encode(_SURROGATE.sub("\ufffd", text), add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     @property
     def chat_variables(self) -> frozenset[str]:

@@ -95,6 +95,20 @@ def test_calls_and_results_reach_the_template(site: Site) -> None:
     )
 
 
+def test_half_a_surrogate_pair_in_the_arguments_of_a_call_does_not_end_a_conversation(site: Site) -> None:
+    """A model may write one, and the answer that has it as an escape comes back with every later turn."""
+    says(site, '<tool_call>{"name": "weather", "arguments": {"city": "\\ud83d"}}</tool_call>')
+    message = ask(site).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "\\ud83d"}'
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "?"}
+    assert ask(site, messages=[*HI, message, result], max_tokens=1).status_code == 200
+    assert '"arguments": {"city": "\ufffd"}' in prompt_of(site, 2)
+    item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": call["function"]["arguments"]}
+    output = {"type": "function_call_output", "call_id": "c", "output": "?"}
+    assert site.post("/v1/responses", input=[item, output], max_output_tokens=1).status_code == 200
+
+
 def test_token_ids_and_log_probabilities_of_a_call_are_told(site: Site) -> None:
     whole = ask(site, return_token_ids=True, logprobs=True).json()["choices"][0]
     told = [f["choices"][0] for f in frames(ask(site, stream=True, return_token_ids=True, logprobs=True))]

@@ -49,6 +49,19 @@ class TokenIds:
 _TOKEN_IDS = TokenIds()
 
 
+class TokenSet(TokenIds):
+    """Token ids, each once; the order says nothing."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+
+    def read(self, value: Any, path: str, scope: Scope) -> tuple[int, ...]:
+        token_ids = tuple(dict.fromkeys(super().read(value, path, scope)))
+        if self._most is not None and len(token_ids) > self._most:
+            refuse(path, f"may hold {self._most} token ids, not {len(token_ids)}")
+        return token_ids
+
+
 class KeptTokens:
     """How many tokens of a prompt are kept: a number, or -1 for as many as fit."""
 
@@ -61,20 +74,26 @@ class KeptTokens:
         return {"anyOf": [{"const": -1}, self._SOME.schema(limits, card)]}
 
 
+@dataclass(frozen=True)
 class Texts:
     """A list of texts, none of them empty or of spaces alone."""
+
+    most: int
 
     _SAYS_SOMETHING = re.compile(r"\S")
 
     def read(self, value: Any, path: str, _: Scope) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             refuse(path, f"must be a list of texts, not {shown(value)}")
+        if len(value) > self.most:
+            refuse(path, f"may hold {self.most} texts, not {len(value)}")
         if not all(map(self._SAYS_SOMETHING.search, value)):
             refuse(path, "must not hold a text of nothing but spaces")
         return tuple(value)
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"type": "array", "items": {"type": "string", "pattern": self._SAYS_SOMETHING.pattern}}
+        text = {"type": "string", "pattern": self._SAYS_SOMETHING.pattern}
+        return {"type": "array", "items": text, "maxItems": self.most}
 
 
 class Prompt:

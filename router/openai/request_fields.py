@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from router.openai.chat_fields import Documents, Messages, Variables
-from router.openai.content import KeptTokens, LogitBias, Prompt, Stops, Texts, TokenIds
+from router.openai.content import KeptTokens, LogitBias, Prompt, Stops, Texts, TokenSet
 from router.openai.fields import (
     Accepted,
     Boolean,
@@ -67,7 +67,7 @@ _OBEYED = [
           about="So many choices are generated, and the `n` of them with the highest log-probability per token are the "
           "answer. At least `n`; more than `n` not with `stream`."),
     Field("stop", Stops(most=16), becomes="stop"),
-    _sampling("stop_token_ids", TokenIds()),
+    _sampling("stop_token_ids", TokenSet(most=1000), about="At most 1000."),
     Field("stream", Boolean(), False, becomes="stream"),
     Field("stream_options", Object([
         Field("include_usage", Boolean(), False),
@@ -101,8 +101,8 @@ _OBEYED = [
     Field("prompt_logprobs", Integer(0, Limit("max_logprobs")), becomes="num_prompt_logprobs",
           about="How likely the prompt's tokens were, each after all before it, and so many likeliest tokens at each "
           "place. Not with `stream`. All of the prompt is computed then, whatever the prefix cache holds."),
-    _sampling("allowed_token_ids", TokenIds(), about="Nothing else is chosen. Empty: no such bound."),
-    Field("bad_words", Texts(), becomes="bad_words",
+    _sampling("allowed_token_ids", TokenSet(), about="Nothing else is chosen. Empty: no such bound."),
+    Field("bad_words", Texts(most=1000), becomes="bad_words",
           about="Texts that the output does not hold: the last token of one is not chosen after its others."),
     Field("skip_special_tokens", Boolean(), True, "The text leaves out the names of special tokens.",
           becomes="hides_special_tokens"),

@@ -21,6 +21,7 @@ from tandem.core.errors import InvalidRequestError
 from tandem.core.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_MAX_BAD_TOKENS = 20_000
 
 _PROCESS_TAG = secrets.token_hex(4)
 _counter = itertools.count(1)
@@ -134,11 +135,15 @@ def _echoed(parsed: ParsedRequest, text: str | None, prompt_ids: list[int], toke
 def _bad_words(parsed: ParsedRequest, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The token ids of each bad word at the beginning of a text, and after a space where that makes another token."""
     found = []
-    for word in parsed.bad_words:
+    num_tokens = 0
+    for word in dict.fromkeys(parsed.bad_words):
         plain, spaced = (tokenizer.encode(f"{gap}{word.lstrip()}", add_special_tokens=False) for gap in ("", " "))
         found.append(tuple(plain))
         if len(spaced) == len(plain) and spaced[:1] != plain[:1]:
             found.append(tuple(spaced))
+        num_tokens += len(plain) + len(spaced)
+        if num_tokens > _MAX_BAD_TOKENS:
+            refuse("bad_words", f"may have {_MAX_BAD_TOKENS} tokens, with a space before each word and without")
     return tuple(word for word in found if word)
 
 

@@ -89,14 +89,16 @@ class SequenceState:
         seen: the tokens of prompt and output.
         output_counts: the tokens of the output alone, with how often each occurs.
         output_ids: the tokens of the output, in order.
+        bounds: what the sampler has made of the choice's parameters, which it keeps here.
     """
 
-    __slots__ = ("output_counts", "output_ids", "seen")
+    __slots__ = ("bounds", "output_counts", "output_ids", "seen")
 
     def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
         self.seen = set(prompt_ids)
         self.output_counts: Counter[int] = Counter()
         self.output_ids: list[int] = []
+        self.bounds: object = None
         for token_id in output_ids:
             self.append(token_id)
 

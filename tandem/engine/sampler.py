@@ -15,6 +15,7 @@ import torch
 
 from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, TokenMask, uniform
+from tandem.engine.token_bounds import TokenBounds
 
 #: `top_p` first looks for its nucleus among this many likeliest tokens: a full sort of a large vocabulary is slow.
 _NUCLEUS_GUESS = 1024
@@ -133,18 +134,19 @@ def _sample_row(
     values = logits.double().numpy()
     if mask is not None or _changes_logits(row):
         values = values.copy()  # `double()` copied float32, not float64
-        _change_logits(values, row)
+        bounds = TokenBounds.of(row, len(values), eos_token_ids)
+        _change_logits(values, row, bounds)
         if mask is not None:
             _keep_to(values, _bits(mask, len(values)))
         if row.position < row.params.min_tokens:
-            _keep_going(values, row.params, eos_token_ids)
-        _mask(values, row.params, row.state.output_ids)
+            _keep_going(values, row.params, bounds)
+        _mask(values, row, bounds)
     if row.params.is_greedy:
         return int(values.argmax())
     return draw(values, row.params, uniform(row.params.seed, row.choice, row.position))
 
 
-def _change_logits(values: np.ndarray, row: SampleRow) -> None:
+def _change_logits(values: np.ndarray, row: SampleRow, bounds: TokenBounds) -> None:
     params, state = row.params, row.state
     if params.repetition_penalty != 1.0 and state.seen:
         seen = np.fromiter(state.seen, dtype=np.int64, count=len(state.seen))
@@ -155,9 +157,7 @@ def _change_logits(values: np.ndarray, row: SampleRow) -> None:
         output = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
         times = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
         values[output] -= params.frequency_penalty * times + params.presence_penalty
-    for token_id, bias in params.logit_bias:
-        if token_id < len(values):
-            values[token_id] += bias
+    np.add.at(values, bounds.biased, bounds.biases)
 
 
 def _keep_to(values: np.ndarray, allowed: np.ndarray) -> None:
@@ -167,28 +167,22 @@ def _keep_to(values: np.ndarray, allowed: np.ndarray) -> None:
         values[allowed != 0] = 0.0
 
 
-def _keep_going(values: np.ndarray, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+def _keep_going(values: np.ndarray, params: SamplingParams, bounds: TokenBounds) -> None:
     """Keep out what would end the output too soon, unless a grammar leaves nothing else."""
-    ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-    ids = [token_id for token_id in ends if token_id < len(values)]
-    before = values[ids]
-    values[ids] = -np.inf
+    before = values[bounds.ends]
+    values[bounds.ends] = -np.inf
     if params.grammar and values.max() == -np.inf:
-        values[ids] = before
+        values[bounds.ends] = before
 
 
-def _mask(values: np.ndarray, params: SamplingParams, output_ids: list[int]) -> None:
+def _mask(values: np.ndarray, row: SampleRow, bounds: TokenBounds) -> None:
     """Take away what must not be chosen. Raises `InvalidRequestError` where nothing is left."""
-    if params.allowed_token_ids:
-        allowed = [token_id for token_id in params.allowed_token_ids if token_id < len(values)]
+    if (allowed := bounds.allowed) is not None:
         kept = values[allowed]
         values[:] = -np.inf
         values[allowed] = kept
-    for word in params.bad_words:
-        *begun, last = word
-        if last < len(values) and output_ids[len(output_ids) - len(begun) :] == begun:
-            values[last] = -np.inf
-    if (params.allowed_token_ids or params.bad_words) and values.max() == -np.inf:
+    values[bounds.forbidden(row.state.output_ids)] = -np.inf
+    if (row.params.allowed_token_ids or row.params.bad_words) and values.max() == -np.inf:
         raise InvalidRequestError("allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose")
 
 

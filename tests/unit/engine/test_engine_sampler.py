@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -355,3 +355,34 @@ def test_where_nothing_is_left_to_choose_there_is_an_error_and_no_token() -> Non
     error = only([1.0, 2.0], temperature=0.0, allowed_token_ids=(1,), bad_words=((1,),))
     assert isinstance(error, InvalidRequestError)
     assert "leave no token" in error.message
+
+
+class Walked(tuple[Any, ...]):
+    """Counts how often somebody goes through it."""
+
+    def __new__(cls, values: Iterable[Any]) -> Walked:
+        made = super().__new__(cls, values)
+        made.times = 0
+        return made
+
+    times: int
+
+    def __iter__(self) -> Iterator[Any]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_long_lists_are_gone_through_once_for_a_choice_and_not_for_each_token() -> None:
+    lists = {
+        "allowed_token_ids": Walked(range(VOCAB)),
+        "bad_words": Walked((word, 1, word) for word in range(2, VOCAB)),
+        "stop_token_ids": Walked(range(1, VOCAB)),
+        "logit_bias": Walked((word, 0.5) for word in range(VOCAB)),
+    }
+    params, state = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=9, **lists), SequenceState((1, 2))
+    before = {name: walked.times for name, walked in lists.items()}
+    for position in range(5):
+        (token,) = sample_rows(logits_of(3), [SampleRow(state, params, position=position)])
+        assert isinstance(token, SampledToken)
+        state.append(token.token_id)
+    assert all(walked.times - before[name] <= 1 for name, walked in lists.items())

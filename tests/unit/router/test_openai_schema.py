@@ -295,6 +295,21 @@ def test_text_parts_become_one_text() -> None:
     assert parsed.messages == ({"role": "user", "content": "a\nb", "name": "n"},)
 
 
+def test_lists_that_are_looked_at_for_each_token_are_bounded(card_and_tokenizer: Any) -> None:
+    for name, values in (("bad_words", ["a"] * 1001), ("stop_token_ids", list(range(1001)))):
+        with pytest.raises(InvalidRequestError, match="may hold 1000") as caught:
+            completion(**{name: values})
+        assert caught.value.field == name
+    with pytest.raises(InvalidRequestError, match="20000 tokens") as caught:
+        made(completion(bad_words=["x" * 6000, "y" * 6000]), card_and_tokenizer)
+    assert caught.value.field == "bad_words"
+    several = [7, 5, 7.0, 5] * 1000
+    sampling = completion(allowed_token_ids=several, stop_token_ids=several).sampling
+    assert (sampling.allowed_token_ids, sampling.stop_token_ids) == ((7, 5), (7, 5))
+    (request,) = made(completion(bad_words=["a"] * 1000), card_and_tokenizer)
+    assert request.sampling.bad_words == ((97,),)
+
+
 def test_what_is_too_much_is_refused_before_it_is_looked_at() -> None:
     bounds = PromptBounds(max_prompts=4, max_context=32)
     bad = ["no token id"]

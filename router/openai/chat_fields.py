@@ -78,8 +78,10 @@ class _Message:
 
     def read(self, value: Any, path: str, scope: Scope) -> dict[str, Any]:
         message = self._FIELDS.read(value, path, scope)
-        if message.get("content") is None:
-            if not message.get("tool_calls"):
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)  # templates ask whether it is there
+        if "content" not in message:
+            if "tool_calls" not in message:
                 refuse(f"{path}.content", "is missing")
             message["content"] = ""  # templates join it with other text
         return message

@@ -80,20 +80,21 @@ class Object:
         if not isinstance(value, dict):
             refuse(path, f"must be an object, not {shown(value)}")
         prefix = f"{path}." if path else ""
-        given: dict[str, Any] = dict(value) if self._is_open else {}
+        given: dict[str, Any] = {}
         unknown = []
         for name, item in value.items():
             if item is None:
                 continue
             if (known := self._by_name.get(name)) is not None:
                 given[name] = known.kind.read(item, prefix + name, scope)
+            elif self._is_open:
+                given[name] = item
             else:
                 unknown.append(prefix + name)
         for field in self._required:
             if value.get(field.name) is None:
                 field.kind.read(None, prefix + field.name, scope)
-        if not self._is_open:
-            scope.ignored[:0] = sorted(unknown)  # before those of the objects in it
+        scope.ignored[:0] = sorted(unknown)  # before those of the objects in it
         return given
 
     def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:

@@ -95,6 +95,21 @@ def test_calls_and_results_reach_the_template(site: Site) -> None:
     )
 
 
+@pytest.mark.parametrize("no_calls", [{"tool_calls": None, "audio": None}, {"tool_calls": []}, {}])
+def test_a_message_without_calls_has_none_for_the_template(tmp_path: Path, no_calls: dict[str, Any]) -> None:
+    """Llama 3's ask whether `tool_calls` is there, and OpenAI's client writes what is absent as null."""
+    template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls|length != 1 %}"
+        "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% if 'audio' in m %}!{% endif %}{% endfor %}"
+    )
+    with opened_tool_site(tmp_path, template=template) as site:
+        talk = [*HI, {"role": "assistant", "content": "Hello", **no_calls}, {"role": "user", "content": "You"}]
+        answer = site.post("/v1/chat/completions", messages=talk, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        assert prompt_of(site) == "[user]Hi[assistant]Hello[user]You"
+
+
 def test_half_a_surrogate_pair_in_the_arguments_of_a_call_does_not_end_a_conversation(site: Site) -> None:
     """A model may write one, and the answer that has it as an escape comes back with every later turn."""
     says(site, '<tool_call>{"name": "weather", "arguments": {"city": "\\ud83d"}}</tool_call>')

@@ -70,7 +70,8 @@ class Exchange:
             call, requests, read_s = await self._requests(http, request_id, arrived_s)
             if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
-                await self._grammars.check(call.parsed.grammar)
+                text = await self._grammars.check(call.parsed.grammar)
+                requests = [replace(each, sampling=replace(each.sampling, grammar=text)) for each in requests]
             # Before the place in the queue: what fails here must not keep one.
             setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
             unread = unread_variables(call.parsed, self._context.tokenizer)

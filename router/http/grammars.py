@@ -37,8 +37,8 @@ class GrammarCheck:
         self._one_at_a_time = asyncio.Semaphore(1)
         self._num_waiting = 0
 
-    async def check(self, asked: AskedGrammar) -> None:
-        """Return where the grammar can be followed.
+    async def check(self, asked: AskedGrammar) -> str:
+        """The grammar as it travels, where it can be followed.
 
         Raises:
             InvalidRequestError: it cannot; names the field, and the part of a schema.
@@ -54,6 +54,10 @@ class GrammarCheck:
         if refusal:
             self._metrics.grammars_refused.inc()
             raise InvalidRequestError(refusal, field=asked.field)
+        if not asked.is_gbnf:
+            return asked.text
+        async with self._one_at_a_time:
+            return (await asyncio.to_thread(asked.as_read, self._limits)).text
 
     async def _compile(self, asked: AskedGrammar) -> str:
         if self._num_waiting >= _MAX_WAITING:
@@ -70,11 +74,14 @@ class GrammarCheck:
     def _verdict(self, asked: AskedGrammar) -> str:
         began_s = time.monotonic()
         try:
+            asked = asked.as_read(self._limits)
             said = self._refusal(asked)
             if not said:
                 return ""
             path, said = self._meant(asked, said)
             return f"{path}: {said}"
+        except InvalidRequestError as error:
+            return error.message
         finally:
             self._metrics.grammar_compile_s.observe(time.monotonic() - began_s)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
 
+from router.openai.gbnf import lark_of
 from router.openai.refusal import refuse, shown
 from tandem.core.config import LimitsConfig
 
@@ -27,14 +27,29 @@ class AskedGrammar:
     """What an output is to follow.
 
     Attributes:
-        text: as llguidance takes it, and as it travels.
+        text: as llguidance takes it, and as it travels; with `is_gbnf` in GBNF.
         field: that asked for it; refusals name it.
         schema: the JSON schema that it was made of; `None`: of none.
+        is_gbnf: whether it has to be read first: `as_read`.
     """
 
     text: str
     field: str
     schema: Any = None
+    is_gbnf: bool = False
+
+    def as_read(self, limits: LimitsConfig) -> AskedGrammar:
+        """The grammar as llguidance takes it. Not on a loop that serves others: GBNF is read in Python.
+
+        Raises `InvalidRequestError`: it cannot be read.
+        """
+        if not self.is_gbnf:
+            return self
+        try:
+            lark = lark_of(self.text)
+        except Exception as error:  # noqa: BLE001 - the reader has no errors of its own
+            refuse(self.field, f"looks like GBNF and cannot be read: {error}")
+        return of_lark(lark, self.field, limits)
 
 
 def of_schema(schema: Any, field: str, limits: LimitsConfig, *, whitespace: str | None = WHITESPACE) -> AskedGrammar:
@@ -89,7 +104,12 @@ def of_lark(lark: str, field: str, limits: LimitsConfig) -> AskedGrammar:
 
 
 # An attribute of a rule: `[temperature=0.5]`.
-_TEMPERATURE = re.compile(r"\[[^\]\"/]*\btemperature\s*=")
+# No match goes on over another `[`, or many of them would take a time that grows with the square of their number.
+_TEMPERATURE = re.compile(r"\[[^\[\]\"/]*\btemperature\s*=")
+# What has one of these is no GBNF, whatever its literals have. Blank lines are passed one by one, for the same reason.
+_LARK = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:(?!:))")
+_RULE = "::="
+_MAX_GBNF_RULES = 1000
 
 
 def of_grammar(grammar: str, field: str, limits: LimitsConfig) -> AskedGrammar:
@@ -99,13 +119,11 @@ def of_grammar(grammar: str, field: str, limits: LimitsConfig) -> AskedGrammar:
         refuse(field, "sets a temperature; that of the request holds for all of it")
     if grammar.lstrip().startswith("{"):  # llguidance's own JSON has options that are not to be set
         refuse(field, "must be a grammar in Lark's form or in GBNF, not JSON")
-    if "::=" not in grammar:
+    if _RULE not in grammar or _LARK.search(grammar):
         return of_lark(grammar, field, limits)
-    try:
-        lark: str = any_to_lark(grammar)
-    except Exception as error:  # noqa: BLE001 - the converter has no errors of its own
-        refuse(field, f"looks like GBNF and cannot be read: {error}")
-    return of_lark(lark, field, limits)
+    if (num_rules := grammar.count(_RULE)) > _MAX_GBNF_RULES:
+        refuse(field, f"has {num_rules} rules of GBNF; at most {_MAX_GBNF_RULES} are taken")
+    return AskedGrammar(grammar, field, is_gbnf=True)
 
 
 def _check_size(text: str, field: str, limits: LimitsConfig) -> None:

@@ -35,7 +35,7 @@ def vocabulary() -> Vocabulary:
 
 
 def compiled(asked: AskedGrammar) -> CompiledGrammar:
-    return CompiledGrammar(asked.text, vocabulary().tokens)
+    return CompiledGrammar(asked.as_read(LIMITS).text, vocabulary().tokens)
 
 
 def is_in(mask: bytes, token_id: int) -> bool:
@@ -156,6 +156,33 @@ def test_other_forms_hold(asked: AskedGrammar, right: list[str], wrong: list[str
     grammar = compiled(asked)
     assert [text for text in right if not generates(grammar, text)] == []
     assert [text for text in wrong if generates(grammar, text)] == []
+
+
+_SIZE = LIMITS.max_grammar_bytes
+_NUM_LINKS = 990
+SLOW_TO_READ = {
+    "brackets": "start: " + "[" * (_SIZE - 7),
+    "blank lines": "\n" * (_SIZE - 14) + 'root ::= "b"',
+    "a chain": "root ::= long\nlong ::= " + '"a" ' * 25_000 + "r0\n"
+    + "".join(f"r{n} ::= r{n + 1}\n" for n in range(_NUM_LINKS)) + f'r{_NUM_LINKS} ::= "b"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLOW_TO_READ)
+def test_a_hostile_grammar_is_read_in_a_time_that_grows_with_its_length(name: str) -> None:
+    began_s = time.thread_time()
+    asked = of_grammar(SLOW_TO_READ[name], "f", LIMITS)
+    assert time.thread_time() - began_s < 0.1, "on the loop, where the body is small"
+    asked.as_read(LIMITS)
+    assert time.thread_time() - began_s < 3, "beside the loop, by Python that lets others run"
+
+
+def test_gbnf_of_too_many_rules_is_refused_at_once() -> None:
+    many = "".join(f"r{n} ::= r{n + 1}\n" for n in range(8000))
+    began_s = time.thread_time()
+    with pytest.raises(InvalidRequestError, match="f has 8000 rules of GBNF; at most 1000 are taken"):
+        of_grammar(many, "f", LIMITS)
+    assert time.thread_time() - began_s < 0.1
 
 
 @pytest.mark.parametrize(

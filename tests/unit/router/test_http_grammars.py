@@ -53,7 +53,9 @@ def test_one_grammar_travels_to_both_workers(site: Site, form: dict[str, Any], c
     before = site.prefill.count("start")
     assert post(site, chat, **form).status_code == 200
     start, reserve = (w.wait_for(kind, before + 1) for w, kind in ((site.prefill, "start"), (site.decode, "reserve")))
-    assert start.sampling.grammar == reserve.sampling.grammar != ""
+    assert start.sampling.grammar == reserve.sampling.grammar
+    assert start.sampling.grammar != ""
+    assert "::=" not in start.sampling.grammar
 
 
 def test_without_a_form_nothing_travels(site: Site) -> None:
@@ -79,6 +81,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": PERSON}}, "structured_outputs.json.properties.age: ", "not"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: ", "regex"),
     ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar: ", "missing"),
+    ({"structured_outputs": {"grammar": "root ::= missing"}}, "structured_outputs.grammar", "looks like GBNF"),
 ]
 
 

@@ -93,7 +93,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": "3"}}, "structured_outputs.json"),
     ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
-    ({"structured_outputs": {"grammar": "root ::= nothing"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": "a ::= b\n" * 1001}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"grammar": 'start: a\na[temperature=0.5]: "x"'}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"grammar": ' {"grammars": []}'}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),

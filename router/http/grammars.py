@@ -34,8 +34,9 @@ class GrammarCheck:
         self._vocabulary = _vocabulary(context.tokenizer, card)
         # By the digest of a grammar and the field that asked for it: why it is refused; empty: it is not.
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        # By the same digest: verdicts that are being found, each for all who ask.
+        self._tasks: dict[bytes, asyncio.Task[str]] = {}
         self._one_at_a_time = asyncio.Semaphore(1)
-        self._num_waiting = 0
 
     async def check(self, asked: AskedGrammar) -> str:
         """The grammar as it travels, where it can be followed.
@@ -46,9 +47,8 @@ class GrammarCheck:
         """
         digest = sha256(f"{asked.field}\n{asked.text}".encode()).digest()
         if (refusal := self._verdicts.get(digest)) is None:
-            refusal = self._verdicts[digest] = await self._compile(asked)
-            if len(self._verdicts) > _MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
+            # Who goes away leaves the verdict to the others.
+            refusal = await asyncio.shield(self._task(digest, asked))
         else:
             self._verdicts.move_to_end(digest)
         if refusal:
@@ -59,15 +59,23 @@ class GrammarCheck:
         async with self._one_at_a_time:
             return (await asyncio.to_thread(asked.as_read, self._limits)).text
 
-    async def _compile(self, asked: AskedGrammar) -> str:
-        if self._num_waiting >= _MAX_WAITING:
+    def _task(self, digest: bytes, asked: AskedGrammar) -> asyncio.Task[str]:
+        if (task := self._tasks.get(digest)) is not None:
+            return task
+        if len(self._tasks) >= _MAX_WAITING:
             raise OverloadedError("too many new grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
-        self._num_waiting += 1
+        task = self._tasks[digest] = asyncio.create_task(self._compile(digest, asked), name="grammar")
+        return task
+
+    async def _compile(self, digest: bytes, asked: AskedGrammar) -> str:
         try:
             async with self._one_at_a_time:
-                return await asyncio.to_thread(self._verdict, asked)
+                refusal = self._verdicts[digest] = await asyncio.to_thread(self._verdict, asked)
         finally:
-            self._num_waiting -= 1
+            del self._tasks[digest]
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return refusal
 
     # -- beside the loop
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from router.http import grammars
+from router.openai.grammar import AskedGrammar
 from tandem.core.errors import InvalidRequestError
 from tandem.core.grammar import CompiledGrammar
 from tests.support.router_site import Site, opened_site, write_checkpoint
@@ -135,6 +136,34 @@ def test_who_asks_for_too_many_new_grammars_at_once_is_told_to_wait_and_others_a
             opened.set()
         statuses = sorted(one.result().status_code for one in asked)
     assert statuses == [200, 200, 429]
+
+
+def test_many_requests_at_once_with_the_same_new_grammar_wait_for_one_compilation(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, come, compiled = threading.Event(), list[AskedGrammar](), list[str]()
+    check = grammars.GrammarCheck.check
+
+    async def counted(self: grammars.GrammarCheck, asked: AskedGrammar) -> str:
+        come.append(asked)
+        return await check(self, asked)
+
+    def held(text: str, tokens: Any) -> CompiledGrammar:
+        compiled.append(text)
+        assert opened.wait(20)
+        return CompiledGrammar(text, tokens)
+
+    monkeypatch.setattr(grammars, "CompiledGrammar", held)
+    monkeypatch.setattr(grammars, "_MAX_WAITING", 2)
+    monkeypatch.setattr(grammars.GrammarCheck, "check", counted)
+    with ThreadPoolExecutor(8) as pool:
+        try:
+            asked = [pool.submit(post, site, structured_outputs={"regex": "of one burst"}) for _ in range(8)]
+            wait_until(lambda: len(come) == 8, "all of them", 10)
+        finally:
+            opened.set()
+        assert [one.result().status_code for one in asked] == [200] * 8
+    assert len(compiled) == 1
 
 
 def test_what_a_worker_finds_too_complex_is_the_requests_error(site: Site) -> None:

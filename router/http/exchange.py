@@ -109,7 +109,8 @@ class Exchange:
         def work() -> tuple[Call, list[Request]]:
             call = self._read_body(parse_body(raw), context.config.limits, bounds)
             card.check_name(call.parsed.model)
-            call = replace(call, parsed=with_bound_calls(call.parsed, card, context.config.limits))
+            bound = with_bound_calls(call.parsed, card, context.tokenizer, context.config.limits)
+            call = replace(call, parsed=bound)
             requests = requests_from(
                 call.parsed,
                 tokenizer=context.tokenizer,

@@ -8,15 +8,22 @@ from typing import Any
 
 from router.openai.grammar import AskedGrammar, of_lark
 from router.openai.model_card import ModelCard
+from router.openai.reasoning import marks_of
 from router.openai.refusal import refuse
 from router.openai.schema import ParsedRequest
 from router.tools.formats import ToolFormat
 from router.tools.grammar import CallForm, Wanted, grammar_of
 from router.tools.pieces import ToolUse
 from tandem.core.config import LimitsConfig
+from tandem.core.tokenizer import Tokenizer
+
+#: As it is named where it does not hold.
+_STRICT = "tools.strict"
 
 
-def with_bound_calls(parsed: ParsedRequest, card: ModelCard, limits: LimitsConfig) -> ParsedRequest:
+def with_bound_calls(
+    parsed: ParsedRequest, card: ModelCard, tokenizer: Tokenizer, limits: LimitsConfig
+) -> ParsedRequest:
     """`parsed`, with the grammar and the stop string that its calls need.
 
     Raises:
@@ -25,12 +32,25 @@ def with_bound_calls(parsed: ParsedRequest, card: ModelCard, limits: LimitsConfi
     use, form = parsed.tool_use, card.tool_format
     if not use.is_offered or form is None:
         return parsed
+    if parsed.grammar is None and not _may_be_strict(use, form, tokenizer):
+        use = dataclasses.replace(use, strict=frozenset())
+        parsed = dataclasses.replace(parsed, tool_use=use, ignored_fields=(*parsed.ignored_fields, _STRICT))
     if _needs_grammar(use, form) or parsed.grammar is not None:
         return _with_grammar(parsed, form, card, limits)
     if not use.may_be_parallel and form.close:
         # It ends behind its first call; that costs no grammar.
         return dataclasses.replace(parsed, stop=(*parsed.stop, form.close))
     return parsed
+
+
+def _may_be_strict(use: ToolUse, form: ToolFormat, tokenizer: Tokenizer) -> bool:
+    """Whether schemas of strict tools may hold; false only where they alone ask for a grammar.
+
+    Where the model may call or not, a grammar would keep it from thinking first: what it thinks has no form.
+    """
+    if not use.strict or _needs_grammar(dataclasses.replace(use, strict=frozenset()), form):
+        return True
+    return form.form is not None and form.form.has_plain_text and marks_of(tokenizer) is None
 
 
 def _needs_grammar(use: ToolUse, form: ToolFormat) -> bool:

@@ -49,7 +49,12 @@ class Const:
 FUNCTION_FIELDS = (
     Field("name", TOOL_NAME, is_required=True),
     Field("description", Text()),
-    Field("strict", Boolean(), about="Whether calls follow the schema also where the model need not call."),
+    Field(
+        "strict",
+        Boolean(),
+        about="Whether calls follow the schema also where the model need not call. Where that cannot hold, "
+        "`tandem-ignored-fields` has `tools.strict`.",
+    ),
 )
 
 

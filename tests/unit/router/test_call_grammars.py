@@ -42,9 +42,9 @@ ROUNDS = 12
 class Model:
     """A model of one format that writes whatever a grammar lets it write."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, thinking: str = "") -> None:
         form = next(form for form in FORMATS if form.name == name)
-        checkpoint = write_checkpoint(directory / name, template=SIGNS[name] + TOOLS, specials=form.markers)
+        checkpoint = write_checkpoint(directory / name, template=SIGNS[name] + TOOLS + thinking, specials=form.markers)
         self.tokenizer = Tokenizer.from_dir(checkpoint)
         self.card = ModelCard.from_dir(checkpoint, configuration.load(None), self.tokenizer)
         assert self.card.tool_format is form
@@ -58,7 +58,7 @@ class Model:
         ]
         body = {"model": "toy", "messages": HI, "tools": tools, **body}
         parsed = parse_chat(body, LimitsConfig(), PromptBounds(1, None))
-        return with_bound_calls(parsed, self.card, LimitsConfig())
+        return with_bound_calls(parsed, self.card, self.tokenizer, LimitsConfig())
 
     def compiled(self, parsed: ParsedRequest) -> CompiledGrammar:
         assert parsed.grammar is not None
@@ -206,6 +206,25 @@ def test_a_format_that_no_grammar_makes_is_refused_by_name(models: dict[str, Mod
     with pytest.raises(InvalidRequestError, match=f"not possible with this model's \\({name}\\) yet") as caught:
         models[name].asked(tool_choice="required")
     assert caught.value.field == "tool_choice"
+
+
+@pytest.mark.parametrize("name", [*CALLS, *UNBOUND, "harmony"])
+def test_strict_tools_leave_a_model_free_to_think_and_are_named_where_it_may_call_or_not(
+    models: dict[str, Model], tmp_path: Path, name: str
+) -> None:
+    model = models[name] if name not in CALLS else Model(tmp_path, name, "{% if false %}<think></think>{% endif %}")
+    parsed = model.asked(strict=True, zebra=1)
+    assert parsed.grammar is None
+    assert parsed.ignored_fields == ("zebra", "tools.strict")
+    assert parsed.tool_use.strict == frozenset()
+    if name in BOUND:
+        forced = model.asked(strict=True, tool_choice="required")
+        assert forced.grammar is not None
+        assert forced.ignored_fields == ()
+    if name in CALLS:
+        held = models[name].asked(strict=True)
+        assert held.grammar is not None
+        assert held.ignored_fields == ()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.support.router_site import EOS, Site, frames, opened_site
-from tests.support.tool_site import ARGUMENTS, CALL, WEATHER, opened_tool_site, prompt_of, says
+from tests.support.tool_site import ARGUMENTS, CALL, TOOL_TEMPLATE, WEATHER, opened_tool_site, prompt_of, says
 
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}}
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -234,6 +234,19 @@ def test_markers_that_are_special_tokens_are_read_and_never_shown(tmp_path: Path
         assert told[-1]["finish_reason"] == "tool_calls"
         plain = ask(site, tools=[]).json()["choices"][0]["message"]["content"]
         assert plain == f"I look.weather{ARGUMENTS}", "without tools no special token is text"
+
+
+def test_a_model_that_thinks_is_read_with_strict_tools_as_without(tmp_path: Path) -> None:
+    thinking = "{% if add_generation_prompt %}<think>{% else %}</think>{% endif %}"
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    with opened_tool_site(tmp_path, template=TOOL_TEMPLATE + thinking) as site:
+        says(site, f"Shall I?\n{CALL}</think>I look.\n{CALL}")
+        response = ask(site, tools=[strict])
+        assert response.headers["tandem-ignored-fields"] == "tools.strict"
+        said = response.json()["choices"][0]["message"]
+        assert said["reasoning_content"] == f"Shall I?\n{CALL}"
+        assert said["content"] == "I look."
+        assert [call["function"]["arguments"] for call in said["tool_calls"]] == [ARGUMENTS]
 
 
 def test_a_model_that_always_writes_harmony_is_read_without_tools(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ class Guide:
             self.matcher.take(token_ids)
         return self.matcher
 
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Go on behind these tokens, which another run gave out. Raises as `Matcher.take`."""
+        self.match([]).replay(token_ids)
+
     def take_new(self) -> list[int] | None:
         """What is to be matched for the next mask; `None`: the output begins, and its mask is there."""
         if self.matcher is None and not self._new:

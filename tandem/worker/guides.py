@@ -138,7 +138,7 @@ def _mask_at(masks: Future[Masks], index: int) -> TokenMask | TandemError:
 def _replayed(grammar: CompiledGrammar, output: Sequence[int]) -> Guide:
     guide = Guide(grammar)
     if output:
-        guide.match(output)
+        guide.replay(output)
     return guide
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,24 @@ def test_masks_of_a_step_are_made_beside_it_and_each_guide_has_its_own(guides: G
     begun.push(a)
     guides.begin([begun])
     assert bits(begun.allowed()) == {b, c}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 700, 2000])
+def test_a_long_output_is_replayed_as_it_was_written(inbox: queue.Queue[Any], num_tokens: int) -> None:
+    """Its lexer has to make thousands of states, far more than one step may."""
+    draw, grammar = random.Random(1), regex("(?s:.*a.{12})")
+    output = [TEXTS.index(draw.choice("ab")) for _ in range(num_tokens)]
+    first, other = (Guides(vocabulary(), inbox.put, WorkerCounters()) for _ in range(2))
+    (live,) = prepared(first, inbox, grammar, [])
+    for token_id in output:
+        live.push(token_id)
+        first.begin([live])
+        live.allowed()
+    (replayed,) = prepared(other, inbox, grammar, output)
+    other.begin([replayed])
+    assert replayed.allowed() == live.allowed()
+    for guides in (first, other):
+        guides.close()
 
 
 def bits(mask: bytes) -> set[int]:

@@ -70,6 +70,7 @@ def _with_grammar(parsed: ParsedRequest, form: ToolFormat, card: ModelCard, limi
         is_forced=is_forced or parsed.grammar is not None,
         is_single=not use.may_be_parallel,
         instead=_instead(parsed, is_forced=is_forced),
+        spacing={} if parsed.grammar is None else parsed.grammar.spacing,
     )
     grammar = of_lark(_lark(calls, wanted, card), "tools", limits)
     sampling = dataclasses.replace(parsed.sampling, grammar=grammar.text)

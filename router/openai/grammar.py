@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import field as with_default
 from typing import Any
 
 import orjson
@@ -30,12 +31,14 @@ class AskedGrammar:
         text: as llguidance takes it, and as it travels; with `is_gbnf` in GBNF.
         field: that asked for it; refusals name it.
         schema: the JSON schema that it was made of; `None`: of none.
+        spacing: what stands between the parts of that JSON, as llguidance's options.
         is_gbnf: whether it has to be read first: `as_read`.
     """
 
     text: str
     field: str
     schema: Any = None
+    spacing: dict[str, Any] = with_default(default_factory=dict)
     is_gbnf: bool = False
 
     def as_read(self, limits: LimitsConfig) -> AskedGrammar:
@@ -65,19 +68,15 @@ def of_schema(schema: Any, field: str, limits: LimitsConfig, *, whitespace: str 
     except orjson.JSONEncodeError:
         refuse(field, "is nested too deeply")
     _check_size(text, field, limits)
-    grammar = LLMatcher.grammar_from_json_schema(
-        text,
-        # They go before the schema's own `x-guidance`, which could make whitespace endless or pass keywords over.
-        overrides={
-            "whitespace_flexible": whitespace is not None,
-            "whitespace_pattern": whitespace,
-            "item_separator": ",",
-            "key_separator": ":",
-            "coerce_one_of": False,
-            "lenient": False,
-        },
-    )
-    return AskedGrammar(grammar, field, schema)
+    spacing = {
+        "whitespace_flexible": whitespace is not None,
+        "whitespace_pattern": whitespace,
+        "item_separator": ",",
+        "key_separator": ":",
+    }
+    # They go before the schema's own `x-guidance`, which could make whitespace endless or pass keywords over.
+    overrides: Any = {**spacing, "coerce_one_of": False, "lenient": False}
+    return AskedGrammar(LLMatcher.grammar_from_json_schema(text, overrides=overrides), field, schema, spacing)
 
 
 def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:

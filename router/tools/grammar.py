@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: A marker in a grammar: its token where it is a special one, else its text.
@@ -46,12 +46,14 @@ class Wanted:
         is_forced: whether there is nothing but calls; else there is text, with calls or without.
         is_single: whether there is one call at most.
         instead: a schema of JSON that may come in place of calls; with `is_forced`.
+        spacing: what stands between the parts of that JSON, as llguidance's options.
     """
 
     tools: Sequence[tuple[str, dict[str, Any] | None]]
     is_forced: bool
     is_single: bool
     instead: Any = None
+    spacing: dict[str, Any] = field(default_factory=dict)
 
 
 def grammar_of(form: CallForm, wanted: Wanted, marker: Marker) -> str:
@@ -67,7 +69,8 @@ def grammar_of(form: CallForm, wanted: Wanted, marker: Marker) -> str:
     start = _start(form, is_single=is_single, is_forced=wanted.is_forced, marker=marker)
     if wanted.instead is not None:
         start += " | instead"
-        rules.append(f"instead: %json {json.dumps({**wanted.instead, 'x-guidance': _SPACING}, ensure_ascii=False)}")
+        given = {**wanted.instead, "x-guidance": wanted.spacing}
+        rules.append(f"instead: %json {json.dumps(given, ensure_ascii=False)}")
     return "\n".join([start, *rules, ""])
 
 

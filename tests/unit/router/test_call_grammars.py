@@ -194,6 +194,14 @@ def test_an_answer_of_a_form_may_come_in_place_of_calls(models: dict[str, Model]
     assert model.takes(either, '{"sum": 4}')
     assert model.takes(either, before + BAD + after), "a tool that is not strict"
     assert not model.takes(either, "Four.")
+    assert model.takes(either, '{"sum":4}')
+    assert model.takes(either, '{\n  "sum": 4\n}')
+    compact = model.asked(structured_outputs={"json": schema, "disable_any_whitespace": True})
+    assert model.takes(compact, '{"sum":4}')
+    assert not model.takes(compact, '{"sum": 4}')
+    wide = model.asked(structured_outputs={"json": {**schema, "x-guidance": {}}, "whitespace_pattern": " {2}"})
+    assert model.takes(wide, '{  "sum"  :  4  }')
+    assert not model.takes(wide, '{"sum": 4}')
     with pytest.raises(InvalidRequestError, match="cannot hold where a tool has to be called") as caught:
         model.asked(response_format=form, tool_choice="required")
     assert caught.value.field == "response_format"

@@ -20,7 +20,7 @@ class Response:
     """One answer: an `Encoder`. A whole answer grows as a streamed one does; its events are not told."""
 
     def __init__(self, parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> None:
-        """`given`: the fields of the body that are set, most of which the answer repeats."""
+        """`given`: the fields of the body that are set, most of which the answer repeats, and its `text`."""
         self._setting = setting
         self._tells_logprobs = parsed.sampling.num_logprobs >= 0
         self._reader = setting.reader(parsed)
@@ -68,9 +68,12 @@ class Response:
         if self._tells_logprobs:
             self._untold += delta.tokens
         for piece in pieces:
-            tokens, self._untold = self._untold, []
-            logprobs = self._logprobs(tokens) if isinstance(piece, Said) else ()
+            logprobs: Sequence[Any] = ()
+            if isinstance(piece, Said):
+                logprobs, self._untold = self._logprobs(self._untold), []
             yield from self._output.take(piece, logprobs)
+        if pieces:  # those of reasoning and of calls are told nowhere
+            self._untold = []
         if delta.finish_reason is not None:
             yield from self._output.end("incomplete" if delta.finish_reason == "length" else "completed")
 
@@ -115,7 +118,7 @@ def _base(parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> dic
     """What every state of the response says."""
     use = parsed.tool_use
     repeated = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "prompt_cache_key", "reasoning",
-                "safety_identifier", "user")  # fmt: skip
+                "safety_identifier", "text", "user")  # fmt: skip
     return {
         "id": f"resp_{setting.request_id}",
         "object": "response",
@@ -127,7 +130,6 @@ def _base(parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> dic
         "temperature": parsed.sampling.temperature,
         "top_p": parsed.sampling.top_p,
         "top_logprobs": max(parsed.sampling.num_logprobs, 0),
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": _chosen(use),
         "tools": [_tool(tool["function"], use) for tool in use.tools],
         "background": False,

@@ -50,6 +50,10 @@ class _Include:
         return {"type": "array", "items": {"anyOf": [{"const": LOGPROBS}, {"type": "string"}]}}
 
 
+#: Of `text.format`.
+FORMAT_FIELDS = ("type", "name", "description", "schema", "strict")
+
+
 class _Format:
     """The form of the answer: as `response_format` of a chat, with the schema's fields beside its type."""
 

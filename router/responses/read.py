@@ -12,7 +12,7 @@ from router.openai.rows import Rows
 from router.openai.schema import ParsedRequest, check_ends
 from router.openai.tool_fields import tool_use
 from router.responses.answer import Response
-from router.responses.fields import LOGPROBS, RESPONSE
+from router.responses.fields import FORMAT_FIELDS, LOGPROBS, RESPONSE
 from tandem.core.config import LimitsConfig
 from tandem.core.sampling import SamplingParams
 
@@ -24,7 +24,15 @@ def read_response(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBoun
     scope = Scope(limits, bounds, [])
     given, values = _ROWS.read(body, scope)
     parsed = _parsed(given, values, tuple(scope.ignored))
-    return Call(parsed, lambda parsed, setting: Response(parsed, given, setting))
+    repeated = {**given, "text": {"format": _format(body), "verbosity": "medium"}}
+    return Call(parsed, lambda parsed, setting: Response(parsed, repeated, setting))
+
+
+def _format(body: dict[str, Any]) -> dict[str, Any]:
+    """`text.format` of a body that has been read, as OpenAI's clients want it back: a schema has a name."""
+    asked = (body.get("text") or {}).get("format") or {"type": "text"}
+    named = {"name": "schema"} if asked["type"] == "json_schema" else {}
+    return named | {name: asked[name] for name in FORMAT_FIELDS if asked.get(name) is not None}
 
 
 def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, ...]) -> ParsedRequest:

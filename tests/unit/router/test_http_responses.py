@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.support.router_site import Site
+from tests.support.router_site import EOS, Site
 from tests.support.tool_site import ARGUMENTS, CALL, TOOL_TEMPLATE, WEATHER, opened_tool_site, prompt_of, says
 
 TOOL: Any = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": WEATHER, "strict": False}
@@ -189,6 +189,37 @@ def test_log_probabilities_come_where_they_are_asked_for(site: Site) -> None:
     assert [entry.token for entry in part.logprobs] == list("Hel")
     told = [e["logprobs"] for e in events(site, **asked) if e["type"] == "response.output_text.delta"]
     assert [[entry["token"] for entry in one] for one in told] == [["H"], ["e"], ["l"]]
+
+
+def test_a_token_that_ends_reasoning_and_begins_the_answer_has_its_log_probability(tmp_path: Path) -> None:
+    template = TOOL_TEMPLATE + "<think>{# </think> #}"
+    with opened_tool_site(tmp_path, template=template, specials=["m.</think>I"]) as site:
+        tokens = [ord("H"), 301, *b" am.", EOS]
+        site.prefill.script = site.decode.script = lambda prompt, choice, index: tokens[min(index, len(tokens) - 1)]
+        asked: Any = {"include": ["message.output_text.logprobs"], "skip_special_tokens": False}
+        answer = site.post("/v1/responses", input="Hi", **asked).json()
+        reasoning, message = answer["output"]
+        assert reasoning["content"][0]["text"] == "Hm."
+        (part,) = message["content"]
+        assert part["text"].startswith("I am.")
+        assert [entry["token"] for entry in part["logprobs"]][:5] == ["m.</think>I", " ", "a", "m", "."]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, {"type": "text"}),
+        ({"format": {"type": "json_object"}}, {"type": "json_object"}),
+        ({"format": {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True, "description": None}},
+         {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True}),
+        ({"format": {"type": "json_schema", "schema": WEATHER}},
+         {"type": "json_schema", "name": "schema", "schema": WEATHER}),
+    ],
+)  # fmt: skip
+def test_the_form_that_was_obeyed_is_told(site: Site, asked: dict[str, Any], told: dict[str, Any]) -> None:
+    body = site.post("/v1/responses", input="Hi", text=asked).json()
+    assert body["text"] == {"format": told, "verbosity": "medium"}
+    Response.model_validate(body, strict=True)
 
 
 def test_a_stream_that_fails_says_so_in_the_clients_terms(site: Site) -> None:

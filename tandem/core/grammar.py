@@ -41,10 +41,13 @@ class CompiledGrammar:
 
     Attributes:
         first_mask: what an output may begin with.
+        is_worn: an output has become too complex. All outputs share the states of the lexer, which only become more, so
+            those that begin now have to follow another one.
     """
 
     def __init__(self, text: str, tokens: llguidance.LLTokenizer) -> None:
         """Raises `InvalidRequestError`: it is no grammar, is too complex, or nothing follows it."""
+        self.is_worn = False
         self._matcher = llguidance.LLMatcher(tokens, text, log_level=0, limits=LIMITS)
         _check(self._matcher)
         self.first_mask: TokenMask = self._matcher.compute_bitmask()
@@ -61,14 +64,15 @@ class CompiledGrammar:
         matcher.check()
 
     def new_matcher(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._matcher.deep_copy(), self)
 
 
 class Matcher:
     """Follows one output, token by token. One thread at a time."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, grammar: CompiledGrammar) -> None:
         self.inner = matcher
+        self._grammar = grammar
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Go on behind these tokens.
@@ -95,6 +99,8 @@ class Matcher:
 
     def check(self) -> None:
         """Raises `InvalidRequestError` where the grammar has become too complex."""
+        if self.inner.is_error():
+            self._grammar.is_worn = True
         _check(self.inner)
 
 

@@ -18,7 +18,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from tandem.core.errors import InternalError, TandemError
+from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.grammar import CompiledGrammar, Matcher
 from tandem.core.sampling import TokenMask
 from tandem.core.vocabulary import Vocabulary
@@ -81,18 +81,32 @@ class Guides:
 
     def _prepare(self, grammar: str, outputs: Sequence[Sequence[int]]) -> list[Guide] | TandemError:
         try:
-            compiled = self._compiled(grammar)
-            return [_replayed(compiled, output) for output in outputs]
+            return self._made(grammar, outputs)
         except TandemError as error:
             return error
         except Exception as error:  # noqa: BLE001 - it goes to whoever asked
             _log.exception("a grammar could not be prepared")
             return InternalError(f"a grammar could not be prepared: {type(error).__name__}: {error}")
 
+    def _made(self, grammar: str, outputs: Sequence[Sequence[int]]) -> list[Guide]:
+        known = self._kept.get(grammar)
+        compiled = self._compiled(grammar)
+        try:
+            return [_replayed(compiled, output) for output in outputs]
+        except (InvalidRequestError, InternalError):
+            if compiled is not known:
+                raise
+            compiled.is_worn = True
+        # What other outputs have left of it was too little; a new one has all that there is.
+        compiled = self._compiled(grammar)
+        return [_replayed(compiled, output) for output in outputs]
+
     def _compiled(self, grammar: str) -> CompiledGrammar:
-        if (known := self._kept.get(grammar)) is not None:
-            self._kept.move_to_end(grammar)
-            return known
+        if (known := self._kept.pop(grammar, None)) is not None:
+            if not known.is_worn:
+                self._kept[grammar] = known
+                return known
+            self._num_kept_chars -= len(grammar)
         if isinstance(self._vocabulary, TandemError):
             raise self._vocabulary
         compiled = CompiledGrammar(grammar, self._vocabulary.tokens)

@@ -85,6 +85,34 @@ def test_a_long_output_is_replayed_as_it_was_written(inbox: queue.Queue[Any], nu
         guides.close()
 
 
+def test_what_outputs_have_used_up_of_a_grammar_is_there_again_for_those_behind_them(
+    guides: Guides, inbox: queue.Queue[Any]
+) -> None:
+    """The states of a grammar's lexer are shared by all that follow it."""
+    draw, grammar = random.Random(1), regex("(?s:.*a.{16})")
+    letters = [TEXTS.index(letter) for letter in "ab"]
+    output = draw.choices(letters, k=100_000)
+
+    def follow(guide: Any, token_ids: list[int]) -> int:
+        for number, token_id in enumerate(token_ids):
+            guide.push(token_id)
+            guides.begin([guide])
+            try:
+                guide.allowed()
+            except InvalidRequestError:
+                return number
+        return len(token_ids)
+
+    (first,) = prepared(guides, inbox, grammar, [])
+    num_tokens = follow(first, output)
+    assert 100 < num_tokens < len(output), "it becomes too complex"
+    (second,) = prepared(guides, inbox, grammar, [])
+    most = num_tokens * 3 // 4
+    assert follow(second, output[:most]) == most
+    (third,) = prepared(guides, inbox, grammar, draw.choices(letters, k=most))
+    assert follow(third, letters) == 2
+
+
 def bits(mask: bytes) -> set[int]:
     return {token_id for token_id in range(8 * len(mask)) if mask[token_id >> 3] >> (token_id & 7) & 1}
 

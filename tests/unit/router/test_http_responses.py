@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.support.router_site import EOS, Site
+from tests.support.router_site import EOS, Site, in_background
+from tests.support.scripted_worker import ScriptedDecode
 from tests.support.tool_site import ARGUMENTS, CALL, TOOL_TEMPLATE, WEATHER, opened_tool_site, prompt_of, says
 
 TOOL: Any = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": WEATHER, "strict": False}
@@ -274,3 +276,32 @@ def test_reasoning_is_an_item_of_its_own(tmp_path: Path) -> None:
         items: Any = [{"role": "user", "content": "Hi"}, *(item.to_dict() for item in answer.output)]
         again = site.openai().responses.create(model="toy", input=items, **asked)
         assert again.output_text == "No."
+
+
+def test_a_call_goes_on_with_the_same_events_after_its_worker_is_lost(tmp_path: Path) -> None:
+    def bare(frames: str) -> list[str]:
+        """Without what differs from answer to answer."""
+        return re.sub(r'[0-9a-f]{24,}|"created_at":\d+', "", frames).split("\n\n")
+
+    with opened_tool_site(tmp_path) as site:
+        says(site, f"I look.\n{CALL}")
+        asked: Any = {"path": "/v1/responses", "input": "Hi", "tools": [TOOL], "stream": True, "seed": 1}
+        unbroken = site.post(**asked)
+        site.decode.held_back.clear()
+        num_before = site.metrics()["tandem_itl_seconds_count"]
+        under_way = in_background(site, prompt=None, max_tokens=None, **asked)
+        reserve = site.decode.wait_for("reserve", 2)
+        site.decode.wait_for("attach", 2)
+        for index in range(1, 40):
+            site.decode.emit(token=site.decode.token(reserve, 0, index))
+        other = ScriptedDecode("decode-1")
+        other.script = site.decode.script
+        site.add(other)
+        site.until_metric("tandem_itl_seconds_count", num_before + 39)
+        site.decode.kill()
+        broken = under_way.result()
+        assert bytes(other.wait_for("reserve").journal[0].token_ids) == f"I look.\n{CALL}".encode()[:40]
+        events = bare(broken.text)
+        assert events == bare(unbroken.text)
+        assert events[-2].startswith("event: response.completed")
+        assert '"arguments":"{\\"city\\": \\"Kyōto\\"}"' in events[-2]

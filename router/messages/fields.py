@@ -10,7 +10,7 @@ from router.openai.fields import Accepted, Boolean, Elsewhere, Field, Integer, N
 from router.openai.grammar import AskedGrammar, of_schema
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
-from router.openai.request_fields import EFFORT, FIELDS, as_in_chats
+from router.openai.request_fields import EFFORT, FIELDS, THINKING_FIELDS, as_in_chats
 from router.openai.tool_fields import FUNCTION_FIELDS, TOOL_NAME, Chosen, Const, JsonObject, Tool
 from router.tools.formats import normal_tool
 from tandem.core.config import LimitsConfig
@@ -93,11 +93,8 @@ _OF_A_PROMPT = [
     Field("tools", _Tools(), about="Where the model's chat template knows tools; of the client's own, no other types."),
     Field("tool_choice", _ToolChoice(), about="`auto`: the model may call; `none`: it is told of no tool; `any`, or a "
           "`tool`: it has to call."),
-    Field("thinking", Object([
-        Field("type", OneOf("enabled", "adaptive", "disabled"), is_required=True),
-        Field("budget_tokens", Accepted.ALWAYS), Field("display", Accepted.ALWAYS),
-    ]), about="Where the model's chat template knows reasoning; as long as the model likes. Without it, as the "
-        "template has it."),
+    Field("thinking", Object(THINKING_FIELDS), about="Where the model's chat template knows reasoning; as long as the "
+          "model likes. Without it, as the template has it."),
     Field("output_config", Object([Field("effort", EFFORT), Field("format", _Format())])),
     *(Field(name, NotYet()) for name in ("container", "mcp_servers")),
     # `context_management`: what may be left out of a prompt; here nothing is.

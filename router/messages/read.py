@@ -13,7 +13,7 @@ from router.openai.fields import PromptBounds, Scope
 from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse
 from router.openai.rows import Rows
-from router.openai.schema import ParsedRequest, check_ends
+from router.openai.schema import ParsedRequest, check_ends, thinking_of
 from router.openai.tool_fields import Chosen, use_of
 from tandem.core.chat_template import ChatOptions
 from tandem.core.config import LimitsConfig
@@ -59,8 +59,8 @@ def _parsed(
         return_token_ids=False,
         add_special_tokens=False,
         reasoning_fields=(),
-        reasoning_effort=_effort(values),
-        thinks="thinking" if _wants_thinking(values) else "",
+        reasoning_effort=values.get("output_config", {}).get("effort"),
+        **thinking_of(values),
         ignored_fields=tuple(scope.ignored),
         tool_use=use_of(values.get("tools", ()), chosen, may_be_parallel=may_be_parallel),
         **others,
@@ -74,18 +74,6 @@ def _chat_options(messages: Sequence[dict[str, Any]]) -> ChatOptions:
     if "tool_calls" in messages[-1]:
         refuse("messages", "must not end with a tool_use: its tool_result has to follow")
     return ChatOptions(add_generation_prompt=False, continue_final_message=True)
-
-
-def _wants_thinking(values: dict[str, Any]) -> bool:
-    return values.get("thinking", {}).get("type") in ("enabled", "adaptive")
-
-
-def _effort(values: dict[str, Any]) -> str | None:
-    """As a chat's `reasoning_effort`; `None`: what the template has."""
-    if values.get("thinking", {}).get("type") == "disabled":
-        return "none"
-    effort: str | None = values.get("output_config", {}).get("effort")
-    return effort or ("medium" if _wants_thinking(values) else None)
 
 
 def _grammar(values: dict[str, Any]) -> AskedGrammar | None:

@@ -260,19 +260,15 @@ class NotYet:
         return {"enum": list(self._harmless), "description": "Not supported yet: only what asks for nothing is taken."}
 
 
-class Elsewhere:
+class Elsewhere(NotYet):
     """It is spelled otherwise here: refused with that spelling, unless it asks for nothing."""
 
-    def __init__(self, spelling: str) -> None:
-        self._spelling = spelling
-
-    def read(self, value: Any, path: str, _: Scope) -> Any:
-        if value not in EMPTY:
-            refuse(path, f"is not taken here; use {self._spelling}")
-        return value
+    def __init__(self, spelling: str, *harmless: Any) -> None:
+        super().__init__(*harmless)
+        self.rule = f"is not taken here; use {spelling}"
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"enum": list(EMPTY), "description": f"Not taken here; use {self._spelling}."}
+        return {"enum": list(self._harmless), "description": f"It {self.rule}."}
 
 
 # -- helpers

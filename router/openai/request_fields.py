@@ -36,6 +36,13 @@ _WEEK_S = 7 * 24 * 3600
 
 EFFORT = OneOf("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
+#: As Anthropic, DeepSeek and GLM have it.
+THINKING_FIELDS = (
+    Field("type", OneOf("enabled", "adaptive", "disabled"), is_required=True),
+    Field("budget_tokens", Accepted.ALWAYS),
+    Field("display", Accepted.ALWAYS),
+)
+
 #: Variables by which chat templates switch reasoning.
 REASONING_SWITCHES = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
 
@@ -132,6 +139,11 @@ _OBEYED = [
           becomes="reasoning_effort",
           about="For the model's chat template, where it has such a variable. Where it can but switch reasoning on and "
           "off, `none` is off."),
+    Field("enable_thinking", Boolean(), of="chat",
+          about="Switches reasoning on or off, as `thinking` does, where the model's chat template has a switch."),
+    Field("thinking", Object(THINKING_FIELDS), of="chat",
+          about="Switches reasoning on or off, where the model's chat template has a switch. Without it, as the "
+          "template has it."),
     Field("separate_reasoning", Boolean(), True, becomes="separates_reasoning", of="chat",
           about="What the model thinks before it speaks is in `reasoning` and `reasoning_content`, where its chat "
           "template marks that; else it is in `content`, with its marks."),
@@ -176,6 +188,7 @@ _OF_VLLM = [
     Field("continue_final_message", NotYet(False), of="completion"),
     Field("documents", NotYet(), of="completion"),
     Field("include_reasoning", NotYet(True), of="completion"),
+    *(Field(name, NotYet(), of="completion") for name in ("enable_thinking", "thinking")),
     Field("length_penalty", NotYet(1)),
     Field("routed_experts_prompt_start", NotYet(0)),
     Field("thinking_token_budget", NotYet(-1)),
@@ -204,6 +217,7 @@ _OF_OTHERS = [  # transformers, text-generation-inference, llama.cpp
     Field("grammar", Elsewhere("structured_outputs.grammar")),
     *_all(NotYet(), "max_new_tokens n_predict"),
     Field("do_sample", NotYet(True)),
+    Field("repeat_penalty", Elsewhere("repetition_penalty", 1)),
     *_all(NotYet(0), "dry_multiplier dynatemp_range min_length mirostat no_repeat_ngram_size top_a xtc_probability"),
     *_all(NotYet(1), "num_beams tfs_z typical_p"),
 ]

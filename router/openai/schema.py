@@ -61,7 +61,8 @@ class ParsedRequest:
     cache_salt: str = ""
     chat: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     reasoning_effort: str | None = None
-    thinks: str = ""  # the field that wants reasoning, which the model's template must know then
+    thinking: bool | None = None  # whether reasoning is wanted; `None`: as the model's template has it
+    thinking_field: str = ""  # the field that says so
     separates_reasoning: bool = True  # from what is said, where the model's template marks it
     includes_reasoning: bool = True  # in the answer, where it is separated
 
@@ -117,6 +118,7 @@ class _Parser:
             chat=_chat_options(values, given) if self._kind == "chat" else ChatOptions(),
             tool_use=tool_use(values) if self._kind == "chat" else NO_TOOLS,
             reasoning_fields=tuple(name for name in self._reasoning if name in given),
+            **(thinking_of(values) if self._kind == "chat" else {}),
             ignored_fields=tuple(scope.ignored),
             **self._rows.others(values),
         )
@@ -193,6 +195,18 @@ def _chat_options(values: dict[str, Any], given: dict[str, Any]) -> ChatOptions:
         documents=values.get("documents"),
         variables=values.get("chat_template_kwargs", {}),
     )
+
+
+def thinking_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `ParsedRequest`: what the fields `thinking` and `enable_thinking` say."""
+    said = {}
+    if kind := values.get("thinking", {}).get("type"):
+        said["thinking"] = kind != "disabled"
+    if isinstance(values.get("enable_thinking"), bool):
+        said["enable_thinking"] = values["enable_thinking"]
+    if len(set(said.values())) > 1:
+        refuse("enable_thinking", "says otherwise than thinking; leave one of them out")
+    return next(({"thinking": wanted, "thinking_field": field} for field, wanted in said.items()), {})
 
 
 def _chat_logprobs(values: dict[str, Any]) -> int:

@@ -99,7 +99,7 @@ def _prompts(parsed: ParsedRequest, tokenizer: Tokenizer, card: ModelCard) -> li
 
 def _rendered(parsed: ParsedRequest, tokenizer: Tokenizer) -> str:
     use = parsed.tool_use
-    options = replace(parsed.chat, variables={**_effort(parsed, tokenizer), **parsed.chat.variables})
+    options = replace(parsed.chat, variables={**_reasoning(parsed, tokenizer), **parsed.chat.variables})
     return tokenizer.render_chat(parsed.messages, use.tools if use.is_offered else None, options)
 
 
@@ -164,20 +164,25 @@ def _check_tools(parsed: ParsedRequest, card: ModelCard) -> None:
 
 def _check_reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
     """A model without a switch for reasoning gives the same answer whatever effort is asked for."""
-    if parsed.thinks and not (marks_of(tokenizer) or tokenizer.chat_variables & REASONING_SWITCHES):
-        refuse(parsed.thinks, "cannot be had of this model: its chat template knows no reasoning; leave it out")
+    if parsed.thinking and not (marks_of(tokenizer) or tokenizer.chat_variables & REASONING_SWITCHES):
+        refuse(parsed.thinking_field, "cannot be had of this model: its chat template knows no reasoning; leave it out")
     if parsed.kind == "chat" and parsed.reasoning_fields and tokenizer.chat_variables & REASONING_SWITCHES:
         name = parsed.reasoning_fields[0]
         refuse(name, "is not supported and would change the answer of this model; use reasoning_effort")
 
 
-def _effort(parsed: ParsedRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The variables by which the chat template is told of `reasoning_effort`."""
-    if parsed.reasoning_effort is None:
-        return {}
-    if "reasoning_effort" in tokenizer.chat_variables:
-        return {"reasoning_effort": parsed.reasoning_effort}
-    return dict.fromkeys(tokenizer.chat_variables & REASONING_SWITCHES, parsed.reasoning_effort != "none")
+def _reasoning(parsed: ParsedRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The variables by which the chat template is told of reasoning: whether there is to be some, and how much."""
+    known = tokenizer.chat_variables & REASONING_SWITCHES
+    switches, wanted, effort = known - {"reasoning_effort"}, parsed.thinking, parsed.reasoning_effort
+    if wanted is None and effort is not None and "reasoning_effort" not in known:
+        wanted = effort != "none"
+    elif wanted is not None and not switches:
+        effort = (effort or "medium") if wanted else "none"
+    variables: dict[str, Any] = dict.fromkeys(switches, wanted) if wanted is not None else {}
+    if effort is not None and "reasoning_effort" in known:
+        variables["reasoning_effort"] = effort
+    return variables
 
 
 def check_documents(options: ChatOptions, tokenizer: Tokenizer) -> None:
@@ -187,8 +192,11 @@ def check_documents(options: ChatOptions, tokenizer: Tokenizer) -> None:
 
 
 def unread_variables(parsed: ParsedRequest, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Those of `chat_template_kwargs` that change nothing, by their full names."""
-    return tuple(f"chat_template_kwargs.{name}" for name in parsed.chat.variables.keys() - tokenizer.chat_variables)
+    """What the template does not read, and so changes nothing: of `chat_template_kwargs`, and a switch of reasoning."""
+    unread = [f"chat_template_kwargs.{name}" for name in parsed.chat.variables.keys() - tokenizer.chat_variables]
+    if parsed.thinking is False and marks_of(tokenizer) and not tokenizer.chat_variables & REASONING_SWITCHES:
+        unread.append(parsed.thinking_field)
+    return tuple(unread)
 
 
 def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:

@@ -66,6 +66,11 @@ def test_the_prompt_ends_where_the_assistant_answers_or_with_the_last_message(th
         ({"chat_template_kwargs": {"enable_thinking": False}}, "[user]x$[assistant]<think>\n\n</think>\n\n"),
         ({"reasoning_effort": "none"}, "[user]x$[assistant]<think>\n\n</think>\n\n"),
         ({"reasoning_effort": "low"}, "[user]x$[assistant]<think>\n"),
+        ({"enable_thinking": False}, "[user]x$[assistant]<think>\n\n</think>\n\n"),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, "[user]x$[assistant]<think>\n"),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": False, "reasoning_effort": "high"},
+         "[user]x$[assistant]<think>\n\n</think>\n\n"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "[user]x$[assistant]<think>\n"),
         ({"chat_template_kwargs": {"tone": "kind", "enable_thinking": False}, "reasoning_effort": "high"},
          "[user]x$<kind>[assistant]<think>\n\n</think>\n\n"),
         ({"documents": [{"title": "a"}, {"title": "b"}], "add_generation_prompt": False}, "[user]x$(a)(b)"),
@@ -97,6 +102,8 @@ def test_a_last_message_is_continued_and_echoed(thinking: Site) -> None:
         ({"chat_template": "x"}, "chat_template"),
         ({"reasoning_effort": "some"}, "reasoning_effort"),
         ({"reasoning": {"enabled": False}}, "reasoning"),
+        ({"enable_thinking": False, "thinking": {"type": "enabled"}}, "enable_thinking"),
+        ({"thinking": {"type": "perhaps"}}, "thinking.type"),
         ({"stream_reasoning": False}, "stream_reasoning"),
         ({"documents": ["text"]}, "documents"),
     ],
@@ -179,6 +186,25 @@ def test_what_an_assistant_has_thought_reaches_the_template_under_any_name(think
         ask(thinking, USER, thought, USER, add_generation_prompt=False)
         assert prompt_of(thinking) == "[user]x$[assistant]<think>hm</think>b$[user]x$"
         thinking.prefill.received.clear()
+
+
+def test_a_switch_of_reasoning_that_the_model_lacks_is_refused_or_named(site: Site, tmp_path: Path) -> None:
+    for wanted in ({"enable_thinking": True}, {"thinking": {"type": "enabled"}}):
+        refused = ask(site, **wanted)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wanted)))
+    assert "tandem-ignored-fields" not in ask(site, enable_thinking=False).headers, "it thinks in no case"
+    always = write_checkpoint(tmp_path / "toy", template="{{ messages[0].content }}<think>{# </think> #}")
+    with opened_site(always) as thinking:
+        assert ask(thinking, enable_thinking=False).headers["tandem-ignored-fields"] == "enable_thinking"
+
+
+@pytest.mark.parametrize("effort", [None, "high"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_template_that_knows_efforts_alone_is_told_of_one(tmp_path: Path, wanted: bool, effort: str | None) -> None:
+    checkpoint = write_checkpoint(tmp_path / "toy", template="<s>{{ messages[0].content }}:{{ reasoning_effort }}")
+    with opened_site(checkpoint) as site:
+        ask(site, enable_thinking=wanted, **({"reasoning_effort": effort} if effort else {}))
+        assert prompt_of(site) == f"x:{(effort or 'medium') if wanted else 'none'}"
 
 
 def test_a_model_without_reasoning_has_no_such_fields(site: Site) -> None:

@@ -34,8 +34,8 @@ ENDLESS = "/v1/events"
 FIELDS_THAT_DEPEND = {
     "prompt", "messages",  # the context
     "max_tokens", "max_completion_tokens", "min_tokens", "logit_bias", "stop_token_ids", "allowed_token_ids",
-    "stream_options", "top_logprobs", "tool_choice", "thinking", "input", "max_output_tokens", "system",
-    "prompt_logprobs", "best_of", "documents", "add_generation_prompt", "continue_final_message", "tokens",
+    "stream_options", "top_logprobs", "tool_choice", "thinking", "enable_thinking", "input", "max_output_tokens",
+    "system", "prompt_logprobs", "best_of", "documents", "add_generation_prompt", "continue_final_message", "tokens",
     "ignore_eos", "structured_outputs",  # beside a form
     # What no grammar can be made of.
     "response_format.json_schema.schema", "structured_outputs.json", "structured_outputs.regex",

@@ -570,7 +570,13 @@ SPELLED_OTHERWISE: dict[str, tuple[Any, str]] = {
     "ebnf": ("root ::= a", "structured_outputs.grammar"),
     "json_schema": ("{}", "response_format or structured_outputs.json"),
     "grammar": ("root ::= a", "structured_outputs.grammar"),
+    "repeat_penalty": (1.1, "repetition_penalty"),
 }
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_no_penalty_is_none_by_another_name_too(parse: Any) -> None:
+    assert parse(repeat_penalty=1.0).ignored_fields == ()
 
 
 @pytest.mark.parametrize("parse", [completion, chat])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,11 +20,14 @@ from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+_PIPE_CLOSED = 128 + 13  # as shells have it for SIGPIPE
+
 _workers = whole(1, MAX_POOL)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 failed, 2 wrong usage, 3 no cluster runs, 130 interrupted."""
+    """Run one command; the exit code: 0 done, 1 failed, 2 wrong usage, 3 no cluster runs, 130 interrupted, 141: the
+    reader of the output has closed it."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.version:
@@ -37,12 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
 def run(program: str, options: argparse.Namespace) -> int:
     """Run the command that was parsed; failures are told in one line. Returns the exit code, as `main` does."""
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except TandemError as error:
         if options.debug:
             traceback.print_exc()
         print(f"{program} {options.command}: {error.message}", file=sys.stderr)
         return NOT_RUNNING if isinstance(error, NotRunningError) else 1
+    except BrokenPipeError:  # whoever read the output, `head` say, has had enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere at exit
+        return _PIPE_CLOSED
     except KeyboardInterrupt:
         print(f"{program} {options.command}: interrupted", file=sys.stderr)
         return 130

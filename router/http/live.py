@@ -25,6 +25,7 @@ MAX_WORKERS = 128
 """Of each pool, that a page is told of."""
 _EVERY_S = 1.0
 _WANTS_PART, _WANTS_REQUEST = b"l", b"r"
+_ID_PREFIX = re.compile("^(cmpl-|chatcmpl-|resp_|msg_)")  # before the request's id in the id of a body
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
@@ -99,11 +100,12 @@ class Live:
     # -- single requests
 
     async def request(self, name: str) -> list[dict[str, Any]]:
-        """All that is known of the requests of this id.
+        """All that is known of the requests of this id, which may be that of an answer's body.
 
         Raises:
             UnknownRequestError: of none.
         """
+        name = _ID_PREFIX.sub("", name)
         found = self._own_requests(name)
         if not found and self.siblings is not None:
             told = await self.siblings.ask(_WANTS_REQUEST + name.encode())

@@ -138,7 +138,7 @@ class Trace:
                 points.append((stamp_s, 5, _NAMES[state], self._attempt_at(stamp_s)))
             else:
                 points.append((stamp_s, 6, "send", 0))
-        for from_s, _, name, attempt in sorted(points):
+        for from_s, _, name, attempt in sorted(points, key=lambda point: point[:2]):  # those at once as they came
             yield from_s, name, attempt
 
     def _attempt_at(self, now_s: float) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,6 +37,16 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert "example:" in said
     assert f"tandem {command}" in said.split("example:")[1]
+
+
+@pytest.mark.processes
+def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
+    line = [sys.executable, "-m", "tandem.cli", "version"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as sink:
+        ended = subprocess.run(line, stdout=sink, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,24 @@ def test_an_attempt_that_failed_is_told_with_its_reason(site: Site) -> None:
     assert (second["decode"], second["why"], second["ended"]) == ("decode-1", "kept", "")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}),
+    ],
+)
+def test_a_request_is_found_by_the_id_of_its_answers_body(site: Site, path: str, body: dict[str, Any]) -> None:
+    answer = site.post(path, **body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["id"] != answer.headers["x-request-id"]
+    with site.http() as client:
+        (told,) = client.get(f"/v1/requests/{answer.json()['id']}").json()["data"]
+    assert told["id"].startswith(answer.headers["x-request-id"])
+
+
 def test_who_goes_away_is_told_as_cancelled(site: Site) -> None:
     site.decode.held_back.clear()
     with pytest.raises(httpx.ReadTimeout), site.http() as client:

@@ -79,6 +79,18 @@ def test_a_second_attempt_shows_where_it_begins() -> None:
     assert [attempt["ended"] for attempt in made.describe(101.5)["attempts"]] == ["died: gone", ""]
 
 
+def test_of_states_that_are_reached_at_once_the_last_one_lasts() -> None:
+    """Decode may say that it has the pages before prefill's stream tells that it began."""
+    made, life = with_life()
+    made.ready_s = 100.1
+    made.attempt_began(100.1, 1, P, D, "kept")
+    for state in (RequestState.PREFILLING, RequestState.HANDOFF, RequestState.DECODING):
+        life.to(state, 100.2)
+    life.to(RequestState.FINISHED, 101.2)
+    made.ended_s = 101.3
+    assert names(made) == [("read", 0.1, 0), ("waits for prefill", 0.1, 1), ("decode", 1.0, 1), ("send", 0.1, 0)]
+
+
 def test_a_request_under_way_lasts_until_now() -> None:
     made, _ = with_life()
     assert names(made, 103.0) == [("read", 3.0, 0)]

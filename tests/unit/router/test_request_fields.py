@@ -153,6 +153,10 @@ def around(schema: dict[str, Any]) -> Iterator[Any]:
     yield from ({key: value for key, value in usual.items() if key != left_out} for left_out in usual)
 
 
+#: Of the last item of a list JSON Schema has no word.
+BEYOND_SCHEMA = "must not end with a tool_use"
+
+
 def refusal(kind: str, name: str, value: Any, model: tuple[ModelCard, Tokenizer]) -> InvalidRequestError | None:
     card, tokenizer = model
     try:
@@ -183,7 +187,8 @@ def test_parsing_takes_what_the_document_allows_and_refuses_what_it_forbids(kind
         for value in [*around(schema), *ODD]:
             error = refusal(kind, name, value, given)
             counts[error is None] += 1
-            if allowed.is_valid(value) != (error is None):
+            is_beyond_schema = error is not None and BEYOND_SCHEMA in error.message
+            if allowed.is_valid(value) != (error is None) and not is_beyond_schema:
                 differences.append((name, value, error))
             if error is not None:
                 assert error.field is not None

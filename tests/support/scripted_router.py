@@ -260,12 +260,17 @@ class Router:
         return await self.reserve(ask)
 
     async def finish(self, ask: Ask) -> Outcome:
-        """Until every choice has ended; a failure of either side fails the test."""
+        """Until every choice has ended, and all before that was heard; a failure of either side fails the test.
+
+        The streams of the two workers are not ordered: decode's last token may come before prefill's first one.
+        """
         outcome = self.outcomes[ask.key]
         num_wanted = ask.n - sum(j.finished for j in ask.journal)
+        num_known = {j.choice: len(j.token_ids) for j in ask.journal}
 
         def over() -> bool:
-            return len(outcome.finished) >= num_wanted or bool(outcome.failures)
+            are_whole = all(num_known.get(choice, 0) in outcome.tokens[choice] for choice in outcome.finished)
+            return (len(outcome.finished) >= num_wanted and are_whole) or bool(outcome.failures)
 
         await self.until(over, f"the end of {ask.key}")
         assert not outcome.failures, outcome.failures

@@ -24,8 +24,8 @@ from tandem.bench.report import json_file, results
 from tandem.bench.report.progress import shown
 from tandem.bench.report.results import Run
 from tandem.bench.report.tables import count_table, latency_table, probe_table, remarks
-from tandem.bench.server import api_key
 from tandem.bench.session import Session, Shape, Target, Workload
+from tandem.core.client_key import api_key
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,8 @@ from typing import Any
 from tandem.bench.load.drive import PATH, answer_error, record_of
 from tandem.bench.load.http_client import UNREACHABLE, LoadClient, Outcome
 from tandem.bench.load.workload import Job, body_of
+from tandem.core.client_key import KEY_VARIABLES, api_key
 from tandem.core.errors import ConfigError, TandemError
-
-#: The first of these that is set holds the API key.
-KEY_VARIABLES = ("TANDEM_API_KEY", "OPENAI_API_KEY")
 
 _OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
 _ASK_S = 20.0
@@ -28,11 +25,6 @@ class ServedModel:
     name: str
     max_model_len: int | None  # tokens of prompt and output; `None`: it does not say
     server: str  # its `Server` header
-
-
-def api_key() -> str:
-    """The key in the environment, or none."""
-    return next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
 
 
 async def connected(client: LoadClient, url: str, model: str | None, *, vocabulary: Sequence[int] = ()) -> ServedModel:

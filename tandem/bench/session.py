@@ -13,7 +13,8 @@ from tandem.bench.load.http_client import LoadClient
 from tandem.bench.load.records import RequestRecord
 from tandem.bench.load.traces import TraceEntry
 from tandem.bench.load.workload import Job, body_of, make_jobs, poisson_arrivals, warm_up_jobs
-from tandem.bench.server import ServedModel, api_key, connected
+from tandem.bench.server import ServedModel, connected
+from tandem.core.client_key import api_key
 from tandem.core.errors import ConfigError, TandemError
 
 _WARM_UP_CONCURRENCY = 4

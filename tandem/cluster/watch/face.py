@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 from tandem.cluster.client import TIMEOUT_S, Where, find_started, supervisor
+from tandem.core.client_key import KEY_VARIABLES, api_key
 from tandem.core.errors import ConfigError, NotRunningError, WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2
 
-KEY_VARIABLES = ("TANDEM_API_KEY", "OPENAI_API_KEY")
 _CONNECT_S = 10.0
 
 
@@ -52,7 +51,7 @@ class Face:
         NotRunningError: nothing answers there.
         ConfigError: it answers with an error, or is no Tandem of this version.
         """
-        key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
+        key = api_key()
         try:
             connection.request("GET", self._parts.path.rstrip("/") + path, headers=_headers(key))
             answer = connection.getresponse()

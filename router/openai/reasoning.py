@@ -13,6 +13,7 @@ from typing import NamedTuple
 from router.openai.model_card import ModelCard
 from router.openai.schema import ParsedRequest
 from router.request.request import Request
+from router.request.stop_strings import possible_start
 from router.tools.formats import is_read, reader_for
 from router.tools.pieces import Piece, Reader, Thought
 from tandem.core.tokenizer import Tokenizer
@@ -102,9 +103,9 @@ class ReasoningSplitter:
         if mark:
             self._is_open = False
             return Parted(thought, content)
-        num_held = _overlap(text, self._marks.end)
-        self._held = text[len(text) - num_held :]
-        return Parted(text[: len(text) - num_held], "")
+        keep = possible_start(text, (self._marks.end,))
+        self._held = text[keep:]
+        return Parted(text[:keep], "")
 
     def flush(self) -> Parted:
         """No more text comes: what was held back is what it is."""
@@ -115,12 +116,6 @@ class ReasoningSplitter:
 def _may_become(text: str, mark: str) -> bool:
     """Whether more text may make a mark at the beginning of it."""
     return len(text) < len(mark) and mark.startswith(text)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may begin a mark."""
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if mark.startswith(text[len(text) - n :])), 0)
 
 
 class ThinkingReader:

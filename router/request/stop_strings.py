@@ -7,7 +7,17 @@ complete at the same character, the longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+
+def possible_start(window: str, wanted: Collection[str]) -> int:
+    """Where the longest tail of `window` begins that a `wanted` text begins with; its end where there is none.
+
+    For a `window` that holds none of them whole.
+    """
+    most = max(map(len, wanted), default=1) - 1
+    tails = range(max(0, len(window) - most), len(window))
+    return next((at for at in tails if any(text.startswith(window[at:]) for text in wanted)), len(window))
 
 
 class StopMatcher:
@@ -39,7 +49,7 @@ class StopMatcher:
             self.stopped_by = max((stop for stop in self._stops if window.endswith(stop, 0, end)), key=len)
             self._held = ""
             return window[: end if self._shows_stop else end - len(self.stopped_by)]
-        keep = self._possible_start(window)
+        keep = possible_start(window, self._stops)
         self._held = window[keep:]
         return window[:keep]
 
@@ -52,13 +62,3 @@ class StopMatcher:
         """Where the first complete stop string ends, or `None`."""
         ends = (start + len(stop) for stop in self._stops if (start := window.find(stop)) >= 0)
         return min(ends, default=None)
-
-    def _possible_start(self, window: str) -> int:
-        """Where the longest tail begins that a stop string begins with."""
-        return min(
-            next(
-                (n for n in range(max(0, len(window) - len(stop) + 1), len(window)) if stop.startswith(window[n:])),
-                len(window),
-            )
-            for stop in self._stops
-        )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 
+from router.request.stop_strings import possible_start
 from router.tools.blocks import called
 from router.tools.defects import read_or_none
-from router.tools.pieces import Piece, Said, Thought
+from router.tools.pieces import Piece, Said, Thought, add_piece
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
@@ -45,7 +46,7 @@ class HarmonyReader:
         """See `router.tools.pieces.Reader`."""
         pieces: list[Piece] = []
         if self._header is not None:
-            self._say(_bare(self._header + self._window), pieces)
+            add_piece(Said(_bare(self._header + self._window)), pieces)
         else:
             self._tell(self._window, pieces)
             self._end_message(pieces)
@@ -80,7 +81,7 @@ class HarmonyReader:
         window = self._window
         found = min(((at, end) for end in _ENDS if (at := window.find(end)) >= 0), default=None)
         if found is None:
-            keep = _possible_start(window)
+            keep = possible_start(window, _ENDS)
             self._tell(window[:keep], pieces)
             self._window = window[keep:]
             return False
@@ -97,9 +98,9 @@ class HarmonyReader:
         if self._recipient is not None:
             self._arguments.append(text)
         elif self._channel == "analysis":
-            _add(Thought(text), pieces)
+            add_piece(Thought(text), pieces)
         else:
-            self._say(text, pieces)
+            add_piece(Said(text), pieces)
 
     def _end_message(self, pieces: list[Piece]) -> None:
         if self._recipient is None:
@@ -107,34 +108,11 @@ class HarmonyReader:
         recipient, body = self._recipient, "".join(self._arguments)
         calls = read_or_none(lambda: [called(recipient, body)])
         if calls is None:
-            self._say(body, pieces)
+            add_piece(Said(body), pieces)
         pieces += calls or []
         self._recipient = None
-
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if text:
-            _add(Said(text), pieces)
-
-
-def _add(piece: Said | Thought, pieces: list[Piece]) -> None:
-    last = pieces[-1] if pieces else None
-    if isinstance(last, Said) and isinstance(piece, Said):
-        pieces[-1] = Said(last.text + piece.text)
-    elif isinstance(last, Thought) and isinstance(piece, Thought):
-        pieces[-1] = Thought(last.text + piece.text)
-    else:
-        pieces.append(piece)
 
 
 def _bare(header: str) -> str:
     """What a header that never became a message shows: nothing, if it is one; else its text."""
     return "" if header.removeprefix("assistant").lstrip().startswith("<|") or header == "assistant" else header
-
-
-def _possible_start(window: str) -> int:
-    """Where the longest tail begins that an end begins with."""
-    return min(
-        next((n for n in range(max(0, len(window) - len(end) + 1), len(window)) if end.startswith(window[n:])),
-             len(window))
-        for end in _ENDS
-    )  # fmt: skip

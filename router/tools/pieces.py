@@ -33,6 +33,21 @@ class Called:
 Piece = Said | Thought | Called
 
 
+def add_piece(piece: Piece, pieces: list[Piece]) -> None:
+    """Add to `pieces`; text that follows text of its kind is one piece with it, and empty text is none."""
+    last = pieces[-1] if pieces else None
+    if isinstance(piece, Called):
+        pieces.append(piece)
+    elif not piece.text:
+        return
+    elif isinstance(last, Said) and isinstance(piece, Said):
+        pieces[-1] = Said(last.text + piece.text)
+    elif isinstance(last, Thought) and isinstance(piece, Thought):
+        pieces[-1] = Thought(last.text + piece.text)
+    else:
+        pieces.append(piece)
+
+
 @dataclass(frozen=True)
 class ToolUse:
     """What a request says of tools."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from router.request.stop_strings import possible_start
 from router.tools.blocks import Block, State
-from router.tools.pieces import Piece, Said
+from router.tools.pieces import Piece, Said, add_piece
 
 #: So many blank characters before an opening, and after a call, belong to the call's frame.
 _MAX_FRAME_SPACE = 64
@@ -67,7 +68,7 @@ class MarkedReader:
                 return begun
         found = [(at, -len(opening)) for opening in self._openings if (at := window.find(opening)) >= 0]
         if not found:
-            keep = _frame_start(window, self._possible_start(window))
+            keep = _frame_start(window, possible_start(window, self._openings))
             self._say(window[:keep], pieces)
             self._window = window[keep:]
             return ""
@@ -99,20 +100,7 @@ class MarkedReader:
         if not text:
             return
         self._is_after_call = False
-        if pieces and isinstance(pieces[-1], Said):
-            text = pieces.pop().text + text  # type: ignore[union-attr]
-        pieces.append(Said(text))
-
-    def _possible_start(self, window: str) -> int:
-        """Where the longest tail begins that an opening begins with."""
-        return min(
-            (
-                next((at for at in range(max(0, len(window) - len(opening) + 1), len(window))
-                      if opening.startswith(window[at:])), len(window))
-                for opening in self._openings
-            ),
-            default=len(window),
-        )  # fmt: skip
+        add_piece(Said(text), pieces)
 
 
 def _frame_start(window: str, end: int) -> int:

@@ -14,7 +14,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from router.tools.blocks import called
 from router.tools.defects import read_or_none
 from router.tools.formats import ToolFormat
-from router.tools.pieces import Called, Piece, Said, Thought, ToolUse
+from router.tools.pieces import Called, Piece, Said, Thought, ToolUse, add_piece
 from tandem.core.errors import ModelLoadError
 
 #: More than any marker; a longer text that may become one is text.
@@ -114,7 +114,7 @@ class TemplateReader:
 
     def _begin_anew(self, pieces: list[Piece]) -> None:
         """What could not be read is text."""
-        _add(Said("".join(self._unread)), pieces)
+        add_piece(Said("".join(self._unread)), pieces)
         self._unread = []
         self._parser = self._new_parser("")
 
@@ -126,7 +126,7 @@ class TemplateReader:
                     self._call(event["value"], self._told(event), pieces)
             elif kind == "region_chunk":
                 piece = Thought(event["text"]) if field in _THOUGHTS else Said(event["text"])
-                _add(piece, pieces)
+                add_piece(piece, pieces)
                 self._told(event)
 
     def _told(self, event: dict[str, Any]) -> str:
@@ -139,7 +139,7 @@ class TemplateReader:
     def _call(self, value: Any, text: str, pieces: list[Piece]) -> None:
         calls = read_or_none(lambda: _calls_of(value))
         if calls is None:
-            _add(Said(text), pieces)
+            add_piece(Said(text), pieces)
         pieces += calls or []
 
 
@@ -193,16 +193,3 @@ def _calls_of(value: Any) -> list[Called]:
             raise ValueError("a call must be an object")
         found.append(called(function.get("name"), function.get("arguments", {})))
     return found
-
-
-def _add(piece: Said | Thought, pieces: list[Piece]) -> None:
-    """Text that follows text is one piece."""
-    if not piece.text:
-        return
-    last = pieces[-1] if pieces else None
-    if isinstance(last, Said) and isinstance(piece, Said):
-        pieces[-1] = Said(last.text + piece.text)
-    elif isinstance(last, Thought) and isinstance(piece, Thought):
-        pieces[-1] = Thought(last.text + piece.text)
-    else:
-        pieces.append(piece)

@@ -30,7 +30,7 @@ from router.tools.formats import (
     normal_tool,
     reader_for,
 )
-from router.tools.pieces import Called, Piece, Reader, Said, Thought, ToolUse
+from router.tools.pieces import Called, Piece, Reader, Said, Thought, ToolUse, add_piece
 from router.tools.response_template import format_of_template
 from tandem.core.errors import ModelLoadError
 from tests.support.router_site import write_checkpoint
@@ -111,13 +111,7 @@ def read(form: ToolFormat, parts: Iterable[str]) -> list[Piece]:
     pieces = [piece for part in parts for piece in reader.push(part)] + list(reader.finish())
     joined: list[Piece] = []
     for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(piece, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + piece.text)
-        elif isinstance(piece, Thought) and isinstance(last, Thought):
-            joined[-1] = Thought(last.text + piece.text)
-        else:
-            joined.append(piece)
+        add_piece(piece, joined)
     return joined
 
 

@@ -10,10 +10,9 @@ from router.messages.answer import Message
 from router.messages.fields import COUNT, MESSAGE
 from router.openai.endpoint import Call
 from router.openai.fields import PromptBounds, Scope
-from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse
 from router.openai.rows import Rows
-from router.openai.schema import ParsedRequest, check_ends, thinking_of
+from router.openai.schema import ParsedRequest, check_min_tokens, form_of, thinking_of
 from router.openai.tool_fields import Chosen, use_of
 from tandem.core.chat_template import ChatOptions
 from tandem.core.config import LimitsConfig
@@ -40,12 +39,11 @@ def _parsed(
     given, values = rows.read(body, scope)
     (chosen, may_be_parallel), sampling = values.get("tool_choice", (Chosen("auto"), True)), rows.sampling(values)
     max_tokens = values.get("max_tokens", 1)
-    if sampling.get("min_tokens", 0) > max_tokens:
-        refuse("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {sampling['min_tokens']}")
+    check_min_tokens(sampling.get("min_tokens", 0), max_tokens, "max_tokens")
     others = {"stream": False, "priority": 0, **rows.others(values)}
     system = values.get("system")
     others["messages"] = (*([{"role": "system", "content": system}] if system else []), *others["messages"])
-    grammar = _grammar(values)
+    grammar = form_of("output_config.format", values.get("output_config", {}).get("format"), values)
     return ParsedRequest(
         chat=_chat_options(others["messages"]),
         kind="chat",
@@ -54,11 +52,7 @@ def _parsed(
         grammar=grammar,
         has_seed="seed" in given,
         max_tokens_field=max_tokens_field,
-        num_choices=1,
         include_usage=True,
-        return_token_ids=False,
-        add_special_tokens=False,
-        reasoning_fields=(),
         reasoning_effort=values.get("output_config", {}).get("effort"),
         **thinking_of(values),
         ignored_fields=tuple(scope.ignored),
@@ -74,10 +68,3 @@ def _chat_options(messages: Sequence[dict[str, Any]]) -> ChatOptions:
     if "tool_calls" in messages[-1]:
         refuse("messages", "must not end with a tool_use: its tool_result has to follow")
     return ChatOptions(add_generation_prompt=False, continue_final_message=True)
-
-
-def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
-    of_text, other = values.get("output_config", {}).get("format"), values.get("structured_outputs")
-    if of_text is not None and other is not None:
-        refuse("structured_outputs", "cannot hold beside output_config.format; leave one of them out")
-    return check_ends(of_text or other, {"ignore_eos": False, **values})

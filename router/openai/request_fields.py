@@ -28,7 +28,7 @@ from router.openai.fields import (
     Text,
 )  # fmt: skip
 from router.openai.rows import MAX_SEED
-from router.openai.structured import ResponseFormat, StructuredOutputs
+from router.openai.structured import RESPONSE_FORMAT, StructuredOutputs
 from router.openai.tool_fields import TOOL_FIELDS
 
 _MAX_INT32 = (1 << 31) - 1
@@ -96,7 +96,7 @@ _OBEYED = [
     Field("logprobs", Integer(0, Limit("max_logprobs")), of="completion"),
     Field("logprobs", Boolean(), False, of="chat"),
     Field("top_logprobs", Integer(0, Limit("max_logprobs")), about="Needs `logprobs`.", of="chat"),
-    Field("response_format", ResponseFormat(), about="The form of the output: any text, a JSON object, or JSON that "
+    Field("response_format", RESPONSE_FORMAT, about="The form of the output: any text, a JSON object, or JSON that "
           "follows a schema."),
     Field("structured_outputs", StructuredOutputs(), about="The form of the output, by exactly one of `json`, `regex`, "
           "`choice`, `grammar` and `json_object`."),

@@ -31,14 +31,14 @@ class ParsedRequest:
     sampling: SamplingParams  # `max_tokens` holds only where `max_tokens_field` names one, `seed` where `has_seed`
     has_seed: bool  # `False`: each prompt is to draw its own
     max_tokens_field: str | None  # the field that set `max_tokens`; `None`: the default is to be found
-    num_choices: int  # that are generated for each prompt
     stream: bool
     include_usage: bool
-    return_token_ids: bool
     priority: int
-    add_special_tokens: bool  # to the text of a prompt, by the tokenizer
-    reasoning_fields: tuple[str, ...]  # those that are set; the model may have no such thing
     ignored_fields: tuple[str, ...]
+    num_choices: int = 1  # that are generated for each prompt
+    return_token_ids: bool = False
+    add_special_tokens: bool = False  # to the text of a prompt, by the tokenizer
+    reasoning_fields: tuple[str, ...] = ()  # those that are set; the model may have no such thing
     prompts: tuple[str | tuple[int, ...], ...] = ()  # of a completion: texts or token ids
     messages: tuple[dict[str, Any], ...] = ()  # of a chat
     prompt_field: str = "prompt"  # which errors name
@@ -96,7 +96,7 @@ class _Parser:
         scope = Scope(limits, bounds, [])
         given, values = self._rows.read(body, scope)
         options = _stream_options(values)
-        grammar = _grammar(values)
+        grammar = form_of("response_format", values.get("response_format"), values)
         num_logprobs = self._num_logprobs(values)
         num_choices = _num_choices(values) if self._kind == "completion" else values["n"]
         # The best of several choices are found by their log-probabilities.
@@ -133,8 +133,7 @@ class _Parser:
         sampling["num_logprobs"] = num_logprobs
         sampling["grammar"] = grammar.text if grammar is not None else ""
         min_tokens, max_tokens = sampling["min_tokens"], values[max_tokens_field] if max_tokens_field else None
-        if max_tokens is not None and min_tokens > max_tokens:
-            refuse("min_tokens", f"must not exceed max_tokens ({max_tokens}), is {min_tokens}")
+        check_min_tokens(min_tokens, max_tokens, "max_tokens")
         return SamplingParams(max_tokens=max_tokens or max(min_tokens, 1), **sampling)
 
 
@@ -142,22 +141,22 @@ class _Parser:
 _MAX_TOKENS = {"completion": ("max_tokens",), "chat": ("max_completion_tokens", "max_tokens")}
 
 
-_GRAMMARS = ("response_format", "structured_outputs")
+def check_min_tokens(min_tokens: int, max_tokens: int | None, field: str) -> None:
+    """`field`: the one that says `max_tokens`; `None`: it is left to us."""
+    if max_tokens is not None and min_tokens > max_tokens:
+        refuse("min_tokens", f"must not exceed {field} ({max_tokens}), is {min_tokens}")
 
 
-def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
-    asked = [name for name in _GRAMMARS if values.get(name) is not None]
-    if len(asked) > 1:
-        refuse(asked[1], f"cannot hold beside {asked[0]}; leave one of them out")
-    return check_ends(values[asked[0]], values) if asked else None
-
-
-def check_ends(grammar: AskedGrammar | None, values: dict[str, Any]) -> AskedGrammar | None:
-    """`grammar`; refuses `ignore_eos` beside one."""
-    if grammar is not None and values["ignore_eos"]:
-        name = grammar.field.split(".")[0]
+def form_of(field: str, by_field: AskedGrammar | None, values: dict[str, Any]) -> AskedGrammar | None:
+    """The form of the output, of `field` or of `structured_outputs`; refuses both, and `ignore_eos` beside one."""
+    other: AskedGrammar | None = values.get("structured_outputs")
+    if by_field is not None and other is not None:
+        refuse("structured_outputs", f"cannot hold beside {field}; leave one of them out")
+    form = by_field or other
+    if form is not None and values.get("ignore_eos"):
+        name = form.field.split(".")[0]
         refuse("ignore_eos", f"cannot hold beside {name}: the output ends where its form is complete")
-    return grammar
+    return form
 
 
 def _stream_options(values: dict[str, Any]) -> dict[str, Any]:

@@ -44,35 +44,62 @@ class _SchemaOrText(_JsonSchema):
         return {"anyOf": [{"type": ["object", "boolean"]}, text]}
 
 
-class ResponseFormat:
-    """OpenAI's."""
+class ByType:
+    """The form of an output by its `type`, as OpenAI has it.
 
-    _JSON_SCHEMA = Object([
-        Field("name", Text(), about="For the client alone."),
-        Field("description", Text(), about="For the client alone: the model does not see it."),
-        Field("schema", _JsonSchema(), about="The output is JSON that follows it.", is_required=True),
-        Field("strict", Boolean(), about="The schema holds in either case; what cannot be enforced is refused."),
-    ])  # fmt: skip
-    _FORMAT = Object([
-        Field("type", OneOf("text", "json_object", "json_schema"), is_required=True),
-        Field("json_schema", _JSON_SCHEMA, about="With the type `json_schema`."),
-        Field("schema", Elsewhere("the type json_schema, with json_schema.schema")),
-    ])  # fmt: skip
+    Args:
+        rows: the fields; `type` is one of `text`, `json_object` and `json_schema`.
+        way: names of the fields, one in the other, that lead to the schema.
+    """
+
+    def __init__(self, rows: Object, *way: str) -> None:
+        self._rows = rows
+        self._way = way
 
     def read(self, value: Any, path: str, scope: Scope) -> AskedGrammar | None:
-        given = self._FORMAT.read(value, path, scope)
-        if given["type"] == "text":
+        held = self._rows.read(value, path, scope)
+        if held["type"] == "text":
             return None
-        if given["type"] == "json_object":
+        if held["type"] == "json_object":
             return of_schema({"type": "object"}, path, scope.limits)
-        if "json_schema" not in given:
-            refuse(f"{path}.json_schema", "is missing")
-        return of_schema(given["json_schema"]["schema"], f"{path}.json_schema.schema", scope.limits)
+        for name in self._way:
+            path = f"{path}.{name}"
+            if name not in held:
+                refuse(path, "is missing")
+            held = held[name]
+        return of_schema(held, path, scope.limits)
 
     def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
         is_by_schema = {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]}
-        has_one = {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]}
-        return {**self._FORMAT.schema(limits, card), "if": is_by_schema, "then": has_one}
+        has_one = {"properties": {self._way[0]: {"type": "object"}}, "required": [self._way[0]]}
+        return {**self._rows.schema(limits, card), "if": is_by_schema, "then": has_one}
+
+
+#: The types that `ByType` knows.
+FORM_TYPE = Field("type", OneOf("text", "json_object", "json_schema"), is_required=True)
+
+
+def with_schema(schema: Field) -> tuple[Field, ...]:
+    """OpenAI's fields of a schema; `schema` is the one that holds it."""
+    return (
+        Field("name", Text(), about="For the client alone."),
+        Field("description", Text(), about="For the client alone: the model does not see it."),
+        schema,
+        Field("strict", Boolean(), about="The schema holds in either case; what cannot be enforced is refused."),
+    )
+
+
+_SCHEMA = Field("schema", _JsonSchema(), about="The output is JSON that follows it.", is_required=True)
+#: OpenAI's `response_format`.
+RESPONSE_FORMAT = ByType(
+    Object([
+        FORM_TYPE,
+        Field("json_schema", Object(with_schema(_SCHEMA)), about="With the type `json_schema`."),
+        Field("schema", Elsewhere("the type json_schema, with json_schema.schema")),
+    ]),
+    "json_schema",
+    "schema",
+)  # fmt: skip
 
 
 class _Choices:

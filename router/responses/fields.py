@@ -13,15 +13,14 @@ from router.openai.fields import (
     Limit,
     NotYet,
     Object,
-    OneOf,
     Schema,
     Scope,
     Text,
 )
-from router.openai.grammar import AskedGrammar, of_schema
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
 from router.openai.request_fields import EFFORT, as_in_chats
+from router.openai.structured import FORM_TYPE, ByType, with_schema
 from router.openai.tool_fields import CHOICE_ABOUT, FUNCTION_FIELDS, Const, JsonObject, Tool, flat_choice
 from router.responses.items import Input
 from router.tools.formats import normal_tool
@@ -54,31 +53,9 @@ class _Include:
 FORMAT_FIELDS = ("type", "name", "description", "schema", "strict")
 
 
-class _Format:
-    """The form of the answer: as `response_format` of a chat, with the schema's fields beside its type."""
-
-    _FORMAT = Object([
-        Field("type", OneOf("text", "json_object", "json_schema"), is_required=True),
-        Field("name", Text(), about="For the client alone."),
-        Field("description", Text(), about="For the client alone: the model does not see it."),
-        Field("schema", JsonObject(), about="The output is JSON that follows it; with the type `json_schema`."),
-        Field("strict", Boolean(), about="The schema holds in either case; what cannot be enforced is refused."),
-    ])  # fmt: skip
-
-    def read(self, value: Any, path: str, scope: Scope) -> AskedGrammar | None:
-        given = self._FORMAT.read(value, path, scope)
-        if given["type"] == "text":
-            return None
-        if given["type"] == "json_object":
-            return of_schema({"type": "object"}, path, scope.limits)
-        if "schema" not in given:
-            refuse(f"{path}.schema", "is missing")
-        return of_schema(given["schema"], f"{path}.schema", scope.limits)
-
-    def schema(self, limits: LimitsConfig, card: ModelCard) -> Schema:
-        is_by_schema = {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]}
-        has_one = {"properties": {"schema": {"type": "object"}}, "required": ["schema"]}
-        return {**self._FORMAT.schema(limits, card), "if": is_by_schema, "then": has_one}
+_SCHEMA = Field("schema", JsonObject(), about="The output is JSON that follows it; with the type `json_schema`.")
+#: As `response_format` of a chat, with the schema's fields beside its type.
+_FORMAT = ByType(Object([FORM_TYPE, *with_schema(_SCHEMA)]), "schema")
 
 
 class _Tools:
@@ -125,7 +102,7 @@ _OWN = [
     Field("top_logprobs", Integer(0, Limit("max_logprobs")), about="Told where `include` asks for them."),
     Field("include", _Include(), about="`message.output_text.logprobs` is obeyed; no other adds anything here."),
     Field("stream_options", Object([Field("include_obfuscation", Accepted.ALWAYS)])),
-    Field("text", Object([Field("format", _Format()), Field("verbosity", NotYet("medium"))])),
+    Field("text", Object([Field("format", _FORMAT), Field("verbosity", NotYet("medium"))])),
     Field("response_format", Elsewhere("text.format")),
     Field("reasoning", Object([
         Field("effort", EFFORT, about="For the model's chat template, where it has such a variable."),

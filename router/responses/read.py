@@ -9,7 +9,7 @@ from router.openai.fields import PromptBounds, Scope
 from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse
 from router.openai.rows import Rows
-from router.openai.schema import ParsedRequest, check_ends
+from router.openai.schema import ParsedRequest, check_min_tokens, form_of
 from router.openai.tool_fields import tool_use
 from router.responses.answer import Response
 from router.responses.fields import FORMAT_FIELDS, LOGPROBS, RESPONSE
@@ -38,7 +38,7 @@ def _format(body: dict[str, Any]) -> dict[str, Any]:
 def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, ...]) -> ParsedRequest:
     instructions = values.get("instructions")
     system = ({"role": "system", "content": instructions},) if instructions else ()
-    grammar = _grammar(values)
+    grammar = form_of("text.format", values.get("text", {}).get("format"), values)
     max_tokens_field = "max_output_tokens" if "max_output_tokens" in given else None
     return ParsedRequest(
         kind="chat",
@@ -48,11 +48,7 @@ def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, .
         grammar=grammar,
         has_seed="seed" in given,
         max_tokens_field=max_tokens_field,
-        num_choices=1,
         include_usage=True,
-        return_token_ids=False,
-        add_special_tokens=False,
-        reasoning_fields=(),
         reasoning_effort=values.get("reasoning", {}).get("effort"),
         ignored_fields=ignored,
         tool_use=tool_use(values),
@@ -60,18 +56,10 @@ def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, .
     )
 
 
-def _grammar(values: dict[str, Any]) -> AskedGrammar | None:
-    of_text, other = values.get("text", {}).get("format"), values.get("structured_outputs")
-    if of_text is not None and other is not None:
-        refuse("structured_outputs", "cannot hold beside text.format; leave one of them out")
-    return check_ends(of_text or other, values)
-
-
 def _sampling(values: dict[str, Any], grammar: AskedGrammar | None) -> SamplingParams:
     sampling = _ROWS.sampling(values) | {"grammar": grammar.text if grammar is not None else ""}
     min_tokens, max_tokens = sampling["min_tokens"], values.get("max_output_tokens")
-    if max_tokens is not None and min_tokens > max_tokens:
-        refuse("min_tokens", f"must not exceed max_output_tokens ({max_tokens}), is {min_tokens}")
+    check_min_tokens(min_tokens, max_tokens, "max_output_tokens")
     num_logprobs = -1
     if LOGPROBS in values.get("include", ()):
         num_logprobs = values.get("top_logprobs", 0)

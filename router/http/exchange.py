@@ -103,8 +103,8 @@ class Exchange:
     ) -> tuple[Call, list[Request], float]:
         """What the body asks for, one request for each of its prompts, and when the body had come."""
         context, card = self._context, self._card
-        limits = [limit for limit in (card.max_context, context.workers.max_context()) if limit is not None]
-        bounds = PromptBounds(context.config.scheduling.max_queued_requests, min(limits, default=None))
+        max_context = card.context_within(context.workers.max_context())
+        bounds = PromptBounds(context.config.scheduling.max_queued_requests, max_context)
 
         def work() -> tuple[Call, list[Request]]:
             call = self._read_body(parse_body(raw), context.config.limits, bounds)

@@ -26,8 +26,7 @@ class Tokenizing:
         self._bodies = bodies
 
     async def tokenize(self, http: Request) -> Response:
-        limits = [self._card.max_context, self._context.workers.max_context()]
-        max_context = min((limit for limit in limits if limit is not None), default=None)
+        max_context = self._card.context_within(self._context.workers.max_context())
 
         def answer(body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             return tokenized(

@@ -59,10 +59,6 @@ class Recorder:
         self._by_client.setdefault(trace.client_id, []).append(trace)
         self.history.at(trace.arrived_s).num_arrived += 1
 
-    def running(self, request_id: str) -> Trace | None:
-        """The trace of a request under way."""
-        return self._running.get(request_id)
-
     def tokens(self, trace: Trace, now_s: float, count: int, gap_s: float | None) -> None:
         """Tokens of one choice were given out, `gap_s` after those before; `None`: they are its first."""
         second = self.history.at(now_s)

@@ -64,6 +64,10 @@ class ModelCard:
             created=int(time.time()),
         )
 
+    def context_within(self, of_workers: int | None) -> int | None:
+        """Tokens that a prompt and its output may have, where each worker can hold so many; `None`: nobody has said."""
+        return min((limit for limit in (self.max_context, of_workers) if limit is not None), default=None)
+
     def check_name(self, name: str) -> None:
         """Raises `ModelNotFoundError` unless requests may use `name`."""
         if name not in self.names and ANY_NAME not in self.names:

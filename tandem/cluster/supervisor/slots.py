@@ -111,11 +111,6 @@ class Slot:
         return self.aim.node_id
 
     @property
-    def is_unplaced(self) -> bool:
-        """It was asked for, and no node has begun it yet."""
-        return self.phase is Phase.STARTING and self.placement is None and self.asked
-
-    @property
     def counts(self) -> bool:
         """Its place is one of those that the pool shall have."""
         return not self.leaving or self.refill

@@ -240,7 +240,7 @@ class WorkerRegistry:
             self._abilities.put(session.key, Ability(session.info.max_context, session.info.protocols.newest))
         elif session.key in self._abilities:
             self._pools[session.role].discard(session.key)
-            self._abilities.discard(session.key)
+            self._abilities.put(session.key, None)
 
     def worker_died(self, session: WorkerSession) -> None:
         self._metrics.worker_deaths.labels(session.role).inc()

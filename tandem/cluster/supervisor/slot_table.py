@@ -10,16 +10,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from tandem.cluster.supervisor.events import INSTALLED, Build, Drain, Member
 from tandem.cluster.supervisor.slots import Phase, Policy, Slot, place_of
 from tandem.core.identity import WORKER_ROLES, Role
+from tandem.core.tally import Tally
 
 _Value = TypeVar("_Value")
-_Counted = TypeVar("_Counted", bound=Hashable)
 
 
 def _is_unbegun(slot: Slot) -> bool:
@@ -61,9 +61,9 @@ class SlotTable(MutableMapping[str, Slot]):
         self._failures: dict[str, int] = {}
         self._lives: dict[str, str] = {}  # incarnations, by name
         self._builds: dict[str, Build] = {}  # of incarnations that do not run what is installed
-        self._running = _Tally[Build]()
-        self._counted = _Tally[Role]()
-        self._nodes = {role: _Tally[str]() for role in Role}
+        self._running = Tally[str, Build]()
+        self._counted = Tally[str, Role]()
+        self._nodes = {role: Tally[str, str]() for role in Role}
         self._groups: dict[Callable[[Slot], bool], dict[str, None]] = {belongs: {} for belongs in _GROUPS}
         self._times = _Times(self._slots, policy)
 
@@ -252,26 +252,6 @@ def _keep(known: dict[str, _Value], name: str, value: _Value | None) -> None:
         known[name] = value
     else:
         known.pop(name, None)
-
-
-class _Tally(Generic[_Counted]):
-    """Something of each slot, and how many have the same."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, _Counted] = {}
-        self.num: Counter[_Counted] = Counter()
-
-    def put(self, name: str, value: _Counted | None) -> None:
-        before = self._of.get(name)
-        if before == value:
-            return
-        if before is not None:
-            self.num[before] -= 1
-            if not self.num[before]:
-                del self.num[before]
-        if value is not None:
-            self.num[value] += 1
-        _keep(self._of, name, value)
 
 
 class _Times:

@@ -34,14 +34,7 @@ pytestmark = pytest.mark.alone
 def test_a_struck_worker_changes_nothing_for_the_client(
     ready_site: Site, case: Case, request: pytest.FixtureRequest
 ) -> None:
-    prompt = story(str(case))
-    expected = ready_site.expected(prompt, case.fields)
-    outcome = ready_site.strike(case, prompt)
-    record(request, case, recovery_s=outcome.recovery_s, saw=_saw(outcome.answer))
-    assert_same(outcome.answer, expected)
-    _assert_in_time(ready_site, case, outcome)
-    freed_s = ready_site.check_baseline(ALLOWED * _free_bound_s(ready_site, case))
-    record(request, case, freed_s=freed_s)
+    _assert_nothing_changes(ready_site, case, request)
 
 
 @matrix(cases.of_json())
@@ -49,16 +42,23 @@ def test_a_worker_struck_in_mid_json_changes_no_byte_of_it(
     ready_site: Site, case: Case, request: pytest.FixtureRequest
 ) -> None:
     """The next worker gets the tokens that the client has, and its matcher goes on behind them."""
+    answer = _assert_nothing_changes(ready_site, case, request)
+    assert answer.finish_reasons == ["stop"] * len(answer.texts)
+    for text in answer.texts:
+        assert set(json.loads(text)) == {"n", "k"}
+
+
+def _assert_nothing_changes(site: Site, case: Case, request: pytest.FixtureRequest) -> Answer:
+    """Strike; the answer is that of an undisturbed run, comes in time, and leaves nothing behind."""
     prompt = story(str(case))
-    expected = ready_site.expected(prompt, case.fields)
-    outcome = ready_site.strike(case, prompt)
+    expected = site.expected(prompt, case.fields)
+    outcome = site.strike(case, prompt)
     record(request, case, recovery_s=outcome.recovery_s, saw=_saw(outcome.answer))
     assert_same(outcome.answer, expected)
-    assert expected.finish_reasons == ["stop"] * len(expected.texts)
-    for text in outcome.answer.texts:
-        assert set(json.loads(text)) == {"n", "k"}
-    _assert_in_time(ready_site, case, outcome)
-    ready_site.check_baseline(ALLOWED * _free_bound_s(ready_site, case))
+    _assert_in_time(site, case, outcome)
+    freed_s = site.check_baseline(ALLOWED * _free_bound_s(site, case))
+    record(request, case, freed_s=freed_s)
+    return outcome.answer
 
 
 @matrix(cases.of("router", signal="kill"))

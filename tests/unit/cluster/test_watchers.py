@@ -266,10 +266,8 @@ async def test_a_node_is_asked_which_boot_it_runs(actors: list[FakeActor], spec:
     await asyncio.wait_for(actor.gone.wait(), 20 * LINGER_S)  # nothing of ours keeps the node
 
 
-async def test_while_ray_makes_a_watcher_everything_else_goes_on_and_all_who_ask_get_the_same(
-    actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray's control store takes its time, or has gone."""
+def made_late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until this is set, Ray is at making watchers."""
     may_go_on, make = threading.Event(), NodeWatchers._make
 
     def make_late(nodes: NodeWatchers, node_id: str) -> FakeActor:
@@ -277,6 +275,14 @@ async def test_while_ray_makes_a_watcher_everything_else_goes_on_and_all_who_ask
         return cast(FakeActor, make(nodes, node_id))
 
     monkeypatch.setattr(NodeWatchers, "_make", make_late)
+    return may_go_on
+
+
+async def test_while_ray_makes_a_watcher_everything_else_goes_on_and_all_who_ask_get_the_same(
+    actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's control store takes its time, or has gone."""
+    may_go_on = made_late(monkeypatch)
     nodes = NodeWatchers(spec, keep_nothing)
     asked = [asyncio.create_task(nodes.boot_of("node")) for _ in range(3)]
     impatient = asyncio.create_task(nodes.boot_of("node"))
@@ -309,13 +315,7 @@ async def test_while_ray_ends_a_watcher_everything_else_goes_on(
 async def test_a_watcher_that_nobody_waits_for_any_more_ends(
     actors: list[FakeActor], spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on, make = threading.Event(), NodeWatchers._make
-
-    def make_late(nodes: NodeWatchers, node_id: str) -> FakeActor:
-        assert may_go_on.wait(5)
-        return cast(FakeActor, make(nodes, node_id))
-
-    monkeypatch.setattr(NodeWatchers, "_make", make_late)
+    may_go_on = made_late(monkeypatch)
     monkeypatch.setattr(watchers, "_MEET_S", 0.02)
     nodes = NodeWatchers(spec, keep_nothing)
     with pytest.raises(WorkerLostError):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.router_site import Site, opened_site, write_checkpoint
+from tests.support.tool_site import opened_tool_site
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,17 @@ def make_site(checkpoint: Path) -> Iterator[Callable[..., Site]]:
 @pytest.fixture
 def site(make_site: Callable[..., Site]) -> Site:
     return make_site()
+
+
+@pytest.fixture(scope="module")
+def shared_tool_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with opened_tool_site(tmp_path_factory.mktemp("models")) as site:
+        yield site
+
+
+@pytest.fixture
+def tool_site(shared_tool_site: Site) -> Site:
+    """A router whose model knows tools; its workers have heard of nothing yet."""
+    shared_tool_site.prefill.received.clear()
+    shared_tool_site.decode.received.clear()
+    return shared_tool_site

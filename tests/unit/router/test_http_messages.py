@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,10 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI: Any = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with opened_tool_site(tmp_path_factory.mktemp("models")) as site:
-        yield site
-
-
 @pytest.fixture
-def site(shared: Site) -> Site:
-    shared.prefill.received.clear()
-    shared.decode.received.clear()
-    says(shared, "Hello there.")
-    return shared
+def site(tool_site: Site) -> Site:
+    says(tool_site, "Hello there.")
+    return tool_site
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,10 @@ TOOL: Any = {"type": "function", "name": "weather", "description": "Of a city.",
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with opened_tool_site(tmp_path_factory.mktemp("models")) as site:
-        yield site
-
-
 @pytest.fixture
-def site(shared: Site) -> Site:
-    shared.prefill.received.clear()
-    shared.decode.received.clear()
-    says(shared, "Hello there.")
-    return shared
+def site(tool_site: Site) -> Site:
+    says(tool_site, "Hello there.")
+    return tool_site
 
 
 def events(site: Site, **body: Any) -> list[Any]:

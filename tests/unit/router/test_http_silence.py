@@ -99,16 +99,21 @@ def test_what_a_silent_decode_worker_has_not_granted_another_one_takes_from_the_
     assert num_lost(site) == 0
 
 
-def test_where_no_other_is_ready_the_request_waits_for_the_silent_worker(make_site: MakeSite) -> None:
-    site, under_way = halted(make_site)
-    start = site.prefill.wait_for("start")
-    site.prefill.go_silent()
-    site.until_shown("prefill-0", state="silent")
+def goes_on_where_it_is(site: Site, start: Any, under_way: Any) -> None:
+    """The silent worker is heard again, and serves what it had."""
     site.prefill.speak_again()
     site.decode.auto = True
     site.decode.grant(site.decode.wait_for("reserve"))
     site.prefill.first_tokens(start)
     assert text(under_way) == "abcde"
+
+
+def test_where_no_other_is_ready_the_request_waits_for_the_silent_worker(make_site: MakeSite) -> None:
+    site, under_way = halted(make_site)
+    start = site.prefill.wait_for("start")
+    site.prefill.go_silent()
+    site.until_shown("prefill-0", state="silent")
+    goes_on_where_it_is(site, start, under_way)
     assert (site.prefill.count("start"), num_lost(site)) == (1, 0)
 
 
@@ -119,9 +124,5 @@ def test_nobody_leaves_a_silent_worker_for_a_last_attempt(make_site: MakeSite) -
     site.add(other)
     site.prefill.go_silent()
     site.until_shown("prefill-0", state="silent")
-    site.prefill.speak_again()
-    site.decode.auto = True
-    site.decode.grant(site.decode.wait_for("reserve"))
-    site.prefill.first_tokens(start)
-    assert text(under_way) == "abcde"
+    goes_on_where_it_is(site, start, under_way)
     assert other.count("start") == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,10 @@ TOOL: Any = {"type": "function", "function": {"name": "weather", "description": 
 HI: Any = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with opened_tool_site(tmp_path_factory.mktemp("models")) as site:
-        yield site
-
-
 @pytest.fixture
-def site(shared: Site) -> Site:
-    shared.prefill.received.clear()
-    shared.decode.received.clear()
-    says(shared, f"I look.\n{CALL}\n{CALL}")
-    return shared
+def site(tool_site: Site) -> Site:
+    says(tool_site, f"I look.\n{CALL}\n{CALL}")
+    return tool_site
 
 
 def ask(site: Site, **body: Any) -> Any:

@@ -61,6 +61,12 @@ _FOREVER_S = 365 * 86400.0
 _PAUSES_S = (50e-6, 2e-3)
 _PROBE_EVERY_S = 0.25
 _OK = b"ok"
+_DROPPED = b"dropped"
+
+
+def joining(generation: int) -> str:
+    """The key under which a writer says in its store whether it joins this communicator or has given it up."""
+    return f"j/{generation}"
 
 
 @contextmanager
@@ -130,7 +136,6 @@ class PairThread(ABC):
         self._changed = threading.Condition()
         self._closing = False
         self._group: ProcessGroup | None = None
-        self._generation = 0
         # Daemon: a process that dies without `close` must not hang on a stopped peer.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -178,6 +183,7 @@ class PairWriter(PairThread):
         self._under_way: QueuedWrite | None = None  # `None` also where it was given up
         self._begins_anew = False  # with the next write, by another communicator
         self._number = 0
+        self._generation = 0  # of the communicator that the next write is sent by
         super().__init__(side, f"kv-writer-{side.agent_name}-{peer}")
 
     def enqueue(self, write: QueuedWrite) -> None:
@@ -225,6 +231,8 @@ class PairWriter(PairThread):
             with translated(f"write to {self._peer}"):
                 self._announce(write, number)
                 answer = self._answer(f"g/{number}")
+                if answer == _DROPPED:
+                    raise TransportError("it has closed the connection")
                 if answer == _OK:
                     has_sent = True
                     self._send_frames(self._communicator(), write.descriptors)
@@ -239,6 +247,7 @@ class PairWriter(PairThread):
             return [LinkBroken(PeerId(self._peer), str(error)), failed] if has_sent else [failed]
 
     def _drop_communicator(self) -> None:
+        self._own.set(joining(self._generation), _DROPPED)  # type: ignore[arg-type]  # the reader may be about to join it
         self._group = self._theirs = None
         self._generation += 1
 
@@ -280,6 +289,7 @@ class PairWriter(PairThread):
 
     def _communicator(self) -> ProcessGroup:
         if self._group is None:
+            self._own.set(joining(self._generation), _OK)  # type: ignore[arg-type]
             self._group = self._side.communicator(PrefixStore(f"c{self._generation}", self._own), 0)
         return self._group
 
@@ -322,6 +332,7 @@ class PairReader(PairThread):
         self._own_port = own_store.port
         self._wake = PrefixStore(self._name, own_store)
         self._theirs: Store | None = None
+        self._joined_generation = -1  # the newest, whether it is closed or not
         super().__init__(side, f"kv-reader-{side.agent_name}-{peer}")
 
     def ask_to_close(self) -> None:
@@ -361,20 +372,30 @@ class PairReader(PairThread):
         if self._theirs is None:
             self._theirs = PrefixStore(self._name, self._side.connect_store(*self._peer_at))
         theirs, number = self._theirs, header.number
-        theirs.set(f"g/{number}", _OK if allowed else b"no grant covers it")  # type: ignore[arg-type]
-        if not allowed:
+        is_new = header.generation != self._joined_generation
+        group = None if is_new else self._group
+        is_closed = group is None and not is_new  # here only, or at the writer too, which has given the write up
+        refusal = b"no grant covers it" if not allowed else _DROPPED if is_closed else None
+        theirs.set(f"g/{number}", refusal or _OK)  # type: ignore[arg-type]
+        if refusal is not None:
             return
-        if self._group is None or header.generation != self._generation:
-            self._generation = header.generation
-            self._group = self._side.communicator(PrefixStore(f"c{header.generation}", theirs), 1)
+        if group is None:
+            self._joined_generation = header.generation
+            group = self._group = self._joined(header.generation, theirs)
         stored = True
         for frame in frames(header.ranges, header.frame_bytes):
             packed = torch.empty(sum(size for _, size in frame), dtype=torch.uint8, device=self._side.arena.device)
-            self._group.recv([packed], 0, 0).wait()
+            group.recv([packed], 0, 0).wait()
             stored = self._scatter(packed, frame, num_hang_ups) and stored
         if stored:
             self._side.report(WriteArrived(self._peer, header.tag))  # type: ignore[arg-type]
         theirs.set(f"d/{number}", _OK if stored else b"its grant ended meanwhile")  # type: ignore[arg-type]
+
+    def _joined(self, generation: int, theirs: Store) -> ProcessGroup:
+        """The communicator that the writer joins too; one that it has given up is not waited for."""
+        if theirs.get(joining(generation)) != _OK:
+            raise TransportError(f"{self._peer} has given up what it announced")
+        return self._side.communicator(PrefixStore(f"c{generation}", theirs), 1)
 
     def _scatter(self, packed: torch.Tensor, frame: Sequence[tuple[int, int]], num_hang_ups: int) -> bool:
         with self._lock:

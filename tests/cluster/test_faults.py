@@ -18,13 +18,11 @@ import psutil
 import pytest
 from serving import Load, Serve, Stream, rare
 
-from tests.support.waiting import nothing, wait_until
+from tests.support.waiting import SLACK, nothing, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
 LEASE_S = 2.0
-SLACK = 3.0
-"""Times the bound that an assertion allows."""
 
 
 @pytest.fixture(scope="module")

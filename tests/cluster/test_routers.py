@@ -13,11 +13,11 @@ import psutil
 import pytest
 from serving import Load, Serve, Stream
 
+from tests.support.waiting import SLACK
+
 pytestmark = pytest.mark.timeout(300)
 
 LEASE_S = 2.0
-SLACK = 3.0
-"""Times the bound that an assertion allows."""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from transport_peer import ARENA_BYTES, Agent, Pair, PeerProcess, RemoteAgent
 
 _NUMBERS = itertools.count()
-OPTIONS: dict[str, dict[str, Any]] = {"nccl": {"timeout_s": 3.0}}
+OPTIONS: dict[str, dict[str, Any]] = {"nccl": {"timeout_s": 10.0}}
 
 
 @pytest.fixture(scope="module")

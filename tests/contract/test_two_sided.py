@@ -23,7 +23,7 @@ def test_a_transport_without_messages_says_so(make_pair: Callable[..., Pair]) ->
 def test_gloo_bounds_a_write_to_a_stopped_peer(
     make_pair: Callable[..., Pair], own_process: PeerProcess
 ) -> None:
-    pair = make_pair("nccl", own_process)
+    pair = make_pair("nccl", own_process, timeout_s=3.0)
     assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
     own_process.signal(signal.SIGSTOP)
     end = pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 8 << 20)]))
@@ -92,6 +92,23 @@ def test_gloo_fails_all_that_is_outstanding_at_once_when_it_hangs_up(
     assert pair.reader.read(0, 10) == bytes([4]) * 10
     assert all(len(pair.writer.ends(handle)) == 1 for handle in handles)
     assert not pair.writer.broken(), "what was given up says nothing of the new connection"
+
+
+def test_what_was_announced_and_given_up_holds_up_no_later_write(
+    make_pair: Callable[..., Pair], own_process: PeerProcess
+) -> None:
+    """The reader hears of it when it has hung up too, and makes a communicator that nobody else would join."""
+    pair = make_pair("nccl", own_process, timeout_s=60.0)
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
+    pair.reader.hang_up(PeerId(pair.writer.transport.agent_name))
+    own_process.signal(signal.SIGSTOP)
+    given_up = pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])
+    pair.writer.poll_for(0.2)
+    pair.writer.hang_up(pair.peer)
+    assert isinstance(pair.end_of(given_up), WriteFailed)
+    own_process.signal(signal.SIGCONT)
+    pair.connect_anew()
+    assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
 
 
 def test_hanging_up_is_a_fence_on_a_two_sided_transport(make_pair: Callable[..., Pair]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.scenarios.client import Answer, ask
 from tests.scenarios.processes import ProcessCluster, running
 from tests.support.cut import break_connections
-from tests.support.waiting import wait_until
+from tests.support.waiting import SLACK, wait_until
 
 NUM_REQUESTS = 8
 NUM_CUTS = 3
@@ -24,7 +24,6 @@ CONFIG = {
     "limits": {"max_attempts": NUM_CUTS + 1},
 }
 MEND_S = 1.0
-SLACK = 3.0
 
 
 @pytest.fixture(params=["tcp,self", ""], ids=["tcp", "one-host"])

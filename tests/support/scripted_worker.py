@@ -226,6 +226,7 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def __init__(self, name: str, **options: Any) -> None:
         self._attached: set[tuple[str, int]] = set()  # whom decode has let write: (request id, attempt)
+        self._decode_of: dict[tuple[str, int], str] = {}  # the address to attach at: by (request id, attempt)
         super().__init__(name, **options)
 
     def _add_service(self) -> None:
@@ -243,6 +244,8 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def note(self, command: prefill_pb2.PrefillCommand) -> None:
         """Attaches at decode as the real one does, whether the rest is scripted or not."""
+        if command.WhichOneof("command") == "start":
+            self._decode_of[command.start.request_id, command.start.attempt] = command.start.decode.address
         super().note(command)
         if command.WhichOneof("command") == "attach":
             with contextlib.suppress(grpc.RpcError):  # decode is gone: the router hears of that by itself
@@ -250,11 +253,10 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def _attach(self, attach: prefill_pb2.AttachGrant) -> None:
         key = (attach.request_id, attach.attempt)
-        start = next(c.start for c in self.received if (c.start.request_id, c.start.attempt) == key)
         request = decode_pb2.AttachRequest(
             request_id=attach.request_id, attempt=attach.attempt, grant_id=attach.grant.grant_id
         )
-        with grpc.insecure_channel(start.decode.address) as channel:
+        with grpc.insecure_channel(self._decode_of[key]) as channel:
             DecodeServiceStub(channel).Attach(request, timeout=WAIT_S)
         self._attached.add(key)
 

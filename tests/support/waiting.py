@@ -10,6 +10,9 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
+#: How many times a bound of the failure contract may take: tests share the host's cores.
+SLACK = 3.0
+
 
 def wait_until(
     look: Callable[[], _T],

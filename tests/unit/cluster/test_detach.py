@@ -106,6 +106,7 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
 
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

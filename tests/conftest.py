@@ -22,12 +22,15 @@ UNIT = Path(__file__).parent / "unit"
 
 _STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
 
+# `platform` asks for the processor's name, in the first test of a process that wants to know; matplotlib for the fonts, in
+# the first test of a machine that draws.
+_ASKED_ONCE = {("uname",), ("fc-list",)}
+
 _started: list[str] = []  # what the test under way has started
 
 
 def _note_start(event: str, args: tuple[Any, ...]) -> None:
-    # `platform` asks `uname` for the processor's name, in the first test of a process that wants to know.
-    if event in _STARTS and args[:1] != ("uname",):
+    if event in _STARTS and args[:1] not in _ASKED_ONCE:
         _started.append(f"{event} {args[:2]}")
 
 

@@ -19,6 +19,8 @@ ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
 """Much longer than the bounds and the deadline allow, and not too long for the reference."""
 BIG = {"n": 8, "max_tokens": 1400, "ignore_eos": True, "logprobs": 5}
 """More bytes than the sockets on the way take in."""
+HELD_STEP = 200
+"""At this step generating is held: however fast it is, no request ends before its deadline."""
 
 
 def every_point() -> list[pytest.ParameterSet]:
@@ -46,13 +48,15 @@ def test_a_client_that_leaves_frees_everything(ready_site: Site, case: Case) -> 
 def test_a_deadline_ends_a_request_in_time(ready_site: Site, case: Case) -> None:
     """What is held is the worker; the client hears in time all the same."""
     site, timeout_s, prompt = ready_site, 2.0, story(f"deadline at {case.point}")
+    for process in ("decode-0", "decode-1"):
+        site.points.arm(process, "decode.step", "hold", HELD_STEP)
     site.points.arm(case.process, case.point, "hold", case.nth)
     began = time.time()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, site.cluster.url, prompt, streamed=case.streamed, timeout=timeout_s, **ENDLESS)
         site.points.wait_hit(case.process, case.point)
         time.sleep(max(0.0, began + timeout_s + 0.2 - time.time()))
-        site.points.go(case.process, case.point)
+        site.points.clear()
         answer = asked.result()
     assert_typed_error(answer)
     assert answer.error is not None

@@ -27,7 +27,7 @@ def with_bound_calls(
     """`parsed`, with the grammar and the stop string that its calls need.
 
     Raises:
-        InvalidRequestError: this model's calls cannot be bound, or the output has another form already.
+        InvalidRequestError: this model's calls cannot be bound, or the output has a form that is no schema.
     """
     use, form = parsed.tool_use, card.tool_format
     if not use.is_offered or form is None:
@@ -69,12 +69,16 @@ def _with_grammar(parsed: ParsedRequest, form: ToolFormat, card: ModelCard, limi
         [_wanted(tool["function"], use) for tool in use.tools if use.only is None or _name(tool) in use.only],
         is_forced=is_forced or parsed.grammar is not None,
         is_single=not use.may_be_parallel,
-        instead=_instead(parsed, is_forced=is_forced),
+        instead=None if is_forced else _instead(parsed),
         spacing={} if parsed.grammar is None else parsed.grammar.spacing,
     )
     grammar = of_lark(_lark(calls, wanted, card), "tools", limits)
     sampling = dataclasses.replace(parsed.sampling, grammar=grammar.text)
-    return dataclasses.replace(parsed, grammar=AskedGrammar(grammar.text, "tools"), sampling=sampling)
+    ignored = parsed.ignored_fields
+    if is_forced and parsed.grammar is not None:  # of a text that does not come
+        ignored = (*ignored, parsed.grammar.field.split(".")[0])
+    asked = AskedGrammar(grammar.text, "tools")
+    return dataclasses.replace(parsed, grammar=asked, sampling=sampling, ignored_fields=ignored)
 
 
 def _lark(form: CallForm, wanted: Wanted, card: ModelCard) -> str:
@@ -95,13 +99,11 @@ def _wanted(function: dict[str, Any], use: ToolUse) -> tuple[str, dict[str, Any]
     return function["name"], function["parameters"] if has_to else None
 
 
-def _instead(parsed: ParsedRequest, *, is_forced: bool) -> Any:
+def _instead(parsed: ParsedRequest) -> Any:
     """The schema of JSON that the model may answer with in place of calls."""
     if parsed.grammar is None:
         return None
-    field = parsed.grammar.field.split(".")[0]
-    if is_forced:
-        refuse(field, "cannot hold where a tool has to be called; leave one of them out")
     if not isinstance(parsed.grammar.schema, dict):
+        field = parsed.grammar.field.split(".")[0]
         refuse(field, "cannot hold beside `tools`, unless it is a schema; leave one of them out")
     return parsed.grammar.schema

@@ -202,11 +202,21 @@ def test_an_answer_of_a_form_may_come_in_place_of_calls(models: dict[str, Model]
     wide = model.asked(structured_outputs={"json": {**schema, "x-guidance": {}}, "whitespace_pattern": " {2}"})
     assert model.takes(wide, '{  "sum"  :  4  }')
     assert not model.takes(wide, '{"sum": 4}')
-    with pytest.raises(InvalidRequestError, match="cannot hold where a tool has to be called") as caught:
-        model.asked(response_format=form, tool_choice="required")
-    assert caught.value.field == "response_format"
     with pytest.raises(InvalidRequestError, match="cannot hold beside `tools`"):
         model.asked(structured_outputs={"regex": "a"})
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_a_form_is_of_no_account_where_a_tool_has_to_be_called(models: dict[str, Model], name: str) -> None:
+    """As with OpenAI: clients send both where a tool's schema is the answer's."""
+    model, (before, after) = models[name], CALLS[name]
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    for asked in ({"response_format": form}, {"structured_outputs": {"regex": "a"}}):
+        forced = model.asked(tool_choice="required", **asked)
+        assert forced.ignored_fields == tuple(asked)
+        assert not model.takes(forced, before + BAD + after)
+        assert not model.takes(forced, "{}")
+        assert not model.takes(forced, "a")
 
 
 @pytest.mark.parametrize("name", UNBOUND)

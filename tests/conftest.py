@@ -22,8 +22,8 @@ UNIT = Path(__file__).parent / "unit"
 
 _STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
 
-# `platform` asks for the processor's name, in the first test of a process that wants to know; matplotlib for the fonts, in
-# the first test of a machine that draws.
+# `platform` asks for the processor's name, in the first test of a process that wants to know; matplotlib for the fonts,
+# in the first test of a machine that draws.
 _ASKED_ONCE = {("uname",), ("fc-list",)}
 
 _started: list[str] = []  # what the test under way has started

@@ -203,6 +203,7 @@ import signal, sys
 from pathlib import Path
 from tests.hosts.hosts import Hosts
 from tests.hosts.leftovers import left_of
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
 hosts = Hosts.start(Path(sys.argv[1]))
 hosts.add(1).start("sleep 1000", Path(sys.argv[1]) / "log")
 print("up", flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey, Grant
+from tandem.worker.cache_report import CacheNews
 from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
 
 
@@ -41,7 +42,7 @@ class WriterSuspected:
     incarnation: str
 
 
-Event = GrantMade | ComputesHere | Admitted | PromptScored | TokenSampled | AttemptFailed | WriterSuspected
+Event = GrantMade | ComputesHere | Admitted | PromptScored | TokenSampled | AttemptFailed | WriterSuspected | CacheNews
 
 Emit = Callable[[dict[int, list[Event]]], None]
 """Sends events to routers, by session; from any thread."""

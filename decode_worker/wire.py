@@ -8,8 +8,9 @@ from decode_worker.events import Admitted, ComputesHere, Event, GrantMade, Write
 from tandem.rpc.convert import by_name
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
+from tandem.worker.cache_report import CacheNews
 from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
-from tandem.worker.wire import failed_to_proto, grant_to_proto, scored_to_proto, token_to_proto
+from tandem.worker.wire import cached_to_proto, failed_to_proto, grant_to_proto, scored_to_proto, token_to_proto
 
 
 def make_events(
@@ -41,6 +42,8 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> decode_pb.DecodeEvent:
             return decode_pb.DecodeEvent(admitted=decode_pb.Admitted(**by_name(key), admission_s=admission_s))
         case PromptScored():
             return decode_pb.DecodeEvent(scored=scored_to_proto(event))
+        case CacheNews():
+            return decode_pb.DecodeEvent(cached=cached_to_proto(event))
         case AttemptFailed():
             return decode_pb.DecodeEvent(failed=failed_to_proto(event))
         case WriterSuspected(worker_id, incarnation):

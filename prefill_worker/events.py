@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
+from tandem.worker.cache_report import CacheNews
 from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
 from tandem.worker.spans import Span
 
@@ -69,4 +70,4 @@ class LinkChanged:
     is_broken: bool
 
 
-Event = PromptStarted | PromptScored | TokenSampled | PromptEnded | HandedOff | AttemptFailed | LinkChanged
+Event = PromptStarted | PromptScored | TokenSampled | PromptEnded | HandedOff | AttemptFailed | LinkChanged | CacheNews

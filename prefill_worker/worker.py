@@ -62,9 +62,10 @@ class PrefillWorker:
             self,
             parts.loop,
             make_events,
-            lambda: parts.info,
+            lambda: [parts.info, *parts.cache.everything()],
             parts.read_status,
             self.read_report,
+            parts.cache.news,
             heartbeat_s=transport.lease_s / 4,
             interval_s=parts.config.metrics.worker_interval_s,
         )

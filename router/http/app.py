@@ -23,7 +23,7 @@ from router.http.counting import Counting
 from router.http.error_shapes import error_body_at, is_of_messages
 from router.http.exchange import STREAM_HEADERS, Exchange, send_error
 from router.http.grammars import GrammarCheck
-from router.http.live import Live, live_page, wants_page
+from router.http.live import Live, explained, live_page, wants_page
 from router.http.metrics_page import MetricsPage
 from router.http.tokenizing import Tokenizing
 from router.http.welcome import endpoints, facts, welcome_page
@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/@+=~-]{1,128}")
 #: HEAD is GET whose body the server leaves out.
 _READ = ["GET", "HEAD"]
+_EXPLAIN = "/explain"
 _QUIET_PATHS = ("/health", "/ping", "/load", "/metrics")
 #: What a page may read of an answer beside what browsers show it anyway.
 _EXPOSED_HEADERS = (
@@ -175,7 +176,10 @@ def _add_live_routes(app: FastAPI, live: Live) -> None:
     @app.api_route("/v1/requests/{name:path}", methods=_READ)
     async def request(request: Request) -> Response:
         name = request.scope["path"].removeprefix("/v1/requests/").rstrip("\n")
-        return _json({"object": "list", "data": await live.request(name)})
+        found = await live.request(name.removesuffix(_EXPLAIN))
+        if name.endswith(_EXPLAIN):
+            found = [explained(one) for one in found]
+        return _json({"object": "list", "data": found})
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

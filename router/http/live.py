@@ -26,6 +26,9 @@ MAX_WORKERS = 128
 _EVERY_S = 1.0
 _WANTS_PART, _WANTS_REQUEST = b"l", b"r"
 _ID_PREFIX = re.compile("^(cmpl-|chatcmpl-|resp_|msg_)")  # before the request's id in the id of a body
+#: What `explained` takes over.
+_OF_REQUEST = ("id", "router", "prompt_tokens", "cached_tokens")
+_OF_CHOICE = ("number", "prefill", "decode", "why", "candidates")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
@@ -151,3 +154,9 @@ def live_page() -> HTMLResponse:
     )
     headers = {"content-security-policy": policy, "cache-control": "no-cache", "x-content-type-options": "nosniff"}
     return HTMLResponse(html, headers=headers)
+
+
+def explained(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Why a request's workers were chosen: what `/v1/requests/{id}/explain` tells of what `Live.request` found."""
+    attempts = [{key: attempt[key] for key in _OF_CHOICE} for attempt in request["attempts"]]
+    return {**{key: request[key] for key in _OF_REQUEST}, "attempts": attempts}

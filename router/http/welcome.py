@@ -19,6 +19,7 @@ ENDPOINTS = {
     "/v1/models": "the model, by the names that requests may use",
     "/v1/cluster": "the workers and what they do",
     "/v1/requests/{id}": "where the time of a request went, by the x-request-id of its answer",
+    "/v1/requests/{id}/explain": "why its workers were chosen, and what others would have cost",
     "/v1/events": "what happens, once a second, as server-sent events; in a browser / shows it",
     "/health": "200 where requests can be served",
     "/ping": "the same",

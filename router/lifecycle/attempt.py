@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 
 from router.lifecycle.in_flight import InFlightRequest
 from router.policy.recovery import AttemptEnd, Fault, failure
@@ -12,6 +13,7 @@ from router.policy.route import Route, choose, choose_prefill
 from router.request import events
 from router.request.request import TokenGiven
 from router.workers import wire
+from router.workers.known_pages import Foreseen
 from router.workers.session import WorkerSession
 from tandem.core import fault_points
 from tandem.core.errors import (
@@ -29,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 # How long decode may take to say whether prefill's commit came before prefill's end: some steps of a busy worker.
 _VERDICT_S = 0.5
+# How long workers may take to tell of pages: some intervals between two reports.
+_TOLD_S = 2.0
 
 
 class AttemptOver(Exception):
@@ -53,6 +57,8 @@ class Attempt:
         self._prefill = workers.session(route.prefill) if route.prefill is not None else None
         self._decode = workers.session(route.decode)
         self._number = self._journal.attempt
+        # Pages that its workers are about to have.
+        self._foreseen: Foreseen = {}
         self._is_granted = False
         # When prefill was told of the grant, by the loop's clock; `None` before.
         self._attached_s: float | None = None
@@ -92,7 +98,10 @@ class Attempt:
         in_flight, request, max_local_tokens = self._in_flight, self._in_flight.request, self._route.max_local_tokens
         num_tokens = len(request.prompt_ids)
         now_s, why = in_flight.context.clock.now(), self._route.why.value
-        in_flight.trace.attempt_began(now_s, self._number, self._prefill_key, self._decode.key, why)
+        weighed = self._route.weighed
+        in_flight.trace.attempt_began(now_s, self._number, self._prefill_key, self._decode.key, why, weighed)
+        chosen = [worker.key for worker in (self._prefill, self._decode) if worker is not None]
+        self._foreseen = self._workers.foresee(chosen, request.prompt_ids, request.cache_salt)
         self._decode.hold(self._request_id, in_flight.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
         age_s = in_flight.age_s
         self._decode.send(wire.reserve(request, self._journal, age_s=age_s, max_local_tokens=max_local_tokens))
@@ -328,3 +337,8 @@ class Attempt:
         if not ended_by_itself or not self._is_admitted:
             self._decode.cancel(self._request_id, self._number, why)
         self._decode.let_go(self._request_id)
+        if self._foreseen:
+            forget = partial(self._workers.pages.forget, self._foreseen)
+            # Workers have told of the pages of an attempt that went well, or will soon.
+            delay_s = _TOLD_S if self._journal.is_finished else 0.0
+            asyncio.get_running_loop().call_later(delay_s, forget)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from router.lifecycle.context import RouterContext
 from router.observe.trace import Trace
+from router.policy.prefix import KnownPrefix
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
 from router.policy.route import RequestFacts, Route, choose
 from router.request.choice_text import ChoiceText
@@ -121,11 +122,18 @@ class InFlightRequest:
         request, scheduling = self.request, self.context.config.scheduling
         return RequestFacts(
             num_prompt_tokens=len(request.prompt_ids),
+            prefix=self._known_prefix(),
             priority=request.priority,
             deadline_s=request.arrived_s + request.timeout_s if request.timeout_s is not None else None,
             mixed_pool_tokens=scheduling.local_prefill_tokens if scheduling.mixed_pool else 0,
             is_first_attempt=self.journal.attempt == 1,
         )
+
+    def _known_prefix(self) -> KnownPrefix[WorkerKey]:
+        """Of no use where logits of the prompt are wanted, which a cached page does not have."""
+        if self.journal.prompt_scores is not None:
+            return KnownPrefix()
+        return self.context.workers.known_prefix(self.request.prompt_ids, self.request.cache_salt)
 
     async def find_route(self) -> Route:
         """The workers of the next attempt. Where there are none, it waits for up to `limits.wait_for_worker_s`:

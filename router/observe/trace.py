@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.core.identity import WorkerKey
 from tandem.core.states import RequestState
@@ -45,6 +45,23 @@ class Work:
     count: int  # tokens that were computed, or bytes that were sent
 
 
+class Candidate(Protocol):
+    """A worker that a decision weighed; figures in prompt tokens."""
+
+    @property
+    def worker(self) -> WorkerKey: ...
+    @property
+    def num_held_tokens(self) -> int: ...
+    @property
+    def num_tokens_in_front(self) -> int: ...
+    @property
+    def num_active(self) -> int: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def cost_alone(self) -> float | None: ...
+
+
 @dataclass(slots=True)
 class AttemptNote:
     """One attempt, its workers, and how it ended."""
@@ -55,6 +72,8 @@ class AttemptNote:
     decode: str
     why: str
     ended: str = ""
+    #: What the decision weighed, of workers that hold some of the prompt and of the least loaded.
+    weighed: Sequence[Candidate] = ()
 
 
 @dataclass(slots=True)
@@ -104,8 +123,17 @@ class Trace:
     def state(self) -> str:
         return self.outcome or (self.stamps[-1][1].value if self.stamps else RequestState.QUEUED.value)
 
-    def attempt_began(self, now_s: float, number: int, prefill: WorkerKey | None, decode: WorkerKey, why: str) -> None:
-        self.attempts.append(AttemptNote(number, now_s, _name(prefill) if prefill else None, _name(decode), why))
+    def attempt_began(
+        self,
+        now_s: float,
+        number: int,
+        prefill: WorkerKey | None,
+        decode: WorkerKey,
+        why: str,
+        weighed: Sequence[Candidate] = (),
+    ) -> None:
+        names = _name(prefill) if prefill else None, _name(decode)
+        self.attempts.append(AttemptNote(number, now_s, *names, why, weighed=weighed))
 
     def spans(self, now_s: float) -> list[Span]:
         """The request's time, part by part: each begins where the one before ends, from its arrival to its end or
@@ -181,6 +209,7 @@ class Trace:
                     "why": note.why,
                     "began_s": round(note.began_s - self.arrived_s, 6),
                     "ended": note.ended,
+                    "candidates": [_explained(candidate) for candidate in note.weighed],
                 }
                 for note in self.attempts
             ],
@@ -189,6 +218,19 @@ class Trace:
             ],
             "token_s": [round(tick, 6) for tick in self.ticks],
         }
+
+
+def _explained(candidate: Candidate) -> dict[str, Any]:
+    explained = {
+        "worker": _name(candidate.worker),
+        "held_tokens": candidate.num_held_tokens,
+        "tokens_in_front": candidate.num_tokens_in_front,
+        "active_requests": candidate.num_active,
+        "cost_tokens": round(candidate.cost, 1),
+    }
+    if candidate.cost_alone is not None:
+        explained["cost_alone_tokens"] = round(candidate.cost_alone, 1)
+    return explained
 
 
 def _name(key: WorkerKey) -> str:

@@ -64,6 +64,12 @@ def document(config: Config, card: ModelCard, others: Sequence[Described] = ()) 
                 "parameters": [{"name": "id", "in": "path", "required": True, "schema": _REQUEST_NAME}],
             }
         },
+        "/v1/requests/{id}/explain": {
+            "get": {
+                **_reading("explanation", "Why the workers of a request were chosen.", _ref("Explanations"), (404,)),
+                "parameters": [{"name": "id", "in": "path", "required": True, "schema": _REQUEST_NAME}],
+            }
+        },
         "/v1/events": {"get": _events()},
         "/health": {"get": {**_reading("health", "200 where requests can be served.", _ref("Health")), "security": []}},
         "/ping": {method: _ping(method) for method in ("get", "post")},
@@ -268,6 +274,36 @@ _MODEL = _object(
         "max_model_len": nullable(_COUNT),
     }
 )
+_CANDIDATE = _object(
+    {
+        "worker": _TEXT,
+        "held_tokens": {**_COUNT, "description": "Of the prompt, in its cache as far as was known."},
+        "tokens_in_front": _COUNT,
+        "active_requests": _COUNT,
+        "cost_tokens": {"type": "number", "description": "What decided; of a decode worker for the batch alone."},
+    },
+    {"cost_alone_tokens": {"type": "number", "description": "Beside that, if it computes the prompt by itself."}},
+)
+_EXPLAINED = _object(
+    {
+        "id": _TEXT,
+        "router": _TEXT,
+        "prompt_tokens": _COUNT,
+        "cached_tokens": nullable(_COUNT),
+        "attempts": {
+            "type": "array",
+            "items": _object(
+                {
+                    "number": _COUNT,
+                    "prefill": nullable(_TEXT),
+                    "decode": _TEXT,
+                    "why": {"enum": ["load", "kept", "mixed_pool", "prefix"]},
+                    "candidates": {"type": "array", "items": _CANDIDATE},
+                }
+            ),
+        },
+    }
+)
 _ANSWERS: Schema = {
     "Completion": _answer("text_completion", _choice({"text": _TEXT}, {**_OUTPUT_IDS, **_ABOUT_PROMPT})),
     "CompletionChunk": _answer(
@@ -277,6 +313,9 @@ _ANSWERS: Schema = {
     "ChatChunk": _answer("chat.completion.chunk", _choice({"delta": _DELTA}, _OUTPUT_IDS), _PROMPT_IDS, is_chunk=True),
     "Model": _MODEL,
     "Models": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
+    "Explanations": _object(
+        {"object": {"const": "list"}, "data": {"type": "array", "items": _EXPLAINED, "minItems": 1}}
+    ),
     "Requests": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _REQUEST, "minItems": 1}}),
     "Welcome": _object(
         {"name": {"const": "tandem"}, "version": _TEXT, "model": _TEXT, "endpoints": {"type": "array", "items": _TEXT}}

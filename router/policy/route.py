@@ -7,6 +7,11 @@ few of each pool's order, whatever the size of the pool.
 **Ways between workers.** A pair that is known to be broken is chosen only where there is no other, whatever is wished.
 Where a way is slower than prefill computes, the tokens that could be computed meanwhile count as if they waited.
 
+**Prefixes that are held.** Of a prompt that begins with pages which some workers hold, only the rest is to compute, or
+to send. Then the holders of the longest beginnings are weighed beside the least loaded workers, and the way of the
+least cost is taken: what waits in front, what is to compute, what is still to send, and the batch, all in prompt tokens
+that a prefill worker could compute meanwhile. So a holder that is busy loses against one that computes all of it anew.
+
 **The mixed pool.** A decode step mostly reads the weights, so some prompt tokens in it cost little more. A decode
 worker can compute a whole prompt in chunks that fill its steps up to `mixed_step_tokens`
 (`tandem/worker/scheduler.py`), though slower than a prefill worker. A new prompt goes there where it is ready sooner.
@@ -15,13 +20,15 @@ Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 
 from kvtransfer.layout import KvFormat, mismatch
 from router.policy.pool import Order, Pool, decode_load, mixed_slowness, prefill_load
+from router.policy.prefix import KnownPrefix
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
@@ -35,6 +42,10 @@ _SMALL_STEP_COST = 1.2
 _FEW = 8
 # By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
 _NOTABLE = 0.25
+# Holders of a prompt's beginning that are looked up: more than are weighed, as they may be of the other role.
+_MOST_HOLDERS = 4 * _FEW
+# Prompt tokens that one more sequence in decode's batch is worth: its rows make the steps of all others longer.
+_ROW_COST = 16.0
 
 # A prefill worker that is idle so soon is as good as one that other routers may choose at the same time.
 _HARDLY_S = 0.05
@@ -46,14 +57,14 @@ class RequestFacts:
 
     Attributes:
         priority: urgent where below 0.
-        page_keys: of the prompt's full pages, in order; empty where unknown.
+        prefix: who holds how much of the prompt's beginning, as far as is known.
         deadline_s: when its client gives up, on the router's clock; `None` where it does not.
         mixed_pool_tokens: the longest prompt of the mixed pool; longer ones would slow the other sequences for long.
     """
 
     num_prompt_tokens: int
     priority: int = 0
-    page_keys: Sequence[bytes] = ()
+    prefix: KnownPrefix[WorkerKey] = field(default_factory=KnownPrefix)
     deadline_s: float | None = None
     mixed_pool_tokens: int = 0
     is_first_attempt: bool = True
@@ -83,6 +94,26 @@ class Why(StrEnum):
     LOAD = "load"  # the pair that has least to do
     KEPT = "kept"  # it holds pages of the request
     MIXED_POOL = "mixed_pool"  # a decode worker computes the prompt sooner
+    PREFIX = "prefix"  # the prompt begins with pages that are held there
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker that a decision weighed, for people. All figures are in prompt tokens.
+
+    Attributes:
+        num_held_tokens: of the prompt, in its cache as far as is known.
+        num_tokens_in_front: to be computed before the prompt.
+        cost: what decides; of a decode worker without the computation of the prompt.
+        cost_alone: of a decode worker that computes the prompt by itself; `None`: it may not.
+    """
+
+    worker: WorkerKey
+    num_held_tokens: int
+    num_tokens_in_front: int
+    num_active: int
+    cost: float
+    cost_alone: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +124,7 @@ class Route:
     decode: WorkerKey
     max_local_tokens: int
     why: Why
+    weighed: tuple[Candidate, ...] = ()  # where a known prefix made it weigh some
 
 
 ANY = Wishes()
@@ -107,7 +139,12 @@ def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Rou
     """
     if wishes.max_local_tokens and (asked := snapshot.decode.find(wishes.decode)) is not None:
         return Route(None, asked.key, wishes.max_local_tokens, Why.KEPT)
-    if (alone := _computes_alone(snapshot, facts)) is not None:
+    alone = _computes_alone(snapshot, facts)
+    if facts.prefix and wishes.prefill is None and wishes.decode is None:
+        found = _cheapest(snapshot, facts, wishes, _pairable(snapshot, wishes), alone)
+        if found is not None:
+            return found
+    if alone is not None:
         return Route(None, alone, facts.num_prompt_tokens, Why.MIXED_POOL)
     formats = _pairable(snapshot, wishes)
     if snapshot.links:
@@ -126,6 +163,10 @@ def choose_prefill(
     anyone = _taken(Role.PREFILL, snapshot.prefill, wishes)
     if snapshot.prefill.first(wishes.exclude, kv_format) is None:
         raise _incompatible(anyone, decode, kv_format)
+    if facts.prefix and wishes.prefill is None:
+        able = _with_holders(snapshot.prefill, facts, wishes, _prefills(snapshot, wishes, kv_format, _FEW), [kv_format])
+        whole = [prefill for prefill in able if not _is_broken(snapshot, prefill.key, decode)] or able
+        return min(whole, key=lambda p: _prefill_cost(facts, p) + _exposed_tokens(snapshot, facts, p, decode)).key
     if not snapshot.links:
         return _prefills(snapshot, wishes, kv_format, 1)[0].key
     even = _even(snapshot, [kv_format])
@@ -292,6 +333,95 @@ def _near(snapshot: Snapshot) -> float:
     return _HARDLY_S * snapshot.prefill_tokens_per_s if snapshot.share.of > 1 else 0.0
 
 
+# --- where the prompt begins with pages that are held -------------------------------------------------------------
+
+
+def _cheapest(
+    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, formats: Sequence[KvFormat], alone: WorkerKey | None
+) -> Route | None:
+    """The way of the least cost among the least loaded workers and those that hold most of the prompt; `None`: no way
+    between these works."""
+    decodes = _decodes(snapshot, facts, wishes, formats, _FEW)
+    if (quickest := snapshot.decode.find(alone)) is not None and quickest not in decodes:
+        decodes.append(quickest)
+    decodes = _with_holders(snapshot.decode, facts, wishes, decodes, formats)
+    prefills = [
+        prefill
+        for kv_format in formats
+        for prefill in _with_holders(
+            snapshot.prefill, facts, wishes, _prefills(snapshot, wishes, kv_format, _FEW), [kv_format]
+        )
+    ]
+    smallest = min(decode.num_active for decode in decodes)
+    prefill_costs = {p.key: _prefill_cost(facts, p) for p in prefills}
+    decode_costs = {d.key: _decode_cost(facts, d, smallest) for d in decodes}
+    alone_costs = {d.key: _cost_alone(facts, d) for d in decodes}
+
+    def cost(prefill: WorkerLoad, decode: WorkerLoad) -> tuple[float, ...]:
+        exposed = _exposed_tokens(snapshot, facts, prefill, decode.key)
+        total = prefill_costs[prefill.key] + decode_costs[decode.key] + exposed
+        avoided = (prefill.key in wishes.avoid) + (decode.key in wishes.avoid)
+        return _is_broken(snapshot, prefill.key, decode.key), avoided, total
+
+    # Without what is known of ways a pair costs the sum of its two; so the best few of each role suffice.
+    prefills.sort(key=lambda p: (p.key in wishes.avoid, prefill_costs[p.key]))
+    by_cost = sorted(decodes, key=lambda d: (d.key in wishes.avoid, decode_costs[d.key]))
+    pairs = [(p, d) for d in by_cost for p in prefills if p.kv_format == d.kv_format]
+    best = min(pairs if snapshot.links else pairs[:1], key=lambda pair: cost(*pair))
+    weighed = tuple(
+        [
+            Candidate(p.key, facts.prefix.num_tokens(p.key), p.num_queued_tokens, p.num_active, prefill_costs[p.key])
+            for p in prefills
+        ]
+        + [
+            Candidate(
+                d.key, facts.prefix.num_tokens(d.key), d.num_queued_tokens, d.num_active, decode_costs[d.key],
+                alone_costs[d.key] if alone_costs[d.key] < math.inf else None,
+            )
+            for d in by_cost
+        ]
+    )  # fmt: skip
+    lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + decode_costs[d.key]))
+    lone_cost = alone_costs[lone.key] + decode_costs[lone.key]
+    if lone_cost < math.inf and (False, lone.key in wishes.avoid, lone_cost) < cost(*best):
+        is_held = facts.prefix.num_tokens(lone.key) > 0
+        most = facts.mixed_pool_tokens if is_held else facts.num_prompt_tokens
+        return Route(None, lone.key, most, Why.PREFIX if is_held else Why.MIXED_POOL, weighed)
+    if _is_broken(snapshot, best[0].key, best[1].key):
+        return None
+    is_held = any(facts.prefix.num_tokens(worker.key) for worker in best)
+    return Route(best[0].key, best[1].key, 0, Why.PREFIX if is_held else Why.LOAD, weighed)
+
+
+def _with_holders(
+    pool: Pool, facts: RequestFacts, wishes: Wishes, few: list[WorkerLoad], formats: Sequence[KvFormat]
+) -> list[WorkerLoad]:
+    """`few`, and those of the longest beginnings that are not among them."""
+    known = {worker.key for worker in few} | wishes.exclude | wishes.avoid
+    found = (pool.find(holder) for holder in facts.prefix.longest(_MOST_HOLDERS) if holder not in known)
+    return few + list(islice((w for w in found if w is not None and w.kv_format in formats), _FEW))
+
+
+def _prefill_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
+    """Prompt tokens that are computed before the prompt is."""
+    return worker.num_queued_tokens + facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
+
+
+def _decode_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
+    """What its batch costs beside the smallest one; and what it lacks room for, which has to be waited for."""
+    crowd = _ROW_COST * (worker.num_active - smallest)
+    return crowd if _has_room(worker, facts) else crowd + facts.num_prompt_tokens
+
+
+def _cost_alone(facts: RequestFacts, worker: WorkerLoad) -> float:
+    """Of what the worker does not hold, computed in its own steps; endless where it may not be."""
+    num_left = facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
+    may_be_slow = facts.is_first_attempt and facts.priority >= 0
+    if not may_be_slow or num_left > facts.mixed_pool_tokens or not _has_room(worker, facts):
+        return math.inf
+    return _SMALL_STEP_COST * mixed_slowness(worker) * (worker.num_queued_tokens + num_left)
+
+
 # --- two that go well together ------------------------------------------------------------------------------------
 
 
@@ -356,8 +486,10 @@ def _exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad
         token_bytes = prefill.kv_format.layout.token_bytes
     except IncompatibleError:  # elements of a later version: how long they take is not known
         return 0.0
-    handoff_s = facts.num_prompt_tokens * token_bytes / max(link.bytes_per_s, 1.0)
-    exposed = handoff_s * snapshot.prefill_tokens_per_s - facts.num_prompt_tokens
+    num_missing = facts.num_prompt_tokens - facts.prefix.num_tokens(decode)
+    num_computed = facts.num_prompt_tokens - facts.prefix.num_tokens(prefill.key)
+    handoff_s = num_missing * token_bytes / max(link.bytes_per_s, 1.0)
+    exposed = handoff_s * snapshot.prefill_tokens_per_s - num_computed
     return exposed if exposed > _NOTABLE * facts.num_prompt_tokens else 0.0
 
 

@@ -35,6 +35,11 @@ class RouterGauges(Collector):
             value=self._admission.num_waiting,
         )
         yield GaugeMetricFamily(
+            "tandem_known_pages",
+            "Different pages of prompts that workers hold, as far as this router knows",
+            value=len(self._workers.pages),
+        )
+        yield GaugeMetricFamily(
             "tandem_retry_budget_retries", "Requests that may be tried again now", value=self._budget.num_left
         )
         yield CounterMetricFamily(

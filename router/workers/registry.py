@@ -7,25 +7,28 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import nsmallest
 from typing import Any
 
+from kvtransfer.layout import LayoutId
 from router.policy.losses import Fate
 from router.policy.pool import ALONE, Pool, Share
+from router.policy.prefix import KnownPrefix
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers import wire
 from router.workers.abilities import Abilities, Ability
 from router.workers.described import described, mismatches, outlined
+from router.workers.known_pages import Foreseen, KnownPages
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1.common_pb2 import LinkReport, WorkerStatus
+from tandem.rpc.v1.common_pb2 import CachedPages, LinkReport, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, WorkSpan
@@ -80,6 +83,7 @@ class WorkerRegistry:
         # By prefill worker: the pairs of which it said something in its last report.
         self._reported_links: dict[WorkerKey, frozenset[Pair]] = {}
         self._watchers: set[Mailbox[Event]] = set()
+        self.pages = KnownPages()
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
         #: Called with what a worker has done for an attempt at a request, which may have ended.
@@ -171,6 +175,19 @@ class WorkerRegistry:
             share=self._share,
         )
 
+    def known_prefix(self, token_ids: Sequence[int], cache_salt: str) -> KnownPrefix[WorkerKey]:
+        """Who holds how much of a prompt's beginning. Costs as much as is found, and one page more."""
+        return self.pages.prefix(self._layout, token_ids, cache_salt)
+
+    def foresee(self, workers: Iterable[WorkerKey], token_ids: Sequence[int], cache_salt: str) -> Foreseen:
+        """These are about to have the pages of a prompt. For `pages.forget`, once they have told of them."""
+        return self.pages.foresee(workers, self._layout, token_ids, cache_salt)
+
+    @property
+    def _layout(self) -> LayoutId | None:
+        """That of the decode workers. They have two only while the cluster is upgraded; then one is looked for."""
+        return next((kv_format.layout for kv_format in self._pools[Role.DECODE].formats), None)
+
     @property
     def num_decode(self) -> int:
         """Decode workers that take requests."""
@@ -220,10 +237,13 @@ class WorkerRegistry:
         if session.state is SessionState.LOST:
             self._metrics.workers_lost.labels(session.role).inc()
             self._forget_links(session.key)  # what became of them meanwhile was not heard
+            self.pages.lose(session.key)
         elif session.state is SessionState.OPEN:
             self._warn_of_formats(session)
             self._introduce(session)
-        elif session.state is SessionState.CLOSED and session.key not in self._members:
+        elif session.state is SessionState.CLOSED:
+            self.pages.lose(session.key)
+        if session.state is SessionState.CLOSED and session.key not in self._members:
             # Not at once: the caller may be walking over the sessions.
             asyncio.get_running_loop().call_soon(self._forget_closed)
         self._tell_watchers()
@@ -241,6 +261,10 @@ class WorkerRegistry:
         elif session.key in self._abilities:
             self._pools[session.role].discard(session.key)
             self._abilities.put(session.key, None)
+
+    def pages_cached(self, session: WorkerSession, news: CachedPages) -> None:
+        if session.state is SessionState.OPEN:
+            self.pages.hear(session.key, news)
 
     def worker_died(self, session: WorkerSession) -> None:
         self._metrics.worker_deaths.labels(session.role).inc()

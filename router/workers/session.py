@@ -30,7 +30,7 @@ from tandem.core.protocols import Protocols, agree
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.duplex import writing
-from tandem.rpc.v1.common_pb2 import Cancel, Token, WorkerInfo, WorkerStatus
+from tandem.rpc.v1.common_pb2 import CachedPages, Cancel, Token, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
 from tandem.rpc.v1.decode_pb2 import DecodeCommand
 from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
@@ -65,6 +65,9 @@ class SessionObserver(Protocol):
 
     def load_changed(self, session: WorkerSession) -> None:
         """What the worker holds for us has changed, and with it `load`."""
+
+    def pages_cached(self, session: WorkerSession, news: CachedPages) -> None:
+        """The worker's prefix cache has entered pages, or given some up."""
 
     def event_seen(self, message: Any) -> None:
         """A message of the worker, other than its hello and its tokens."""
@@ -284,6 +287,9 @@ class WorkerSession:
     def _take(self, message: Any) -> None:
         if isinstance(message, WorkerInfo):
             self._greet(message)
+            return
+        if isinstance(message, CachedPages):
+            self._observer.pages_cached(self, message)
             return
         happened = wire.event_from_proto(message, self.key)
         if happened is not None and (mailbox := self._held.get(message.request_id)) is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -43,18 +43,34 @@ class PageCounts:
         return self.free + self.used + self.reserved + self.cached + self.quarantined
 
 
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What a prefix cache holds now that it did not hold before, and the other way round."""
+
+    came: tuple[bytes, ...] = ()
+    went: tuple[bytes, ...] = ()
+
+
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[bytes]:
     """SHA-256 keys of the full pages of `token_ids`, each chained over all tokens before it.
 
     `salt` names all else that shapes KV: weights, adapter. A partial last page has no key.
     """
-    keys: list[bytes] = []
+    return list(next_page_keys(token_ids, page_size, salt))
+
+
+def next_page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> Iterator[bytes]:
+    """The keys of `page_keys`, one by one: whoever stops early has paid for what it took."""
     previous = hashlib.sha256(salt).digest()
     for start in range(0, len(token_ids) - page_size + 1, page_size):
         chunk = struct.pack(f"<{page_size}I", *token_ids[start : start + page_size])
         previous = hashlib.sha256(previous + chunk).digest()
-        keys.append(previous)
-    return keys
+        yield previous
+
+
+def model_salt(weights_sha256: str) -> bytes:
+    """The salt of the pages of a model, at its workers and wherever their pages are looked for."""
+    return weights_sha256.encode()
 
 
 def salted(salt: bytes, cache_salt: str) -> bytes:
@@ -101,6 +117,8 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
+        # Keys that came or went since `take_changes`, and whether they are held now; `None`: nobody takes them.
+        self._changed: dict[bytes, bool] | None = None
         self._num = dict.fromkeys(PageState, 0)
         self._num[PageState.FREE] = num_pages
         #: All pages from this one on have never been taken.
@@ -138,7 +156,9 @@ class PagePool:
 
     def _evict_one(self) -> None:
         page, _ = self._lru.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        self._note(key, is_held=False)
         self._set(page, PageState.FREE)
         self._free[page] = None
 
@@ -177,6 +197,7 @@ class PagePool:
             return
         self._key_of[page] = key
         self._page_of[key] = page
+        self._note(key, is_held=True)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Nobody finds a page under these keys any more; cached ones are free again. Unknown keys are fine."""
@@ -185,6 +206,7 @@ class PagePool:
             if page is None:
                 continue
             del self._key_of[page]
+            self._note(key, is_held=False)
             if self._state[page] is PageState.CACHED:
                 del self._lru[page]
                 self._to_free(page)
@@ -193,6 +215,25 @@ class PagePool:
         """Evict every cached page."""
         while self._lru:
             self._evict_one()
+
+    def note_changes(self) -> None:
+        """From now on somebody takes what changes (`take_changes`)."""
+        self._changed = dict.fromkeys(self._page_of, True)
+
+    def take_changes(self) -> CacheChange | None:
+        """Which keys came and went since the last call; `None`: none did, or nobody notes them."""
+        changed = self._changed
+        if not changed:
+            return None
+        self._changed = {}
+        return CacheChange(
+            tuple(key for key, is_held in changed.items() if is_held),
+            tuple(key for key, is_held in changed.items() if not is_held),
+        )
+
+    def _note(self, key: bytes, *, is_held: bool) -> None:
+        if self._changed is not None:
+            self._changed[key] = is_held
 
     # -- giving pages back
 
@@ -238,6 +279,7 @@ class PagePool:
             key = self._key_of.pop(page, None)
             if key is not None:
                 del self._page_of[key]
+                self._note(key, is_held=False)
             self._references[page] = 0
             self._set(page, PageState.QUARANTINED)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tandem.core.pages import PageCounts
+from tandem.core.pages import CacheChange, PageCounts
 from tandem.worker.scheduler import BatchScheduler
 
 
@@ -37,10 +37,18 @@ class LoadReport:
     Args:
         on_change: called when the load differs from the last one.
         on_taken: called with every snapshot.
+        on_cache: called with what the prefix cache has entered and given up since the last snapshot.
     """
 
-    def __init__(self, scheduler: BatchScheduler, on_change: Callable[[], None], on_taken: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        scheduler: BatchScheduler,
+        on_change: Callable[[], None],
+        on_taken: Callable[[], None],
+        on_cache: Callable[[CacheChange], None] = lambda _: None,
+    ) -> None:
         self._scheduler = scheduler
+        self._on_cache = on_cache
         self._on_change = on_change
         self._on_taken = on_taken
         self._newest = LoadSnapshot(scheduler.pool.counts())
@@ -84,6 +92,9 @@ class LoadReport:
             scheduler.pool.counts(), len(scheduler.running), num_queued, num_queued_tokens, num_incoming
         )
         has_changed, self._newest = bool(self._taken_in) or now != self._newest, now
+        if (change := scheduler.pool.take_changes()) is not None:
+            self._on_cache(change)
+            has_changed = True
         while self._taken_in:
             del self._arriving[self._taken_in.popleft()]
         if has_changed:

@@ -26,7 +26,7 @@ from kvtransfer.wire import layout_to_proto, protocols_to_proto
 from tandem.core.config import Config
 from tandem.core.errors import TandemError
 from tandem.core.identity import Role
-from tandem.core.pages import PagePool
+from tandem.core.pages import PagePool, model_salt
 from tandem.core.pidfd import ExitWatch, host_id
 from tandem.core.protocols import Protocols
 from tandem.core.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
 from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
+from tandem.worker.cache_report import CacheReport
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.cpu.core_shares import CoreShares
 from tandem.worker.cpu.pacing import DecodePacing, PrefillPacing
@@ -99,6 +100,7 @@ class WorkerParts:
     arena_shape: ArenaShape
     counters: WorkerCounters
     load: LoadReport
+    cache: CacheReport
     pacing: Pacing
     life: WorkerLife
     exits: ExitWatch
@@ -189,11 +191,14 @@ def build_parts(
     scheduler = BatchScheduler(
         PagePool(engine.num_pages, config.cache.page_size),
         scheduler_limits(config, site),
-        salt=engine.weights_sha256.encode(),
+        salt=model_salt(engine.weights_sha256),
         prefix_cache=config.cache.prefix_cache,
         # At decode the transfer thread takes pages for grants, and gives them back.
         lock=threading.RLock() if role is Role.DECODE else None,
     )
+    cache = CacheReport()
+    if config.cache.prefix_cache:
+        scheduler.pool.note_changes()
     pacing = _make_pacing(config, place, site, arena)
     undo.callback(pacing.close)
     name, counters = place.worker_id, WorkerCounters()
@@ -218,7 +223,8 @@ def build_parts(
         layout=layout,
         arena_shape=ArenaShape(layout.num_layers, arena.num_pages, arena.layout.extent_bytes),
         counters=counters,
-        load=LoadReport(scheduler, on_load, life.check_drained),
+        load=LoadReport(scheduler, on_load, life.check_drained, cache.note),
+        cache=cache,
         pacing=pacing,
         life=life,
         exits=ExitWatch(loop),

@@ -36,7 +36,8 @@ class SessionHub(Generic[Command, Event, Events]):
         handler: gets the commands, and has each in the status when it returns. Its sessions begin once it is complete.
         loop: the worker's event loop.
         make_events: builds a message of events, a status, and how many of the session's commands the status shows.
-        hello: the first event of every session.
+        hello: the first events of every session.
+        take_news: events for all routers that have come up since the last call; asked for before each status of all.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
         read_report: the same, with what is too long for every message: for hellos and heartbeats.
         heartbeat_s: longest silence towards a router, in seconds.
@@ -48,9 +49,10 @@ class SessionHub(Generic[Command, Event, Events]):
         handler: SessionHandler[Command],
         loop: asyncio.AbstractEventLoop,
         make_events: Callable[[Sequence[Event], pb.WorkerStatus, int], Events],
-        hello: Callable[[], Event],
+        hello: Callable[[], Sequence[Event]],
         read_status: Callable[[], pb.WorkerStatus],
         read_report: Callable[[], pb.WorkerStatus],
+        take_news: Callable[[], Sequence[Event]] = lambda: (),
         *,
         heartbeat_s: float,
         interval_s: float,
@@ -61,6 +63,7 @@ class SessionHub(Generic[Command, Event, Events]):
         self._hello = hello
         self._read_status = read_status
         self._read_report = read_report
+        self._take_news = take_news
         self._heartbeat_s = heartbeat_s
         self._interval_s = interval_s
         self._sessions: dict[int, ServedStream[Events]] = {}
@@ -104,8 +107,9 @@ class SessionHub(Generic[Command, Event, Events]):
 
     def _tell_all(self, status: pb.WorkerStatus) -> None:
         self._num_told = _num_requests(status)
+        news = self._take_news()
         for session in list(self._sessions.values()):
-            self._put(session, [], status)
+            self._put(session, news, status)
 
     def _put(self, session: ServedStream[Events], events: Sequence[Event], status: pb.WorkerStatus) -> None:
         session.put(self._make_events(events, status, self._num_commands[session.number]))
@@ -120,11 +124,13 @@ class SessionHub(Generic[Command, Event, Events]):
             self._end(session)
             task.cancel()
 
+        if news := self._take_news():  # the others' next news begin where this hello ends
+            self._deliver(dict.fromkeys(self._sessions, news))
         session: ServedStream[Events] = ServedStream(self._next, cut_off)
         self._next += 1
         self._sessions[session.number] = session
         self._num_commands[session.number] = 0
-        self._put(session, [self._hello()], self._read_report())
+        self._put(session, self._hello(), self._read_report())
         try:
             with session.reading(commands, lambda command: self._take(session.number, command)):
                 async for message in session.messages():

@@ -16,6 +16,7 @@ from tandem.rpc.convert import by_name, error_to_proto, sampling_from_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
+from tandem.worker.cache_report import CacheNews
 from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, PromptScored, TokenSampled
 from tandem.worker.sequence import FinishReason
@@ -70,6 +71,10 @@ def scored_to_proto(scored: PromptScored) -> pb.PromptScored:
         for token in scored.tokens
     ]
     return pb.PromptScored(**by_name(scored.key), first=scored.first, tokens=tokens)
+
+
+def cached_to_proto(news: CacheNews) -> pb.CachedPages:
+    return pb.CachedPages(is_first=news.is_first, came=b"".join(news.came), went=b"".join(news.went))
 
 
 def failed_to_proto(failed: AttemptFailed) -> pb.AttemptFailed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.workers.session import WorkerSession
-from tandem.rpc.v1.common_pb2 import WorkerStatus
+from tandem.rpc.v1.common_pb2 import CachedPages, WorkerStatus
 
 
 class Unheard:
@@ -20,5 +20,7 @@ class Unheard:
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None: ...
 
     def load_changed(self, session: WorkerSession) -> None: ...
+
+    def pages_cached(self, session: WorkerSession, news: CachedPages) -> None: ...
 
     def event_seen(self, message: Any) -> None: ...

@@ -446,6 +446,36 @@ class WorkerStatus(_message.Message):
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
+class CachedPages(_message.Message):
+    """Full pages that a worker's prefix cache has entered or given up. Each stream begins with all that it holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_FIRST_FIELD_NUMBER: _builtins.int
+    CAME_FIELD_NUMBER: _builtins.int
+    WENT_FIELD_NUMBER: _builtins.int
+    is_first: _builtins.bool
+    """nothing that was told before holds; more of the same list may follow"""
+    came: _builtins.bytes
+    """the first eight bytes of the key of each page, one after the other"""
+    went: _builtins.bytes
+    """as `came`"""
+    def __init__(
+        self,
+        *,
+        is_first: _builtins.bool = ...,
+        came: _builtins.bytes = ...,
+        went: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["came", b"came", "is_first", b"is_first", "went", b"went"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedPages: _TypeAlias = CachedPages  # noqa: Y015
+
+@_typing.final
 class LinkReport(_message.Message):
     """Links to decode workers, those used last, at most 64."""
 

@@ -208,6 +208,7 @@ class DecodeEvent(_message.Message):
     WRITER_SUSPECTED_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -224,6 +225,8 @@ class DecodeEvent(_message.Message):
     def local(self) -> Global___ComputesHere: ...
     @_builtins.property
     def scored(self) -> _common_pb2.PromptScored: ...
+    @_builtins.property
+    def cached(self) -> _common_pb2.CachedPages: ...
     def __init__(
         self,
         *,
@@ -235,12 +238,13 @@ class DecodeEvent(_message.Message):
         writer_suspected: Global___WriterSuspected | None = ...,
         local: Global___ComputesHere | None = ...,
         scored: _common_pb2.PromptScored | None = ...,
+        cached: _common_pb2.CachedPages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached", b"cached", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached", b"cached", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected", "local", "scored"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected", "local", "scored", "cached"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -238,6 +238,7 @@ class PrefillEvent(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -254,6 +255,8 @@ class PrefillEvent(_message.Message):
     def link(self) -> Global___LinkChanged: ...
     @_builtins.property
     def scored(self) -> _common_pb2.PromptScored: ...
+    @_builtins.property
+    def cached(self) -> _common_pb2.CachedPages: ...
     def __init__(
         self,
         *,
@@ -265,12 +268,13 @@ class PrefillEvent(_message.Message):
         failed: _common_pb2.AttemptFailed | None = ...,
         link: Global___LinkChanged | None = ...,
         scored: _common_pb2.PromptScored | None = ...,
+        cached: _common_pb2.CachedPages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed", "link", "scored"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed", "link", "scored", "cached"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -28,6 +28,7 @@ GETS = (
     "/metrics",
 )  # fmt: skip
 REQUEST = "/v1/requests/{id}"
+EXPLAIN = "/v1/requests/{id}/explain"
 ENDLESS = "/v1/events"
 
 #: What JSON Schema cannot say: it depends on the model, or on another field. All else that is allowed must be taken.
@@ -89,7 +90,7 @@ def check(site: Site, case: Case) -> Any:
 
 def test_the_document_is_sound_and_names_every_route(site: Site, schema: schemathesis.BaseSchema) -> None:
     schema.validate()
-    assert set(document(site)["paths"]) == {*POSTS, *TOKENIZING, *GETS, REQUEST, ENDLESS}
+    assert set(document(site)["paths"]) == {*POSTS, *TOKENIZING, *GETS, REQUEST, EXPLAIN, ENDLESS}
 
 
 def boundary_cases(schema: schemathesis.BaseSchema, path: str, method: str, mode: GenerationMode) -> Iterator[Case]:
@@ -179,7 +180,8 @@ def test_what_is_read_has_its_documented_shape(site: Site, schema: schemathesis.
 
 def test_what_is_told_of_a_request_has_its_documented_shape(site: Site, schema: schemathesis.BaseSchema) -> None:
     served = site.post(prompt="x", max_tokens=2).headers["x-request-id"]
-    assert check(site, schema[REQUEST]["GET"].Case(path_parameters={"id": served})).status_code == 200
+    for path in (REQUEST, EXPLAIN):
+        assert check(site, schema[path]["GET"].Case(path_parameters={"id": served})).status_code == 200
     statuses = []
 
     @bounded

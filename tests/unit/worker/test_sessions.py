@@ -93,7 +93,7 @@ def make_hub(handler: Handler, *, heartbeat_s: float = 60.0, interval_s: float =
         handler,
         asyncio.get_running_loop(),
         make,
-        lambda: "hello",
+        lambda: ["hello"],
         lambda: pb.WorkerStatus(num_running=next(counter)),
         lambda: pb.WorkerStatus(num_running=next(counter), links=pb.LinkReport()),
         heartbeat_s=heartbeat_s,

@@ -1,0 +1,50 @@
+"""Which workers hold how much of a prompt's beginning, as a routing decision is told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Worker = TypeVar("Worker", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPrefix(Generic[Worker]):
+    """The pages that a prompt begins with, and who is known to hold them; to be used at once.
+
+    Workers are bits of an integer, so that a thousand of them are compared as fast as one.
+
+    Attributes:
+        runs: `(pages, holders)`, the longest run first: who holds so many leading pages, and no more.
+        bits: the bit of each worker.
+        workers: by the number of their bit.
+        page_size: tokens in a page.
+    """
+
+    runs: Sequence[tuple[int, int]] = ()
+    bits: Mapping[Worker, int] = field(default_factory=dict)
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    page_size: int = 1
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def num_pages(self, worker: Worker) -> int:
+        """How many leading pages the worker holds."""
+        bit = self.bits.get(worker, 0)
+        return next((num for num, holders in self.runs if holders & bit), 0)
+
+    def num_tokens(self, worker: Worker) -> int:
+        """How many leading tokens the worker holds."""
+        return self.num_pages(worker) * self.page_size
+
+    def longest(self, most: int) -> list[Worker]:
+        """Up to so many workers, those that hold most first."""
+        found: list[Worker] = []
+        for _, holders in self.runs:
+            while holders and len(found) < most:
+                lowest = holders & -holders
+                holders ^= lowest
+                found.append(self.workers[lowest.bit_length() - 1])
+        return found

@@ -1,0 +1,81 @@
+"""What workers have told of their prefix caches, and what is foreseen: who holds the beginning of a prompt.
+
+Keys are made of a prompt's tokens as workers make them, one by one, and only as far as somebody holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+
+from kvtransfer.layout import LayoutId
+from router.policy.prefix import KnownPrefix
+from router.workers.page_index import PageIndex
+from tandem.core.identity import WorkerKey
+from tandem.core.pages import model_salt, next_page_keys, salted
+from tandem.rpc.v1.common_pb2 import CachedPages
+
+#: Bytes of a page's key that workers tell.
+_SHORT = 8
+#: Keys that are remembered, at some 300 bytes each: the pages of 32 million tokens, where a page has 32.
+_MOST_KEYS = 1 << 20
+#: Pages of a prompt that are foreseen where it is sent; of the others the worker tells when they are there.
+_MOST_FORESEEN = 256
+
+Foreseen = Mapping[WorkerKey, Sequence[bytes]]
+"""Keys of pages that workers are about to have."""
+
+
+class KnownPages:
+    """Of all workers of one router. Workers of a version that tells nothing hold nothing, as far as is known."""
+
+    def __init__(self) -> None:
+        self._index: PageIndex[bytes, WorkerKey] = PageIndex(_MOST_KEYS)
+        self._telling: set[WorkerKey] = set()
+
+    def __len__(self) -> int:
+        """Different pages that some worker holds."""
+        return len(self._index)
+
+    def hear(self, worker: WorkerKey, news: CachedPages) -> None:
+        if news.is_first:
+            self.lose(worker)
+            self._telling.add(worker)
+        self._index.add(worker, _split(news.came))
+        self._index.remove(worker, _split(news.went))
+
+    def lose(self, worker: WorkerKey) -> None:
+        """Its stream is over: what it holds from now on is not heard."""
+        self._index.drop(worker)
+        self._telling.discard(worker)
+
+    def prefix(self, layout: LayoutId | None, token_ids: Sequence[int], cache_salt: str) -> KnownPrefix[WorkerKey]:
+        """Who holds how much of a prompt's beginning, but for its last token, which is computed in any case."""
+        if layout is None or not self._index:
+            return KnownPrefix()
+        return self._index.prefix(_short_keys(layout, token_ids, cache_salt), layout.page_size)
+
+    def foresee(
+        self, workers: Iterable[WorkerKey], layout: LayoutId | None, token_ids: Sequence[int], cache_salt: str
+    ) -> Foreseen:
+        """These are about to have the pages of a prompt."""
+        telling = [worker for worker in workers if worker in self._telling]
+        if layout is None or not telling:
+            return {}
+        keys = list(islice(_short_keys(layout, token_ids, cache_salt), _MOST_FORESEEN))
+        return {worker: self._index.foresee(worker, keys) for worker in telling}
+
+    def forget(self, foreseen: Foreseen) -> None:
+        """What was foreseen and not told of is not there."""
+        for worker, keys in foreseen.items():
+            self._index.forget(worker, keys)
+
+
+def _short_keys(layout: LayoutId, token_ids: Sequence[int], cache_salt: str) -> Iterator[bytes]:
+    salt = salted(model_salt(layout.weights_sha256), cache_salt)
+    keys = next_page_keys(token_ids, layout.page_size, salt)
+    return (key[:_SHORT] for key in islice(keys, (len(token_ids) - 1) // layout.page_size))
+
+
+def _split(keys: bytes) -> Iterator[bytes]:
+    return (keys[start : start + _SHORT] for start in range(0, len(keys), _SHORT))

@@ -1,0 +1,109 @@
+"""A prompt goes where its beginning is held, unless that takes longer than to compute it anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.route import RequestFacts, Route, Why, Wishes, choose, choose_prefill
+from router.policy.snapshot import Link, Snapshot
+from router.policy.worker_load import WorkerLoad
+from router.workers.page_index import PageIndex
+from tandem.core.identity import WorkerKey
+
+PAGE = 32
+PROMPT = 640
+FORMAT = KvFormat(LayoutId("w", "float32", num_layers=1, num_kv_heads=1, head_dim=8, page_size=PAGE), "ucx")
+
+
+def key(name: str) -> WorkerKey:
+    return WorkerKey(name, "1")
+
+
+def load(name: str, **figures: Any) -> WorkerLoad:
+    known = {"num_active": 0, "num_queued_tokens": 0, "num_available_pages": 1000, **figures}
+    return WorkerLoad(key(name), FORMAT, PAGE, **known)
+
+
+def facts(held: dict[str, int], **others: Any) -> RequestFacts:
+    """Workers hold so many leading tokens."""
+    index: PageIndex[int, WorkerKey] = PageIndex()
+    for name, num in held.items():
+        index.add(key(name), range(num // PAGE))
+    return RequestFacts(PROMPT, prefix=index.prefix(range(PROMPT // PAGE), PAGE), **others)
+
+
+def chosen(route: Route) -> tuple[str | None, str, Why]:
+    return route.prefill.worker_id if route.prefill else None, route.decode.worker_id, route.why
+
+
+def snapshot(
+    prefill: list[WorkerLoad] | None = None, decode: list[WorkerLoad] | None = None, **others: Any
+) -> Snapshot:
+    prefill = prefill or [load(f"p{number}") for number in range(12)]
+    decode = decode or [load(f"d{number}") for number in range(12)]
+    return Snapshot.of(prefill, decode, **others)
+
+
+def test_the_holders_serve_although_they_are_not_the_least_loaded() -> None:
+    prefill = [load(f"p{number}", num_queued_tokens=100 * number) for number in range(12)]
+    decode = [load(f"d{number}", num_active=number) for number in range(12)]
+    route = choose(snapshot(prefill, decode), facts({"p5": 608, "d9": 608}))
+    assert chosen(route) == ("p5", "d0", Why.PREFIX), "a quick way saves nothing at decode"
+    assert {candidate.worker.worker_id for candidate in route.weighed} >= {"p0", "p5", "d0", "d9"}
+
+
+def test_a_holder_that_is_busy_loses() -> None:
+    prefill = [load("p0"), load("p1", num_queued_tokens=5000)]
+    assert chosen(choose(snapshot(prefill), facts({"p1": 608})))[0] == "p0"
+    assert chosen(choose(snapshot(prefill), facts({"p1": 608})))[2] is Why.LOAD
+
+
+def test_a_holder_among_more_than_are_looked_at_is_found() -> None:
+    prefill = [load(f"p{number:03}") for number in range(300)]
+    assert chosen(choose(snapshot(prefill), facts({"p250": 64})))[0] == "p250"
+
+
+def test_what_little_is_left_is_computed_where_the_rest_lies() -> None:
+    decode = [load(f"d{number}", mixed_step_tokens=8) for number in range(3)]
+    route = choose(snapshot(decode=decode), facts({"d2": 608, "p0": 320}, mixed_pool_tokens=512))
+    assert chosen(route) == (None, "d2", Why.PREFIX)
+    assert route.max_local_tokens == 512, "where the index was wrong, decode asks for a prefill worker"
+    urgent = choose(snapshot(decode=decode), facts({"d2": 608, "p0": 320}, mixed_pool_tokens=512, priority=-1))
+    assert urgent.prefill == key("p0")
+    much = choose(snapshot(decode=decode), facts({"d2": 64}, mixed_pool_tokens=512))
+    assert much.prefill is not None
+
+
+def test_fewer_pages_go_over_a_slow_way_to_who_holds_most() -> None:
+    slow = {(key("p0"), key(name)): Link(5e4) for name in ("d0", "d1")}
+    known = snapshot([load("p0")], [load("d0"), load("d1", num_active=3)], links=slow, prefill_tokens_per_s=1000.0)
+    assert chosen(choose(known, facts({"d1": 608})))[1] == "d1"
+
+
+def test_a_broken_way_is_not_taken_for_a_prefix() -> None:
+    links = {(key("p0"), key("d0")): Link(is_broken=True)}
+    known = snapshot([load("p0"), load("p1", num_queued_tokens=50)], [load("d0")], links=links)
+    assert chosen(choose(known, facts({"p0": 608})))[0] == "p1"
+    only = snapshot([load("p0")], [load("d0")], links=links)
+    assert chosen(choose(only, facts({"p0": 608})))[:2] == ("p0", "d0"), "there is no other"
+
+
+def test_who_is_excluded_or_wished_for_counts_more_than_a_prefix() -> None:
+    known, held = snapshot(), facts({"p5": 608, "d5": 608})
+    for others in (Wishes(exclude=frozenset({key("p5")})), Wishes(avoid=frozenset({key("p5")}))):
+        assert chosen(choose(known, held, others))[0] != "p5"
+    assert chosen(choose(known, held, Wishes(prefill=key("p7"))))[0] == "p7"
+    assert choose_prefill(known, held, key("d0"), FORMAT) == key("p5")
+    assert choose_prefill(known, held, key("d0"), FORMAT, Wishes(exclude=frozenset({key("p5")}))) != key("p5")
+
+
+@pytest.mark.parametrize("num", [0, 1, 40])
+def test_without_a_known_prefix_nothing_is_weighed(num: int) -> None:
+    known = snapshot([load(f"p{n}", num_queued_tokens=n) for n in range(num + 1)])
+    route = choose(known, dataclasses.replace(facts({}), num_prompt_tokens=PROMPT))
+    assert chosen(route) == ("p0", "d0", Why.LOAD)
+    assert route.weighed == ()

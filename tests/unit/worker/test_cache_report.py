@@ -1,0 +1,75 @@
+"""What routers are told of a prefix cache is what the pool holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.core.pages import PagePool
+from tandem.worker import cache_report
+from tandem.worker.cache_report import CacheNews, CacheReport
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8) + bytes(24)
+
+
+def told(known: set[bytes], news: list[CacheNews]) -> set[bytes]:
+    """What a router that knew so much knows now."""
+    for piece in news:
+        known = (set() if piece.is_first else known).union(piece.came).difference(piece.went)
+    return known
+
+
+@given(st.lists(st.tuples(st.sampled_from(["publish", "evict", "discard", "quarantine", "tell"]), st.integers(0, 7))))
+def test_a_router_knows_what_the_pool_holds(changes: list[tuple[str, int]]) -> None:
+    pool, report, early = PagePool(4, 16), CacheReport(), set[bytes]()
+    pool.note_changes()
+    for what, number in changes:
+        if what == "publish" and pool.match([key(number)]) == 0 and (pages := pool.allocate(1)) is not None:
+            pool.publish(pages[0], key(number))
+            pool.release(pages)
+        elif what == "evict" and (pages := pool.allocate(number % 5)) is not None:
+            pool.release(pages)
+        elif what == "discard":
+            pool.discard([key(number)])
+        elif what == "quarantine" and (pages := pool.acquire([key(number)])):
+            pool.quarantine(pages)
+            pool.lift(pages)
+        elif what == "tell":
+            if (change := pool.take_changes()) is not None:
+                report.note(change)
+            early = told(early, report.news())
+    if (change := pool.take_changes()) is not None:
+        report.note(change)
+    early = told(early, report.news())
+    late = told({b"of an earlier stream"}, report.everything())
+    assert early == late == {key(number)[:8] for number in range(8) if pool.match([key(number)])}
+    assert report.news() == []
+
+
+def test_changes_are_noted_for_who_takes_them_only() -> None:
+    pool = PagePool(2, 16)
+    (page,) = pool.allocate(1) or []
+    pool.publish(page, key(1))
+    assert pool.take_changes() is None
+    pool.note_changes()
+    change = pool.take_changes()
+    assert change is not None
+    assert change.came == (key(1),), "what was there before is told too"
+    assert pool.take_changes() is None
+
+
+def test_messages_are_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_report, "_MOST", 3)
+    pool, report = PagePool(8, 16), CacheReport()
+    pool.note_changes()
+    for number, page in enumerate(pool.allocate(8) or []):
+        pool.publish(page, key(number))
+    change = pool.take_changes()
+    assert change is not None
+    report.note(change)
+    assert [len(piece.came) for piece in report.news()] == [3, 3, 2]
+    assert [(len(piece.came), piece.is_first) for piece in report.everything()] == [(3, True), (3, False), (2, False)]
+    assert CacheReport().everything() == [CacheNews(is_first=True)]

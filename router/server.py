@@ -15,6 +15,7 @@ from pathlib import Path
 
 import uvloop
 
+from router.batches.queue import BatchQueue
 from router.control import RouterControl, serve_control
 from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
@@ -28,6 +29,7 @@ from router.observe.export import Exporter
 from router.observe.recorder import WorkSpan
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
+from router.policy.background import BackgroundAdmission
 from router.policy.retry_budget import RetryBudget
 from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
@@ -150,14 +152,18 @@ class RouterServer:
             context.metrics.registry.register(names)
         page = MetricsPage(context.metrics, self._name)
         live = Live(context, card.own_name, self._name)
-        http = HttpServer(create_app(context, card, keys, page, live), config.limits)
+        batches = None
+        if config.batches.directory:
+            share = config.batches.share
+            batches = BatchQueue(config, card, BackgroundAdmission(context.admission, context.clock, share))
+        http = HttpServer(create_app(context, card, keys, page, live, batches), config.limits)
         with self._siblings(page, live) as siblings, self._tracing(context, card):
             bind = partial(listen, self._host, self._http_port)
             listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
             if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before
                 http.begin()
             with listener:
-                await self._serve(context, http, guard, live, listener)
+                await self._serve(context, http, guard, live, listener, batches)
 
     @contextmanager
     def _tracing(self, context: RouterContext, card: ModelCard) -> Iterator[None]:
@@ -196,6 +202,7 @@ class RouterServer:
         guard: RoleGuard,
         live: Live,
         listener: socket.socket,
+        batches: BatchQueue | None,
     ) -> None:
         """Until it is asked to stop."""
 
@@ -205,6 +212,8 @@ class RouterServer:
             if live.siblings is not None:
                 live.siblings.leave()
             live.close()
+            if batches is not None:
+                await batches.leader.stop()
             await http.leave()
 
         control, control_port = await serve_control(
@@ -218,13 +227,19 @@ class RouterServer:
             )
             _log.info("the router listens on %s, its control service on %s", *astuple(info))
             self._listens.set_result(info)
+            if batches is not None:
+                batches.leader.start()
             stop_asked = asyncio.create_task(self._stop_asked.wait())
             await asyncio.wait({http_task, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
             if stop_asked.done():  # else the HTTP server has ended by itself
                 fault_points.reach("router.stop")
                 live.close()
+                if batches is not None:
+                    await batches.leader.stop()
                 await self._shut_down(context)
         finally:
+            if batches is not None:
+                await batches.leader.stop()
             http.stop()
             await asyncio.wait({http_task})
             await control.stop(grace=0)
@@ -245,7 +260,7 @@ class RouterServer:
             return workers.num_routers
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
-        workers.on_change = admission.look_at_places
+        workers.on_change = admission.places_changed
         # The death of one full worker must not spend it.
         burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)

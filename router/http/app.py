@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -17,7 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.batches.queue import BatchQueue
 from router.http.auth import OPEN_PATHS, ApiKeys
+from router.http.background import Background, behind_all
+from router.http.batches import BatchRoutes, routes_where_off
 from router.http.bodies import Bodies
 from router.http.counting import Counting
 from router.http.error_shapes import error_body_at, is_of_messages
@@ -69,7 +73,18 @@ _GENERATING = {
 }
 
 
-def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage, live: Live) -> ASGIApp:
+#: What a batch may ask for; its requests are counted apart.
+_OF_BATCHES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+def create_app(
+    context: RouterContext,
+    card: ModelCard,
+    keys: ApiKeys,
+    page: MetricsPage,
+    live: Live,
+    batches: BatchQueue | None = None,
+) -> ASGIApp:
     """The ASGI application of one router; `keys` guard every route but those of `OPEN_PATHS`."""
     app = FastAPI(title="Tandem", openapi_url=None)
     _add_get_routes(app, context, card, keys, page)
@@ -84,6 +99,7 @@ def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: Met
     tokenizing = Tokenizing(context, card, bodies)
     app.router.routes.append(Route("/tokenize", tokenizing.tokenize, methods=["POST"]))
     app.router.routes.append(Route("/detokenize", tokenizing.detokenize, methods=["POST"]))
+    app.router.routes.extend(_batch_routes(batches, context, card, keys, bodies, grammars))
     app.state.errors = context.errors
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(404, _http_error)
@@ -93,6 +109,24 @@ def create_app(context: RouterContext, card: ModelCard, keys: ApiKeys, page: Met
     return _with_request_ids(_with_cors(guarded, context.config.http.cors_origins))
 
 
+def _batch_routes(
+    batches: BatchQueue | None,
+    context: RouterContext,
+    card: ModelCard,
+    keys: ApiKeys,
+    bodies: Bodies,
+    grammars: GrammarCheck,
+) -> list[Route]:
+    if batches is None:
+        return routes_where_off()
+    apart = replace(context, admission=batches.admission)
+    batches.asks = Background(
+        {path: Exchange(apart, card, behind_all(_GENERATING[path]), bodies, grammars) for path in _OF_BATCHES}
+    ).ask
+    config = context.config.batches
+    return BatchRoutes(batches.store, batches.leader.wake, bodies, config, keys.owner, _OF_BATCHES).routes()
+
+
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Lets pages of these origins call it. Outside the check of keys: a browser's preflight carries none."""
     if not origins:
@@ -100,7 +134,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=[*_READ, "POST"],
+        allow_methods=[*_READ, "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=_EXPOSED_HEADERS,
     )

@@ -69,6 +69,7 @@ class BoundedProtocol(H11Protocol):
         self._awaits = ""  # what `_arrival` waits for: "head" or "body"
         self._stall: asyncio.TimerHandle | None = None
         self._num_body_bytes = 0
+        self._num_when_awaited = 0  # of them, when `_arrival` began to run
 
     # -- asyncio.Protocol
 
@@ -164,7 +165,7 @@ class BoundedProtocol(H11Protocol):
             return  # the time counts from when this part began, whatever trickles in
         if self._arrival is not None:
             self._arrival.cancel()
-        self._awaits = what
+        self._awaits, self._num_when_awaited = what, self._num_body_bytes
         self._arrival = self.loop.call_later(timeout_s, self._late) if what else None
 
     def _late(self) -> None:
@@ -173,6 +174,10 @@ class BoundedProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         part, self._awaits, self._arrival = self._awaits, "", None
+        if part == "body" and self._num_body_bytes - self._num_when_awaited >= self._limits.max_body_bytes:
+            # A file, which may be larger: it has as long for each so many bytes.
+            self._await("body", self._limits.body_timeout_s)
+            return
         key = "body_timeout_s" if part == "body" else "header_timeout_s"
         why = f"the {part} of the request took longer than {getattr(self._limits, key):g} s (limits.{key})"
         _log.info("connection closed: %s", why)

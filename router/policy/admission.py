@@ -57,6 +57,8 @@ class Admission:
         self._max_waiting = max_waiting
         self._num_routers = num_routers
         self.is_draining = False
+        #: Called when a request has left the queue or ended, or the places may have changed.
+        self.on_freed: Callable[[], None] = lambda: None
         self._clock = clock
         self._num_places = num_places
         # When those that wait for their prompt's computation came, oldest first.
@@ -86,6 +88,16 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests whose prompts wait for their computation."""
         return len(self._waiting_since_s)
+
+    @property
+    def num_sequences(self) -> int:
+        """Of all requests under way."""
+        return self._num_sequences
+
+    @property
+    def num_places(self) -> float:
+        """This router's share of the sequences that all decode workers can have in their batches."""
+        return self._num_places()
 
     # -- coming in
 
@@ -159,6 +171,11 @@ class Admission:
         elif self._full_since_s is None:
             self._full_since_s = self._clock.now()
 
+    def places_changed(self) -> None:
+        """A worker has come or gone."""
+        self.look_at_places()
+        self.on_freed()
+
     # -- on its way
 
     def leave(self) -> None:
@@ -171,6 +188,7 @@ class Admission:
         if since_s < self._last_left_s:  # it was waiting when the one before it left
             self._left_gap_s.add(now_s - self._last_left_s)
         self._last_left_s = now_s
+        self.on_freed()
 
     def first_token(self, after_s: float) -> None:
         """A request has its first token, `after_s` seconds after it was let in."""
@@ -192,6 +210,7 @@ class Admission:
             self._whole_s.add(after_s)
         if not self._waiting_since_s and self._num_sequences < self._num_places():
             self._credit = min(self._credit + self._earned(), self.max_waiting)
+        self.on_freed()
 
     def _earned(self) -> int:
         if not self._is_refusing():

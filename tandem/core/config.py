@@ -232,6 +232,24 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True)
+class BatchesConfig:
+    """Files and batches (`/v1/files`, `/v1/batches`): many requests of which nobody waits for one."""
+
+    directory: str = _key(
+        "", "Directory for uploaded files, batches and their results; empty: there are none. Routers of several hosts "
+        "take turns at one queue where they share it."
+    )
+    max_file_bytes: int = _key(
+        200 << 20, "The largest file that may be uploaded, in bytes.", minimum=1024
+    )
+    max_requests: int = _key(100_000, "The most requests of one batch.", minimum=1)
+    share: float = _key(
+        0.5, "Share of the places in decode's batches that requests of batches may take. Raise it where hardly anybody "
+        "else asks; the rest is free for those who do.", minimum=0.01, maximum=1,
+    )
+
+
+@dataclass(frozen=True)
 class HttpConfig:
     host: str = _key("127.0.0.1", "Address to listen on. Beyond loopback it needs API keys, or `allow_anonymous`.")
     port: int = _key(8000, "TCP port to listen on.", minimum=1, maximum=65535)
@@ -311,6 +329,7 @@ class Config:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

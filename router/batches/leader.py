@@ -1,0 +1,96 @@
+"""Works the queue off in the one router that holds the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from router.batches.lease import Lease, Wake
+from router.batches.run import BatchRun
+from router.batches.store import BatchFolder, Store
+
+_log = logging.getLogger(__name__)
+
+_MAX_AT_ONCE = 8  # batches; further ones wait, the oldest first
+#: Routers of this host tell of what they queue. Those of others that share the directory cannot: so the leader looks.
+_LOOK_S = 5.0
+
+
+class BatchLeader:
+    """Stands in line for the lease from `start` to `stop`. Runs on the router's loop."""
+
+    def __init__(self, store: Store, make_run: Callable[[BatchFolder], BatchRun]) -> None:
+        self._store, self._make_run = store, make_run
+        self._lease = Lease(store.directory / "lease", self._lead)
+        self.wake = Wake(store.directory / "wake")
+        self._changed = asyncio.Event()
+        self._leading: asyncio.Task[None] | None = None
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+
+    def start(self) -> None:
+        self._lease.start()
+
+    async def stop(self) -> None:
+        """End what is under way; another router goes on with it. May be called twice."""
+        if self._leading is not None:
+            self._leading.cancel()
+            await asyncio.wait({self._leading})
+            self._leading = None
+        self._lease.close()
+
+    def _lead(self) -> None:
+        _log.info("this router leads the queue of batches in %s", self._store.directory)
+        self.wake.listen(self._changed.set)
+        self._leading = asyncio.create_task(self._work(), name="batch leader")
+
+    async def _work(self) -> None:
+        try:
+            await asyncio.to_thread(self._store.clear_stale)
+            while True:
+                self._changed.clear()
+                await self._look()
+                try:
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            tasks = {task for _, task in self._runs.values()}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            self.wake.close()
+
+    async def _look(self) -> None:
+        """Start what is queued, and let what runs see whether it was cancelled."""
+        try:
+            queued = await asyncio.to_thread(self._store.queued)
+        except OSError:
+            _log.exception("the queue of batches cannot be read; the router looks again")
+            return
+        for run, _ in self._runs.values():
+            run.look()
+        for folder in queued:
+            if len(self._runs) >= _MAX_AT_ONCE:
+                break
+            if folder.path.name not in self._runs:
+                self._start(folder)
+
+    def _start(self, folder: BatchFolder) -> None:
+        run = self._make_run(folder)
+        name = folder.path.name
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._runs[name]
+            if task.cancelled():
+                return
+            if (error := task.exception()) is None:
+                self._changed.set()
+            else:  # the next look starts it again
+                _log.error("batch %s was interrupted; it goes on in %g s", name, _LOOK_S, exc_info=error)
+
+        task = asyncio.create_task(run.run(), name=name)
+        task.add_done_callback(ended)
+        self._runs[name] = (run, task)

@@ -1,0 +1,70 @@
+"""Requests of batches, by the way that a body of HTTP goes: the same exchange, without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.types import Message, Scope
+
+from router.batches.run import Answer
+from router.http.exchange import Exchange
+from router.openai.endpoint import Call, ReadBody
+from router.openai.fields import PromptBounds
+from tandem.core.config import LimitsConfig
+from tandem.core.logging import bound
+
+#: Greater than any that a client may ask for, so that ageing does not bring it before one that somebody waits for.
+LOWEST_PRIORITY = (1 << 31) - 1
+
+
+def behind_all(read_body: ReadBody) -> ReadBody:
+    """Reads the same bodies; what they ask for comes after all that clients wait for."""
+
+    def read(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> Call:
+        call = read_body(body, limits, bounds)
+        return replace(call, parsed=replace(call.parsed, priority=LOWEST_PRIORITY))
+
+    return read
+
+
+class Background:
+    """Asks the endpoints that batches may use. `exchanges`: by path."""
+
+    def __init__(self, exchanges: Mapping[str, Exchange]) -> None:
+        self._exchanges = exchanges
+
+    async def ask(self, path: str, body: bytes, request_id: str) -> Answer:
+        """Cancelled, it ends the request."""
+        scope: Scope = {
+            "type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"",
+            "state": {"request_id": request_id},
+        }  # fmt: skip
+        has_read, status, parts = False, 0, list[bytes]()
+        headers: dict[bytes, bytes] = {}
+
+        async def receive() -> Message:
+            nonlocal has_read
+            if has_read:  # nobody goes away: who ends the request cancels this
+                await asyncio.get_running_loop().create_future()
+            has_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers.update(message["headers"])
+            else:
+                parts.append(message["body"])
+
+        with bound(request_id=request_id):
+            await self._exchanges[path](scope, receive, send)
+        said = b"".join(parts)
+        if status == 200:
+            return Answer(status, said)
+        is_retryable = bool(orjson.loads(said)["error"]["retryable"])
+        return Answer(status, said, is_retryable, float(headers.get(b"retry-after", b"0")))

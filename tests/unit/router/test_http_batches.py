@@ -83,3 +83,18 @@ def test_without_a_directory_the_answer_says_how_to_have_one(site: Site) -> None
     with site.http() as client:
         answer = client.get("/v1/batches")
     assert (answer.status_code, "batches.directory" in answer.text) == (404, True)
+
+
+def test_when_the_leading_router_ends_another_goes_on_with_what_is_left(make_site: MakeSite, tmp_path: Path) -> None:
+    first, second = (make_site({"batches.directory": str(tmp_path)}) for _ in range(2))
+    for site in (first, second):
+        site.prefill.script = site.decode.script = lambda prompt, choice, index: [97, 98, 99, EOS][min(index, 3)]
+    client, other = first.openai(), second.openai()
+    batch_id = begun(client, lines(*({"prompt": "ab"} for _ in range(300))))
+    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed, "a first result", WAIT_S)
+    first.server.stop(drain_s=0)
+    batch = ended(other, batch_id)
+    assert batch.status == "completed"
+    assert [line["custom_id"] for line in read(other, batch.output_file_id)] == [f"r{n}" for n in range(300)]
+    num_run = (first.prefill.count("start"), second.prefill.count("start"))
+    assert min(num_run) > 0, num_run

@@ -22,6 +22,7 @@ from router.batches.queue import BatchQueue
 from router.http.auth import OPEN_PATHS, ApiKeys
 from router.http.background import Background, behind_all
 from router.http.batches import BatchRoutes, routes_where_off
+from router.http.batches_openapi import BATCHES
 from router.http.bodies import Bodies
 from router.http.counting import Counting
 from router.http.error_shapes import error_body_at, is_of_messages
@@ -142,7 +143,9 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys: ApiKeys, page: MetricsPage) -> None:
     has_metrics = context.config.metrics.enabled
-    served, described = endpoints(has_metrics=has_metrics), document(context.config, card, (RESPONSES, MESSAGES))
+    has_batches = bool(context.config.batches.directory)
+    served = endpoints(has_metrics=has_metrics, has_batches=has_batches)
+    described = document(context.config, card, (RESPONSES, MESSAGES, *([BATCHES] if has_batches else [])))
 
     @app.api_route("/", methods=_READ)
     async def welcome(request: Request) -> Response:

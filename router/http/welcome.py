@@ -16,6 +16,8 @@ ENDPOINTS = {
     "/v1/messages/count_tokens": "POST: the tokens that such a message would have",
     "/tokenize": "POST: a text or a conversation to token ids",
     "/detokenize": "POST: token ids to a text",
+    "/v1/files": "POST: a file with one request a line; GET: what there is",
+    "/v1/batches": "POST: run the requests of a file behind all others; GET: how far they are",
     "/v1/models": "the model, by the names that requests may use",
     "/v1/cluster": "the workers and what they do",
     "/v1/requests/{id}": "where the time of a request went, by the x-request-id of its answer",
@@ -30,8 +32,11 @@ ENDPOINTS = {
 }
 
 
-def endpoints(*, has_metrics: bool) -> dict[str, str]:
-    return {path: what for path, what in ENDPOINTS.items() if has_metrics or path != "/metrics"}
+def endpoints(*, has_metrics: bool, has_batches: bool) -> dict[str, str]:
+    is_off = set() if has_metrics else {"/metrics"}
+    if not has_batches:
+        is_off |= {"/v1/files", "/v1/batches"}
+    return {path: what for path, what in ENDPOINTS.items() if path not in is_off}
 
 
 def facts(card: ModelCard, served: dict[str, str]) -> dict[str, Any]:

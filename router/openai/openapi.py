@@ -50,36 +50,36 @@ def document(config: Config, card: ModelCard, others: Sequence[Described] = ()) 
         "/tokenize": {"post": _posting("tokenize", "TokenizeRequest", "Tokens", "The token ids of a text or a chat.")},
         "/detokenize": {"post": _posting("detokenize", "DetokenizeRequest", "Text", "The text of token ids.")},
         "/": {"get": _welcome()},
-        "/v1/models": {"get": _reading("models", "The served models.", _ref("Models"))},
+        "/v1/models": {"get": reading("models", "The served models.", _ref("Models"))},
         "/v1/models/{model}": {
             "get": {
-                **_reading("model", "One served model.", _ref("Model"), (404,)),
+                **reading("model", "One served model.", _ref("Model"), (404,)),
                 "parameters": [{"name": "model", "in": "path", "required": True, "schema": _MODEL_NAME}],
             }
         },
-        "/v1/cluster": {"get": _reading("cluster", "The workers and what they do.", _ref("Cluster"))},
+        "/v1/cluster": {"get": reading("cluster", "The workers and what they do.", _ref("Cluster"))},
         "/v1/requests/{id}": {
             "get": {
-                **_reading("request", "Where the time of a request went, and its attempts.", _ref("Requests"), (404,)),
+                **reading("request", "Where the time of a request went, and its attempts.", _ref("Requests"), (404,)),
                 "parameters": [{"name": "id", "in": "path", "required": True, "schema": _REQUEST_NAME}],
             }
         },
         "/v1/requests/{id}/explain": {
             "get": {
-                **_reading("explanation", "Why the workers of a request were chosen.", _ref("Explanations"), (404,)),
+                **reading("explanation", "Why the workers of a request were chosen.", _ref("Explanations"), (404,)),
                 "parameters": [{"name": "id", "in": "path", "required": True, "schema": _REQUEST_NAME}],
             }
         },
         "/v1/events": {"get": _events()},
-        "/health": {"get": {**_reading("health", "200 where requests can be served.", _ref("Health")), "security": []}},
+        "/health": {"get": {**reading("health", "200 where requests can be served.", _ref("Health")), "security": []}},
         "/ping": {method: _ping(method) for method in ("get", "post")},
-        "/load": {"get": _reading("load", "How many exchanges are under way.", _ref("Load"))},
-        "/version": {"get": _reading("version", "The version of Tandem.", _ref("Version"))},
-        "/openapi.json": {"get": _reading("openapi", "This document.", {"type": "object"})},
+        "/load": {"get": reading("load", "How many exchanges are under way.", _ref("Load"))},
+        "/version": {"get": reading("version", "The version of Tandem.", _ref("Version"))},
+        "/openapi.json": {"get": reading("openapi", "This document.", {"type": "object"})},
     }
     if config.metrics.enabled:
         text = {"type": "string"}
-        paths["/metrics"] = {"get": _reading("metrics", "Prometheus' text format.", text, media="text/plain")}
+        paths["/metrics"] = {"get": reading("metrics", "Prometheus' text format.", text, media="text/plain")}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": version(), "description": "OpenAI's API, served by Tandem's router."},
@@ -146,24 +146,25 @@ def counting(operation: str, request: str, what: str, error: str) -> Schema:
 
 
 def _posting(operation: str, request: str, answer: str, what: str) -> Schema:
-    said = _reading(operation, what, _ref(answer), _POSTING)
+    said = reading(operation, what, _ref(answer), _POSTING)
     said["responses"]["200"]["headers"] = {**_REQUEST_ID, "tandem-ignored-fields": _header("IgnoredFields")}
     return {**said, "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}}}
 
 
 def _ping(method: str) -> Schema:
-    return {**_reading(f"ping_{method}", "As /health.", _ref("Health")), "security": []}
+    return {**reading(f"ping_{method}", "As /health.", _ref("Health")), "security": []}
 
 
-def _reading(
+def reading(
     operation: str, what: str, schema: Schema, statuses: Iterable[int] = (), media: str = "application/json"
 ) -> Schema:
+    """An operation that answers with `what`; `statuses` beside those that every one may have."""
     ok = {"description": what, "headers": _REQUEST_ID, "content": {media: {"schema": schema}}}
     return {"operationId": operation, "responses": {"200": ok, **_errors((*_EVERYWHERE, *statuses))}}
 
 
 def _welcome() -> Schema:
-    said = _reading("welcome", "What this is, and what is served; JSON where `Accept` names it.", _ref("Welcome"))
+    said = reading("welcome", "What this is, and what is served; JSON where `Accept` names it.", _ref("Welcome"))
     said["responses"]["200"]["content"]["text/plain"] = {"schema": {"type": "string"}}
     said["responses"]["200"]["content"]["text/html"] = {"schema": {"type": "string"}}  # a browser's: the live page
     return said
@@ -171,7 +172,7 @@ def _welcome() -> Schema:
 
 def _events() -> Schema:
     what = "Server-sent events for the live page, one a second, without end. Their content may change between versions."
-    return _reading("events", what, {"type": "string"}, (429,), media="text/event-stream")
+    return reading("events", what, {"type": "string"}, (429,), media="text/event-stream")
 
 
 def _errors(statuses: Iterable[int], shape: str = "Error") -> Schema:

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
+import pytest
 
+from router.batches.journal import ResultsJournal, read_progress
 from tests.support.router_site import EOS, Site
 from tests.support.scripted_worker import WAIT_S
 from tests.support.waiting import wait_until
 
 MakeSite = Callable[..., Site]
+FORM, HEAD = "multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data; "
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -98,3 +102,123 @@ def test_when_the_leading_router_ends_another_goes_on_with_what_is_left(make_sit
     assert [line["custom_id"] for line in read(other, batch.output_file_id)] == [f"r{n}" for n in range(300)]
     num_run = (first.prefill.count("start"), second.prefill.count("start"))
     assert min(num_run) > 0, num_run
+
+
+def test_each_key_has_its_own_files_and_batches(make_site: MakeSite, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key-of-this-test\nother-key-of-this-test\n")
+    keys.chmod(0o600)
+    site = make_site({"batches.directory": str(tmp_path / "batches"), "http.api_keys_file": str(keys)})
+    mine, other = (
+        site.openai().with_options(api_key=f"{name}-key-of-this-test", max_retries=0) for name in ("first", "other")
+    )
+    file = mine.files.create(file=("in.jsonl", lines({"prompt": "ab", "max_tokens": 2})), purpose="batch")
+    batch_id = mine.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    ).id
+    for ask in (
+        lambda: other.files.retrieve(file.id),
+        lambda: other.files.content(file.id),
+        lambda: other.files.delete(file.id),
+        lambda: other.batches.retrieve(batch_id),
+        lambda: other.batches.cancel(batch_id),
+        lambda: other.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    assert other.files.list().data == []
+    assert other.batches.list().data == []
+    assert ended(mine, batch_id).status == "completed"
+    assert mine.files.delete(file.id).deleted
+    names = [path.name for path in (tmp_path / "batches" / "owners").iterdir()]
+    assert not any("first" in name or "other" in name for name in names)
+
+
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(make_site: MakeSite, tmp_path: Path) -> None:
+    site = make_site({"batches.directory": str(tmp_path)})
+    client = site.openai()
+    batch_id = begun(client, lines(*({"prompt": "ab", "max_tokens": 3} for _ in range(300))))
+    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed, "a first result", WAIT_S)
+    assert client.batches.cancel(batch_id).status in ("cancelling", "completed")
+    batch = ended(client, batch_id)
+    done = read(client, batch.output_file_id)
+    assert len(done) == batch.request_counts.completed > 0
+    if batch.status == "cancelled":
+        left = read(client, batch.error_file_id)
+        assert {line["error"]["code"] for line in left} == {"batch_cancelled"}
+        assert len(done) + len(left) == 300
+    with pytest.raises(openai.BadRequestError, match="only one that is not over"):
+        client.batches.cancel(batch_id)
+
+
+def test_listings_go_page_by_page(make_site: MakeSite, tmp_path: Path) -> None:
+    client = make_site({"batches.directory": str(tmp_path)}).openai()
+    made = [client.files.create(file=(f"{n}.jsonl", b"{}"), purpose="batch").id for n in range(5)]
+    assert [file.id for file in client.files.list(limit=2)] == made[::-1], "the client asks for the next page"
+    assert client.files.list(limit=2).has_more
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        client.files.list(limit=0)
+    with pytest.raises(openai.NotFoundError):
+        client.files.list(after="file-" + "0" * 32)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "words"),
+    [
+        ("application/json", b"{}", "multipart/form-data"),
+        (FORM, b"--x\r\nnonsense", ""),
+        (FORM, HEAD + b'name="file"; filename="a"\r\n\r\n{}', "last boundary"),
+        (FORM, HEAD + b'name="purpose"\r\n\r\nbatch\r\n--x--\r\n', "file"),
+    ],
+    ids=["json", "nonsense", "cut off", "no file"],
+)  # fmt: skip
+def test_an_upload_that_is_none_is_refused_and_leaves_nothing(
+    make_site: MakeSite, tmp_path: Path, content_type: str, body: bytes, words: str
+) -> None:
+    site = make_site({"batches.directory": str(tmp_path)})
+    with site.http() as client:
+        answer = client.post("/v1/files", content=body, headers={"content-type": content_type})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lease"] == []
+
+
+def test_a_file_that_is_too_large_is_refused(make_site: MakeSite, tmp_path: Path) -> None:
+    site = make_site({"batches.directory": str(tmp_path), "batches.max_file_bytes": 1024})
+    with pytest.raises(openai.APIStatusError) as caught:
+        site.openai().files.create(file=("in.jsonl", bytes(5000)), purpose="batch")
+    assert caught.value.status_code == 413
+
+
+def test_a_line_that_was_half_written_is_run_again(tmp_path: Path) -> None:
+    results, progress = tmp_path / "results", tmp_path / "progress"
+    journal = ResultsJournal(results, progress, 3)
+    journal.append(2, b'{"a": 1}', is_good=True)
+    journal.append(0, b'{"b": 1}', is_good=False)
+    journal.close()
+    with results.open("ab") as file:
+        file.write(b'1 + {"c"')
+    again = ResultsJournal(results, progress, 3)
+    assert [again.has(number) for number in range(3)] == [True, False, True]
+    assert read_progress(progress) == (1, 1)
+    again.append(1, b'{"c": 2}', is_good=True)
+    again.append(1, b'{"c": 3}', is_good=True)
+    assert [result and json.loads(result) for _, _, result in again.in_order()] == [{"b": 1}, {"c": 2}, {"a": 1}]
+    again.close()
+
+
+def test_the_document_describes_what_is_answered(make_site: MakeSite, tmp_path: Path) -> None:
+    site = make_site({"batches.directory": str(tmp_path)})
+    client = site.openai()
+    batch_id = begun(client, lines({"prompt": "ab", "max_tokens": 2}))
+    ended(client, batch_id)
+    with site.http() as http:
+        document = http.get("/openapi.json").json()
+        components = {"components": document["components"]}
+        for path, name in (
+            ("/v1/files", "Files"), ("/v1/batches", "Batches"), (f"/v1/batches/{batch_id}", "Batch"),
+        ):  # fmt: skip
+            jsonschema.validate(http.get(path).json(), {"$ref": f"#/components/schemas/{name}", **components})
+        served = http.get("/", headers={"accept": "application/json"}).json()["endpoints"]
+        assert {"/v1/files", "/v1/batches"} <= set(served)
+    assert "/v1/batches/{id}/cancel" in document["paths"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.batch.arguments import add_command_to as add_batch_command
 from tandem.cluster.arguments import add_commands as add_cluster_commands
 from tandem.cluster.arguments import add_target_options, where
 from tandem.cluster.launch.arguments import add_commands as add_launch_commands
@@ -81,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_certs(commands)
     _add_bench(commands)
+    add_batch_command(commands, add_command)
     add_command(commands, "version", "print the version", "tandem version", _version)
     return parser
 

@@ -59,10 +59,12 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[byt
     return list(next_page_keys(token_ids, page_size, salt))
 
 
-def next_page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> Iterator[bytes]:
-    """The keys of `page_keys`, one by one: whoever stops early has paid for what it took."""
-    previous = hashlib.sha256(salt).digest()
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
+def next_page_keys(
+    token_ids: Sequence[int], page_size: int, salt: bytes, known: Sequence[bytes] = ()
+) -> Iterator[bytes]:
+    """The keys of `page_keys` behind the `known` ones, one by one: whoever stops early has paid for what it took."""
+    previous = known[-1] if known else hashlib.sha256(salt).digest()
+    for start in range(len(known) * page_size, len(token_ids) - page_size + 1, page_size):
         chunk = struct.pack(f"<{page_size}I", *token_ids[start : start + page_size])
         previous = hashlib.sha256(previous + chunk).digest()
         yield previous

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Any
 
-from tandem.core.pages import page_keys, salted
+from tandem.core.pages import next_page_keys, salted
 from tandem.core.sampling import SamplingParams
 from tandem.worker.prompt_scoring import PromptScoring
 
@@ -87,9 +88,11 @@ class Sequence:
 
     def extend_keys(self, page_size: int, salt: bytes, num_tokens: int) -> None:
         """Make `keys` cover the full pages of the first `num_tokens` tokens."""
-        if len(self.keys) < num_tokens // page_size:
-            # Chained from the start again only when pages filled: once in `page_size` tokens.
-            self.keys = page_keys(self.token_ids[:num_tokens], page_size, salted(salt, self.cache_salt))
+        num_missing = num_tokens // page_size - len(self.keys)
+        if num_missing > 0:
+            # A page that has filled costs one hash, however long the context is.
+            following = next_page_keys(self.token_ids, page_size, salted(salt, self.cache_salt), self.keys)
+            self.keys += list(islice(following, num_missing))
 
     def __repr__(self) -> str:
         return f"<{self.request_id}#{self.attempt}/{self.choice} {self.num_computed}/{len(self.token_ids)}>"

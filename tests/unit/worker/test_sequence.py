@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tandem.core.pages import page_keys
 from tandem.core.sampling import SamplingParams
 from tandem.worker.sequence import Sequence
@@ -41,3 +43,27 @@ def test_keys_grow_with_full_pages_and_depend_on_the_salt() -> None:
     other = sequence(4, 9)
     other.extend_keys(4, b"other weights", 12)
     assert not set(other.keys) & set(one.keys)
+
+
+class Noting(list[int]):
+    """Notes which slices are read."""
+
+    def __init__(self, items: list[int]) -> None:
+        super().__init__(items)
+        self.read: list[slice] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            self.read.append(index)
+        return super().__getitem__(index)
+
+
+def test_a_page_that_fills_costs_one_hash_however_long_the_context_is() -> None:
+    one = sequence(4, 1000)
+    one.extend_keys(4, b"m", 1000)
+    one.token_ids = tokens = Noting([*one.token_ids, *range(8)])
+    one.extend_keys(4, b"m", 1003)
+    assert tokens.read == [], "none is full"
+    one.extend_keys(4, b"m", 1004)
+    assert tokens.read == [slice(1000, 1004)]
+    assert one.keys == page_keys(one.token_ids[:1004], 4, b"m")

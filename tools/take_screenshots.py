@@ -1,7 +1,7 @@
-"""Take the pictures of the live page that docs/page.md shows, of a cluster that runs and has a load.
+"""Take the pictures of the live page that docs/clients.md shows, of a cluster that runs and has a load.
 
     tandem serve --prefill 2 --decode 2 --detach
-    tandem bench run --url http://127.0.0.1:8000 --requests 200 --concurrency 6 &
+    tandem bench run --url http://127.0.0.1:8000 --num-requests 400 --concurrency 6 &
     python tools/take_screenshots.py http://127.0.0.1:8000 docs/figures
 
 It needs Debian's chromium and chromium-driver.
@@ -20,7 +20,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 WAIT_S = 60.0
 #: name → width, height, whether dark
-PICTURES = {"page-light": (1280, 1100, False), "page-dark": (1280, 1100, True), "page-phone": (420, 1500, False)}
+PICTURES = {"page-light": (1280, 1400, False), "page-dark": (1280, 1400, True), "page-phone": (420, 1500, False)}
 
 
 def main() -> None:
@@ -46,6 +46,7 @@ def main() -> None:
             browser.set_window_size(width, height)
             scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+            browser.execute_script("window.scrollTo(0, 0)")
             file = options.directory / f"{name}.png"
             browser.save_screenshot(str(file))
             print(file)

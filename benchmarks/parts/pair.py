@@ -170,6 +170,8 @@ class PairSession:
             if message.role == pb.ROLE_DECODE:
                 self.decode_info.set_result(message)
             return
+        if kind in ("cached", "link"):  # of no request
+            return
         handoff = self._handoffs.get(message.request_id)
         if handoff is None:
             return

@@ -156,6 +156,8 @@ class Router:
         if kind == "link":
             self.links.append(message)
             return
+        if kind == "cached":
+            return
         key = AttemptKey(message.request_id, message.attempt)
         outcome = self.outcomes[key]
         if kind in ("token", "first_token"):

@@ -281,9 +281,9 @@ _CANDIDATE = _object(
         "held_tokens": {**_COUNT, "description": "Of the prompt, in its cache as far as was known."},
         "tokens_in_front": _COUNT,
         "active_requests": _COUNT,
-        "cost_tokens": {"type": "number", "description": "What decided; of a decode worker for the batch alone."},
+        "cost_tokens": {"type": "number", "description": "What decided; of a decode worker for its batch and sending."},
     },
-    {"cost_alone_tokens": {"type": "number", "description": "Beside that, if it computes the prompt by itself."}},
+    {"cost_alone_tokens": {"type": "number", "description": "Instead, if it computes the prompt by itself."}},
 )
 _EXPLAINED = _object(
     {

@@ -44,6 +44,8 @@ _FEW = 8
 _NOTABLE = 0.25
 # Holders of a prompt's beginning that are looked up: more than are weighed, as they may be of the other role.
 _MOST_HOLDERS = 4 * _FEW
+# What it costs to send a token's pages, relative to its computation, where nothing is known of the way: little.
+_SENT_COST = 0.05
 # Prompt tokens that one more sequence in decode's batch is worth: its rows make the steps of all others longer.
 _ROW_COST = 16.0
 
@@ -104,8 +106,8 @@ class Candidate:
     Attributes:
         num_held_tokens: of the prompt, in its cache as far as is known.
         num_tokens_in_front: to be computed before the prompt.
-        cost: what decides; of a decode worker without the computation of the prompt.
-        cost_alone: of a decode worker that computes the prompt by itself; `None`: it may not.
+        cost: what decides; of a decode worker that of its batch, and of the pages that are to be sent there.
+        cost_alone: of a decode worker that computes the prompt by itself, all in all; `None`: it may not.
     """
 
     worker: WorkerKey
@@ -354,7 +356,8 @@ def _cheapest(
     ]
     smallest = min(decode.num_active for decode in decodes)
     prefill_costs = {p.key: _prefill_cost(facts, p) for p in prefills}
-    decode_costs = {d.key: _decode_cost(facts, d, smallest) for d in decodes}
+    batch_costs = {d.key: _batch_cost(facts, d, smallest) for d in decodes}
+    decode_costs = {d.key: batch_costs[d.key] + _send_cost(facts, d) for d in decodes}
     alone_costs = {d.key: _cost_alone(facts, d) for d in decodes}
 
     def cost(prefill: WorkerLoad, decode: WorkerLoad) -> tuple[float, ...]:
@@ -376,13 +379,13 @@ def _cheapest(
         + [
             Candidate(
                 d.key, facts.prefix.num_tokens(d.key), d.num_queued_tokens, d.num_active, decode_costs[d.key],
-                alone_costs[d.key] if alone_costs[d.key] < math.inf else None,
+                alone_costs[d.key] + batch_costs[d.key] if alone_costs[d.key] < math.inf else None,
             )
             for d in by_cost
         ]
     )  # fmt: skip
-    lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + decode_costs[d.key]))
-    lone_cost = alone_costs[lone.key] + decode_costs[lone.key]
+    lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + batch_costs[d.key]))
+    lone_cost = alone_costs[lone.key] + batch_costs[lone.key]
     if lone_cost < math.inf and (False, lone.key in wishes.avoid, lone_cost) < cost(*best):
         is_held = facts.prefix.num_tokens(lone.key) > 0
         most = facts.mixed_pool_tokens if is_held else facts.num_prompt_tokens
@@ -407,7 +410,12 @@ def _prefill_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
     return worker.num_queued_tokens + facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
 
 
-def _decode_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
+def _send_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
+    """Of the pages that it does not hold."""
+    return _SENT_COST * (facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key))
+
+
+def _batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
     """What its batch costs beside the smallest one; and what it lacks room for, which has to be waited for."""
     crowd = _ROW_COST * (worker.num_active - smallest)
     return crowd if _has_room(worker, facts) else crowd + facts.num_prompt_tokens

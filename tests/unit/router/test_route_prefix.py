@@ -56,6 +56,12 @@ def test_the_holders_serve_although_they_are_not_the_least_loaded() -> None:
     assert {candidate.worker.worker_id for candidate in route.weighed} >= {"p0", "p5", "d0", "d9"}
 
 
+def test_of_decode_workers_with_equal_batches_the_one_that_lacks_least_is_taken() -> None:
+    assert chosen(choose(snapshot(), facts({"p5": 608, "d9": 608}))) == ("p5", "d9", Why.PREFIX)
+    crowded = [load(f"d{number}", num_active=3 * (number == 9)) for number in range(12)]
+    assert chosen(choose(snapshot(decode=crowded), facts({"p5": 608, "d9": 608})))[1] == "d0"
+
+
 def test_a_holder_that_is_busy_loses() -> None:
     prefill = [load("p0"), load("p1", num_queued_tokens=5000)]
     assert chosen(choose(snapshot(prefill), facts({"p1": 608})))[0] == "p0"

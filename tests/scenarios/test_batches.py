@@ -41,4 +41,4 @@ def test_a_batch_goes_on_where_a_killed_router_left_it(tmp_path: Path) -> None:
             model="tandem-tiny", prompt=f"Number {NUM - 1} went to", max_tokens=24, temperature=0
         )
         assert done[-1]["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
-        cluster.wait_idle()
+        cluster.wait_idle(30)

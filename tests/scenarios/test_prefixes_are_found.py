@@ -18,7 +18,7 @@ STORY = "Once upon a time there was a little girl named Lily. She had a dog, and
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     with running(tmp_path_factory.mktemp("prefixes"), 2, 2) as cluster:
         yield cluster
-        cluster.wait_idle()
+        cluster.wait_idle(30)
 
 
 def told(cluster: ProcessCluster) -> float:

@@ -20,7 +20,7 @@ from tandem.bench.goodput import GoodputSearch, search_goodput
 from tandem.bench.load.drive import PATH, record_of
 from tandem.bench.load.http_client import LoadClient, get
 from tandem.bench.load.records import Slo
-from tandem.bench.load.traces import TraceEntry
+from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.load.workload import body_of, fixed_lengths, make_jobs
 from tandem.bench.machine import now
 from tandem.bench.rate_search import RateSearch

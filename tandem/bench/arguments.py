@@ -17,13 +17,14 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
 def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> None:
-    """`run`, `goodput`, `compare`, `plot` and `overload`, below `command`."""
+    """`run`, `goodput`, `compare`, `plot`, `overload` and `cache`, below `command`."""
     subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     _add_run(subcommands, add_command)
     _add_goodput(subcommands, add_command)
     _add_compare(subcommands, add_command)
     _add_plot(subcommands, add_command)
     _add_overload(subcommands, add_command)
+    _add_cache(subcommands, add_command)
 
 
 def _add_run(subcommands: Any, add_command: AddCommand) -> None:
@@ -120,6 +121,43 @@ def _add_overload(subcommands: Any, add_command: AddCommand) -> None:
     command.add_argument("--seed", type=int, default=1)
 
 
+def _add_cache(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "cache",
+        "replay a trace on the router's page index alone: what prefix caches would hold; no server; seconds",
+        "tandem bench cache conversation_trace.jsonl\n"
+        "tandem bench cache conversation_trace.jsonl --workers 8 --pages 4000 --json cache.json",
+        _run,
+    )
+    command.add_argument("file", type=Path, metavar="FILE", help="a trace that names the blocks of its prompts")
+    command.add_argument("--format", choices=("mooncake",), help="format of the trace (default: recognised)")
+    _add_block_size(command)
+    command.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
+    command.add_argument(
+        "--workers", type=_count, default=1, metavar="N",
+        help="caches; where there are several, requests are placed by what these hold, and for comparison by load "
+        "alone (default: 1)",
+    )  # fmt: skip
+    command.add_argument(
+        "--pages", type=_count, metavar="M",
+        help="blocks of the trace that each cache has room for, the least recently used given up (default: no limit)",
+    )
+    command.add_argument(
+        "--tokens-per-s", type=_positive, default=10_000.0, metavar="R",
+        help="prompt tokens that a worker computes in a second of the trace; a holder with a long queue is passed over "
+        "(default: 10000)",
+    )  # fmt: skip
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
+
+
+def _add_block_size(command: Any) -> None:
+    command.add_argument(
+        "--block-size", type=_count, default=512, metavar="N",
+        help="tokens of a block that the trace names (default: 512, as Mooncake's)",
+    )
+
+
 def _add_server(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--url",
@@ -159,12 +197,18 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--format", choices=("azure", "mooncake", "sharegpt"), help="format of the trace (default: recognised)"
     )
+    _add_block_size(trace)
     trace.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
     trace.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="multiply each length by this")
-    trace.add_argument(
+    times = trace.add_mutually_exclusive_group()
+    times.add_argument(
         "--scale-time", type=_positive, default=1.0, metavar="F",
         help="multiply each arrival time by this; 0.5: twice as fast",
     )
+    times.add_argument(
+        "--speed", dest="scale_time", type=_speed, metavar="F", help="replay so many times as fast: the same as "
+        "--scale-time 1/F",
+    )  # fmt: skip
     report = command.add_argument_group("report")
     report.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     report.add_argument("--records", action="store_true", help="include every request in the results")
@@ -200,6 +244,11 @@ _natural = whole(0)
 
 def _positive(text: str) -> Any:
     return number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
+
+
+def _speed(text: str) -> float:
+    """The factor of times."""
+    return float(1 / _positive(text))
 
 
 def _share(text: str) -> Any:

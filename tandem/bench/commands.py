@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import json
 from collections.abc import Coroutine, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import uvloop
 from rich.console import Console
 
+from tandem.bench.cache_replay import CacheSpec, replay
 from tandem.bench.goodput import GoodputSearch, search_goodput
 from tandem.bench.load.records import Slo
 from tandem.bench.load.traces import load_trace, scaled
@@ -21,6 +23,8 @@ from tandem.bench.overload import Plan
 from tandem.bench.overload import measure as measure_overload
 from tandem.bench.rate_search import RateSearch
 from tandem.bench.report import json_file, results
+from tandem.bench.report.cache_table import cache_table, trace_table
+from tandem.bench.report.cache_table import document as cache_document
 from tandem.bench.report.progress import shown
 from tandem.bench.report.results import Run
 from tandem.bench.report.tables import count_table, latency_table, probe_table, remarks
@@ -112,7 +116,22 @@ def overload(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {command.__name__: command for command in (run, goodput, compare, plot, overload)}
+def cache(options: argparse.Namespace) -> int:
+    """`tandem bench cache`."""
+    entries = load_trace(options.file, options.format, limit=options.limit, block_size=options.block_size, key="FILE")
+    if not all(entry.block_ids for entry in entries):
+        raise ConfigError(f"{options.file} does not say what prompts share; give a trace with hash_ids", key="FILE")
+    spec = CacheSpec(options.workers, options.pages, options.tokens_per_s)
+    specs = [spec] if spec.num_workers == 1 else [spec, dataclasses.replace(spec, finds_prefixes=False)]
+    replays = [(spec, replay(spec, entries)) for spec in specs]
+    console = Console()
+    console.print(trace_table(replays[0][1]), cache_table(replays), sep="\n")
+    if options.json is not None:
+        json_file.write(options.json, cache_document(_plain(options), replays))
+    return 0
+
+
+COMMANDS = {command.__name__: command for command in (run, goodput, compare, plot, overload, cache)}
 
 
 # --- from options -----------------------------------------------------------------------------------------------------
@@ -125,7 +144,9 @@ def _session(options: argparse.Namespace) -> Session:
         entries = fixed_lengths(num, options.input_len, options.output_len)
     else:
         limit = options.limit if options.num_requests is None else options.num_requests
-        entries = load_trace(options.trace, options.format, limit=limit, tokenizer=tokenizer)
+        entries = load_trace(
+            options.trace, options.format, limit=limit, tokenizer=tokenizer, block_size=options.block_size
+        )
     entries = scaled(entries, lengths=options.scale_lengths, time=options.scale_time)
     target = Target(
         options.url, options.model, ignore_eos=options.ignore_eos, timeout_s=options.timeout,
@@ -162,7 +183,7 @@ def _write(options: argparse.Namespace, kind: str, session: Session, runs: Seque
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
     """The command's options as they go into JSON; of files only the names, as their places mean nothing elsewhere."""
     left_out = {"run", "debug", "command", "json", "progress"}
-    if options.trace is not None:
+    if getattr(options, "trace", None) is not None:
         left_out |= {"input_len", "output_len"}
     return {name: _plain_value(value) for name, value in sorted(vars(options).items()) if name not in left_out}
 

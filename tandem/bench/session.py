@@ -11,7 +11,7 @@ from typing import Any
 from tandem.bench.load.drive import Load, LoadDriver
 from tandem.bench.load.http_client import LoadClient
 from tandem.bench.load.records import RequestRecord
-from tandem.bench.load.traces import TraceEntry
+from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.load.workload import Job, body_of, make_jobs, poisson_arrivals, warm_up_jobs
 from tandem.bench.server import ServedModel, connected
 from tandem.core.client_key import api_key

@@ -1,8 +1,7 @@
 """Recorded loads: what was asked when, and how long it was.
 
 azure      Azure LLM inference traces, CSV: TIMESTAMP,ContextTokens,GeneratedTokens
-mooncake   Mooncake traces, JSON lines: timestamp (ms), input_length, output_length, and hash_ids, which name the
-           blocks of 512 tokens that prompts share
+mooncake   Mooncake traces, JSON lines: times, lengths, and the names of the blocks that prompts share (`mooncake.py`)
 sharegpt   ShareGPT conversations, JSON: texts without times; their lengths are counted by a tokenizer
 """
 
@@ -11,41 +10,36 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.bench.load import mooncake
+from tandem.bench.load.trace_entry import MOONCAKE_BLOCK, TraceEntry
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
 
 TraceFormat = Literal["azure", "mooncake", "sharegpt"]
 FORMATS: tuple[TraceFormat, ...] = ("azure", "mooncake", "sharegpt")
-MOONCAKE_BLOCK = 512
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
-
-
-@dataclass(frozen=True)
-class TraceEntry:
-    """One recorded request."""
-
-    num_input: int
-    num_output: int
-    arrival_s: float | None = None  # from the first one's; `None`: not recorded
-    block_ids: tuple[int, ...] = ()  # equal ids stand for equal content, one for each `block_size` tokens
-    block_size: int = MOONCAKE_BLOCK
-    token_ids: tuple[int, ...] = ()  # of the recorded text, where there is one
 
 
 def load_trace(
-    path: Path, format: TraceFormat | None = None, *, limit: int | None = None, tokenizer: Tokenizer | None = None
+    path: Path,
+    format: TraceFormat | None = None,
+    *,
+    limit: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    block_size: int = MOONCAKE_BLOCK,
+    key: str = "--trace",
 ) -> list[TraceEntry]:
     """The first `limit` requests of a trace, in order of arrival; `format` is detected where it is not given.
 
-    `tokenizer` counts the tokens of formats that hold text.
+    `tokenizer` counts the tokens of formats that hold text; blocks of formats that name some have `block_size` tokens;
+    `key` is the option that named the file.
 
     Raises:
         ConfigError: the file cannot be read, holds something else, or needs a tokenizer.
@@ -53,14 +47,15 @@ def load_trace(
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the trace cannot be read: {error}", key="--trace") from error
+        raise ConfigError(f"the trace cannot be read: {error}", key=key) from error
     format = format or detect_format(text, path)
     try:
-        entries = list(islice(_entries(text, format, tokenizer), limit))
+        entries = list(islice(_entries(text, format, tokenizer, block_size), limit))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no {format} trace: {type(error).__name__}: {error}", key="--trace") from error
+        kind = "" if format == "mooncake" else f"{type(error).__name__}: "
+        raise ConfigError(f"{path} is no {format} trace: {kind}{error}", key=key) from error
     if not entries:
-        raise ConfigError(f"{path} holds no request", key="--trace")
+        raise ConfigError(f"{path} holds no request", key=key)
     return _from_first_arrival(entries)
 
 
@@ -69,7 +64,7 @@ def detect_format(text: str, path: Path) -> TraceFormat:
     first_line = text.lstrip().split("\n", 1)[0].strip()
     if first_line.split(",")[: len(_AZURE_COLUMNS)] == list(_AZURE_COLUMNS):
         return "azure"
-    if first_line.startswith("{") and all(f'"{key}"' in first_line for key in _MOONCAKE_KEYS):
+    if first_line.startswith("{") and all(f'"{key}"' in first_line for key in mooncake.KEYS):
         return "mooncake"
     if first_line.startswith("["):
         return "sharegpt"
@@ -102,11 +97,11 @@ def _from_first_arrival(entries: list[TraceEntry]) -> list[TraceEntry]:
     return [replace(entry, arrival_s=(entry.arrival_s or 0.0) - first_s) for entry in ordered]
 
 
-def _entries(text: str, format: TraceFormat, tokenizer: Tokenizer | None) -> Iterator[TraceEntry]:
+def _entries(text: str, format: TraceFormat, tokenizer: Tokenizer | None, block_size: int) -> Iterator[TraceEntry]:
     if format == "azure":
         return _azure(text)
     if format == "mooncake":
-        return _mooncake(text)
+        return mooncake.read_mooncake(text.splitlines(), block_size)
     if tokenizer is None:
         raise ConfigError("a trace of texts needs --tokenizer DIR to count its tokens", key="--tokenizer")
     return _sharegpt(text, tokenizer)
@@ -125,18 +120,6 @@ def _seconds(stamp: str) -> float:
     """The 2023 traces name no zone, those of 2024 UTC."""
     time = datetime.fromisoformat(stamp)
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-
-
-def _mooncake(text: str) -> Iterator[TraceEntry]:
-    for line in text.splitlines():
-        if line.strip():
-            row = json.loads(line)
-            yield TraceEntry(
-                num_input=int(row["input_length"]),
-                num_output=int(row["output_length"]),
-                arrival_s=float(row["timestamp"]) / 1e3,
-                block_ids=tuple(int(block) for block in row.get("hash_ids", ())),
-            )
 
 
 def _sharegpt(text: str, tokenizer: Tokenizer) -> Iterator[TraceEntry]:

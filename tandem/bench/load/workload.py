@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tandem.bench.load.traces import TraceEntry
+from tandem.bench.load.trace_entry import TraceEntry
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
 

@@ -366,6 +366,8 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path, capsys: pytest.Capt
         ("run", "--rate", "nan"),
         ("run", "--slo-ttft", "3"),
         ("run", "--vocab", "9:3"),
+        ("run", "--speed", "0"),
+        ("run", "--speed", "2", "--scale-time", "0.5"),
         ("goodput", "--share", "90"),
         ("goodput", "--precision", "1"),
         (),
@@ -377,7 +379,7 @@ def test_wrong_usage_is_refused(arguments: tuple[str, ...], capsys: pytest.Captu
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("name", ["run", "goodput", "compare", "plot", "overload"])
+@pytest.mark.parametrize("name", ["run", "goodput", "compare", "plot", "overload", "cache"])
 def test_each_subcommand_shows_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench(name, "--help")

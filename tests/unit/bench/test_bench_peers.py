@@ -32,7 +32,7 @@ from benchmarks.peers.turns import (
     Plan,
     read,
 )
-from tandem.bench.load.traces import TraceEntry
+from tandem.bench.load.trace_entry import TraceEntry
 from tandem.core.errors import ConfigError, TandemError
 from tests.support.ports import free_port
 

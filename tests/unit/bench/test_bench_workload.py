@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.bench.load.traces import TraceEntry, load_trace, scaled
+from tandem.bench.load.trace_entry import TraceEntry
+from tandem.bench.load.traces import load_trace, scaled
 from tandem.bench.load.workload import (
     body_of,
     fixed_lengths,
@@ -74,6 +75,39 @@ def test_sharegpt_takes_the_first_question_and_its_answer(tmp_path: Path, tokeni
     assert tokenizer.decode(entry.token_ids) == "abc"
     with pytest.raises(ConfigError, match="--tokenizer"):
         load_trace(written(tmp_path, text))
+
+
+GOOD = {"timestamp": 1, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 3: this is no JSON"),
+        ("[1]", "line 3: this is no JSON object"),
+        ({"timestamp": 2}, "line 3: input_length is missing"),
+        (GOOD | {"input_length": 600.5}, "line 3: input_length must be a whole number of at least 1, not 600.5"),
+        (GOOD | {"input_length": "600"}, 'line 3: input_length must be a whole number of at least 1, not "600"'),
+        (GOOD | {"input_length": 0}, "line 3: input_length"),
+        (GOOD | {"output_length": True}, "line 3: output_length must be a whole number of at least 0, not true"),
+        (GOOD | {"timestamp": -1}, "line 3: timestamp must be a number of milliseconds, not -1"),
+        (GOOD | {"hash_ids": [1, "2"]}, "line 3: hash_ids must be a list of whole numbers"),
+        (GOOD | {"hash_ids": [1, 2, 3]}, "names 3 blocks, but 600 tokens are 2 blocks of 512; .* --block-size"),
+    ],
+)
+def test_a_bad_line_of_mooncake_is_named(tmp_path: Path, line: object, said: str) -> None:
+    lines = [json.dumps(GOOD), "", line if isinstance(line, str) else json.dumps(line)]
+    path = written(tmp_path, "\n".join(lines))
+    with pytest.raises(ConfigError, match=f"no mooncake trace: .*{said}|no mooncake trace: {said}"):
+        load_trace(path)
+    assert load_trace(path, limit=1)[0].block_ids == (1, 2)
+
+
+def test_blocks_may_have_another_length(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 33, "output_length": 0, "hash_ids": [5, 6, 7]}
+    (entry,) = load_trace(written(tmp_path, json.dumps(row)), block_size=16)
+    assert (entry.block_size, entry.block_ids) == (16, (5, 6, 7))
+    assert scaled([entry])[0].num_output == 1
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,10 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
     _add_block_size(trace)
     trace.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
     trace.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="multiply each length by this")
+    trace.add_argument(
+        "--cut", type=whole(2), nargs="?", const=0, metavar="N", help="cut requests that are longer than N tokens, "
+        "prompt and output together, instead of refusing all (default of N: the server's context)",
+    )  # fmt: skip
     times = trace.add_mutually_exclusive_group()
     times.add_argument(
         "--scale-time", type=_positive, default=1.0, metavar="F",

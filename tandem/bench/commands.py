@@ -152,7 +152,10 @@ def _session(options: argparse.Namespace) -> Session:
         options.url, options.model, ignore_eos=options.ignore_eos, timeout_s=options.timeout,
         max_sockets=options.max_connections,
     )  # fmt: skip
-    workload = Workload(entries, _vocabulary(options.vocab, tokenizer), seed=options.seed, num_warm_up=options.warmup)
+    workload = Workload(
+        entries, _vocabulary(options.vocab, tokenizer), seed=options.seed, num_warm_up=options.warmup,
+        max_len=options.cut,
+    )  # fmt: skip
     return Session(target, workload)
 
 
@@ -207,13 +210,19 @@ def _say_run(measured: Run, session: Session) -> None:
     console.print(f"{session.served.name} at {session.target.url}, {measured.shape.name}", markup=False)
     console.print(count_table(measured))
     console.print(latency_table(measured.summary))
-    for remark in remarks(measured):
+    for remark in (*_cuts(session), *remarks(measured)):
         console.print(f"note: {remark}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _cuts(session: Session) -> list[str]:
+    return [str(session.cut)] if session.cut is not None and session.cut.num_cut else []
 
 
 def _say_search(search: GoodputSearch, session: Session) -> None:
     console = Console()
     console.print(probe_table(search.probes))
+    for cut in _cuts(session):
+        console.print(f"note: {cut}", soft_wrap=True, highlight=False, markup=False)
     for probe in search.probes:
         for kind, number in probe.summary.num_failed.items():
             if kind != "interrupted":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from tandem.bench.load.drive import Load, LoadDriver
 from tandem.bench.load.http_client import LoadClient
 from tandem.bench.load.records import RequestRecord
 from tandem.bench.load.trace_entry import TraceEntry
+from tandem.bench.load.traces import Cut, cut_to
 from tandem.bench.load.workload import Job, body_of, make_jobs, poisson_arrivals, warm_up_jobs
 from tandem.bench.server import ServedModel, connected
 from tandem.core.client_key import api_key
@@ -39,6 +41,7 @@ class Workload:
     vocabulary: Sequence[int]
     seed: int = 1
     num_warm_up: int = 2
+    max_len: int | None = None  # longer requests are cut to it; 0: to the server's context; `None`: they are refused
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Session:
     def __init__(self, target: Target, workload: Workload) -> None:
         self.target, self.workload = target, workload
         self.served = ServedModel("", None, "")
+        self.cut: Cut | None = None  # what did not fit
         self.was_interrupted = False
 
     async def open(self) -> None:
@@ -80,6 +84,7 @@ class Session:
             )
         finally:
             client.close()
+        self._cut()
         self._check_lengths()
         await self._warm_up()
 
@@ -148,6 +153,17 @@ class Session:
         target = self.target
         return LoadClient(target.url, max_sockets=target.max_sockets, api_key=api_key(), timeout_s=target.timeout_s)
 
+    def _cut(self) -> None:
+        workload, max_len = self.workload, self.workload.max_len
+        if max_len is None:
+            return
+        if max_len == 0:
+            max_len = self.served.max_model_len or 0
+        if max_len < 2:
+            raise ConfigError("the server does not say how long its context is; give its tokens to --cut", key="--cut")
+        entries, self.cut = cut_to(workload.entries, max_len)
+        self.workload = dataclasses.replace(workload, entries=entries)
+
     def _check_lengths(self) -> None:
         limit = self.served.max_model_len
         if limit is None:
@@ -156,6 +172,6 @@ class Session:
         if too_long:
             raise ConfigError(
                 f"{len(too_long)} of {len(self.workload.entries)} requests are longer than the context of {limit} "
-                "tokens; scale them down with --scale-lengths",
+                "tokens; scale them down with --scale-lengths, or cut them with --cut",
                 key="--scale-lengths",
             )

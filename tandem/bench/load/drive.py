@@ -147,6 +147,7 @@ def record_of(
         sent_s=outcome.sent_s - began_s,
         ended_s=outcome.ended_s - began_s,
         planned_s=planned_s,
+        num_repeated=job.num_repeated,
         failure=failure,
         message=message,
     )
@@ -158,6 +159,7 @@ def record_of(
         common,
         event_s=tuple(event_s - began_s for event_s in stream.event_s),
         num_input=stream.num_prompt_tokens,
+        num_cached=stream.num_cached_tokens,
         num_output=num_output,
         token_source=source,
         digest=stream.digest,

@@ -32,6 +32,8 @@ class RequestRecord:
     num_output: int = 0
     token_source: TokenSource = "usage"  # where `num_output` comes from
     digest: str = ""  # of the text
+    num_cached: int | None = None  # prompt tokens in the server's cache, by its word; `None`: it does not say
+    num_repeated: int | None = None  # leading prompt tokens that were sent or answered before; `None`: not known
 
     @property
     def is_good(self) -> bool:

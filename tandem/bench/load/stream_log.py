@@ -20,6 +20,7 @@ class StreamLog:
     texts: list[str] = field(default_factory=list)
     num_prompt_tokens: int | None = None  # the server's own `usage`
     num_output_tokens: int | None = None
+    num_cached_tokens: int | None = None  # of the prompt's; `None`: the server does not tell
     finish_reason: str | None = None
     error: str | None = None  # what the server said in mid-stream, or what is wrong with an event
     is_done: bool = False
@@ -55,6 +56,7 @@ class StreamLog:
             # Servers that count with each event count on; the last is the whole.
             self.num_prompt_tokens = usage.get("prompt_tokens")
             self.num_output_tokens = usage.get("completion_tokens")
+            self.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
     def _take_choice(self, choice: Any) -> None:
         if not isinstance(choice, dict):

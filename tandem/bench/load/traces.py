@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from tandem.bench.load import mooncake
 from tandem.bench.load.trace_entry import MOONCAKE_BLOCK, TraceEntry
 from tandem.core.errors import ConfigError
+from tandem.core.pages import pages_for
 from tandem.core.tokenizer import Tokenizer
 
 TraceFormat = Literal["azure", "mooncake", "sharegpt"]
@@ -83,6 +84,44 @@ def scaled(entries: Iterable[TraceEntry], *, lengths: float = 1.0, time: float =
         )
         for entry in entries
     ]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a load was cut off so that it fits into a context of `max_len` tokens."""
+
+    max_len: int
+    num_requests: int
+    num_cut: int  # of the requests
+    input_share: float  # of all prompt tokens, that are left
+    output_share: float  # of all output tokens, that are left
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_cut:,} of {self.num_requests:,} requests are cut to {self.max_len:,} tokens: "
+            f"{self.input_share:.1%} of the prompt tokens and {self.output_share:.1%} of the output tokens are left"
+        )
+
+
+def cut_to(entries: Sequence[TraceEntry], max_len: int) -> tuple[list[TraceEntry], Cut]:
+    """The requests, of those longer than `max_len` (at least 2) their beginnings; and what that has cut off.
+
+    An output keeps up to half of `max_len`, and the prompt gets the rest.
+    """
+    fitting = [_cut_entry(entry, max_len) for entry in entries]
+    inputs = [sum(entry.num_input for entry in side) for side in (fitting, entries)]
+    outputs = [sum(entry.num_output for entry in side) for side in (fitting, entries)]
+    num_cut = sum(kept is not entry for kept, entry in zip(fitting, entries, strict=True))
+    return fitting, Cut(max_len, len(entries), num_cut, inputs[0] / inputs[1], outputs[0] / outputs[1])
+
+
+def _cut_entry(entry: TraceEntry, max_len: int) -> TraceEntry:
+    if entry.num_input + entry.num_output <= max_len:
+        return entry
+    num_output = min(entry.num_output, max(max_len // 2, max_len - entry.num_input))
+    num_input = max_len - num_output
+    num_blocks = pages_for(num_input, entry.block_size)
+    return replace(entry, num_input=num_input, num_output=num_output, block_ids=entry.block_ids[:num_blocks])
 
 
 def _scaled_length(length: int, factor: float) -> int:

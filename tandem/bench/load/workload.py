@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from tandem.bench.load.block_names import BlockNames
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ class Job:
     prompt_ids: tuple[int, ...]
     num_output: int
     arrival_s: float | None = None  # from the beginning; `None`: when its turn comes
+    num_repeated: int | None = 0  # leading tokens of the prompt that an earlier one begins with; `None`: not known
 
 
 def plain_vocabulary(tokenizer: Tokenizer) -> list[int]:
@@ -46,10 +48,21 @@ def make_jobs(entries: Sequence[TraceEntry], *, vocabulary: Sequence[int], seed:
     """
     if not vocabulary:
         raise ConfigError("the vocabulary to draw prompts from is empty", key="--vocab")
+    names = BlockNames()
     return [
-        Job(number, _prompt(entry, number, vocabulary, seed), entry.num_output, entry.arrival_s)
+        Job(
+            number, _prompt(entry, number, vocabulary, seed), entry.num_output, entry.arrival_s,
+            _num_repeated(entry, names),
+        )
         for number, entry in enumerate(entries)
-    ]
+    ]  # fmt: skip
+
+
+def _num_repeated(entry: TraceEntry, names: BlockNames) -> int | None:
+    if entry.token_ids:  # recorded texts may begin alike
+        return None
+    _, num_blocks = names.keys(entry.block_ids)
+    return min(entry.num_input, num_blocks * entry.block_size)
 
 
 def _prompt(entry: TraceEntry, number: int, vocabulary: Sequence[int], seed: str) -> tuple[int, ...]:

@@ -55,6 +55,7 @@ def document(
         "server": {"url": session.target.url, "model": served.name, "max_model_len": served.max_model_len}
         | {"name": served.server},
         "options": options,
+        "cut": None if session.cut is None else dataclasses.asdict(session.cut),
         "machine": machine(),
         "versions": versions(),
         **more,

@@ -35,6 +35,26 @@ class Goodput:
 
 
 @dataclass(frozen=True)
+class CacheUse:
+    """What of the prompts the server had in its cache, by its own count; of the answers that tell it."""
+
+    num_answers: int
+    num_input_tokens: int
+    num_cached_tokens: int
+    num_repeated_tokens: int | None  # that had been sent or answered before: all that a cache could have
+
+    @property
+    def hit_ratio(self) -> float:
+        """Of all prompt tokens."""
+        return self.num_cached_tokens / self.num_input_tokens if self.num_input_tokens else 0.0
+
+    @property
+    def of_possible(self) -> float | None:
+        """Of the tokens that had been there before; `None`: there were none, or it is not known."""
+        return self.num_cached_tokens / self.num_repeated_tokens if self.num_repeated_tokens else None
+
+
+@dataclass(frozen=True)
 class ItlWindow:
     """The gaps that ended within one stretch of the run."""
 
@@ -70,6 +90,7 @@ class Summary:
     goodput: Goodput | None
     lateness_s: Distribution | None  # sent after its planned time: whether the generator kept up
     itl_windows: tuple[ItlWindow, ...]
+    cache: CacheUse | None  # `None`: no answer tells
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -93,7 +114,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo | No
     """The figures of `records`, the requests of a run that took `duration_s`."""
     good = [record for record in records if record.is_good]
     failed = [record for record in records if not record.is_good]
-    num_input = sum(record.num_input_asked if record.num_input is None else record.num_input for record in good)
+    num_input = sum(_num_input(record) for record in good)
     num_output = sum(record.num_output for record in good)
     rate = 1 / duration_s if duration_s > 0 else 0.0
     return Summary(
@@ -119,6 +140,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo | No
         goodput=None if slo is None else goodput(records, duration_s, slo),
         lateness_s=distribution([r.sent_s - r.planned_s for r in records if r.planned_s is not None]),
         itl_windows=itl_over_time(good, _window_s(duration_s)),
+        cache=cache_use(good),
     )
 
 
@@ -127,6 +149,25 @@ def goodput(records: Sequence[RequestRecord], duration_s: float, slo: Slo) -> Go
     num_good = sum(slo.is_met_by(record) for record in records)
     share = num_good / len(records) if records else 0.0
     return Goodput(slo, num_good, share, num_good / duration_s if duration_s > 0 else 0.0)
+
+
+def cache_use(records: Sequence[RequestRecord]) -> CacheUse | None:
+    """Of the requests that succeeded; `None` where no answer tells."""
+    telling = [record for record in records if record.is_good and record.num_cached is not None]
+    if not telling:
+        return None
+    repeated = [record.num_repeated for record in telling if record.num_repeated is not None]
+    return CacheUse(
+        num_answers=len(telling),
+        num_input_tokens=sum(_num_input(record) for record in telling),
+        num_cached_tokens=sum(record.num_cached or 0 for record in telling),
+        num_repeated_tokens=sum(repeated) if len(repeated) == len(telling) else None,
+    )
+
+
+def _num_input(record: RequestRecord) -> int:
+    """By the server's count, else as it was sent."""
+    return record.num_input_asked if record.num_input is None else record.num_input
 
 
 def itl_over_time(records: Sequence[RequestRecord], window_s: float) -> tuple[ItlWindow, ...]:

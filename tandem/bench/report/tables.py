@@ -46,6 +46,12 @@ def count_table(run: Run) -> Table:
     if summary.goodput is not None:
         found = summary.goodput
         table.add_row("goodput", f"{found.per_s:,.3f} /s, {found.share:.1%} of the requests kept the SLO")
+    if summary.cache is not None:
+        use = summary.cache
+        cached = f"{use.num_cached_tokens:,} of {use.num_input_tokens:,} prompt tokens, {use.hit_ratio:.1%}"
+        table.add_row("cached", cached)
+        if use.of_possible is not None:
+            table.add_row("", f"{use.of_possible:.1%} of {use.num_repeated_tokens:,} that were there before")
     table.add_row("generator", f"{run.load.cpu_share:.1%} of a core")
     return table
 
@@ -65,6 +71,8 @@ def remarks(run: Run) -> Iterator[str]:
     for source in ("limit", "events"):
         if num_answers := summary.token_sources.get(source):
             yield f"{num_answers} answers came without usage; their tokens are counted by the {source}"
+    if summary.num_succeeded and summary.cache is None and any(record.num_repeated for record in run.load.records):
+        yield "prompts repeat earlier ones, but the server does not tell what it had cached"
     if summary.num_events and summary.num_output_tokens > 1.05 * summary.num_events:
         per_event = summary.num_output_tokens / summary.num_events
         yield f"an event brings {per_event:.2f} tokens: ITL is between events, TPOT between tokens"

@@ -20,9 +20,11 @@ def event(text: str = "a", finish_reason: str | None = None, **more: Any) -> byt
     return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
 
 
-def usage(num_output: int, num_input: int = 4) -> bytes:
+def usage(num_output: int, num_input: int = 4, num_cached: int | None = None) -> bytes:
     """The event of `include_usage`."""
-    counts = {"prompt_tokens": num_input, "completion_tokens": num_output}
+    counts: dict[str, Any] = {"prompt_tokens": num_input, "completion_tokens": num_output}
+    if num_cached is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
     return b"data: " + json.dumps({"choices": [], "usage": counts}).encode() + b"\n\n"
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem import cli
-from tandem.bench.cache_replay import BlockNames, CacheReplay, CacheSpec, replay
+from tandem.bench.cache_replay import CacheReplay, CacheSpec, replay
+from tandem.bench.load.block_names import BlockNames
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.report import cache_table, json_file
 

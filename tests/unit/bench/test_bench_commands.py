@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_peers import REFUSED, STREAM, Peer, chunk, event, serving, usage, well_behaved
+from bench_peers import END, REFUSED, STREAM, Peer, chunk, event, serving, usage, well_behaved
 
 from tandem import cli
 from tandem.bench.report import json_file, results
@@ -127,6 +127,43 @@ def test_a_trace_is_replayed_at_its_own_times(site: Site, tmp_path: Path) -> Non
     (run,) = results.read(path)["runs"]
     assert run["shape"]["name"] == "trace"
     assert [record["planned_s"] for record in run["records"]] == pytest.approx([n / 40 for n in range(8)], abs=1e-5)
+
+
+async def tells_what_it_had(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    """A block of all prompts but one."""
+    num = len(body["prompt"])
+    writer.write(STREAM + chunk(event(finish_reason="length")) + chunk(usage(1, num, 0 if num == 1200 else 512)) + END)
+    return True
+
+
+def test_blocks_that_repeat_are_sent_alike_and_what_is_too_long_is_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "run.json"
+    rows = [(1200, [1, 2, 3]), (9000, [1, 2, *range(10, 26)]), (600, [1, 5])]
+    trace.write_text(
+        "\n".join(
+            json.dumps({"timestamp": n, "input_length": num, "output_length": 6, "hash_ids": ids})
+            for n, (num, ids) in enumerate(rows)
+        )
+    )
+    peer = Peer(tells_what_it_had)
+    with in_thread(peer) as url:
+        given = ("--url", url, "--trace", trace, "--concurrency", 1, "--warmup", 0, "--json", path)
+        assert bench("run", *given) == 1
+        assert "cut them with --cut" in capsys.readouterr().err
+        assert bench("run", *given, "--format", "mooncake", "--cut") == 0
+    first, second, third = (body["prompt"] for body in peer.bodies[-3:])
+    assert [len(prompt) for prompt in (first, second, third)] == [1200, 4090, 600]
+    assert first[:1024] == second[:1024]
+    assert first[:512] == third[:512] != second[512:1024]
+    said = capsys.readouterr().out
+    assert "note: 1 of 3 requests are cut to 4,096 tokens: 54.5% of the prompt tokens and 100.0% of" in said
+    assert "1,024 of 5,890 prompt tokens, 17.4%" in said
+    assert "66.7% of 1,536 that were there before" in said
+    content = results.read(path)
+    assert content["cut"]["num_cut"] == 1
+    assert content["runs"][0]["figures"]["cache"]["num_repeated_tokens"] == 1024 + 512
 
 
 @pytest.mark.parametrize(

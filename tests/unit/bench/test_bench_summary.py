@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.bench.load.records import RequestRecord, Slo
 from tandem.bench.rate_search import RateSearch
-from tandem.bench.report.summary import distribution, goodput, itl_over_time, percentile, summarise
+from tandem.bench.report.summary import cache_use, distribution, goodput, itl_over_time, percentile, summarise
 
 
 def record(
@@ -85,6 +85,23 @@ def test_a_run_by_hand() -> None:
     assert found.goodput is not None
     assert (found.goodput.num_good, found.goodput.share, found.goodput.per_s) == (2, pytest.approx(1 / 3), 0.5)
     json.dumps(dataclasses.asdict(found))
+
+
+def test_what_a_server_had_cached_is_of_the_answers_that_tell() -> None:
+    records = [
+        record(0, num_input=100, num_cached=0, num_repeated=0),
+        record(1, num_input=300, num_cached=60, num_repeated=80),
+        record(2, num_input=50),
+        failed(3),
+    ]
+    found = summarise(records, 1.0).cache
+    assert found is not None
+    assert (found.num_answers, found.num_input_tokens, found.num_cached_tokens) == (2, 400, 60)
+    assert (found.hit_ratio, found.of_possible) == (0.15, 0.75)
+    unknown = cache_use([record(num_cached=3)])
+    assert unknown is not None
+    assert (unknown.num_repeated_tokens, unknown.of_possible) == (None, None)
+    assert cache_use([record()]) is None
 
 
 def test_a_run_without_success_has_no_latencies() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.bench.load.trace_entry import TraceEntry
-from tandem.bench.load.traces import load_trace, scaled
+from tandem.bench.load.traces import cut_to, load_trace, scaled
 from tandem.bench.load.workload import (
     body_of,
     fixed_lengths,
@@ -172,6 +172,29 @@ def test_recorded_texts_are_cut_or_said_again() -> None:
     text = TraceEntry(3, 1, token_ids=(7, 8, 9))
     jobs = make_jobs([*scaled([text], lengths=0.5), *scaled([text], lengths=2.4)], vocabulary=VOCABULARY, seed="1")
     assert [job.prompt_ids for job in jobs] == [(7, 8), (7, 8, 9, 7, 8, 9, 7)]
+
+
+def test_what_is_too_long_is_cut_at_its_end() -> None:
+    entries = [TraceEntry(100, 28, block_ids=(1,)), TraceEntry(2000, 28, block_ids=(1, 2, 3, 4)), TraceEntry(10, 400)]
+    fitting, cut = cut_to(entries, 128)
+    assert [(entry.num_input, entry.num_output) for entry in fitting] == [(100, 28), (100, 28), (10, 118)]
+    assert fitting[1].block_ids == (1,)
+    assert (cut.num_requests, cut.num_cut) == (3, 2)
+    assert str(cut) == (
+        "2 of 3 requests are cut to 128 tokens: 10.0% of the prompt tokens and 38.2% of the output tokens are left"
+    )
+    (both,), _ = cut_to([TraceEntry(1000, 1000)], 128)
+    assert (both.num_input, both.num_output) == (64, 64)
+
+
+def test_a_job_knows_how_much_of_it_was_sent_before() -> None:
+    entries = [
+        TraceEntry(1100, 1, block_ids=(46, 47, 48)), TraceEntry(600, 1, block_ids=(46, 47)),
+        TraceEntry(600, 1, block_ids=(9, 47)), TraceEntry(8, 1), TraceEntry(3, 1, token_ids=(7, 8, 9)),
+    ]  # fmt: skip
+    jobs = make_jobs(entries, vocabulary=VOCABULARY, seed="1")
+    assert [job.num_repeated for job in jobs] == [0, 600, 0, 0, None]
+    assert jobs[1].prompt_ids == jobs[0].prompt_ids[:600]
 
 
 def test_special_tokens_are_not_drawn(tokenizer: Tokenizer) -> None:

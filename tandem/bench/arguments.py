@@ -34,13 +34,24 @@ def _add_run(subcommands: Any, add_command: AddCommand) -> None:
         "put one load on a server and print its latencies and throughput",
         "tandem bench run --concurrency 8 --input-len 128 --output-len 128\n"
         "tandem bench run --rate 2 --num-requests 200 --slo-ttft 3s --slo-tpot 50ms --json poisson.json\n"
-        "tandem bench run --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125",
+        "tandem bench run --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125\n"
+        "tandem bench run --conversations 32 --turns 6 --concurrency 8 --input-len 100 --output-len 50 --api chat",
         _run,
     )
     _add_load_options(command)
     shape = command.add_mutually_exclusive_group()
     shape.add_argument("--concurrency", type=_count, metavar="N", help="a closed loop of N clients")
-    shape.add_argument("--rate", type=_positive, metavar="R", help="a Poisson process of R requests a second")
+    shape.add_argument(
+        "--rate", type=_positive, metavar="R", help="a Poisson process of R requests (or conversations) a second"
+    )
+    talk = command.add_argument_group("conversations", "each turn's prompt is all that was said before, and a new text")
+    talk.add_argument("--conversations", type=_count, metavar="N", help="hold N conversations; --input-len counts the "
+                      "words of a user's text")  # fmt: skip
+    talk.add_argument("--turns", type=_count, default=6, metavar="N", help="turns of each (default: 6)")
+    talk.add_argument("--think-time", type=duration_s, default=0.0, metavar="TIME", help="mean pause before the next "
+                      "turn, of an exponential distribution, such as 2s (default: none)")  # fmt: skip
+    talk.add_argument("--api", choices=("completions", "chat"), default="completions",
+                      help="what they are held over (default: completions)")  # fmt: skip
     _add_slo(command, ttft=None, tpot=None)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tandem.bench.cache_replay import CacheSpec, replay
 from tandem.bench.goodput import GoodputSearch, search_goodput
+from tandem.bench.load.conversations import ConversationPlan
 from tandem.bench.load.records import Slo
 from tandem.bench.load.traces import load_trace, scaled
 from tandem.bench.load.workload import DEFAULT_VOCABULARY, fixed_lengths, plain_vocabulary
@@ -27,7 +28,7 @@ from tandem.bench.report.cache_table import cache_table, trace_table
 from tandem.bench.report.cache_table import document as cache_document
 from tandem.bench.report.progress import shown
 from tandem.bench.report.results import Run
-from tandem.bench.report.tables import count_table, latency_table, probe_table, remarks
+from tandem.bench.report.tables import count_table, latency_table, probe_table, remarks, turn_table
 from tandem.bench.session import Session, Shape, Target, Workload
 from tandem.core.client_key import api_key
 from tandem.core.errors import ConfigError
@@ -137,7 +138,31 @@ COMMANDS = {command.__name__: command for command in (run, goodput, compare, plo
 # --- from options -----------------------------------------------------------------------------------------------------
 
 
+#: Options that say nothing of conversations: their texts are words.
+_NOT_OF_CONVERSATIONS = ("trace", "num_requests", "cut", "tokenizer", "vocab")
+
+
 def _session(options: argparse.Namespace) -> Session:
+    target = Target(
+        options.url, options.model, ignore_eos=options.ignore_eos, timeout_s=options.timeout,
+        max_sockets=options.max_connections,
+    )  # fmt: skip
+    is_conversation = getattr(options, "conversations", None) is not None  # `goodput` has none
+    return Session(target, _conversations(options) if is_conversation else _workload(options))
+
+
+def _conversations(options: argparse.Namespace) -> Workload:
+    for name in _NOT_OF_CONVERSATIONS:
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} does not go with --conversations: leave one of them out", key=option)
+    plan = ConversationPlan(
+        options.conversations, options.turns, options.input_len, options.output_len, options.think_time, options.api
+    )
+    return Workload.of_conversations(plan, seed=options.seed, num_warm_up=options.warmup)
+
+
+def _workload(options: argparse.Namespace) -> Workload:
     tokenizer = None if options.tokenizer is None else Tokenizer.from_dir(options.tokenizer)
     if options.trace is None:
         num = 64 if options.num_requests is None else options.num_requests
@@ -148,15 +173,10 @@ def _session(options: argparse.Namespace) -> Session:
             options.trace, options.format, limit=limit, tokenizer=tokenizer, block_size=options.block_size
         )
     entries = scaled(entries, lengths=options.scale_lengths, time=options.scale_time)
-    target = Target(
-        options.url, options.model, ignore_eos=options.ignore_eos, timeout_s=options.timeout,
-        max_sockets=options.max_connections,
-    )  # fmt: skip
-    workload = Workload(
+    return Workload(
         entries, _vocabulary(options.vocab, tokenizer), seed=options.seed, num_warm_up=options.warmup,
         max_len=options.cut,
     )  # fmt: skip
-    return Session(target, workload)
 
 
 def _vocabulary(given: range | None, tokenizer: Tokenizer | None) -> Sequence[int]:
@@ -188,6 +208,8 @@ def _plain(options: argparse.Namespace) -> dict[str, Any]:
     left_out = {"run", "debug", "command", "json", "progress"}
     if getattr(options, "trace", None) is not None:
         left_out |= {"input_len", "output_len"}
+    if getattr(options, "conversations", None) is None:
+        left_out |= {"conversations", "turns", "think_time", "api"}
     return {name: _plain_value(value) for name, value in sorted(vars(options).items()) if name not in left_out}
 
 
@@ -210,6 +232,8 @@ def _say_run(measured: Run, session: Session) -> None:
     console.print(f"{session.served.name} at {session.target.url}, {measured.shape.name}", markup=False)
     console.print(count_table(measured))
     console.print(latency_table(measured.summary))
+    if measured.summary.turns:
+        console.print(turn_table(measured.summary.turns))
     for remark in (*_cuts(session), *remarks(measured)):
         console.print(f"note: {remark}", soft_wrap=True, highlight=False, markup=False)
 

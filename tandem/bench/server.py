@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,20 @@ class ServedModel:
     server: str  # its `Server` header
 
 
-async def connected(client: LoadClient, url: str, model: str | None, *, vocabulary: Sequence[int] = ()) -> ServedModel:
-    """Ask for the models; with a `vocabulary`, also for one token after a prompt of one.
+#: The path and the body of a small request to a model of this name.
+FirstRequest = Callable[[str], tuple[str, bytes]]
+
+
+def one_token(vocabulary: Sequence[int]) -> FirstRequest:
+    """One token after a prompt of one."""
+    job = Job(0, tuple(vocabulary[:1]), 1)
+    return lambda model: (PATH, body_of(job, model, ignore_eos=True))
+
+
+async def connected(
+    client: LoadClient, url: str, model: str | None, *, first: FirstRequest | None = None
+) -> ServedModel:
+    """Ask for the models, and send the `first` request where there is one.
 
     `model` is the first that is served where it is `None`.
 
@@ -42,22 +54,21 @@ async def connected(client: LoadClient, url: str, model: str | None, *, vocabula
     if model is None and not served:
         raise ConfigError(f"{url}/v1/models answers {answer.status} and names no model: give --model", key="--model")
     name = model or str(served[0]["id"])
-    if vocabulary:
-        await _try_one(client, url, name, served, vocabulary)
+    if first is not None:
+        await _try_one(client, url, name, served, first)
     entry = next((entry for entry in served if entry.get("id") == name), {})
     return ServedModel(name, entry.get("max_model_len"), answer.server)
 
 
 async def _try_one(
-    client: LoadClient, url: str, model: str, served: Sequence[dict[str, Any]], vocabulary: Sequence[int]
+    client: LoadClient, url: str, model: str, served: Sequence[dict[str, Any]], first: FirstRequest
 ) -> None:
-    job = Job(0, (vocabulary[0],), 1)
-    answer = await _in_time(client, client.message("POST", PATH, body_of(job, model, ignore_eos=True)))
+    answer = await _in_time(client, client.message("POST", *first(model)))
     _check_access(answer, url)
     if answer.status == _NOT_FOUND:
         names = ", ".join(str(entry.get("id")) for entry in served)
         raise ConfigError(f"{url} answers: {answer_error(answer)}; it serves: {names or 'nothing'}", key="--model")
-    record = record_of(job, answer, began_s=answer.sent_s)
+    record = record_of(Job(0, (), 1), answer, began_s=answer.sent_s)
     if not record.is_good:
         raise TandemError(f"a first request to {url} failed ({record.failure}): {record.message}")
 

@@ -9,13 +9,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.bench.load.drive import Load, LoadDriver
+from tandem.bench.load.conversations import ConversationPlan, make_conversations
+from tandem.bench.load.converse import ConversationDriver
+from tandem.bench.load.drive import Driver, Load, LoadDriver
 from tandem.bench.load.http_client import LoadClient
 from tandem.bench.load.records import RequestRecord
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.load.traces import Cut, cut_to
 from tandem.bench.load.workload import Job, body_of, make_jobs, poisson_arrivals, warm_up_jobs
-from tandem.bench.server import ServedModel, connected
+from tandem.bench.server import FirstRequest, ServedModel, connected, one_token
 from tandem.core.client_key import api_key
 from tandem.core.errors import ConfigError, TandemError
 
@@ -42,6 +44,19 @@ class Workload:
     seed: int = 1
     num_warm_up: int = 2
     max_len: int | None = None  # longer requests are cut to it; 0: to the server's context; `None`: they are refused
+    plan: ConversationPlan | None = None  # conversations are held; then `entries` tells how many turns, and how long
+
+    @classmethod
+    def of_conversations(cls, plan: ConversationPlan, *, seed: int = 1, num_warm_up: int = 2) -> Workload:
+        """Turns are at least as long as they have words."""
+        turn = plan.num_words + plan.num_output
+        entries = [TraceEntry(turn * number + plan.num_words, plan.num_output) for number in range(plan.num_turns)]
+        return cls(entries * plan.num, (), seed, num_warm_up, plan=plan)
+
+    @property
+    def num_arriving(self) -> int:
+        """Requests, or conversations, that come by themselves."""
+        return len(self.entries) if self.plan is None else self.plan.num
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class Shape:
 
 #: Hears of each record; says whether the run goes on.
 Watcher = Callable[[RequestRecord], bool]
+MakeDriver = Callable[[LoadClient, Callable[[RequestRecord], None]], Driver]
 
 
 class Session:
@@ -79,9 +95,7 @@ class Session:
         """
         client = self._client()
         try:
-            self.served = await connected(
-                client, self.target.url, self.target.model, vocabulary=self.workload.vocabulary
-            )
+            self.served = await connected(client, self.target.url, self.target.model, first=self._first_request())
         finally:
             client.close()
         self._cut()
@@ -98,38 +112,65 @@ class Session:
 
         It ends early, and is then partial, when `watch` returns `False` or on SIGINT.
         """
-        workload = self.workload
-        jobs = make_jobs(workload.entries, vocabulary=workload.vocabulary, seed=f"{workload.seed}:{number}")
+        make = self._make_driver(f"{self.workload.seed}:{number}")
         if shape.concurrency is not None:
             concurrency = shape.concurrency
-            return await self._drive(jobs, watch, lambda driver: driver.closed_loop(concurrency))
-        arrivals_s = self._arrivals_s(shape, jobs)
-        return await self._drive(jobs, watch, lambda driver: driver.open_loop(arrivals_s))
+            return await self._drive(make, watch, lambda driver: driver.closed_loop(concurrency))
+        arrivals_s = self._arrivals_s(shape)
+        return await self._drive(make, watch, lambda driver: driver.open_loop(arrivals_s))
 
-    def _arrivals_s(self, shape: Shape, jobs: Sequence[Job]) -> list[float]:
+    def _arrivals_s(self, shape: Shape) -> list[float]:
         if shape.rate is not None:
-            return poisson_arrivals(len(jobs), shape.rate, str(self.workload.seed))
+            return poisson_arrivals(self.workload.num_arriving, shape.rate, str(self.workload.seed))
         self.check(shape)
-        return [job.arrival_s for job in jobs if job.arrival_s is not None]
+        return [entry.arrival_s for entry in self.workload.entries if entry.arrival_s is not None]
 
     async def _warm_up(self) -> None:
-        workload, seed = self.workload, str(self.workload.seed)
-        first = make_jobs(workload.entries[:1], vocabulary=workload.vocabulary, seed=seed)[0]
-        jobs = warm_up_jobs(workload.num_warm_up, first, vocabulary=workload.vocabulary, seed=seed)
-        if not jobs:
+        if not self.workload.num_warm_up:
             return
-        load = await self._drive(jobs, lambda _: True, lambda driver: driver.closed_loop(_WARM_UP_CONCURRENCY))
+        make = self._make_warm_up()
+        load = await self._drive(make, lambda _: True, lambda driver: driver.closed_loop(_WARM_UP_CONCURRENCY))
         if self.was_interrupted:
             raise KeyboardInterrupt
         for record in load.records:
             if not record.is_good:
                 raise TandemError(f"a request to warm up failed ({record.failure}): {record.message}")
 
+    def _first_request(self) -> FirstRequest:
+        if self.workload.plan is None:
+            return one_token(self.workload.vocabulary)
+        plan = dataclasses.replace(self.workload.plan, num=1, num_turns=1, num_words=1, num_output=1)
+        (conversation,) = make_conversations(plan, "first")
+        return lambda model: (conversation.path, conversation.body(model, ignore_eos=self.target.ignore_eos))
+
+    def _make_driver(self, seed: str) -> MakeDriver:
+        workload = self.workload
+        if workload.plan is not None:
+            return self._converse(workload.plan, seed)
+        return self._send(make_jobs(workload.entries, vocabulary=workload.vocabulary, seed=seed))
+
+    def _make_warm_up(self) -> MakeDriver:
+        workload, seed = self.workload, str(self.workload.seed)
+        if workload.plan is not None:
+            plan = dataclasses.replace(workload.plan, num=workload.num_warm_up, num_turns=1)
+            return self._converse(plan, f"{seed}:warm-up")
+        first = make_jobs(workload.entries[:1], vocabulary=workload.vocabulary, seed=seed)[0]
+        return self._send(warm_up_jobs(workload.num_warm_up, first, vocabulary=workload.vocabulary, seed=seed))
+
+    def _converse(self, plan: ConversationPlan, seed: str) -> MakeDriver:
+        conversations, name, ignore_eos = make_conversations(plan, seed), self.served.name, self.target.ignore_eos
+        return lambda client, on_record: ConversationDriver(
+            client, conversations, name, on_record, ignore_eos=ignore_eos
+        )
+
+    def _send(self, jobs: Sequence[Job]) -> MakeDriver:
+        bodies = [body_of(job, self.served.name, ignore_eos=self.target.ignore_eos) for job in jobs]
+        return lambda client, on_record: LoadDriver(client, jobs, bodies, on_record)
+
     async def _drive(
-        self, jobs: Sequence[Job], watch: Watcher, run: Callable[[LoadDriver], Coroutine[Any, Any, Load]]
+        self, make: MakeDriver, watch: Watcher, run: Callable[[Driver], Coroutine[Any, Any, Load]]
     ) -> Load:
         client = self._client()
-        bodies = [body_of(job, self.served.name, ignore_eos=self.target.ignore_eos) for job in jobs]
 
         def on_record(record: RequestRecord) -> None:
             if not watch(record):
@@ -140,7 +181,7 @@ class Session:
             loop.remove_signal_handler(signal.SIGINT)  # a second one ends the process
             driver.stop()
 
-        driver = LoadDriver(client, jobs, bodies, on_record)
+        driver = make(client, on_record)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, interrupt)
         try:
@@ -169,6 +210,12 @@ class Session:
         if limit is None:
             return
         too_long = [entry for entry in self.workload.entries if entry.num_input + entry.num_output > limit]
+        if too_long and self.workload.plan is not None:
+            raise ConfigError(
+                f"conversations become longer than the context of {limit} tokens: take fewer --turns, or a shorter "
+                "--input-len or --output-len",
+                key="--turns",
+            )
         if too_long:
             raise ConfigError(
                 f"{len(too_long)} of {len(self.workload.entries)} requests are longer than the context of {limit} "

@@ -42,6 +42,7 @@ class Load:
     duration_s: float = 0.0
     cpu_s: float = 0.0  # of this process, user and system
     is_partial: bool = False  # it was stopped before its end
+    num_unsent: int = 0  # turns of conversations that a failure ended before
     server: str = ""  # how the server names itself
 
     @property
@@ -50,20 +51,12 @@ class Load:
         return self.cpu_s / self.duration_s if self.duration_s else 0.0
 
 
-class LoadDriver:
-    """Sends the jobs of one run. Each driver serves once."""
+class Driver:
+    """Sends one run, and keeps what becomes of it. Each driver serves once."""
 
-    def __init__(
-        self,
-        client: LoadClient,
-        jobs: Sequence[Job],
-        bodies: Sequence[bytes],
-        on_record: Callable[[RequestRecord], None] = lambda _: None,
-    ) -> None:
-        """`bodies` are the jobs' requests; `on_record` hears of each that has ended."""
+    def __init__(self, client: LoadClient, on_record: Callable[[RequestRecord], None]) -> None:
+        """`on_record` hears of each request that has ended."""
         self._client = client
-        self._jobs = jobs
-        self._messages = [client.message("POST", PATH, body) for body in bodies]
         self._on_record = on_record
         self._stopped = asyncio.Event()
         self._began_s = self._cpu_s = 0.0
@@ -75,31 +68,12 @@ class LoadDriver:
         self._client.close()
 
     async def closed_loop(self, concurrency: int) -> Load:
-        """`concurrency` clients that each wait for an answer before the next request."""
-        numbers = iter(range(len(self._jobs)))
-
-        async def client() -> None:
-            for number in numbers:  # shared: each takes the next
-                if self._stopped.is_set():
-                    return
-                self._keep(number, None, await self._client.request(self._messages[number]))
-
-        self._begin()
-        await asyncio.gather(*(client() for _ in range(min(concurrency, len(self._jobs)))))
-        return self._end()
+        """`concurrency` clients that each wait for an answer before what comes next."""
+        raise NotImplementedError
 
     async def open_loop(self, arrivals_s: Sequence[float]) -> Load:
-        """Each job at its time, in seconds from the beginning; nobody waits for an answer before sending."""
-        self._begin()
-        for number, arrival_s in enumerate(arrivals_s):
-            delay_s = self._began_s + arrival_s - time.monotonic()
-            # Zero too: answers are read between the requests of a burst.
-            await self._sleep(max(0.0, delay_s))
-            if self._stopped.is_set():
-                break
-            self._client.send(self._messages[number], functools.partial(self._keep, number, arrival_s))
-        await self._client.wait_none_under_way(None)
-        return self._end()
+        """What comes begins at its time, in seconds from the beginning; nobody waits for an answer before."""
+        raise NotImplementedError
 
     def _begin(self) -> None:
         # What was made so far is not looked at again: a collection of all of it in mid-run would show as latency.
@@ -125,14 +99,56 @@ class LoadDriver:
         except TimeoutError:
             return
 
-    def _keep(self, number: int, planned_s: float | None, outcome: Outcome) -> None:
+    def _keep(self, job: Job, planned_s: float | None, outcome: Outcome) -> RequestRecord:
         is_ours = self._stopped.is_set() and outcome.status == BROKEN
-        record = record_of(
-            self._jobs[number], outcome, began_s=self._began_s, planned_s=planned_s, was_interrupted=is_ours
-        )
+        record = record_of(job, outcome, began_s=self._began_s, planned_s=planned_s, was_interrupted=is_ours)
         self._load.records.append(record)
         self._load.server = outcome.server or self._load.server
         self._on_record(record)
+        return record
+
+
+class LoadDriver(Driver):
+    """Sends the jobs of one run."""
+
+    def __init__(
+        self,
+        client: LoadClient,
+        jobs: Sequence[Job],
+        bodies: Sequence[bytes],
+        on_record: Callable[[RequestRecord], None] = lambda _: None,
+    ) -> None:
+        """`bodies` are the jobs' requests."""
+        super().__init__(client, on_record)
+        self._jobs = jobs
+        self._messages = [client.message("POST", PATH, body) for body in bodies]
+
+    async def closed_loop(self, concurrency: int) -> Load:
+        """`concurrency` clients that each wait for an answer before the next request."""
+        numbers = iter(range(len(self._jobs)))
+
+        async def client() -> None:
+            for number in numbers:  # shared: each takes the next
+                if self._stopped.is_set():
+                    return
+                self._keep(self._jobs[number], None, await self._client.request(self._messages[number]))
+
+        self._begin()
+        await asyncio.gather(*(client() for _ in range(min(concurrency, len(self._jobs)))))
+        return self._end()
+
+    async def open_loop(self, arrivals_s: Sequence[float]) -> Load:
+        """Each job at its time, in seconds from the beginning; nobody waits for an answer before sending."""
+        self._begin()
+        for number, arrival_s in enumerate(arrivals_s):
+            delay_s = self._began_s + arrival_s - time.monotonic()
+            # Zero too: answers are read between the requests of a burst.
+            await self._sleep(max(0.0, delay_s))
+            if self._stopped.is_set():
+                break
+            self._client.send(self._messages[number], functools.partial(self._keep, self._jobs[number], arrival_s))
+        await self._client.wait_none_under_way(None)
+        return self._end()
 
 
 def record_of(
@@ -142,12 +158,13 @@ def record_of(
     failure, message = (INTERRUPTED, "") if was_interrupted else _failure(outcome)
     common = RequestRecord(
         number=job.number,
-        num_input_asked=len(job.prompt_ids),
+        num_input_asked=len(job.prompt_ids) or None,
         num_output_asked=job.num_output,
         sent_s=outcome.sent_s - began_s,
         ended_s=outcome.ended_s - began_s,
         planned_s=planned_s,
         num_repeated=job.num_repeated,
+        turn=job.turn,
         failure=failure,
         message=message,
     )

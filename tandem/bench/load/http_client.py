@@ -86,7 +86,7 @@ class LoadClient:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return head.encode() + b"\r\n" + body
 
-    def send(self, message: bytes, on_end: Callable[[Outcome], None]) -> None:
+    def send(self, message: bytes, on_end: Callable[[Outcome], object]) -> None:
         """Send `message` now; `on_end` gets its outcome, exactly once."""
         outcome = Outcome(time.monotonic())
         self._num_under_way += 1

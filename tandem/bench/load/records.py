@@ -20,7 +20,7 @@ class RequestRecord:
     """One request of a run; seconds from the run's beginning. A failed one has no latencies."""
 
     number: int  # among the requests of the run, in order of arrival
-    num_input_asked: int
+    num_input_asked: int | None  # `None`: a text was sent, whose tokens the server counts
     num_output_asked: int
     sent_s: float
     ended_s: float
@@ -34,6 +34,7 @@ class RequestRecord:
     digest: str = ""  # of the text
     num_cached: int | None = None  # prompt tokens in the server's cache, by its word; `None`: it does not say
     num_repeated: int | None = None  # leading prompt tokens that were sent or answered before; `None`: not known
+    turn: int | None = None  # of its conversation, from 1
 
     @property
     def is_good(self) -> bool:

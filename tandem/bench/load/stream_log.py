@@ -16,7 +16,8 @@ _SHOWN = 200
 class StreamLog:
     """One stream. Times are those of the caller's clock, in seconds."""
 
-    event_s: list[float] = field(default_factory=list)  # of the events that hold a choice, as vLLM counts them
+    # Of the events that hold a choice, as vLLM counts them; of a chat those that say more than a role or the end.
+    event_s: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     num_prompt_tokens: int | None = None  # the server's own `usage`
     num_output_tokens: int | None = None
@@ -33,7 +34,7 @@ class StreamLog:
     @property
     def digest(self) -> str:
         """Of the text, to tell whether two servers said the same."""
-        return hashlib.sha256("".join(self.texts).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def take(self, data: bytes, now_s: float) -> None:
         """One event came at `now_s`."""
@@ -50,20 +51,29 @@ class StreamLog:
         if event.get("error"):
             self.error = error_message(event)
         if choices := event.get("choices"):
-            self.event_s.append(now_s)
-            self._take_choice(choices[0])
+            self._take_choice(choices[0], now_s)
         if usage := event.get("usage"):
             # Servers that count with each event count on; the last is the whole.
             self.num_prompt_tokens = usage.get("prompt_tokens")
             self.num_output_tokens = usage.get("completion_tokens")
             self.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
-    def _take_choice(self, choice: Any) -> None:
-        if not isinstance(choice, dict):
-            self.error = f"a choice is no JSON object: {choice!r}"[:_SHOWN]
+    @property
+    def text(self) -> str:
+        """What was said; of a chat without its reasoning."""
+        return "".join(self.texts)
+
+    def _take_choice(self, choice: Any, now_s: float) -> None:
+        delta = choice.get("delta", {}) if isinstance(choice, dict) else None
+        if not isinstance(delta, dict):
+            self.error = f"a choice is no JSON object, or its delta is none: {choice!r}"[:_SHOWN]
             return
-        self.texts.append(choice.get("text") or "")
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.texts.append(choice.get("text") or delta.get("content") or "")
+        reason = choice.get("finish_reason")
+        self.finish_reason = reason or self.finish_reason
+        says = "delta" not in choice or any(value for name, value in delta.items() if name != "role")
+        if says or (reason and not self.event_s):  # an answer without a word has its end alone
+            self.event_s.append(now_s)
 
 
 def error_message(answer: Any) -> str:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from tandem.bench.load.block_names import BlockNames
 from tandem.bench.load.trace_entry import TraceEntry
@@ -22,10 +23,11 @@ class Job:
     """One request to come."""
 
     number: int
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # none where a text is sent
     num_output: int
     arrival_s: float | None = None  # from the beginning; `None`: when its turn comes
-    num_repeated: int | None = 0  # leading tokens of the prompt that an earlier one begins with; `None`: not known
+    num_repeated: int | None = 0  # leading tokens of the prompt that were sent or answered before; `None`: not known
+    turn: int | None = None  # of its conversation, from 1
 
 
 def plain_vocabulary(tokenizer: Tokenizer) -> list[int]:
@@ -90,17 +92,22 @@ def poisson_arrivals(num: int, rate: float, seed: str) -> list[float]:
 
 def body_of(job: Job, model: str, *, ignore_eos: bool) -> bytes:
     """The JSON of a streamed greedy completion with usage."""
-    fields = {
+    fields = completion_fields(model, job.num_output, ignore_eos=ignore_eos) | {"prompt": job.prompt_ids}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def completion_fields(model: str, num_output: int, *, ignore_eos: bool) -> dict[str, Any]:
+    """What all requests have but the prompt: greedy, streamed, with usage."""
+    fields: dict[str, Any] = {
         "model": model,
-        "prompt": job.prompt_ids,
-        "max_tokens": job.num_output,
+        "max_tokens": num_output,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     if ignore_eos:  # not OpenAI's: left out where it is not wanted
         fields["ignore_eos"] = True
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return fields
 
 
 def warm_up_jobs(num: int, like: Job, *, vocabulary: Sequence[int], seed: str) -> list[Job]:

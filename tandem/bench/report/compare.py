@@ -16,8 +16,8 @@ from tandem.core.errors import ConfigError
 _STATISTICS = ("mean", "p50", "p90", "p99")
 #: Options without which two loads are not the same.
 _LOAD_OPTIONS = (
-    "input_len", "output_len", "num_requests", "limit", "concurrency", "rate", "trace", "cut", "scale_lengths",
-    "scale_time", "ignore_eos", "slo_ttft", "slo_tpot", "share",
+    "input_len", "output_len", "num_requests", "limit", "concurrency", "rate", "trace", "cut", "conversations", "turns",
+    "think_time", "api", "scale_lengths", "scale_time", "ignore_eos", "slo_ttft", "slo_tpot", "share",
 )  # fmt: skip
 
 
@@ -58,6 +58,9 @@ def _figures_of(content: dict[str, Any]) -> dict[str, float]:
         values["goodput, requests/s"] = found["goodput"]["per_s"]
     if (cache := found.get("cache")) and cache["num_input_tokens"]:
         values["cached, of prompt tokens"] = cache["num_cached_tokens"] / cache["num_input_tokens"]
+    for turn in found.get("turns", ()):
+        if turn["ttft_s"] is not None:
+            values[f"TTFT p50 of turn {turn['turn']}, ms"] = turn["ttft_s"]["p50"] * 1e3
     for title, attribute in LATENCIES:
         for statistic in _STATISTICS:
             if found[attribute] is not None:

@@ -1,4 +1,4 @@
-"""Plots of measurements: latency against rate, ITL over time; PNG by matplotlib, and one HTML file with both."""
+"""Plots of measurements: latency against rate, ITL over time, TTFT by turn; PNG by matplotlib, one HTML file of all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ td:first-child, th:first-child {{ text-align: left }}
 
 
 def plot_files(files: Sequence[Path], stem: Path) -> list[Path]:
-    """Write `STEM-latency.png`, `STEM-itl.png` and `STEM.html`; the paths.
+    """Write `STEM-latency.png`, `STEM-itl.png`, of conversations `STEM-turns.png`, and `STEM.html`; the paths.
 
     Raises:
         ConfigError: a file is none of ours, holds nothing to plot, or matplotlib is not installed.
@@ -43,6 +43,8 @@ def plot_files(files: Sequence[Path], stem: Path) -> list[Path]:
     if not any(_runs(content) for _, content in titled):
         raise ConfigError("no request succeeded in these files: there is nothing to plot")
     figures = {"latency": _latency(titled), "itl": _itl_over_time(titled)}
+    if any(_turns(content) for _, content in titled):
+        figures["turns"] = _ttft_by_turn(titled)
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         written = []
@@ -89,6 +91,22 @@ def _itl_over_time(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
         _draw(axes, points, ("-", "--"), f"C{number}", name)
     _finish(axes, "ITL over time", "seconds since the run began")
     return figure
+
+
+def _ttft_by_turn(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
+    figure = _figure(height=4.5)
+    axes = figure.subplots()
+    for number, (name, content) in enumerate(titled):
+        points = [(turn["turn"], turn["ttft_s"]) for turn in _turns(content)]
+        _draw(axes, points, ("o-", "^--"), f"C{number}", name)
+    _finish(axes, "TTFT by turn", "turn of a conversation")
+    return figure
+
+
+def _turns(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the run to show; none where it held no conversations."""
+    run = _run_to_show(content)
+    return [turn for turn in run["figures"].get("turns", ()) if turn["ttft_s"]] if run else []
 
 
 def _draw(

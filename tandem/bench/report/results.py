@@ -35,6 +35,7 @@ class Run:
         return {
             "shape": {"name": self.shape.name, **dataclasses.asdict(self.shape)},
             "is_partial": self.load.is_partial,
+            "num_unsent": self.load.num_unsent,
             "figures": dataclasses.asdict(self.summary),
             "generator": {"cpu_s": self.load.cpu_s, "cpu_share": self.load.cpu_share},
             "digests": [record.digest for record in self.load.records],

@@ -65,6 +65,17 @@ class ItlWindow:
 
 
 @dataclass(frozen=True)
+class TurnFigures:
+    """The same turn of all conversations."""
+
+    turn: int  # from 1
+    num: int
+    mean_input_tokens: float
+    ttft_s: Distribution | None
+    cache: CacheUse | None
+
+
+@dataclass(frozen=True)
 class Summary:
     """All figures of a run. Latencies and token counts are of the requests that succeeded, and of no other."""
 
@@ -91,6 +102,7 @@ class Summary:
     lateness_s: Distribution | None  # sent after its planned time: whether the generator kept up
     itl_windows: tuple[ItlWindow, ...]
     cache: CacheUse | None  # `None`: no answer tells
+    turns: tuple[TurnFigures, ...] = ()  # of conversations
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -127,7 +139,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo | No
         num_output_tokens=num_output,
         num_events=sum(len(record.event_s) for record in good),
         num_short=sum(record.num_output < record.num_output_asked for record in good),
-        num_wrong_input=sum(record.num_input not in (None, record.num_input_asked) for record in good),
+        num_wrong_input=sum(_has_other_length(record) for record in good),
         token_sources=dict(sorted(Counter(record.token_source for record in good).items())),
         requests_per_s=len(good) * rate,
         output_tokens_per_s=num_output * rate,
@@ -141,6 +153,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo | No
         lateness_s=distribution([r.sent_s - r.planned_s for r in records if r.planned_s is not None]),
         itl_windows=itl_over_time(good, _window_s(duration_s)),
         cache=cache_use(good),
+        turns=by_turn(good),
     )
 
 
@@ -149,6 +162,24 @@ def goodput(records: Sequence[RequestRecord], duration_s: float, slo: Slo) -> Go
     num_good = sum(slo.is_met_by(record) for record in records)
     share = num_good / len(records) if records else 0.0
     return Goodput(slo, num_good, share, num_good / duration_s if duration_s > 0 else 0.0)
+
+
+def by_turn(records: Sequence[RequestRecord]) -> tuple[TurnFigures, ...]:
+    """Of the requests that succeeded and are turns of conversations, the first turns first."""
+    turns: dict[int, list[RequestRecord]] = {}
+    for record in records:
+        if record.is_good and record.turn is not None:
+            turns.setdefault(record.turn, []).append(record)
+    return tuple(
+        TurnFigures(
+            turn=turn,
+            num=len(of_turn),
+            mean_input_tokens=math.fsum(map(_num_input, of_turn)) / len(of_turn),
+            ttft_s=distribution([record.ttft_s for record in of_turn]),
+            cache=cache_use(of_turn),
+        )
+        for turn, of_turn in sorted(turns.items())
+    )
 
 
 def cache_use(records: Sequence[RequestRecord]) -> CacheUse | None:
@@ -167,7 +198,11 @@ def cache_use(records: Sequence[RequestRecord]) -> CacheUse | None:
 
 def _num_input(record: RequestRecord) -> int:
     """By the server's count, else as it was sent."""
-    return record.num_input_asked if record.num_input is None else record.num_input
+    return (record.num_input_asked or 0) if record.num_input is None else record.num_input
+
+
+def _has_other_length(record: RequestRecord) -> bool:
+    return None not in (record.num_input, record.num_input_asked) and record.num_input != record.num_input_asked
 
 
 def itl_over_time(records: Sequence[RequestRecord], window_s: float) -> tuple[ItlWindow, ...]:

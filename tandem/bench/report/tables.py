@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from tandem.bench.report.results import Run
-from tandem.bench.report.summary import Distribution, Summary
+from tandem.bench.report.summary import Distribution, Summary, TurnFigures
 
 #: The latencies of a summary: title and attribute, as they are shown everywhere.
 LATENCIES = (
@@ -56,6 +56,28 @@ def count_table(run: Run) -> Table:
     return table
 
 
+def turn_table(turns: Sequence[TurnFigures]) -> Table:
+    """The turns of conversations: TTFT in milliseconds, and what of their prompts was cached."""
+    table = Table(
+        "turn", "answers", "prompt tokens", "TTFT mean", "p50", "p90", "p99", "cached", "of possible", box=None
+    )
+    for column in table.columns:
+        column.justify = "right"
+    for turn in turns:
+        ttft, cache = turn.ttft_s, turn.cache
+        times = (ttft.mean, ttft.p50, ttft.p90, ttft.p99) if ttft else (0.0,) * 4
+        of_possible = cache.of_possible if cache else None
+        table.add_row(
+            str(turn.turn),
+            f"{turn.num:,}",
+            f"{turn.mean_input_tokens:,.0f}",
+            *(f"{time * 1e3:,.1f}" for time in times),
+            "" if cache is None else f"{cache.hit_ratio:.1%}",
+            "" if of_possible is None else f"{of_possible:.1%}",
+        )
+    return table
+
+
 def remarks(run: Run) -> Iterator[str]:
     """What a reader of the figures must know."""
     summary = run.summary
@@ -64,6 +86,8 @@ def remarks(run: Run) -> Iterator[str]:
     for kind, number in summary.num_failed.items():
         example = summary.failure_examples.get(kind)
         yield f"{number} failed: {kind}{f' ({example})' if example else ''}"
+    if run.load.num_unsent:
+        yield f"{run.load.num_unsent} turns were not sent, as one before them failed"
     if summary.num_short:
         yield f"{summary.num_short} requests got fewer tokens than they asked for"
     if summary.num_wrong_input:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels | parts | placement | link | gpu`: what only those measure who work on Tandem."""
+"""`python -m benchmarks kernels | parts | placement | conversations | link | gpu`: for those who work on Tandem."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_kernels(commands)
     _add_parts(commands)
     _add_placement(commands)
+    _add_conversations(commands)
     _add_link(commands)
     _add_gpu(commands)
     return parser
@@ -100,6 +101,26 @@ def _add_placement(commands: Any) -> None:
         "python -m benchmarks placement\npython -m benchmarks placement --json docs/figures/placement.json",
         _placement,
     )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def _add_conversations(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "conversations",
+        "conversations of 6 turns on real workers, placed by the prefixes that these hold and by load alone; minutes",
+        "python -m benchmarks conversations --json docs/figures/conversations.json\n"
+        "python -m benchmarks conversations --workers 2 --conversations 8 --repetitions 1",
+        _conversations,
+    )
+    command.add_argument(
+        "--workers", type=whole(1), default=4, metavar="N", help="prefill workers, and decode workers (default: 4)"
+    )
+    command.add_argument(
+        "--conversations", type=whole(1), default=32, metavar="N", help="in each repetition (default: 32)"
+    )
+    command.add_argument("--repetitions", type=whole(1), default=3, metavar="N", help="of each way (default: 3)")
+    command.add_argument("--transport", choices=("ucx", "nccl"), default="ucx", help="of the handoffs (default: ucx)")
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
@@ -174,6 +195,13 @@ def _placement(options: argparse.Namespace) -> int:
     from benchmarks.placement import command
 
     command.run(options.json)
+    return 0
+
+
+def _conversations(options: argparse.Namespace) -> int:
+    from benchmarks.conversations import command
+
+    command.run(options.json, command.sizes(options))
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -119,15 +120,15 @@ async def start_workers(processes: Processes, options: WorkerOptions) -> tuple[C
 
 
 async def start_router(
-    processes: Processes, model_dir: Path, *options: str, name: str = "router", port: int = 0
+    processes: Processes, model_dir: Path, *options: str, name: str = "router", port: int = 0, module: str = "router"
 ) -> Child:
-    """A router on `port`, by default a free one, which knows no worker yet."""
+    """A router on `port`, by default a free one, which knows no worker yet; `module` is what is run as one."""
     line = ("--model-dir", str(model_dir), "--http-port", str(port), "--drain-s", "1", *options)
-    return await (await processes.start(name, "router", *line)).ready()
+    return await (await processes.start(name, module, *line)).ready()
 
 
-async def tell_router(router: Child, workers: dict[str, dict[str, Any]]) -> None:
-    """Tell `router` of its workers: the facts of each by its role."""
+async def tell_router(router: Child, workers: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Tell `router` of its workers: the role and the facts of each."""
     members = [
         control_pb2.Member(
             worker_id=facts["id"],
@@ -138,7 +139,7 @@ async def tell_router(router: Child, workers: dict[str, dict[str, Any]]) -> None
             node="localhost",
             pid=facts["pid"],
         )
-        for role, facts in workers.items()
+        for role, facts in workers
     ]
     async with make_channel(router.facts["control"]) as channel:
         stub: Any = RouterControlStub(channel)

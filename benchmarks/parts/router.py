@@ -249,7 +249,7 @@ async def _start(processes: Processes, model_dir: Path, *, num_together: int = 1
     line = ("--model-dir", str(model_dir), "--together", str(num_together))
     workers = await (await processes.start("workers", "benchmarks.parts.workers", *line)).ready()
     router = await start_router(processes, model_dir)
-    await tell_router(router, workers.facts)
+    await tell_router(router, workers.facts.items())
     client = LoadClient(router.facts["http"], max_sockets=1)
     try:
         async with asyncio.timeout(_HEALTH_S):

@@ -42,7 +42,7 @@ async def _start(processes: Processes, model_dir: Path, name: str, port: int) ->
     workers = await (await processes.start(f"workers-of-{name}", "benchmarks.parts.workers", *line)).ready()
     sharing = ("--name", name, "--siblings", str(processes.directory / "siblings"))
     router = await start_router(processes, model_dir, *sharing, name=name, port=port)
-    await tell_router(router, workers.facts)
+    await tell_router(router, workers.facts.items())
     return router
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.peers.figures import Goal
+from benchmarks.text import wrapped
 
 FORMAT = "tandem-placement/1"
 
@@ -22,7 +22,7 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "## Placement by several routers"
     yield ""
-    yield from _wrapped(
+    yield from wrapped(
         "Simulated by `python -m benchmarks placement`: the shipped rules of routers, and scripted workers in virtual "
         f"time, so the figures are of no machine (sources {sources}). Requests come at random (Poisson), "
         f"at {settings['load']:.0%} of what prefill computes and decode has places for; prompts and answers are of "
@@ -44,7 +44,3 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         workers = f"{case['num_prefill']} prefill, {case['num_decode']} decode"
         queued = f"{case['mean_s'] * 1e3:,.1f} ms", f"{case['p99_s'] * 1e3:,.0f} ms"
         yield f"| {' | '.join([workers, str(case['num_routers']), reports, *queued, ratio, goal])} |"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,107 @@
+"""`python -m benchmarks conversations`: multi-turn loads on 4P4D, placed by prefixes and by load alone, in turn."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from benchmarks.code import Code
+from benchmarks.conversations.cluster import ROUTERS, ClusterSpec, running
+from benchmarks.conversations.section import FORMAT, section
+from benchmarks.other_load import OtherLoad
+from tandem.bench.load.conversations import ConversationPlan
+from tandem.bench.machine import machine, now, versions
+from tandem.bench.report import json_file
+from tandem.bench.report.summary import Summary, summarise
+from tandem.bench.session import Session, Shape, Target, Workload
+from tandem.core.errors import TandemError
+
+_QUIET_S = 2.0
+
+
+@dataclass(frozen=True)
+class ConversationSizes:
+    """How much is measured. The embedded model's context bounds the turns times their words and tokens."""
+
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    plan: ConversationPlan = field(default_factory=lambda: ConversationPlan(32, 6, num_words=150, num_output=40))
+    concurrency: int = 8
+    num_repetitions: int = 3
+    quiet_s: float = _QUIET_S
+
+
+def run(json: Path | None, sizes: ConversationSizes) -> None:
+    """Print the section, and write everything to `json`.
+
+    Raises:
+        ConfigError: it cannot be written.
+        TandemError: a process ended, was not ready in time, or a request failed.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        content = runner.run(measure(sizes, lambda text: Console(stderr=True).print(text, highlight=False)))
+    Console(soft_wrap=True).print("\n".join(section(content)).strip(), highlight=False, markup=False)
+    if json is not None:
+        json_file.write(json, content)
+
+
+def sizes(options: argparse.Namespace) -> ConversationSizes:
+    """Those of the command's options."""
+    usual = ConversationSizes()
+    return dataclasses.replace(
+        usual,
+        cluster=ClusterSpec(num_of_each=options.workers, transport=options.transport),
+        plan=dataclasses.replace(usual.plan, num=options.conversations),
+        num_repetitions=options.repetitions,
+    )
+
+
+async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Plain data. Both ways to place have the same texts in each repetition, and workers with empty caches."""
+    runs: list[dict[str, Any]] = []
+    for repetition in range(1, sizes.num_repetitions + 1):
+        for placement in ROUTERS:
+            tell(f"repetition {repetition} of {sizes.num_repetitions}, placed by {placement}")
+            load = OtherLoad()
+            await asyncio.sleep(sizes.quiet_s)
+            other_cores = load.cores()
+            summary = await _measure_one(sizes, placement, repetition)
+            common = {"placement": placement, "repetition": repetition, "date": now(), "other_cores": other_cores}
+            runs.append({**common, "figures": dataclasses.asdict(dataclasses.replace(summary, itl_windows=()))})
+    settings = {
+        "cluster": dataclasses.asdict(sizes.cluster),
+        "plan": dataclasses.asdict(sizes.plan),
+        "concurrency": sizes.concurrency,
+    }
+    return {
+        "format": FORMAT,
+        "date": now(),
+        "machine": machine(),
+        "versions": versions(),
+        "code": Code.of().as_json(),
+        "settings": settings,
+        "runs": runs,
+    }
+
+
+async def _measure_one(sizes: ConversationSizes, placement: str, seed: int) -> Summary:
+    workload = Workload.of_conversations(sizes.plan, seed=seed)
+    with tempfile.TemporaryDirectory(prefix="tandem-conversations-") as directory:
+        async with running(Path(directory), sizes.cluster, placement) as url:
+            session = Session(Target(url), workload)
+            await session.open()
+            load = await session.measure(Shape(concurrency=sizes.concurrency))
+    if session.was_interrupted:
+        raise KeyboardInterrupt
+    summary = summarise(load.records, load.duration_s)
+    if summary.num_failed:
+        raise TandemError(f"requests failed: {summary.num_failed}, such as: {summary.failure_examples}")
+    return summary

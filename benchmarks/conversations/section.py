@@ -1,0 +1,89 @@
+"""Conversations placed by prefixes and by load alone, as a section of `docs/benchmarks.md`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.other_load import QUIET_CORES
+from benchmarks.text import wrapped
+
+FORMAT = "tandem-conversations/1"
+COMMAND = "`python -m benchmarks conversations`"
+
+Figures = dict[str, Any]
+
+
+def section(content: dict[str, Any] | None) -> Iterator[str]:
+    """Medians over the repetitions, with the lowest and the highest; `None`: nothing was measured."""
+    yield ""
+    yield "## Conversations"
+    yield ""
+    if content is None:
+        yield from wrapped(
+            f"No conversations were measured yet: {COMMAND} does, with prefixes found and without, and `make docs` "
+            "then puts the figures here."
+        )
+        return
+    yield from wrapped(_introduction(content))
+    yield ""
+    yield from _reservations(content["runs"])
+    sides = [[run["figures"] for run in content["runs"] if run["placement"] == name] for name in ("prefixes", "load")]
+    yield "| | placed by prefixes | by load alone | ratio |"
+    yield "|---|---|---|---|"
+    for title, unit, value in _rows(content["settings"]["plan"]["num_turns"]):
+        found = [[value(figures) for figures in side] for side in sides]
+        ratios = [a / b for a, b in zip(*found, strict=True) if b]
+        ratio = _spread(ratios, ".2f") if ratios else ""
+        yield f"| {title} | {_spread(found[0], unit)} | {_spread(found[1], unit)} | {ratio} |"
+
+
+def _introduction(content: dict[str, Any]) -> str:
+    settings, machine = content["settings"], content["machine"]
+    plan, num = settings["plan"], settings["cluster"]["num_of_each"]
+    num_repetitions = max(run["repetition"] for run in content["runs"])
+    return (
+        f"Measured by {COMMAND} on {content['date'][:10]}: {num} prefill and {num} decode workers with a thread each "
+        f"and the embedded model, as plain processes of one machine ({machine['cpu']}, {machine['num_cores']} cores; "
+        f"sources {content['code']['digest']}). {plan['num']} conversations of {plan['num_turns']} turns over "
+        f"{plan['api']}, {settings['concurrency']} at a time: each turn brings {plan['num_words']} words and gets "
+        f"{plan['num_output']} tokens. Both ways have the same texts in a repetition, in turn, and begin with empty "
+        f"caches. Medians of the repetitions ({num_repetitions}), with the lowest and the highest in brackets; a ratio "
+        "is of each repetition. `possible` are the tokens of the turn before: its prompt and its answer."
+    )
+
+
+def _reservations(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    loud = [run["other_cores"] for run in runs if run["other_cores"] > QUIET_CORES]
+    if loud:
+        yield (
+            f"- **Warning**: the machine had other load: others used up to {max(loud):.2f} cores just before "
+            f"{len(loud)} of {len(runs)} runs."
+        )
+        yield ""
+
+
+def _rows(num_turns: int) -> Iterator[tuple[str, str, Callable[[Figures], float]]]:
+    """Title, format, and how a figure is found."""
+    yield "cached, of all prompt tokens", ".1%", lambda f: _share(f["cache"], "num_input_tokens")
+    yield "cached, of the possible", ".1%", lambda f: _share(f["cache"], "num_repeated_tokens")
+    yield "TTFT p50, ms", ",.1f", lambda f: float(f["ttft_s"]["p50"] * 1e3)
+    yield "TTFT p99, ms", ",.1f", lambda f: float(f["ttft_s"]["p99"] * 1e3)
+    for number in range(num_turns):
+        yield f"TTFT p50 of turn {number + 1}, ms", ",.1f", _ttft_of_turn(number)
+    yield "TPOT p50, ms", ",.2f", lambda f: float(f["tpot_s"]["p50"] * 1e3)
+    yield "output tokens/s", ",.0f", lambda f: float(f["output_tokens_per_s"])
+
+
+def _share(cache: dict[str, Any], of: str) -> float:
+    return float(cache["num_cached_tokens"] / cache[of]) if cache[of] else 0.0
+
+
+def _ttft_of_turn(number: int) -> Callable[[Figures], float]:
+    return lambda f: float(f["turns"][number]["ttft_s"]["p50"] * 1e3)
+
+
+def _spread(values: Sequence[float], unit: str) -> str:
+    median, low, high = (format(value, unit) for value in (statistics.median(values), min(values), max(values)))
+    return median if len(values) == 1 else f"{median} ({low} to {high})"

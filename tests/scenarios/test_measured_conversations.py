@@ -1,0 +1,23 @@
+"""`python -m benchmarks conversations`, small: real workers, with prefixes found and with a router that finds none."""
+
+from __future__ import annotations
+
+from benchmarks.conversations.cluster import ClusterSpec
+from benchmarks.conversations.command import ConversationSizes, measure
+from benchmarks.conversations.section import section
+from tandem.bench.load.conversations import ConversationPlan
+
+
+async def test_the_same_conversations_are_held_both_ways() -> None:
+    sizes = ConversationSizes(
+        ClusterSpec(num_of_each=1), ConversationPlan(2, 3, num_words=80, num_output=8), concurrency=1,
+        num_repetitions=1, quiet_s=0.0,
+    )  # fmt: skip
+    content = await measure(sizes, lambda _: None)
+    assert [run["placement"] for run in content["runs"]] == ["prefixes", "load"]
+    for found in (run["figures"] for run in content["runs"]):
+        assert found["num_succeeded"] == 6
+        assert [turn["num"] for turn in found["turns"]] == [2, 2, 2]
+        assert found["turns"][0]["cache"]["num_cached_tokens"] == 0
+        assert found["cache"]["num_cached_tokens"] > 0  # a single worker of each role has it in any case
+    assert "| cached, of the possible |" in "\n".join(section(content))

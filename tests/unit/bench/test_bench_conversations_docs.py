@@ -1,0 +1,76 @@
+"""The section of conversations that were measured with prefixes found and without; and the router that finds none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as benchmarks_main
+from benchmarks import docs
+from benchmarks.conversations import blind_router, command
+from benchmarks.conversations.section import section
+
+
+def figures(*, cached: int, ttft_s: Sequence[float]) -> dict[str, Any]:
+    return {
+        "cache": {"num_input_tokens": 1000, "num_repeated_tokens": 500, "num_cached_tokens": cached},
+        "ttft_s": {"p50": ttft_s[0], "p99": ttft_s[-1]},
+        "tpot_s": {"p50": 0.002},
+        "output_tokens_per_s": 100.0,
+        "turns": [{"ttft_s": {"p50": one_s}} for one_s in ttft_s],
+    }
+
+
+def content(*, other_cores: float = 0.0) -> dict[str, Any]:
+    runs = []
+    for repetition, factor in ((1, 1.0), (2, 2.0), (3, 4.0)):
+        for placement, cached, first_s in (("prefixes", 400, 0.01), ("load", 100, 0.02)):
+            found = figures(cached=cached, ttft_s=(first_s * factor, first_s * factor * 2))
+            common = {"placement": placement, "repetition": repetition, "other_cores": other_cores}
+            runs.append({**common, "figures": found})
+    return {
+        "date": "2026-01-01T00:00:00+00:00",
+        "machine": {"cpu": "a CPU", "num_cores": 2},
+        "code": {"digest": "abc"},
+        "settings": {
+            "cluster": {"num_of_each": 4},
+            "plan": {"num": 8, "num_turns": 2, "num_words": 9, "num_output": 5, "api": "chat"},
+            "concurrency": 3,
+        },
+        "runs": runs,
+    }
+
+
+def test_both_ways_stand_side_by_side_with_the_ratios_of_each_repetition() -> None:
+    page = "\n".join(section(content()))
+    assert "| cached, of all prompt tokens | 40.0% (40.0% to 40.0%) | 10.0% (10.0% to 10.0%) | 4.00 (" in page
+    assert "| cached, of the possible | 80.0% (80.0% to 80.0%) |" in page
+    assert "| TTFT p50 of turn 2, ms | 40.0 (20.0 to 80.0) | 80.0 (40.0 to 160.0) | 0.50 (0.50 to 0.50) |" in page
+    assert "4 prefill and 4 decode workers" in page
+    assert "Warning" not in page
+
+
+def test_a_busy_machine_is_said_and_so_is_a_page_without_figures() -> None:
+    assert "the machine had other load: others used up to 0.70 cores" in "\n".join(section(content(other_cores=0.7)))
+    assert "No conversations were measured yet" in docs.page(None)
+    assert "| TTFT p99, ms |" in docs.page(None, of_conversations=content())
+
+
+def test_one_run_of_each_way_has_no_brackets() -> None:
+    once = copy.deepcopy(content())
+    once["runs"] = once["runs"][:2]
+    assert "| TTFT p50, ms | 10.0 | 20.0 | 0.50 |" in "\n".join(section(once))
+
+
+def test_nobody_is_known_to_hold_anything() -> None:
+    assert not blind_router.held_by_nobody("layout", [1, 2], "")
+
+
+@pytest.mark.parametrize(("given", "num"), [((), 4), (("--workers", "2"), 2)])
+def test_the_command_has_the_sizes_of_its_options(given: tuple[str, ...], num: int) -> None:
+    options = benchmarks_main.make_parser().parse_args(["conversations", *given, "--repetitions", "2"])
+    sizes = command.sizes(options)
+    assert (sizes.cluster.num_of_each, sizes.num_repetitions, sizes.plan.num_turns) == (num, 2, 6)

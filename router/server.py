@@ -25,6 +25,7 @@ from router.http.server import HttpServer, listen
 from router.http.siblings import Siblings
 from router.lifecycle.context import RouterContext
 from router.lifecycle.migration_slots import MigrationSlots
+from router.lifecycle.tenants import Tenants
 from router.observe.export import Exporter
 from router.observe.recorder import WorkSpan
 from router.openai.model_card import ModelCard
@@ -267,7 +268,8 @@ class RouterServer:
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)
         migrations = MigrationSlots(num_routers=num_routers)
-        context = RouterContext(config, clock, workers, admission, metrics, tokenizer, budget, migrations)
+        tenants = Tenants(metrics, clock, num_routers)
+        context = RouterContext(config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants)
 
         def note_work(request_id: str, attempt: int, role: Role, spans: Iterable[WorkSpan]) -> None:
             context.recorder.worked(request_id, attempt, role, spans, clock.now())

@@ -47,8 +47,8 @@ class Answer:
     retry_after_s: float = 0.0
 
 
-#: From endpoint, body and request id to the answer, by the way that a body of HTTP goes.
-Ask = Callable[[str, bytes, str], Awaitable[Answer]]
+#: From owner, endpoint, body and request id to the answer, by the way that a body of HTTP goes.
+Ask = Callable[[str, str, bytes, str], Awaitable[Answer]]
 
 
 class BatchRun:
@@ -171,7 +171,7 @@ class BatchRun:
         while True:
             request_id = secrets.token_hex(16)
             async with self._room.one():
-                answer = await self._ask(endpoint, body, request_id)
+                answer = await self._ask(self.folder.owner, endpoint, body, request_id)
             if not answer.is_retryable:
                 break
             await self._room.back_off(_back_off_s(tried, answer.retry_after_s))

@@ -63,6 +63,7 @@ _EXPOSED_HEADERS = (
     "retry-after",
     "tandem-ignored-fields",
     "tandem-prompt-computed-by",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 
 
@@ -122,10 +123,11 @@ def _batch_routes(
         return routes_where_off()
     apart = replace(context, admission=batches.admission)
     batches.asks = Background(
-        {path: Exchange(apart, card, behind_all(_GENERATING[path]), bodies, grammars) for path in _OF_BATCHES}
+        {path: Exchange(apart, card, behind_all(_GENERATING[path]), bodies, grammars) for path in _OF_BATCHES},
+        keys.tenant_of,
     ).ask
     config = context.config.batches
-    return BatchRoutes(batches.store, batches.leader.wake, bodies, config, keys.owner, _OF_BATCHES).routes()
+    return BatchRoutes(batches.store, batches.leader.wake, bodies, config, _OF_BATCHES).routes()
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -264,12 +266,12 @@ async def _unforeseen(request: Request, _: Exception) -> Response:
 
 
 def _with_keys(app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> ASGIApp:
-    """Lets pass what carries a key that holds, and what needs none."""
+    """Lets pass what carries a key that holds, and what needs none; the first with its tenant in `scope`'s state."""
 
     async def gate(scope: Scope, receive: Receive, send: Send) -> None:
         if not _is_open(scope):
             try:
-                keys.check(scope["headers"])
+                scope["state"]["tenant"] = keys.check(scope["headers"])
             except AuthenticationError as error:
                 await send_error(scope, send, error, errors)
                 return

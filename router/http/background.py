@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from router.batches.run import Answer
 from router.http.exchange import Exchange
 from router.openai.endpoint import Call, ReadBody
 from router.openai.fields import PromptBounds
+from router.request.tenant import Tenant
 from tandem.core.config import LimitsConfig
 from tandem.core.logging import bound
 
@@ -32,16 +33,17 @@ def behind_all(read_body: ReadBody) -> ReadBody:
 
 
 class Background:
-    """Asks the endpoints that batches may use. `exchanges`: by path."""
+    """Asks the endpoints that batches may use. `exchanges`: by path; `tenant_of`: an owner of batches."""
 
-    def __init__(self, exchanges: Mapping[str, Exchange]) -> None:
-        self._exchanges = exchanges
+    def __init__(self, exchanges: Mapping[str, Exchange], tenant_of: Callable[[str], Tenant]) -> None:
+        self._exchanges, self._tenant_of = exchanges, tenant_of
 
-    async def ask(self, path: str, body: bytes, request_id: str) -> Answer:
-        """Cancelled, it ends the request."""
+    async def ask(self, owner: str, path: str, body: bytes, request_id: str) -> Answer:
+        """Cancelled, it ends the request. The tenant's limits a minute do not bound it: it takes what others leave."""
+        tenant = replace(self._tenant_of(owner), requests_per_minute=0, tokens_per_minute=0)
         scope: Scope = {
             "type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"",
-            "state": {"request_id": request_id},
+            "state": {"request_id": request_id, "tenant": tenant},
         }  # fmt: skip
         has_read, status, parts = False, 0, list[bytes]()
         headers: dict[bytes, bytes] = {}

@@ -22,11 +22,10 @@ from router.http.exchange import check_encoding
 from router.http.uploads import Uploads
 from router.openai.refusal import refuse, shown
 from router.openai.schema import parse_body
+from router.request.tenant import Tenant
 from tandem.core.config import BatchesConfig
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-#: Of the headers of a request the digest of who sends it.
-OwnerOf = Callable[[Sequence[tuple[bytes, bytes]]], str]
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 PATHS = (FILES, f"{FILES}/{{id}}", f"{FILES}/{{id}}/content", BATCHES, f"{BATCHES}/{{id}}", f"{BATCHES}/{{id}}/cancel")
@@ -51,12 +50,10 @@ def routes_where_off() -> list[Route]:
 class BatchRoutes:
     """The routes; they work in every router, whichever leads the queue."""
 
-    def __init__(
-        self, store: Store, wake: Wake, bodies: Bodies, config: BatchesConfig, owner_of: OwnerOf, served: Sequence[str]
-    ) -> None:
+    def __init__(self, store: Store, wake: Wake, bodies: Bodies, config: BatchesConfig, served: Sequence[str]) -> None:
         """`served`: the endpoints that a batch may name."""
         self._store, self._wake, self._bodies = store, wake, bodies
-        self._owner_of, self._served = owner_of, served
+        self._served = served
         self._uploads = Uploads(store, config.max_file_bytes)
 
     def routes(self) -> list[Route]:
@@ -176,7 +173,8 @@ class BatchRoutes:
         return _json(batch.shown())
 
     def _owner(self, request: Request) -> str:
-        return self._owner_of(request.scope["headers"])
+        tenant: Tenant = request.scope["state"]["tenant"]
+        return tenant.owner
 
 
 def _json(value: object) -> Response:

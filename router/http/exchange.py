@@ -38,6 +38,7 @@ from router.openai.schema import ParsedRequest, parse_body
 from router.openai.tokenize import requests_from, unread_variables
 from router.policy.route import check_placeable
 from router.request.request import Delta, Request
+from router.request.tenant import Tenant
 from tandem.core.errors import TandemError, UnsupportedEncodingError
 
 _log = logging.getLogger(__name__)
@@ -62,12 +63,15 @@ class Exchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self._context.clock.now()
         request_id: str = scope["state"]["request_id"]
+        tenant: Tenant = scope["state"]["tenant"]
+        tenants = self._context.tenants
         try:
-            # The cheapest check first: under overload most requests end here, their bodies unread.
+            # The cheapest checks first: under overload most requests end here, their bodies unread.
+            tenants.check(tenant)
             self._context.admission.check()
             http = HttpRequest(scope, receive)
             check_encoding(http)
-            call, requests, read_s = await self._requests(http, request_id, arrived_s)
+            call, requests, read_s = await self._requests(http, request_id, arrived_s, tenant)
             if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
                 text = await self._grammars.check(call.parsed.grammar)
@@ -77,12 +81,14 @@ class Exchange:
             unread = unread_variables(call.parsed, self._context.tokenizer)
             encoder = call.encoder(call.parsed, setting)
             headers = ignored_header((*call.parsed.ignored_fields, *unread))
-            group = self._admit(http, call.parsed, requests, read_s)
+            group = self._admit(http, call.parsed, requests, read_s, tenant)
+            headers |= tenants.headers(tenant)
         except ClientDisconnect:
             self._context.metrics.requests.labels("cancelled").inc()
+            tenants.count_end(tenant, "cancelled")
             return
         except TandemError as error:
-            self._count_refused(error)
+            self._count_refused(error, tenant)
             await send_error(scope, send, error, self._context.errors)
             return
         with self._context.open_exchanges.entered(group.break_off):
@@ -99,15 +105,16 @@ class Exchange:
                 group.answered()
 
     async def _requests(
-        self, http: HttpRequest, request_id: str, arrived_s: float
+        self, http: HttpRequest, request_id: str, arrived_s: float, tenant: Tenant
     ) -> tuple[Call, list[Request], float]:
         """What the body asks for, one request for each of its prompts, and when the body had come."""
         context, card = self._context, self._card
         max_context = card.context_within(context.workers.max_context())
         bounds = PromptBounds(context.config.scheduling.max_queued_requests, max_context)
+        limits, secret = tenant.limits(context.config.limits), context.workers.cache_secret
 
         def work() -> tuple[Call, list[Request]]:
-            call = self._read_body(parse_body(raw), context.config.limits, bounds)
+            call = self._read_body(parse_body(raw), limits, bounds)
             card.check_name(call.parsed.model)
             bound = with_bound_calls(call.parsed, card, context.tokenizer, context.config.limits)
             call = replace(call, parsed=bound)
@@ -120,26 +127,32 @@ class Exchange:
                 arrived_s=arrived_s,
             )
             check_scored(call.parsed, requests, context.config.limits)
-            return call, requests
+            salt = tenant.cache_salt(secret, call.parsed.cache_salt)
+            return call, [replace(request, tenant=tenant, cache_salt=salt) for request in requests]
 
         async with self._bodies.read(http) as raw:
             read_s = context.clock.now()
             return *await self._bodies.work_on(raw, work), read_s
 
-    def _admit(self, http: HttpRequest, parsed: ParsedRequest, requests: list[Request], read_s: float) -> PromptGroup:
+    def _admit(
+        self, http: HttpRequest, parsed: ParsedRequest, requests: list[Request], read_s: float, tenant: Tenant
+    ) -> PromptGroup:
         """Give each request a place in the queue."""
-        context = self._context
+        context, num_tokens = self._context, sum(len(request.prompt_ids) for request in requests)
         check_placeable(context.workers.snapshot())
+        context.tenants.check(tenant, num_tokens)
         context.admission.enter(len(requests), parsed.num_choices)
+        context.tenants.enter(tenant, num_tokens)
         max_tokens = context.config.limits.stream_buffer_tokens if parsed.stream else None
         parent = {name: http.headers[name] for name in _PARENT if name in http.headers}
         deltas = DeltaBuffer(max_tokens)
         return PromptGroup(requests, context, deltas, kind=parsed.kind, read_s=read_s, parent=parent)
 
-    def _count_refused(self, error: TandemError) -> None:
+    def _count_refused(self, error: TandemError, tenant: Tenant) -> None:
         outcome = outcome_of(error)
         self._context.metrics.requests.labels(outcome).inc()
-        level = logging.DEBUG if outcome == "overloaded" else logging.INFO
+        self._context.tenants.count_end(tenant, outcome)
+        level = logging.DEBUG if outcome in ("overloaded", "rate_limited") else logging.INFO
         _log.log(level, "request refused as %s: %s (%s)", outcome, error.message, error.code)
 
     # -- answers

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.open_exchanges import OpenExchanges
 from router.lifecycle.request_errors import RequestErrors
+from router.lifecycle.tenants import Tenants
 from router.observe.recorder import Recorder
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
@@ -29,6 +30,7 @@ class RouterContext:
     tokenizer: Tokenizer
     budget: RetryBudget
     migrations: MigrationSlots
+    tenants: Tenants
     open_exchanges: OpenExchanges = field(default_factory=OpenExchanges)
     errors: RequestErrors = field(default_factory=RequestErrors)
     recorder: Recorder = field(default_factory=Recorder)

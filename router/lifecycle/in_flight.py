@@ -280,6 +280,7 @@ class InFlightRequest:
         gap_s = None if last_s is None else now_s - last_s
         self.context.recorder.tokens(self.trace, now_s, num_tokens, gap_s)
         metrics.output_tokens.inc(num_tokens)
+        self.context.tenants.give(self.request.tenant, num_tokens)
         if gap_s is not None:
             metrics.itl_s.observe(gap_s)
         elif all(stamp is None for stamp in self._last_token_s):
@@ -318,6 +319,8 @@ class InFlightRequest:
             metrics.phase_s.labels(phase.value).observe(seconds)
         metrics.request_s.observe(now_s - self.request.arrived_s)
         metrics.requests.labels(outcome).inc()
+        num_prompt = len(self.request.prompt_ids) if self._num_cached_tokens is not None else 0
+        self.context.tenants.count_end(self.request.tenant, outcome, num_prompt, self.journal.num_tokens)
         for reason, count in dropped.items():
             if reason == "disagreed":
                 metrics.disagreements.inc(count)
@@ -353,7 +356,7 @@ class InFlightRequest:
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_ids), self.journal.num_tokens, self._num_cached_tokens)
 
+
 def _prompt_scores(request: Request) -> PromptScores | None:
     num_top = request.num_prompt_logprobs
     return PromptScores(len(request.prompt_ids), num_top) if num_top >= 0 else None
-

@@ -29,7 +29,10 @@ from tandem.core.errors import CancelledError, DeadlineError, InvalidRequestErro
 from tandem.core.identity import Role
 from tandem.core.states import RequestState
 
-_OUTCOMES = {code: code for code in ("cancelled", "deadline", "overloaded", "no_worker")} | {"draining": "no_worker"}
+_OUTCOMES = {code: code for code in ("cancelled", "deadline", "overloaded", "no_worker")} | {
+    "draining": "no_worker",
+    "rate_limit_exceeded": "rate_limited",
+}
 
 
 def outcome_of(error: TandemError) -> str:

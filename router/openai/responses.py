@@ -18,7 +18,7 @@ from router.openai.schema import ParsedRequest, parse_chat, parse_completion
 from router.request.request import Delta, TokenGiven, Usage
 from router.tools.pieces import Called, Piece, Reader, Said, Thought, new_call_id
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import AuthenticationError, InvalidRequestError, OverloadedError, TandemError
+from tandem.core.errors import AuthenticationError, InvalidRequestError, OverloadedError, RateLimitError, TandemError
 
 DONE_FRAME = b"data: [DONE]\n\n"
 
@@ -42,6 +42,8 @@ def error_headers(error: TandemError) -> dict[str, str]:
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = f"{max(1, math.ceil(error.retry_after_s))}"
+        if isinstance(error, RateLimitError):
+            headers |= error.headers
     elif error.http_status == 503 and error.retryable:
         headers["retry-after"] = "1"
     elif isinstance(error, AuthenticationError):

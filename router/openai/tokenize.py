@@ -71,6 +71,7 @@ def requests_from(
                 num_prompt_logprobs=parsed.num_scored,
                 gives_output=parsed.gives_output,
                 cache_salt=parsed.cache_salt,
+                asks_for_salt=bool(parsed.cache_salt),
                 shows_stop=parsed.shows_stop,
                 echoed_text=_echoed(parsed, text if prompt_ids is given_ids else None, prompt_ids, tokenizer),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.request.tenant import ANYBODY, Tenant
 from tandem.core.prompt_scores import TokenScore
 from tandem.core.protocols import OLDEST
 from tandem.core.sampling import SamplingParams
@@ -25,6 +26,8 @@ class Request:
     num_prompt_logprobs: int = -1  # -1: none; 0: of the prompt's own tokens; k: also of the k likeliest at each place
     gives_output: bool = True  # `False`: the prompt alone is wanted; one token is sampled, and nobody gets it
     cache_salt: str = ""  # cached prefixes are shared under equal ones only
+    asks_for_salt: bool = False  # the client does, and not the tenant alone: no worker may ignore it
+    tenant: Tenant = ANYBODY
     shows_stop: bool = False  # what stopped a choice is in its text
     echoed_text: str = ""  # of the prompt, before each choice's own
 
@@ -32,7 +35,7 @@ class Request:
     def protocol(self) -> int:
         """The lowest number of the protocol at which a worker obeys all of it."""
         sampling = self.sampling
-        asks_for_more = sampling.grammar or sampling.allowed_token_ids or sampling.bad_words or self.cache_salt
+        asks_for_more = sampling.grammar or sampling.allowed_token_ids or sampling.bad_words or self.asks_for_salt
         return 3 if asks_for_more or self.num_prompt_logprobs >= 0 else OLDEST
 
 

@@ -84,6 +84,8 @@ class WorkerRegistry:
         self._reported_links: dict[WorkerKey, frozenset[Pair]] = {}
         self._watchers: set[Mailbox[Event]] = set()
         self.pages = KnownPages()
+        #: By which tenants' salts are made; all routers of the cluster have it in common. Empty before it is told.
+        self.cache_secret = b""
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
         #: Called with what a worker has done for an attempt at a request, which may have ended.
@@ -98,6 +100,7 @@ class WorkerRegistry:
             return
         self._version = membership.version
         self._take_share(membership)
+        self.cache_secret = membership.cache_secret
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
         if unknown := len(membership.members) - len(members):
             _log.error("%d members of unknown roles ignored", unknown)

@@ -202,7 +202,7 @@ class LimitsConfig:
     )
     most_urgent_priority: int = _key(
         0, "The lowest `priority` that a request may ask for; lower is more urgent, and the default is 0. Set it "
-        "below 0 only where every client may go before all others.",
+        "below 0 only where every client may go before all others; the file of API keys can let a tenant.",
         minimum=-(1 << 31) + 1, maximum=0,
     )
     max_body_bytes: int = _key(8 << 20, "The largest HTTP body in bytes.", minimum=1024)
@@ -254,8 +254,8 @@ class HttpConfig:
     host: str = _key("127.0.0.1", "Address to listen on. Beyond loopback it needs API keys, or `allow_anonymous`.")
     port: int = _key(8000, "TCP port to listen on.", minimum=1, maximum=65535)
     api_keys_file: str = _key(
-        "", "File with one API key a line; the variable TANDEM_API_KEYS (comma-separated) adds to it. With keys, "
-        "every request but /health and /ping needs one."
+        "", "File with one API key a line, or with tenants in YAML (docs/security.md); the variable TANDEM_API_KEYS "
+        "(comma-separated) adds to it. With keys, every request but /health and /ping needs one."
     )
     allow_anonymous: bool = _key(
         False, "Let the router listen beyond loopback without API keys. Turn it on only where the network keeps "

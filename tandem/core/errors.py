@@ -12,6 +12,7 @@
     ├── ModelLoadError               the checkpoint cannot be served
     │   └── UnsupportedModelError    its architecture failed the probe; names why
     ├── OverloadedError              a bounded queue is full                               429
+    │   └── RateLimitError           the tenant's limit a minute is used up                429
     ├── NoWorkerError                a pool has no ready worker                            503
     ├── DrainingError                the worker takes no new work                          503
     ├── CancelledError               the client went away, or read too slowly              499
@@ -33,6 +34,7 @@ HTTP in `router.http.app`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 NOT_RUNNING = 3
@@ -134,6 +136,23 @@ class OverloadedError(TandemError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0, request_id: str | None = None) -> None:
         super().__init__(message, request_id=request_id)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitError(OverloadedError):
+    """A tenant asks for more than its limits a minute allow. `headers` tell of them."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float = 1.0,
+        headers: Mapping[str, str] | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, request_id=request_id)
+        self.headers = dict(headers or {})
 
 
 class NoWorkerError(TandemError):

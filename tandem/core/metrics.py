@@ -56,6 +56,16 @@ class RouterMetrics:
         self.dropped_tokens = counter(
             "tandem_journal_dropped_tokens_total", "Tokens that were not given out, by why", "reason"
         )
+        # -- tenants: those that have names, some of those that have none, and `other`
+        self.tenant_requests = counter(
+            "tandem_tenant_requests_total", "Requests of a tenant that ended, by outcome", "tenant", "outcome"
+        )
+        self.tenant_tokens = counter(
+            "tandem_tenant_tokens_total",
+            "Tokens of a tenant's requests that ended, of prompts and of outputs",
+            "tenant",
+            "kind",
+        )
         # -- handoffs
         self.handoff_s = histogram("tandem_handoff_seconds", "First post of a page to decode's ack", _FAST_S)
         self.exposed_s = histogram(

@@ -17,6 +17,7 @@ class ScriptedPool:
         self.states: dict[str, str] = {}
         self.ended: list[str] = []  # incarnations of which the supervisor has seen the end
         self.num_routers = 1
+        self.cache_secret = b""
         self._version = 0
         self._channel = grpc.insecure_channel(control_address)
         self.control = RouterControlStub(self._channel)
@@ -45,7 +46,11 @@ class ScriptedPool:
             for w in self.workers
         ]
         membership = control_pb2.Membership(
-            version=self._version, members=members, num_routers=self.num_routers, ended=self.ended
+            version=self._version,
+            members=members,
+            num_routers=self.num_routers,
+            ended=self.ended,
+            cache_secret=self.cache_secret,
         )
         self.control.SetMembership(membership, timeout=WAIT_S)
 

@@ -25,6 +25,7 @@ from tests.support.grpc_server import serving
 
 _P = TypeVar("_P", "ScriptedWorkerProcess", "ScriptedRouterProcess")
 
+CACHE_SECRET = b"of the cluster"
 POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=0.6, router_silence_s=0.6, stop_s=0.3)
 
 
@@ -324,7 +325,7 @@ async def running(
 ) -> AsyncIterator[tuple[Supervisor, asyncio.Task[None]]]:
     """A supervisor, and its run, which is cancelled at the end of the block: what it has started lives on."""
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
-    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY)
+    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY, cache_secret=CACHE_SECRET)
     run = asyncio.create_task(supervisor.run())
     await supervisor.opened.wait()
     try:

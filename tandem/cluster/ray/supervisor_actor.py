@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
@@ -25,12 +26,14 @@ class SupervisorActor:
     No method is a coroutine: Ray would run its calls elsewhere than in the main thread.
     """
 
-    def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
+    def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes], cache_secret: bytes = b"") -> None:
         begin(spec, "supervisor", PeerRole.SUPERVISOR)
         address = join_address(worker_host(spec), spec.control_port)
         self._face = SupervisorFace(address, spec.config.security, os.getpid(), this_process().started)
         self._ready = threading.Event()
-        threading.Thread(target=self._run, args=(spec, key_digests), name="supervisor", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(spec, key_digests, cache_secret), name="supervisor", daemon=True
+        ).start()
 
     def wait_ready(self) -> SupervisorFace:
         """Until it serves."""
@@ -41,9 +44,9 @@ class SupervisorActor:
         """Nothing; the supervisor asks for it all the time, so that Ray leaves the main thread alone."""
         time.sleep(seconds)
 
-    def _run(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
+    def _run(self, spec: ClusterSpec, key_digests: frozenset[bytes], cache_secret: bytes) -> None:
         try:
-            asyncio.run(serve_supervisor(spec, key_digests, self._face, self._ready.set))
+            asyncio.run(serve_supervisor(spec, key_digests, self._face, self._ready.set, cache_secret))
         except BaseException:
             # Nothing here foresees it: end the process, and Ray starts the next supervisor, which adopts what runs.
             logging.getLogger(__name__).critical("the supervisor failed", exc_info=True)
@@ -56,7 +59,7 @@ def start_supervisor(spec: ClusterSpec, key_digests: frozenset[bytes]) -> Any:
 
     Args:
         key_digests: for the router. They stand in no spec, which every worker gets, and in no `runtime_env`, which
-            Ray shows to whoever asks.
+            Ray shows to whoever asks. The secret of the salts goes the same way, and outlives each supervisor there.
     """
     return make_actor(
         SupervisorActor,
@@ -64,4 +67,4 @@ def start_supervisor(spec: ClusterSpec, key_digests: frozenset[bytes]) -> Any:
         max_restarts=-1,
         max_task_retries=-1,
         **pinned(spec.node_id, str(ray.util.get_node_ip_address())),
-    ).remote(spec, key_digests)
+    ).remote(spec, key_digests, secrets.token_bytes(32))

@@ -20,7 +20,11 @@ HEARTBEATS_PER_LEASE = 5
 
 
 async def serve_supervisor(
-    spec: ClusterSpec, key_digests: frozenset[bytes], face: SupervisorFace, on_listening: Callable[[], None]
+    spec: ClusterSpec,
+    key_digests: frozenset[bytes],
+    face: SupervisorFace,
+    on_listening: Callable[[], None],
+    cache_secret: bytes,
 ) -> None:
     """Supervise until a shutdown is complete. Raises `OSError` when the control port is taken."""
     pools, transport = spec.config.pools, spec.config.transport
@@ -36,6 +40,7 @@ async def serve_supervisor(
         heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
         policy=Policy(silence_s=transport.lease_s + transport.grace_s, router_silence_s=transport.lease_s),
         check_room=room,
+        cache_secret=cache_secret,
     )
     server = make_server()
     supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)

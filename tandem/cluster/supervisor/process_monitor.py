@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -43,6 +43,7 @@ class Following:
     is_suspect: Callable[[str], bool]  # whether the node with this id does not answer
     tasks: asyncio.TaskGroup
     heartbeat_s: float
+    cache_secret: bytes = field(default=b"", repr=False)  # that all routers have in common
 
 
 class FollowedProcess(ABC, Generic[_Stub]):

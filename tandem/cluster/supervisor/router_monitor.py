@@ -39,6 +39,7 @@ class FollowedRouter(FollowedProcess[_Stub]):
 
     def __init__(self, handle: ProcessHandle, following: Following) -> None:
         super().__init__(handle, following)
+        self._cache_secret = following.cache_secret
         self.num_under_way = 0  # requests, as of its last heartbeat
         self.errors: common_pb2.RequestErrors | None = None  # with which it has answered requests, as last reported
         self.errors_at = -math.inf  # when `errors` changed, by the event loop's clock
@@ -102,7 +103,7 @@ class FollowedRouter(FollowedProcess[_Stub]):
             assert newest is not None  # the event comes with it
             fault_points.reach("supervisor.publish")
             try:
-                await stub.SetMembership(membership(newest), timeout=PUSH_TIMEOUT_S)
+                await stub.SetMembership(membership(newest, self._cache_secret), timeout=PUSH_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 _log.warning("%s did not take membership %d: %s", self.name, newest.version, error.details())
                 asyncio.get_running_loop().call_later(RETRY_S, self._to_publish.set)

@@ -49,13 +49,16 @@ class Supervisor:
         heartbeat_s: float,
         policy: Policy,
         check_room: Callable[[dict[Role, int]], None] = lambda _added: None,
+        cache_secret: bytes = b"",
     ) -> None:
-        """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit."""
+        """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit.
+        `cache_secret` is told to routers alone."""
         self.cluster = PoolState(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
         self.opened = asyncio.Event()  # what an earlier supervisor left is adopted; before, `cluster` means nothing
         self._launcher = launcher
         self._first_wanted = wanted
         self._check_room = check_room
+        self._cache_secret = cache_secret
         self._heartbeat_s = heartbeat_s
         self._nodes = NodeSurvey(self.cluster, launcher, self._feed, heartbeat_s)
         # By name and incarnation: all and only those whose process has been asked for.
@@ -372,8 +375,8 @@ class Supervisor:
 
     def _take(self, handle: ProcessHandle) -> None:
         """From here on instructions reach it, and its end is told."""
-        suspects = self.cluster.book.is_suspect
-        following = Following(self._feed, self._note_change, suspects, self._tasks, self._heartbeat_s)
+        suspects, secret = self.cluster.book.is_suspect, self._cache_secret
+        following = Following(self._feed, self._note_change, suspects, self._tasks, self._heartbeat_s, secret)
         kind: type[FollowedRouter | FollowedWorker] = FollowedRouter if handle.role is Role.ROUTER else FollowedWorker
         process = kind(handle, following)
         self._processes[process.name, process.incarnation] = process

@@ -15,13 +15,14 @@ from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 
-def membership(instruction: PublishMembership) -> control_pb2.Membership:
+def membership(instruction: PublishMembership, cache_secret: bytes) -> control_pb2.Membership:
     return control_pb2.Membership(
         version=instruction.version,
         members=[_member(member) for member in instruction.members],
         num_routers=instruction.num_routers,
         router_number=instruction.router_number,
         ended=instruction.ended,
+        cache_secret=cache_secret,
     )
 
 

@@ -67,12 +67,15 @@ class Membership(_message.Message):
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     ROUTER_NUMBER_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    CACHE_SECRET_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
     num_routers: _builtins.int
     """that serve, this one included; each takes its share of what is bounded for the cluster"""
     router_number: _builtins.int
     """which of them this one is, from 0: of workers that are alike it takes its share"""
+    cache_secret: _builtins.bytes
+    """From which routers make the salts under which workers cache tenants' prompts; the same as long as the cluster lives."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
@@ -89,10 +92,11 @@ class Membership(_message.Message):
         num_routers: _builtins.int = ...,
         router_number: _builtins.int | None = ...,
         ended: _abc.Iterable[_builtins.str] | None = ...,
+        cache_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "router_number", b"router_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__router_number: _TypeAlias = _typing.Literal["router_number"]  # noqa: Y015
     _WhichOneofArgType__router_number: _TypeAlias = _typing.Literal["_router_number", b"_router_number"]  # noqa: Y015

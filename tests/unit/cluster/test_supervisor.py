@@ -19,6 +19,7 @@ from tandem.core.identity import Role
 from tandem.rpc.v1 import common_pb2
 from tandem.rpc.v1.control_pb2 import SuspectedWriter
 from tests.support.scripted_processes import (
+    CACHE_SECRET,
     POLICY,
     ScriptedRouterProcess,
     ScriptedWorkerProcess,
@@ -44,6 +45,7 @@ async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
         assert world.remembered == Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1})
         await asyncio.wait_for(world.told.wait(), 5)
     assert len(world.memberships[-1].members) == 3
+    assert {membership.cache_secret for membership in world.memberships} == {CACHE_SECRET}
     versions = [membership.version for membership in world.memberships]
     assert versions == sorted(versions)
     assert versions[0] > 1 << 32

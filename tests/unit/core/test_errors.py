@@ -26,6 +26,7 @@ STATUSES = {
     "ModelLoadError": 500,
     "UnsupportedModelError": 500,
     "OverloadedError": 429,
+    "RateLimitError": 429,
     "NoWorkerError": 503,
     "DrainingError": 503,
     "CancelledError": 499,
@@ -42,6 +43,7 @@ STATUSES = {
 }
 RETRYABLE = {
     "OverloadedError",
+    "RateLimitError",
     "NoWorkerError",
     "DrainingError",
     "WorkerLostError",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.worker.cache_report import CacheNews
-from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
+from tandem.worker.request import AttemptFailed, PromptPooled, PromptScored, TokenSampled
 from tandem.worker.spans import Span
 
 
@@ -42,7 +42,7 @@ class PromptStarted:
 
 @dataclass(frozen=True, slots=True)
 class PromptEnded:
-    """The first tokens were the last ones: there is nothing to hand off."""
+    """The first tokens were the last ones, or the prompt was pooled: there is nothing to hand off."""
 
     key: AttemptKey
     work: PromptWork
@@ -70,4 +70,14 @@ class LinkChanged:
     is_broken: bool
 
 
-Event = PromptStarted | PromptScored | TokenSampled | PromptEnded | HandedOff | AttemptFailed | LinkChanged | CacheNews
+Event = (
+    PromptStarted
+    | PromptScored
+    | PromptPooled
+    | TokenSampled
+    | PromptEnded
+    | HandedOff
+    | AttemptFailed
+    | LinkChanged
+    | CacheNews
+)

@@ -12,6 +12,7 @@ from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
 from tandem.worker.batch import ScheduledSequence
 from tandem.worker.guide import Guide
+from tandem.worker.prompt_pooling import PromptPooling
 from tandem.worker.request import AttemptSpec, RequestLimits
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
 from tandem.worker.spans import Spans
@@ -33,9 +34,10 @@ class PromptJob:
     num_choices: int
     journal: dict[int, list[int]]  # tokens that the client has, by choice; such a choice is not sampled again
     finished: frozenset[int]  # choices that have ended already
-    receiver: str  # incarnation of the decode worker that its pages are for
+    receiver: str  # incarnation of the decode worker that its pages are for; empty: they go nowhere
     # By choice, sampled by this attempt or an earlier one here. Invariant: never sampled twice.
     first_tokens: dict[int, SampledToken] = field(default_factory=dict)
+    vector: tuple[float, ...] = ()  # of a prompt that is pooled, once it is computed
     guide: Guide | None = None  # of its grammar: all choices begin alike
     error: TandemError | None = None  # its logits are of no use: the attempt ends when the step is booked
     spans: Spans = field(default_factory=Spans)
@@ -55,6 +57,8 @@ class PromptJob:
 
     @property
     def to_sample(self) -> list[int]:
+        if self.sequence.pooling is not None:
+            return []
         return [c for c in self.open_choices if c not in self.first_tokens]
 
     def sample_rows(self) -> list[SampleRow]:
@@ -108,6 +112,7 @@ def make_job(
         num_prompt=len(spec.prompt_ids),
         params=spec.params,
         scoring=copy(spec.scoring),
+        pooling=PromptPooling(limits.pooling.kind) if limits.pooling is not None else None,
         cache_salt=spec.cache_salt,
     )
     job = PromptJob(spec.key, session, sequence, spec.num_choices, journal, finished, receiver)

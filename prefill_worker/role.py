@@ -15,6 +15,7 @@ from kvtransfer.protocol.messages import AttemptKey, FailureReason, RefusalReaso
 from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted
 from prefill_worker.job import PromptJob, StepPart, make_job, part_of
 from prefill_worker.prompt_logits import PromptLogits
+from prefill_worker.prompt_vectors import PromptVectors
 from prefill_worker.retained_prompts import RetainedPrompts
 from prefill_worker.sending import SealedPages, SenderPort
 from prefill_worker.step_spans import StepSpans
@@ -29,7 +30,7 @@ from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
-from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
+from tandem.worker.request import AttemptFailed, AttemptSpec, PromptPooled, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.spans import before
 from tandem.worker.step import SampleTokens
@@ -45,6 +46,7 @@ class PrefillRole:
         emit: takes events for routers, by session.
         num_layers: of the model.
         is_draining: whether prompts are refused.
+        vectors: reads hidden states of a model that pools; `None`: it generates.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PrefillRole:
         pacing: Pacing,
         clock: Clock,
         is_draining: Callable[[], bool],
+        vectors: PromptVectors | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._scheduler = scheduler
@@ -72,7 +75,7 @@ class PrefillRole:
         self._emit = emit
         self._limits = limits
         self._num_layers = num_layers
-        self._logits = PromptLogits(sample, score, self._send)
+        self._rows = vectors or PromptLogits(sample, score, self._send)
         self._counters = counters
         self._load = load
         self._guides = guides
@@ -94,7 +97,7 @@ class PrefillRole:
         """Take a prompt in, whose handoff is open at the driver; a repeated command changes nothing.
 
         Args:
-            receiver: incarnation of the decode worker that the pages are for.
+            receiver: incarnation of the decode worker that the pages are for; empty for a prompt that is pooled.
         """
         key = spec.key
         if key in self.jobs:
@@ -152,7 +155,7 @@ class PrefillRole:
         if recalled is not None:
             job.first_tokens = {c: recalled.first_tokens[c] for c in job.open_choices if c in recalled.first_tokens}
         job.sequence.samples = bool(job.to_sample)
-        is_left = bool(job.to_sample) or job.sequence.is_to_score
+        is_left = bool(job.to_sample) or job.sequence.is_to_score or job.sequence.pooling is not None
         return recalled is not None and not is_left and self.retained.give_pages(job.sequence, recalled)
 
     def grant_attached(self, key: AttemptKey) -> None:
@@ -253,11 +256,11 @@ class PrefillRole:
         return SealedPages(job.key, layers, part.first, part.pages)
 
     def score(self, batch: Batch, logits: Any) -> Any:
-        return self._logits.score(batch, logits)
+        return self._rows.score(batch, logits)
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         self._times.computed()
-        return self._logits.sample(batch, logits)
+        return self._rows.sample(batch, logits)
 
     def after_step(self, batch: Batch) -> None:
         self._counters.num_prompt_tokens_computed += batch.num_tokens
@@ -310,6 +313,8 @@ class PrefillRole:
             TokenSampled(job.key, choice, 0, token, job.ended_by(token.token_id, self._limits))
             for choice, token in job.first_tokens.items()
         ]
+        if job.vector:
+            events.append(PromptPooled(job.key, job.vector))
         if ends:
             events.append(PromptEnded(job.key, job.work, before(job.spans.kept, self._now())))
         if events:

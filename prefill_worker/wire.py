@@ -9,7 +9,7 @@ from tandem.rpc.convert import by_name
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.cache_report import CacheNews
-from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
+from tandem.worker.request import AttemptFailed, PromptPooled, PromptScored, TokenSampled
 from tandem.worker.spans import Span
 from tandem.worker.wire import cached_to_proto, failed_to_proto, scored_to_proto, token_to_proto
 
@@ -46,6 +46,8 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
             return prefill_pb.PrefillEvent(link=prefill_pb.LinkChanged(**by_name(event)))
         case PromptScored():
             return prefill_pb.PrefillEvent(scored=scored_to_proto(event))
+        case PromptPooled(key, values):
+            return prefill_pb.PrefillEvent(pooled=prefill_pb.PromptPooled(**by_name(key), values=values))
         case CacheNews():
             return prefill_pb.PrefillEvent(cached=cached_to_proto(event))
         case AttemptFailed():

@@ -23,6 +23,7 @@ from prefill_worker.events import Event, HandoffStats, LinkChanged
 from prefill_worker.links import LinkFigures
 from prefill_worker.meetings import Meetings
 from prefill_worker.peers import DecodePeers, Peer
+from prefill_worker.prompt_vectors import PromptVectors
 from prefill_worker.queued_driver import QueuedDriver
 from prefill_worker.role import PrefillRole
 from prefill_worker.sender_driver import SenderDriver
@@ -32,6 +33,7 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TandemError
 from tandem.core.identity import Role
 from tandem.core.pages import pages_for
+from tandem.engine.pooler import mean_of, sum_rows
 from tandem.engine.sampler import Sampler
 from tandem.engine.scorer import score_rows
 from tandem.rpc.v1 import common_pb2 as pb
@@ -128,6 +130,7 @@ class PrefillWorker:
             pacing=parts.pacing,
             clock=clock,
             is_draining=lambda: parts.life.draining,
+            vectors=PromptVectors(sum_rows, mean_of) if parts.engine.pooling is not None else None,
         )
 
         self._attaching = Attaching(parts, self.peers, self.connections, self.driver, self.core)

@@ -96,6 +96,7 @@ class _Request:
     def place(self) -> None:
         route = choose(self._registry.snapshot(), self._facts)
         assert route.prefill is not None
+        assert route.decode is not None
         self._prefill, self._decode = self._registry.session(route.prefill), self._registry.session(route.decode)
         self._decode.hold(self._name, self._mailbox, self._facts.num_prompt_tokens, computes=False)
         self._prefill.hold(self._name, self._mailbox, self._facts.num_prompt_tokens, computes=True)

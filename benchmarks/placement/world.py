@@ -302,6 +302,7 @@ class Router:
         snapshot = Snapshot(prefill, decode, share=self._share, prefill_tokens_per_s=speed)
         route = choose(snapshot, RequestFacts(request.num_tokens))
         assert route.prefill is not None
+        assert route.decode is not None
         for key in (route.decode, route.prefill):
             self._send(self._workers[key], request)
 

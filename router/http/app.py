@@ -38,6 +38,8 @@ from router.messages.openapi import MESSAGES
 from router.messages.read import read_count, read_message
 from router.openai.model_card import ModelCard
 from router.openai.openapi import document
+from router.openai.pooling import POOLING
+from router.openai.pooling_openapi import POOLING_PATHS
 from router.openai.refusal import shown
 from router.openai.responses import error_headers, read_chat, read_completion
 from router.policy.route import check_ready
@@ -93,7 +95,8 @@ def create_app(
     _add_live_routes(app, live)
     bodies = Bodies(context.config.limits.max_body_bytes)
     grammars = GrammarCheck(context, card)
-    for path, read_body in _GENERATING.items():
+    pooling = {path: read_for(card) for path, read_for in POOLING.items()}
+    for path, read_body in {**_GENERATING, **pooling}.items():
         # A raw ASGI route: the exchange reads and writes by itself.
         app.router.routes.append(Route(path, Exchange(context, card, read_body, bodies, grammars), methods=["POST"]))
     counting = Counting(context, card, read_count, bodies)
@@ -147,7 +150,9 @@ def _add_get_routes(app: FastAPI, context: RouterContext, card: ModelCard, keys:
     has_metrics = context.config.metrics.enabled
     has_batches = bool(context.config.batches.directory)
     served = endpoints(has_metrics=has_metrics, has_batches=has_batches)
-    described = document(context.config, card, (RESPONSES, MESSAGES, *([BATCHES] if has_batches else [])))
+    described = document(
+        context.config, card, (RESPONSES, MESSAGES, POOLING_PATHS, *([BATCHES] if has_batches else []))
+    )
 
     @app.api_route("/", methods=_READ)
     async def welcome(request: Request) -> Response:

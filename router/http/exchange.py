@@ -32,6 +32,7 @@ from router.openai.bound_calls import with_bound_calls
 from router.openai.endpoint import Call, Encoder, ReadBody, Setting
 from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
+from router.openai.pooling import check_generates
 from router.openai.refusal import shown
 from router.openai.responses import error_headers
 from router.openai.schema import ParsedRequest, parse_body
@@ -116,6 +117,8 @@ class Exchange:
         def work() -> tuple[Call, list[Request]]:
             call = self._read_body(parse_body(raw), limits, bounds)
             card.check_name(call.parsed.model)
+            if not call.parsed.pools:
+                check_generates(card)
             bound = with_bound_calls(call.parsed, card, context.tokenizer, context.config.limits)
             call = replace(call, parsed=bound)
             requests = requests_from(
@@ -139,7 +142,7 @@ class Exchange:
     ) -> PromptGroup:
         """Give each request a place in the queue."""
         context, num_tokens = self._context, sum(len(request.prompt_ids) for request in requests)
-        check_placeable(context.workers.snapshot())
+        check_placeable(context.workers.snapshot(), pools=parsed.pools)
         context.tenants.check(tenant, num_tokens)
         context.admission.enter(len(requests), parsed.num_choices)
         context.tenants.enter(tenant, num_tokens)

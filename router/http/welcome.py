@@ -14,6 +14,8 @@ ENDPOINTS = {
     "/v1/responses": "POST: OpenAI's Responses API, without a store",
     "/v1/messages": "POST: Anthropic's Messages API",
     "/v1/messages/count_tokens": "POST: the tokens that such a message would have",
+    "/v1/embeddings": "POST: texts to vectors, of a model that embeds",
+    "/score": "POST: how well two texts go together, of a model that embeds or scores; also /v1/score",
     "/tokenize": "POST: a text or a conversation to token ids",
     "/detokenize": "POST: token ids to a text",
     "/v1/files": "POST: a file with one request a line; GET: what there is",

@@ -48,6 +48,7 @@ class Attempt:
 
     def __init__(self, in_flight: InFlightRequest, route: Route) -> None:
         """`route` is of the present workers."""
+        assert route.decode is not None
         self._in_flight = in_flight
         self._request_id = in_flight.request.request_id
         self._journal = in_flight.journal

@@ -127,11 +127,12 @@ class InFlightRequest:
             deadline_s=request.arrived_s + request.timeout_s if request.timeout_s is not None else None,
             mixed_pool_tokens=scheduling.local_prefill_tokens if scheduling.mixed_pool else 0,
             is_first_attempt=self.journal.attempt == 1,
+            pools=self.request.pools,
         )
 
     def _known_prefix(self) -> KnownPrefix[WorkerKey]:
         """Of no use where logits of the prompt are wanted, which a cached page does not have."""
-        if self.journal.prompt_scores is not None:
+        if self.journal.prompt_scores is not None or self.request.pools:
             return KnownPrefix()
         return self.context.workers.known_prefix(self.request.prompt_ids, self.request.cache_salt)
 
@@ -152,7 +153,8 @@ class InFlightRequest:
                 context.workers.check_protocol(self.request.protocol)
                 route = choose(context.workers.snapshot(), self.facts, self.plan.wishes)
             except (NoWorkerError, IncompatibleError) as error:
-                is_hopeless = self._last_failure is None and not context.workers.snapshot().may_get_better
+                may_get_better = context.workers.snapshot().may_get_better(pools=self.request.pools)
+                is_hopeless = self._last_failure is None and not may_get_better
                 if is_hopeless or clock.now() >= give_up_s:
                     self._complete(error, wait_s)
                     raise
@@ -246,6 +248,12 @@ class InFlightRequest:
         metrics.retries.labels(error.code).inc()
         if self._fault_s is None:
             self._fault_s = now_s
+
+    # -- vectors
+
+    def take_vector(self, values: tuple[float, ...]) -> None:
+        """The client gets the vector of the prompt; nothing follows."""
+        self._emit(Delta(0, "", [], "stop", vector=values))
 
     # -- tokens
 

@@ -7,6 +7,7 @@
     FINISHED    every choice has ended
 
 A prompt of the mixed pool is computed at decode: there is no handoff then, and PREFILLING goes over into DECODING.
+A prompt that is pooled ends with PREFILLING (`router.lifecycle.pooling_attempt`).
 
 Where the loss of a worker or a refusal ends an attempt, the next one gets the journal: what the client has seen
 stands, and the new attempt goes on behind it. `router/policy/recovery.py` says how; `docs/life-of-a-request.md` tells
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from router.lifecycle.attempt import Attempt, AttemptOver
 from router.lifecycle.context import RouterContext
 from router.lifecycle.in_flight import InFlightRequest
+from router.lifecycle.pooling_attempt import PoolingAttempt
 from router.observe.trace import Trace
 from router.request.events import Event
 from router.request.mailbox import Mailbox
@@ -59,6 +61,7 @@ async def serve_request(
     Raises:
         TandemError: the error that ended the request; no worker holds anything of it then.
     """
+    make_attempt = PoolingAttempt if request.pools else Attempt
     in_flight = InFlightRequest(request, context, inbox, emit, on_prompt, trace)
     state, outcome = RequestState.FAILED, "failed"
     try:
@@ -66,7 +69,7 @@ async def serve_request(
             while True:
                 route = await in_flight.find_route()
                 try:
-                    await Attempt(in_flight, route).run()
+                    await make_attempt(in_flight, route).run()
                     break
                 except AttemptOver as over:
                     await in_flight.begin_anew(over.end)

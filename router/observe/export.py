@@ -90,7 +90,7 @@ class Exporter:
             part = self._tracer.start_span(work.name, context=inside, start_time=at(work.begin_s), attributes=done)
             part.end(end_time=at(work.end_s))
         for note in trace.attempts:
-            facts = {"tandem.prefill": note.prefill or "", "tandem.decode": note.decode, "tandem.why": note.why}
+            facts = {"tandem.prefill": note.prefill or "", "tandem.decode": note.decode or "", "tandem.why": note.why}
             whole.add_event(f"attempt {note.number}", facts, timestamp=at(note.began_s - trace.arrived_s))
         if trace.outcome != "finished":
             whole.set_attribute("error.type", trace.outcome)

@@ -69,7 +69,7 @@ class AttemptNote:
     number: int
     began_s: float
     prefill: str | None
-    decode: str
+    decode: str | None
     why: str
     ended: str = ""
     #: What the decision weighed, of workers that hold some of the prompt and of the least loaded.
@@ -128,11 +128,11 @@ class Trace:
         now_s: float,
         number: int,
         prefill: WorkerKey | None,
-        decode: WorkerKey,
+        decode: WorkerKey | None,
         why: str,
         weighed: Sequence[Candidate] = (),
     ) -> None:
-        names = _name(prefill) if prefill else None, _name(decode)
+        names = _name(prefill) if prefill else None, _name(decode) if decode else None
         self.attempts.append(AttemptNote(number, now_s, *names, why, weighed=weighed))
 
     def spans(self, now_s: float) -> list[Span]:

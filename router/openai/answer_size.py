@@ -17,6 +17,8 @@ def scored_entries(parsed: ParsedRequest, num_tokens: int) -> int:
 
 def answer_entries(parsed: ParsedRequest, usages: Sequence[Usage]) -> int:
     """All that a whole answer has."""
+    if parsed.pools:
+        return len(usages) * parsed.vector_size
     num_prompt = sum(usage.num_prompt_tokens for usage in usages)
     num_output = sum(usage.num_output_tokens for usage in usages)
     of_prompt = scored_entries(parsed, num_prompt)

@@ -14,6 +14,7 @@ from router.tools.formats import ToolFormat, format_of
 from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
 from tandem.core.model_path import ANY_NAME, model_name, shown_name
+from tandem.core.pooling import Pooling, read_pooling
 from tandem.core.tokenizer import Tokenizer
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -34,6 +35,8 @@ class ModelCard:
     tool_format: ToolFormat | None  # how it writes calls; `None`: not known
     markers: Mapping[str, int]  # the special tokens by which it writes them
     created: int  # seconds since the epoch
+    pooling: Pooling | None = None  # `None`: it generates
+    vector_size: int = 0  # numbers of a token's hidden state
 
     @classmethod
     def from_dir(cls, model_dir: Path, config: Config, tokenizer: Tokenizer) -> ModelCard:
@@ -62,6 +65,8 @@ class ModelCard:
             tool_format=tool_format,
             markers=tokenizer.special_ids_of(tool_format.markers if tool_format else ()),
             created=int(time.time()),
+            pooling=read_pooling(model_dir),
+            vector_size=int(facts.get("hidden_size") or facts.get("n_embd") or 0),
         )
 
     def context_within(self, of_workers: int | None) -> int | None:
@@ -82,7 +87,8 @@ class ModelCard:
     def entry(self, name: str) -> dict[str, Any]:
         """One model of `GET /v1/models/{id}`, with vLLM's fields beside OpenAI's."""
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "tandem"}
-        return {**entry, "root": self.root, "parent": None, "max_model_len": self.max_context}
+        task = {"task": self.pooling.task.value} if self.pooling is not None else {}
+        return {**entry, "root": self.root, "parent": None, "max_model_len": self.max_context, **task}
 
 
 def _ends_of_text(model_dir: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:

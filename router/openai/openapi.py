@@ -134,6 +134,17 @@ def generating(operation: str, request: str, whole: str, chunk: str, event: str,
     }
 
 
+def answering(operation: str, request: str, answer: Schema, what: str) -> Schema:
+    """An operation that is served as one that generates, and whose answer is never streamed."""
+    headers = {**_REQUEST_ID, "tandem-ignored-fields": _header("IgnoredFields")}
+    ok = {"description": what, "headers": headers, "content": {"application/json": {"schema": answer}}}
+    return {
+        "operationId": operation,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+        "responses": {"200": ok, **_errors((*_EVERYWHERE, *_GENERATING))},
+    }
+
+
 def counting(operation: str, request: str, what: str, error: str) -> Schema:
     """An operation that reads a prompt and generates nothing."""
     headers = {**_REQUEST_ID, "tandem-ignored-fields": _header("IgnoredFields")}
@@ -273,7 +284,8 @@ _MODEL = _object(
         "root": {**_TEXT, "description": "The checkpoint: a hub id, or the name of its directory."},
         "parent": {"type": "null"},
         "max_model_len": nullable(_COUNT),
-    }
+    },
+    {"task": {"enum": ["embed", "score"], "description": "Of a model that generates nothing."}},
 )
 _CANDIDATE = _object(
     {
@@ -297,7 +309,7 @@ _EXPLAINED = _object(
                 {
                     "number": _COUNT,
                     "prefill": nullable(_TEXT),
-                    "decode": _TEXT,
+                    "decode": nullable(_TEXT),
                     "why": {"enum": ["load", "kept", "mixed_pool", "prefix"]},
                     "candidates": {"type": "array", "items": _CANDIDATE},
                 }

@@ -22,11 +22,19 @@ from tandem.core.errors import InvalidRequestError
 from tandem.core.sampling import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """A prompt of two texts, as the tokenizer puts them together."""
+
+    first: str
+    second: str
+
+
 @dataclass(frozen=True)
 class ParsedRequest:
     """A valid body, before tokenisation."""
 
-    kind: Literal["completion", "chat"]
+    kind: Literal["completion", "chat", "embedding", "score"]
     model: str
     sampling: SamplingParams  # `max_tokens` holds only where `max_tokens_field` names one, `seed` where `has_seed`
     has_seed: bool  # `False`: each prompt is to draw its own
@@ -39,7 +47,7 @@ class ParsedRequest:
     return_token_ids: bool = False
     add_special_tokens: bool = False  # to the text of a prompt, by the tokenizer
     reasoning_fields: tuple[str, ...] = ()  # those that are set; the model may have no such thing
-    prompts: tuple[str | tuple[int, ...], ...] = ()  # of a completion: texts or token ids
+    prompts: tuple[str | tuple[int, ...] | TextPair, ...] = ()  # of all but a chat: texts or token ids
     messages: tuple[dict[str, Any], ...] = ()  # of a chat
     prompt_field: str = "prompt"  # which errors name
     tool_use: ToolUse = NO_TOOLS
@@ -65,6 +73,8 @@ class ParsedRequest:
     thinking_field: str = ""  # the field that says so
     separates_reasoning: bool = True  # from what is said, where the model's template marks it
     includes_reasoning: bool = True  # in the answer, where it is separated
+    pools: bool = False  # a vector of each prompt is wanted, and no token
+    vector_size: int = 0  # numbers of one in the answer
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:

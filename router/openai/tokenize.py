@@ -13,7 +13,7 @@ from router.openai.model_card import ModelCard
 from router.openai.reasoning import marks_of
 from router.openai.refusal import refuse
 from router.openai.request_fields import REASONING_SWITCHES
-from router.openai.schema import ParsedRequest
+from router.openai.schema import ParsedRequest, TextPair
 from router.request.request import Request
 from router.tools.formats import is_read
 from tandem.core.chat_template import ChatOptions
@@ -72,6 +72,7 @@ def requests_from(
                 gives_output=parsed.gives_output,
                 cache_salt=parsed.cache_salt,
                 asks_for_salt=bool(parsed.cache_salt),
+                pools=parsed.pools,
                 shows_stop=parsed.shows_stop,
                 echoed_text=_echoed(parsed, text if prompt_ids is given_ids else None, prompt_ids, tokenizer),
             )
@@ -90,12 +91,18 @@ def _prompts(parsed: ParsedRequest, tokenizer: Tokenizer, card: ModelCard) -> li
     _check_reasoning(parsed, tokenizer)
     check_documents(parsed.chat, tokenizer)
     prompts = (_rendered(parsed, tokenizer),) if parsed.kind == "chat" else parsed.prompts
-    return [
-        (prompt, tokenizer.encode(prompt, add_special_tokens=parsed.add_special_tokens))
-        if isinstance(prompt, str)
-        else (None, list(prompt))
-        for prompt in prompts
-    ]
+    return [_encoded(prompt, parsed, tokenizer) for prompt in prompts]
+
+
+def _encoded(
+    prompt: str | tuple[int, ...] | TextPair, parsed: ParsedRequest, tokenizer: Tokenizer
+) -> tuple[str | None, list[int]]:
+    match prompt:
+        case str():
+            return prompt, tokenizer.encode(prompt, add_special_tokens=parsed.add_special_tokens)
+        case TextPair(first, second):
+            return None, tokenizer.encode(first, second, add_special_tokens=parsed.add_special_tokens)
+    return None, list(prompt)
 
 
 def _rendered(parsed: ParsedRequest, tokenizer: Tokenizer) -> str:
@@ -202,7 +209,7 @@ def unread_variables(parsed: ParsedRequest, tokenizer: Tokenizer) -> tuple[str, 
 
 def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:
     token_ids = {
-        "prompt": [i for prompt in parsed.prompts if not isinstance(prompt, str) for i in prompt],
+        parsed.prompt_field: [i for prompt in parsed.prompts if isinstance(prompt, tuple) for i in prompt],
         "stop_token_ids": parsed.sampling.stop_token_ids,
         "allowed_token_ids": parsed.sampling.allowed_token_ids,
         "logit_bias": [i for i, _ in parsed.sampling.logit_bias],
@@ -221,6 +228,10 @@ def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 def _max_tokens(parsed: ParsedRequest, num_prompt_tokens: int, max_context: int | None, field: str) -> int:
     """What the client asked for, or the default, cut to the context; an explicit wish is never cut."""
+    if parsed.pools:
+        if max_context is not None and num_prompt_tokens > max_context:
+            raise too_long(max_context, f"{field} has {num_prompt_tokens} tokens; shorten it", field)
+        return 1
     asked = parsed.sampling.max_tokens if parsed.max_tokens_field is not None else None
     if max_context is None:
         if asked is None and parsed.kind == "chat":

@@ -66,13 +66,14 @@ class AttemptEnd:
         worker: whose fault it is.
         is_exit_proven: another worker saw its process end; the router's own stream may not have broken yet.
         prefill: of the attempt; `None` where decode was to do without.
+        decode: of the attempt; `None` where a prompt was pooled.
     """
 
     fault: Fault
     worker: WorkerKey
     error: TandemError
     prefill: WorkerKey | None
-    decode: WorkerKey
+    decode: WorkerKey | None
     is_exit_proven: bool = False
 
 
@@ -128,14 +129,14 @@ class Recovery:
                     self._exclude.add(end.worker)
             case Fault.FAILED:  # either may be the cause
                 self._avoid.update(key for key in (end.prefill, end.decode) if key is not None)
-            case Fault.LINK_BROKEN:  # neither is to blame, but prefill has the pages
+            case Fault.LINK_BROKEN if end.decode is not None:  # neither is to blame, but prefill has the pages
                 self._avoid.add(end.decode)
             case Fault.OVERLOADED:
                 wanted_s = end.error.retry_after_s if isinstance(end.error, OverloadedError) else 0.0
                 self._rest_until_s[end.worker] = now_s + min(wanted_s, self._limits.max_rest_s)
             case Fault.REFUSED | Fault.MOVED | Fault.LEFT:
                 self._exclude.add(end.worker)
-            case Fault.UNSERVED:
+            case Fault.UNSERVED | Fault.LINK_BROKEN:
                 pass
 
     def after(self, end: AttemptEnd) -> Plan:
@@ -214,7 +215,7 @@ def failure(
     error: TandemError,
     worker: WorkerKey,
     prefill: WorkerKey | None,
-    decode: WorkerKey,
+    decode: WorkerKey | None,
     *,
     leaving: Collection[WorkerKey] = (),
 ) -> AttemptEnd:
@@ -232,11 +233,11 @@ def failure(
 
     if reason == "writer_exited" and worker == decode and prefill is not None:
         return exited(prefill)
-    if reason == "receiver_exited" and worker == prefill:
+    if reason == "receiver_exited" and worker == prefill and decode is not None:
         return exited(decode)
     if isinstance(error, DrainingError):
         return AttemptEnd(Fault.REFUSED, worker, error, prefill, decode)
-    if reason == "draining":  # prefill passes on what decode said
+    if reason == "draining" and decode is not None:  # prefill passes on what decode said
         return AttemptEnd(Fault.REFUSED, decode, error, prefill, decode)
     if reason == "link_broken" and worker == prefill:
         return AttemptEnd(Fault.LINK_BROKEN, worker, error, prefill, decode)

@@ -62,6 +62,7 @@ class RequestFacts:
         prefix: who holds how much of the prompt's beginning, as far as is known.
         deadline_s: when its client gives up, on the router's clock; `None` where it does not.
         mixed_pool_tokens: the longest prompt of the mixed pool; longer ones would slow the other sequences for long.
+        pools: a prefill worker serves it alone.
     """
 
     num_prompt_tokens: int
@@ -70,6 +71,7 @@ class RequestFacts:
     deadline_s: float | None = None
     mixed_pool_tokens: int = 0
     is_first_attempt: bool = True
+    pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`prefill` is `None` where decode is asked first; it may compute up to `max_local_tokens` by itself."""
+    """`prefill` is `None` where decode is asked first; it may compute up to `max_local_tokens` by itself. `decode` is
+    `None` where the prompt is pooled."""
 
     prefill: WorkerKey | None
-    decode: WorkerKey
+    decode: WorkerKey | None
     max_local_tokens: int
     why: Why
     weighed: tuple[Candidate, ...] = ()  # where a known prefix made it weigh some
@@ -139,6 +142,8 @@ def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Rou
         NoWorkerError: a pool is empty; names it.
         IncompatibleError: no prefill worker has the format of a decode worker; names who and what differs.
     """
+    if facts.pools:
+        return Route(_for_pooling(snapshot, wishes).key, None, 0, Why.LOAD)
     if wishes.max_local_tokens and (asked := snapshot.decode.find(wishes.decode)) is not None:
         return Route(None, asked.key, wishes.max_local_tokens, Why.KEPT)
     alone = _computes_alone(snapshot, facts)
@@ -180,15 +185,19 @@ def choose_prefill(
     return best.key
 
 
-def check_ready(snapshot: Snapshot) -> None:
-    """Raises as `choose` does unless a request could be placed: both pools have a ready worker, and two pair."""
-    _pairable(snapshot, ANY)
+def check_ready(snapshot: Snapshot, *, pools: bool = False) -> None:
+    """Raises as `choose` does unless a request could be placed: both pools have a ready worker, and two pair. One that
+    `pools` needs a prefill worker alone."""
+    if pools:
+        _taken(Role.PREFILL, snapshot.prefill, ANY)
+    else:
+        _pairable(snapshot, ANY)
 
 
-def check_placeable(snapshot: Snapshot) -> None:
+def check_placeable(snapshot: Snapshot, *, pools: bool = False) -> None:
     """Raises as `choose` does unless a request can be placed now, or when a worker that is coming is there."""
-    if not snapshot.may_get_better:
-        check_ready(snapshot)
+    if not snapshot.may_get_better(pools=pools):
+        check_ready(snapshot, pools=pools)
 
 
 # --- who can ------------------------------------------------------------------------------------------------------
@@ -218,6 +227,17 @@ def _incompatible(prefill: WorkerLoad, decode: WorkerKey, kv_format: KvFormat) -
     return IncompatibleError(
         f"no prefill worker can pair with a decode worker: {'; '.join(differing)} (see GET /v1/cluster)"
     )
+
+
+# --- prefill alone ------------------------------------------------------------------------------------------------
+
+
+def _for_pooling(snapshot: Snapshot, wishes: Wishes) -> WorkerLoad:
+    """The least loaded prefill worker, whatever its format: its pages go nowhere."""
+    _taken(Role.PREFILL, snapshot.prefill, wishes)
+    formats = [f for f in snapshot.prefill.formats if snapshot.prefill.first(wishes.exclude, f)]
+    best = [_prefills(snapshot, wishes, kv_format, 1)[0] for kv_format in formats]
+    return min(best, key=lambda worker: (worker.key in wishes.avoid, prefill_load(worker)))
 
 
 # --- decode alone -------------------------------------------------------------------------------------------------

@@ -53,9 +53,11 @@ class Snapshot:
         """Of workers that are not followed any further."""
         return cls(Pool(Role.PREFILL, prefill), Pool(Role.DECODE, decode), **others)
 
-    @property
-    def may_get_better(self) -> bool:
-        """Whether the membership says that a request which cannot be placed now can be placed later."""
+    def may_get_better(self, *, pools: bool = False) -> bool:
+        """Whether the membership says that a request which cannot be placed now can be placed later; one that `pools`
+        needs a prefill worker alone."""
+        if pools:
+            return bool(self.prefill) or self.is_prefill_coming
         if self.prefill and self.decode:  # but no two of them pair
             return self.is_prefill_coming or self.is_decode_coming
         return bool((self.prefill or self.is_prefill_coming) and (self.decode or self.is_decode_coming))

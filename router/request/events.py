@@ -46,6 +46,14 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPooled:
+    """The vector of a prompt, whole."""
+
+    attempt: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillEnded:
     """Every choice ended with its first token: there is no handoff."""
 
@@ -127,6 +135,7 @@ Event: TypeAlias = (
     | PrefillStarted
     | LocalPrefillStarted
     | PromptScored
+    | PromptPooled
     | PrefillEnded
     | HandoffDone
     | Admitted

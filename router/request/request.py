@@ -30,6 +30,7 @@ class Request:
     tenant: Tenant = ANYBODY
     shows_stop: bool = False  # what stopped a choice is in its text
     echoed_text: str = ""  # of the prompt, before each choice's own
+    pools: bool = False  # a vector of the prompt is wanted, and no token
 
     @property
     def protocol(self) -> int:
@@ -63,6 +64,7 @@ class Delta:
     stopped_by: str | None = None  # the stop string that ended the choice
     #: Of the prompt's tokens, where they are wanted; with the first delta of a request.
     prompt_scores: tuple[TokenScore | None, ...] = ()
+    vector: tuple[float, ...] = ()  # of a prompt that is pooled
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,10 @@ def reserve(request: Request, journal: Journal, *, age_s: float, max_local_token
 
 
 def start_prefill(
-    request: Request, journal: Journal, decode: common_pb2.WorkerInfo, *, age_s: float
+    request: Request, journal: Journal, decode: common_pb2.WorkerInfo | None, *, age_s: float
 ) -> prefill_pb2.PrefillCommand:
-    start = prefill_pb2.StartPrefill(**_spec(request, journal, age_s), decode=decode)
+    """`decode`: where the pages go; `None`: the prompt is pooled."""
+    start = prefill_pb2.StartPrefill(**_spec(request, journal, age_s), decode=decode, pools=request.pools)
     return prefill_pb2.PrefillCommand(start=start)
 
 
@@ -116,6 +117,8 @@ def event_from_proto(message: Any, worker: WorkerKey) -> events.Event | None:
             return events.PrefillEnded(message.attempt)
         case common_pb2.PromptScored():
             return events.PromptScored(message.attempt, message.first, tuple(map(_score_from_proto, message.tokens)))
+        case prefill_pb2.PromptPooled():
+            return events.PromptPooled(message.attempt, tuple(message.values))
         case common_pb2.AttemptFailed():
             return events.AttemptFailed(message.attempt, worker, error_from_proto(message.error))
     return None

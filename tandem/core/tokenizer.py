@@ -88,15 +88,18 @@ class Tokenizer:
 
     # -- text to ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; `add_special_tokens` lets the post-processor add its own (a BOS, say).
+    def encode(self, text: str, second: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`, and of a `second` one behind it as the post-processor puts two together.
+
+        `add_special_tokens` lets the post-processor add its own (a BOS, say).
 
         Half a surrogate pair, which JSON can write as an escape and UTF-8 cannot carry, counts as U+FFFD.
         """
         try:
-            encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoded = self._backend.encode(text, second, add_special_tokens=add_special_tokens)
         except TypeError:  # what the library says of such halves; a look at every text would cost more
-            encoded = self._backend.encode(_SURROGATE.sub("\ufffd", text), add_special_tokens=add_special_tokens)
+            whole, rest = (part and _SURROGATE.sub("\ufffd", part) for part in (text, second))
+            encoded = self._backend.encode(whole, rest, add_special_tokens=add_special_tokens)
         return encoded.ids
 
     @property

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from tandem.core.errors import ConfigError
+from tandem.core.pooling import Pooling, read_pooling
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
@@ -53,6 +55,7 @@ class Engine:
         attention: name of the attention kernel in use.
         fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
         linear: whose products of linear layers are in use, "packed" or "torch".
+        pooling: how the checkpoint pools; `None`: it generates.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         max_context: int,
         num_threads: int,
+        pooling: Pooling | None = None,
     ) -> None:
         """`make_arena` is called when the weights are as they stay: what was needed on the way there is free again."""
         self.layout = layout
+        self.pooling = pooling
         self.vocab_size = loader.vocab_size_of(model)
         self.eos_token_ids = eos_token_ids
         self.max_context = max_context
@@ -130,20 +135,21 @@ class Engine:
         """
         target = _device(device)
         threads = _set_threads(num_threads)
-        config = loader.load_config(model_dir)
+        config, pooling = loader.load_config(model_dir), read_pooling(Path(model_dir))
         resolved = loader.choose_dtype(dtype, config, target)
         layout = loader.derive_layout(config, page_size, resolved)
         context = loader.context_of(config, max_context)
         backend = select_backend(layout, target, threads)
         if probe:
             probe_architecture(config, num_threads=threads)
-        model = loader.load_model(model_dir, config, resolved, target)
+        model = loader.load_model(model_dir, config, resolved, target, pooling)
         num_scratch = int(_has_scratch_page(backend, target))
 
         def make_arena() -> KVArena:
             return KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
 
-        engine = cls(model, layout, make_arena, backend, loader.eos_of(model_dir, config), context, threads)
+        eos = loader.eos_of(model_dir, config)
+        engine = cls(model, layout, make_arena, backend, eos, context, threads, pooling)
         _log.info(
             "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, "
             "fused: %s; %d threads",
@@ -169,7 +175,8 @@ class Engine:
         token of this batch, while later layers are still to come. It must not raise and should be short.
 
         Returns the logits as float32 `[sum of num_logits, vocab_size]`, in the order of the sequences, on the
-        engine's device. The next forward may write over them.
+        engine's device; of a checkpoint that pools, hidden states or scores, `[sum of num_logits, N]`. The
+        next forward may write over them.
 
         Raises `ValueError` for a sequence that is outside of its pages, the context or the vocabulary; nothing has
         been written then.

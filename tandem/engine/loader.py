@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as hf_logging
 
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from tandem.core.pooling import Pooling, PoolingTask
 from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
+from tandem.engine.pooling_model import PoolingModel
 
 # Says where a model comes from or how it is run, not what it computes.
 _CONFIG_NOISE = frozenset(
@@ -67,12 +78,25 @@ def choose_dtype(dtype: str, config: PreTrainedConfig, device: torch.device) -> 
 
 
 def load_model(
-    model_dir: str | os.PathLike[str], config: PreTrainedConfig, dtype: str, device: torch.device
+    model_dir: str | os.PathLike[str],
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    pooling: Pooling | None = None,
 ) -> PreTrainedModel:
-    """Load the weights, with Tandem's attention. Raises `ModelLoadError` if any weight is missing or misshapen."""
+    """Load the weights, with Tandem's attention.
+
+    Args:
+        pooling: of a checkpoint that does not generate; the model gives what is pooled in place of logits.
+
+    Raises:
+        ModelLoadError: a weight is missing or misshapen.
+        UnsupportedModelError: a head is not known here.
+    """
+    kind: Any = _AUTO_MODELS[pooling.task if pooling is not None else None]
     hf_logging.disable_progress_bar()  # a server's log is no terminal
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             model_dir,
             config=config,
             dtype=TORCH_DTYPES[dtype],
@@ -88,10 +112,28 @@ def load_model(
         if report.get(problem):
             names = ", ".join(str(name) for name in list(report[problem])[:5])
             raise ModelLoadError(f"{model_dir}: {problem.replace('_', ' ')}: {names}")
+    if pooling is not None:
+        model = PoolingModel(model.base_model, _head_of(model, pooling))
     if device.type != "cpu":
         model = model.to(device)
     result: PreTrainedModel = model.eval()
     return result
+
+
+_AUTO_MODELS = {
+    None: AutoModelForCausalLM,
+    PoolingTask.EMBED: AutoModel,
+    PoolingTask.SCORE: AutoModelForSequenceClassification,
+}
+
+
+def _head_of(model: PreTrainedModel, pooling: Pooling) -> nn.Module:
+    if pooling.task is PoolingTask.EMBED:
+        return nn.Identity()
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear layer `score`; such heads are not served")
+    return head
 
 
 def derive_layout(config: PreTrainedConfig, page_size: int, dtype: str) -> KVLayout:

@@ -39,11 +39,15 @@ class ScheduledSequence:
     num_tokens: int
     samples: bool  # the step reaches the newest token, and a token is sampled after it
     scored: range = NO_TOKENS  # tokens of the prompt whose log-probabilities the step gives
+    pooled: range = NO_TOKENS  # tokens of the prompt whose hidden states become part of its vector
 
     @property
     def num_logits(self) -> int:
         """After so many of its last tokens logits are needed."""
-        return self.start + self.num_tokens - self.scored.start + 1 if self.scored else int(self.samples)
+        end = self.start + self.num_tokens
+        if self.pooled:
+            return end - self.pooled.start
+        return end - self.scored.start + 1 if self.scored else int(self.samples)
 
 
 @dataclass(slots=True)

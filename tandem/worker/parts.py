@@ -129,6 +129,7 @@ class WorkerParts:
             eos=frozenset(self.engine.eos_token_ids),
             max_choices=self.config.limits.max_choices,
             priority_ageing_s=self.config.scheduling.priority_ageing_s,
+            pooling=self.engine.pooling,
         )
 
     def ask_transfer(self, command: Callable[[Transport], _T]) -> Future[_T]:
@@ -244,7 +245,8 @@ def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
         device=place.device,
         max_context=config.cache.max_context or None,
     )
-    engine.warmup(config.scheduling.max_num_seqs if role is Role.DECODE else 0)
+    generates = role is Role.DECODE and engine.pooling is None
+    engine.warmup(config.scheduling.max_num_seqs if generates else 0)
     return engine
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
+from tandem.core.pooling import Pooling
 from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.prompt_scoring import PromptScoring
@@ -33,6 +34,7 @@ class AttemptSpec:
     age_s: float = 0.0  # since the router took the request in, over all attempts
     scoring: PromptScoring | None = None  # set where the prompt's log-probabilities are wanted
     cache_salt: str = ""
+    pools: bool = False  # a vector of the prompt is wanted, and no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class RequestLimits:
         eos: ids that end a text.
         max_choices: of one request.
         priority_ageing_s: what a level of priority is worth; see `tandem.worker.turn`.
+        pooling: how the model pools; `None`: it generates.
     """
 
     vocab_size: int
@@ -52,6 +55,7 @@ class RequestLimits:
     eos: frozenset[int]
     max_choices: int
     priority_ageing_s: float = 0.0
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,14 @@ class PromptScored:
     key: AttemptKey
     first: int
     tokens: tuple[TokenScore, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPooled:
+    """The numbers that the model makes of a prompt, before they are normalised or squashed."""
+
+    key: AttemptKey
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,11 +340,14 @@ class BatchScheduler:
         batch.preempted.append(sequence)
 
     def _put(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
-        samples, scored = num_tokens == sequence.num_to_compute and sequence.samples, NO_TOKENS
+        samples = num_tokens == sequence.num_to_compute and sequence.samples
+        scored = pooled = NO_TOKENS
         if sequence.scoring is not None:
             scored = sequence.scoring.in_step(sequence.num_computed, num_tokens, sequence.num_prompt)
             batch.num_scored_tokens += len(scored)
-        batch.items.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples, scored))
+        if sequence.pooling is not None:
+            pooled = sequence.pooling.in_step(sequence.num_computed, num_tokens, sequence.num_prompt)
+        batch.items.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples, scored, pooled))
 
     def _may_join(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a chunk may share the step. Where a long prompt keeps the processor busy and does not end, a chunk

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.core.pages import next_page_keys, salted
 from tandem.core.sampling import SamplingParams
+from tandem.worker.prompt_pooling import PromptPooling
 from tandem.worker.prompt_scoring import PromptScoring
 
 
@@ -49,6 +50,8 @@ class Sequence:
     promoted: bool = False
     # Log-probabilities of the prompt's tokens are wanted; `None`: they are not.
     scoring: PromptScoring | None = None
+    # A vector of the prompt is wanted, and no token; `None`: it is not.
+    pooling: PromptPooling | None = None
     cache_salt: str = ""  # its cached pages are found under an equal one only
     owner: Any = None  # what the role keeps beside it
 
@@ -69,6 +72,8 @@ class Sequence:
     @property
     def num_cacheable(self) -> int:
         """How many leading tokens need not be computed where their KV is cached: no logits after them are needed."""
+        if self.pooling is not None:
+            return self.pooling.num_cacheable(self.num_prompt)
         if self.scoring is not None and self.is_to_score:
             return self.scoring.num_known - 1
         return len(self.token_ids) - 1

@@ -12,9 +12,13 @@ from tandem.worker.sequence import finish_reason
 def validate(spec: AttemptSpec, limits: RequestLimits) -> None:
     """Raises `InvalidRequestError` for a prompt that this worker's model cannot compute, or for too many choices."""
     request_id, num_tokens = spec.key.request_id, len(spec.prompt_ids)
-    if not 0 < num_tokens < limits.max_context:
+    if spec.pools != (limits.pooling is not None):
+        does, asked = ("pools", "generates") if limits.pooling is not None else ("generates", "pools")
+        raise InvalidRequestError(f"this worker's model {does}; the request {asked}", request_id=request_id)
+    most = limits.max_context if spec.pools else limits.max_context - 1  # else a token of output must fit
+    if not 0 < num_tokens <= most:
         raise InvalidRequestError(
-            f"the prompt has {num_tokens} tokens, must have 1 to {limits.max_context - 1}",
+            f"the prompt has {num_tokens} tokens, must have 1 to {most}",
             field="prompt",
             request_id=request_id,
         )

@@ -40,6 +40,7 @@ def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> Att
         age_s=message.age_s,
         scoring=_scoring_from_proto(message.scoring) if message.HasField("scoring") else None,
         cache_salt=message.cache_salt,
+        pools=isinstance(message, prefill_pb.StartPrefill) and message.pools,
     )
 
 

@@ -118,6 +118,7 @@ class StartPrefill(_message.Message):
     AGE_S_FIELD_NUMBER: _builtins.int
     SCORING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
@@ -127,6 +128,8 @@ class StartPrefill(_message.Message):
     """Seconds since the router took the request in, whatever came of earlier attempts: hosts' clocks differ."""
     cache_salt: _builtins.str
     """cached prefixes are shared under equal ones only"""
+    pools: _builtins.bool
+    """a vector is wanted and no token: there is no `decode`, and no handoff"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -157,10 +160,11 @@ class StartPrefill(_message.Message):
         age_s: _builtins.float = ...,
         scoring: _common_pb2.PromptScoring | None = ...,
         cache_salt: _builtins.str = ...,
+        pools: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "decode", b"decode", "journal", b"journal", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "decode", b"decode", "journal", b"journal", "num_choices", b"num_choices", "pools", b"pools", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -239,6 +243,7 @@ class PrefillEvent(_message.Message):
     LINK_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -257,6 +262,8 @@ class PrefillEvent(_message.Message):
     def scored(self) -> _common_pb2.PromptScored: ...
     @_builtins.property
     def cached(self) -> _common_pb2.CachedPages: ...
+    @_builtins.property
+    def pooled(self) -> Global___PromptPooled: ...
     def __init__(
         self,
         *,
@@ -269,12 +276,13 @@ class PrefillEvent(_message.Message):
         link: Global___LinkChanged | None = ...,
         scored: _common_pb2.PromptScored | None = ...,
         cached: _common_pb2.CachedPages | None = ...,
+        pooled: Global___PromptPooled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "pooled", b"pooled", "scored", b"scored", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "scored", b"scored", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "ended", b"ended", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handoff_done", b"handoff_done", "hello", b"hello", "link", b"link", "pooled", b"pooled", "scored", b"scored", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed", "link", "scored", "cached"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "started", "first_token", "handoff_done", "ended", "failed", "link", "scored", "cached", "pooled"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -406,8 +414,38 @@ class HandoffDone(_message.Message):
 Global___HandoffDone: _TypeAlias = HandoffDone  # noqa: Y015
 
 @_typing.final
+class PromptPooled(_message.Message):
+    """What the model makes of a prompt that is pooled; `PrefillEnded` follows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """before they are normalised or squashed"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptPooled: _TypeAlias = PromptPooled  # noqa: Y015
+
+@_typing.final
 class PrefillEnded(_message.Message):
-    """Every choice ended with its first token: there is nothing to hand off."""
+    """Every choice ended with its first token, or the prompt is pooled: there is nothing to hand off."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

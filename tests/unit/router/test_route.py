@@ -190,4 +190,4 @@ def test_waiting_makes_sense_where_the_membership_says_so(
     prefill: list[WorkerLoad], decode: list[WorkerLoad], is_prefill_coming: bool, is_decode_coming: bool, hope: bool
 ) -> None:
     snapshot = Snapshot.of(prefill, decode, is_prefill_coming=is_prefill_coming, is_decode_coming=is_decode_coming)
-    assert snapshot.may_get_better is hope
+    assert snapshot.may_get_better() is hope

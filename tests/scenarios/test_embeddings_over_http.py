@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 
 from tests.scenarios.processes import ProcessCluster, running
 from tests.support.pooling_models import embeddings_of, save_embedder, save_scorer, scores_of
-from tests.support.waiting import wait_until
 
 TEXTS = ["short", *("a text of some length. " * n + f"It ends with {n}." for n in range(1, 12))]
 #: Prompts are cut into several chunks, and several share a step.
@@ -36,8 +35,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedding_cluster(embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """2P1D. Leave it idle and whole."""
-    with running(tmp_path_factory.mktemp("2p1d"), 2, 1, model=str(embedder), config=CONFIG) as cluster:
+    """2P1D with fault points. Leave it idle and whole."""
+    points, directory = tmp_path_factory.mktemp("points"), tmp_path_factory.mktemp("2p1d")
+    with running(directory, 2, 1, model=str(embedder), config=CONFIG, points=points) as cluster:
         yield cluster
 
 
@@ -82,10 +82,12 @@ def test_the_score_of_two_texts_is_the_cosine_of_their_vectors(
 def test_a_prefill_worker_that_dies_in_the_middle_changes_no_vector(
     embedding_cluster: ProcessCluster, embedder: Path
 ) -> None:
-    """Both workers hold prompts when one of them is killed."""
-    texts = [f"{n} " + "many words are in this text. " * 14 for n in range(48)]
+    """One dies before its fifth step: it has computed a part of a prompt that takes seven."""
+    texts = [f"{n} " + "many words are in this text. " * 14 for n in range(8)]
     wanted = embeddings_of(embedder, ids_of(embedder, texts), "mean").tolist()
     cluster = embedding_cluster
+    assert cluster.points is not None
+    (cluster.points / "prefill-0.prefill.chunk").write_text("5 kill")
 
     def ask(number: int) -> list[float]:
         body = {"model": "m", "input": texts[number]}
@@ -96,13 +98,14 @@ def test_a_prefill_worker_that_dies_in_the_middle_changes_no_vector(
 
     with ThreadPoolExecutor(len(texts)) as pool:
         answers = [pool.submit(ask, number) for number in range(len(texts))]
-        wait_until(lambda: any(answer.done() for answer in answers), "a first answer")
-        cluster.workers["prefill-0"].end()
+        cluster.workers["prefill-0"].popen.wait(60)
+        cluster.publish()
         cluster.start_worker("prefill").wait_ready()
         cluster.publish()
         found = [answer.result() for answer in answers]
     for vector, expected in zip(found, wanted, strict=True):
         assert vector == pytest.approx(expected, abs=1e-5)
+    assert cluster.metric("tandem_retries_total", reason="worker_lost") > 0
     cluster.wait_idle()
 
 

@@ -223,6 +223,7 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
     role, events_type, kind = ROLE_PREFILL, prefill_pb2.PrefillEvents, "prefill"
     num_cached_tokens = 1  # of each prompt
     num_computed_tokens = 3
+    vector = (3.0, 4.0)  # of each prompt that is pooled
 
     def __init__(self, name: str, **options: Any) -> None:
         self._attached: set[tuple[str, int]] = set()  # whom decode has let write: (request id, attempt)
@@ -237,7 +238,9 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
 
     def answer(self, command: prefill_pb2.PrefillCommand) -> None:
         """Computes on `start`, hands off on `attach`."""
-        if command.WhichOneof("command") == "start":
+        if command.WhichOneof("command") == "start" and command.start.pools:
+            self.pooled(command.start)
+        elif command.WhichOneof("command") == "start":
             self.first_tokens(command.start)
         elif (command.attach.request_id, command.attach.attempt) in self._attached:
             self.handoff_done(command.attach)
@@ -270,6 +273,12 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
             self.emit(
                 ended=prefill_pb2.PrefillEnded(request_id=start.request_id, attempt=start.attempt, compute_s=0.01)
             )
+
+    def pooled(self, start: prefill_pb2.StartPrefill) -> None:
+        self.started(start)
+        names = {"request_id": start.request_id, "attempt": start.attempt}
+        self.emit(pooled=prefill_pb2.PromptPooled(**names, values=self.vector))
+        self.emit(ended=prefill_pb2.PrefillEnded(**names, compute_s=0.01))
 
     def started(self, start: prefill_pb2.StartPrefill) -> None:
         self.emit(

@@ -7,6 +7,7 @@ document forbids is refused. The seed is fixed: the same cases in each run.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS
 
+from tests.support.pooling_models import write_modules
 from tests.support.router_site import EOS, Site, in_background, opened_site
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+POOLING = ("/v1/embeddings", "/score", "/v1/score")
 TOKENIZING = ("/tokenize", "/detokenize")
 GETS = (
     "/", "/v1/models", "/v1/models/{model}", "/v1/cluster", "/health", "/ping", "/load", "/version", "/openapi.json",
@@ -41,6 +44,7 @@ FIELDS_THAT_DEPEND = {
     # What no grammar can be made of.
     "response_format.json_schema.schema", "structured_outputs.json", "structured_outputs.regex",
     "structured_outputs.grammar", "structured_outputs.json_object",
+    "text_1", "text_2", "dimensions",  # how many the one and the other have; the model's own
 }  # fmt: skip
 
 bounded = settings(
@@ -58,6 +62,15 @@ def site(checkpoint: Path) -> Iterator[Site]:
     """Any model name will do, and answers are short: the fourth token ends them."""
     with opened_site(checkpoint, {"model.served_names": ["*"]}) as site:
         site.prefill.script = site.decode.script = lambda prompt, choice, index: [97, 98, 99, EOS][min(index, 3)]
+        yield site
+
+
+@pytest.fixture(scope="module")
+def pooling_site(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("models") / "embedder"
+    shutil.copytree(checkpoint, directory)
+    write_modules(directory, "last")
+    with opened_site(directory, {"model.served_names": ["*"]}) as site:
         yield site
 
 
@@ -90,7 +103,7 @@ def check(site: Site, case: Case) -> Any:
 
 def test_the_document_is_sound_and_names_every_route(site: Site, schema: schemathesis.BaseSchema) -> None:
     schema.validate()
-    assert set(document(site)["paths"]) == {*POSTS, *TOKENIZING, *GETS, REQUEST, EXPLAIN, ENDLESS}
+    assert set(document(site)["paths"]) == {*POSTS, *POOLING, *TOKENIZING, *GETS, REQUEST, EXPLAIN, ENDLESS}
 
 
 def boundary_cases(schema: schemathesis.BaseSchema, path: str, method: str, mode: GenerationMode) -> Iterator[Case]:
@@ -108,6 +121,18 @@ def boundary_cases(schema: schemathesis.BaseSchema, path: str, method: str, mode
 @pytest.mark.long
 @pytest.mark.parametrize("path", [*POSTS, *TOKENIZING])
 def test_what_the_document_allows_is_taken(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:
+    check_allowed(site, schema, path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", POOLING)
+def test_the_same_of_what_a_model_that_pools_answers(pooling_site: Site, path: str) -> None:
+    described = schemathesis.openapi.from_dict(document(pooling_site))
+    check_allowed(pooling_site, described, path)
+    check_forbidden(pooling_site, described, path)
+
+
+def check_allowed(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:
     statuses = []
 
     def allowed(case: Case) -> None:
@@ -129,7 +154,7 @@ def test_what_the_document_allows_is_taken(site: Site, schema: schemathesis.Base
 
 def check_answer(site: Site, path: str, body: Any, text: str) -> None:
     """What schemathesis does not look into: the events of a stream, each against its schema."""
-    if path in TOKENIZING or not body.get("stream"):
+    if path in (*TOKENIZING, *POOLING) or not body.get("stream"):
         return
     frames = text.split("\n\n")
     if "completions" in path:
@@ -147,6 +172,10 @@ def check_answer(site: Site, path: str, body: Any, text: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("path", [*POSTS, *TOKENIZING])
 def test_what_the_document_forbids_is_refused(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:
+    check_forbidden(site, schema, path)
+
+
+def check_forbidden(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:
     num_started = site.prefill.count("start")
     statuses = []
 

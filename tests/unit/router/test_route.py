@@ -173,6 +173,26 @@ def test_workers_that_do_not_pair_are_named_with_what_differs() -> None:
     assert "transport" not in error.value.message
 
 
+def test_a_prompt_that_is_pooled_goes_to_the_least_loaded_prefill_worker_of_any_format() -> None:
+    facts, idle = RequestFacts(10, pools=True), load("p1", layout="b")
+    snapshot = Snapshot.of([load("p0", queued_tokens=9), idle], [])
+    assert choose(snapshot, facts) == Route(idle.key, None, 0, Why.LOAD)
+    assert choose(snapshot, facts, Wishes(avoid=frozenset({idle.key}))).prefill == WorkerKey("p0", "1")
+    assert choose(snapshot, facts, Wishes(exclude=frozenset({idle.key}))).prefill == WorkerKey("p0", "1")
+    alone = Snapshot.of([idle], [])
+    assert choose(alone, facts, Wishes(avoid=frozenset({idle.key}))).prefill == idle.key
+    with pytest.raises(NoWorkerError, match="no prefill worker is ready"):
+        choose(alone, facts, Wishes(exclude=frozenset({idle.key})))
+
+
+def test_a_prompt_that_is_pooled_waits_for_a_prefill_worker_alone() -> None:
+    check_ready(Snapshot.of([load("p0")], []), pools=True)
+    check_placeable(Snapshot.of([], [], is_prefill_coming=True), pools=True)
+    assert Snapshot.of([load("p0")], []).may_get_better(pools=True)
+    with pytest.raises(NoWorkerError, match="no prefill worker is ready"):
+        check_placeable(Snapshot.of([], [load("d0")], is_decode_coming=True), pools=True)
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "is_prefill_coming", "is_decode_coming", "hope"),
     [

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.protocol.messages import AttemptKey
@@ -66,10 +66,11 @@ def check(sequence: Sequence) -> None:
     assert sequence.pooling.total.tolist() == wanted[sequence.pooling.kind]
 
 
+@pytest.mark.parametrize("kind", list(PoolingKind))
 @settings(max_examples=60, deadline=None)
+@example(lengths=[40, 40], tokens=16, preempted_after=0)
 @given(
-    kind=st.sampled_from(PoolingKind),
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     tokens=st.integers(CHUNK, 40),
     preempted_after=st.integers(0, 3),
 )
@@ -81,7 +82,7 @@ def test_each_token_that_counts_is_taken_once(
     sequences = [prompt(f"r{n}", length, kind, arrival=n) for n, length in enumerate(lengths)]
     for sequence in sequences:
         scheduler.add(sequence)
-    for number in range(200):
+    for number in range(60):
         step(scheduler)
         for sequence in [s for s in scheduler.running if not s.num_to_compute]:
             scheduler.pool.release(scheduler.remove(sequence))

@@ -6,7 +6,7 @@ so no grant waits for a step. On the *runner's* thread they are in the batch. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReaso
 from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError, TandemError
-from tandem.core.pages import page_keys, salted
+from tandem.core.pages import page_keys, pages_for, salted
 from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
@@ -97,6 +97,8 @@ class DecodeRole:
         self._will_give_pages = False  # `give_pages` is on its way to the driver's thread
         # Who is held or waits, or what is free, since `give_pages` last looked; of the driver's thread.
         self._has_changed = False
+        self._num_fetching = 0  # attempts that wait for pages to be read; of the driver's thread
+        self._step_began_s = 0.0
 
     # -- what routers ask; on the driver's thread
 
@@ -193,6 +195,33 @@ class DecodeRole:
             self._driver.denied(key, RefusalReason.ALREADY_ENDED)
             return
         self._has_changed = True
+        with self._lock:
+            is_fetched = self._fetches(job)
+        if not is_fetched:
+            self._push(job)
+
+    def _fetches(self, job: DecodeJob) -> bool:
+        """Whether pages below the pool are read before this one is queued.
+
+        Only where it can be computed here then: else its pages come from prefill, and a grant does not wait for a disk.
+        """
+        tiers, page_size = self._scheduler.tiers, self._pool.page_size
+        if tiers is None or not job.max_local_tokens:
+            return False
+        num_wanted = (job.num_tokens - 1) // page_size  # as the ledger takes
+        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size)
+        begins = tiers.fetch(job.page_keys[:num_wanted], partial(self._fetched, job), at_least=at_least)
+        self._num_fetching += begins
+        return begins
+
+    def _fetched(self, job: DecodeJob, _: Sequence[int]) -> None:
+        """What could be read of its pages is in the cache."""
+        self._num_fetching -= 1
+        if self.ledger.has(job) and job.state is AttemptState.NEW:
+            self._push(job)
+        self.give_pages()  # reading has held some, too
+
+    def _push(self, job: DecodeJob) -> None:
         try:
             with self._lock:
                 self.ledger.push(job)
@@ -383,6 +412,7 @@ class DecodeRole:
             num_cached = sum(min(s.num_cached, s.num_prompt) for s in batch.admitted)
             self._counters.num_prompt_tokens_cached += num_cached
         self._counters.num_preemptions += len(batch.preempted)
+        self._step_began_s = self._clock.now()
         self._tokens.begin_masks(batch)
         fault_points.reach("decode.step")
 
@@ -394,6 +424,9 @@ class DecodeRole:
 
     def after_step(self, batch: Batch) -> None:
         with self._lock:
+            if self._scheduler.tiers is not None:
+                num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1)
+                self._scheduler.tiers.computed(num_tokens, self._clock.now() - self._step_began_s)
             num_new = self._tokens.book(batch)
         self._pacing.first_steps_taken(num_new)
         self.snapshot()
@@ -418,7 +451,8 @@ class DecodeRole:
             computing = (s for s in self._scheduler.running if not s.is_decode)
             tokens = sum(s.num_to_compute for s in (*waiting, *computing))
             tokens += sum(attempt.num_tokens for attempt in attempts if attempt.max_local_tokens)
-            self._load.take(len(waiting) + len(attempts), tokens, self.ledger.num_to_come)
+            num_waiting = len(waiting) + len(attempts) + self._num_fetching
+            self._load.take(num_waiting, tokens, self.ledger.num_to_come)
 
     def _draining(self, key: AttemptKey) -> DrainingError:
         return DrainingError(f"{self._worker_id} is draining", request_id=key.request_id)

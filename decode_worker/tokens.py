@@ -110,7 +110,7 @@ class TokenBook:
     def _fail(self, sequence: Sequence, error: TandemError, events: Events) -> None:
         """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
         job: DecodeJob = sequence.owner.job
-        self.scheduler.pool.discard(sequence.keys)
+        self.scheduler.discard(sequence.keys)
         events[job.session].append(AttemptFailed(job.key, error))
         self.drop(job)
 

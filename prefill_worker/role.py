@@ -7,7 +7,7 @@ attached; before that the scheduler may take them for a prompt that has a grant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,8 @@ class PrefillRole:
         # Attached, and a step may be under way still. Added to by any thread.
         self._newly_attached: set[AttemptKey] = set()
         self._ended_keys = Remembered[AttemptKey](_NUM_REMEMBERED)
+        # Pages of their prompts are being read; those that are over, too.
+        self._fetching: dict[AttemptKey, PromptJob] = {}
         self._arrivals = 0
         self._times = StepSpans(self._now)
 
@@ -107,7 +109,7 @@ class PrefillRole:
             job = self._make_job(session, spec, receiver)
             is_computed = self._recall(job)
             if not is_computed and not job.needs_guide:
-                self._scheduler.add(job.sequence)
+                self._enter(job)
         except TandemError as error:
             self._driver.cancel(key)
             self._send(session, AttemptFailed(key, error))
@@ -130,6 +132,33 @@ class PrefillRole:
             if isinstance(made, TandemError):
                 raise made
             (job.guide,) = made
+            self._enter(job)
+        except TandemError as error:
+            self.fail(job.key, error)
+
+    def _enter(self, job: PromptJob) -> None:
+        """Queue its prompt to be computed. Pages of it that lie below the pool are read before, where that is worth it.
+
+        Raises as `BatchScheduler.add` does.
+        """
+        sequence, tiers = job.sequence, self._scheduler.tiers
+        if tiers is not None:
+            self._scheduler.check_fits(len(sequence.token_ids), job.key.request_id)
+            if tiers.fetch(self._scheduler.wanted_keys(sequence), partial(self._fetched, job)):
+                self._fetching[job.key] = job
+                return
+        self._scheduler.add(sequence)
+
+    def _fetched(self, job: PromptJob, pages: Sequence[int]) -> None:
+        """What could be read of its pages is in the cache."""
+        if pages:
+            for layer in range(self._num_layers):
+                self._driver.computed_layer(layer, tuple(pages))
+        if self._fetching.get(job.key) is job:
+            del self._fetching[job.key]
+        if job.over:
+            return
+        try:
             self._scheduler.add(job.sequence)
         except TandemError as error:
             self.fail(job.key, error)
@@ -264,6 +293,8 @@ class PrefillRole:
 
     def after_step(self, batch: Batch) -> None:
         self._counters.num_prompt_tokens_computed += batch.num_tokens
+        if self._scheduler.tiers is not None:
+            self._scheduler.tiers.computed(batch.num_tokens, self._times.elapsed_s)
         self._pacing.before_handoffs({item.sequence.owner.receiver for item in batch.items})
         ended: list[PromptJob] = []
         self._times.end(batch)
@@ -322,7 +353,7 @@ class PrefillRole:
 
     def _fail_sampling(self, job: PromptJob, error: TandemError) -> None:
         """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
-        self._pool.discard(job.sequence.keys)
+        self._scheduler.discard(job.sequence.keys)
         self.fail(job.key, error)
 
     def step_failed(self, batch: Batch, error: Exception) -> None:
@@ -362,7 +393,7 @@ class PrefillRole:
             return
         if isinstance(error, HandoffError) and error.reason == RefusalReason.DIGEST_MISMATCH.value:
             # The bytes may have changed here since they were sealed: the next attempt computes them anew.
-            self._pool.discard(job.sequence.keys)
+            self._scheduler.discard(job.sequence.keys)
             self.retained.drop(key.request_id)
         self._leave(job)
         self._send(job.session, AttemptFailed(key, error))
@@ -400,7 +431,8 @@ class PrefillRole:
         return sum(not job.over for job in self.jobs.values())
 
     def snapshot(self) -> None:
-        waiting = self._scheduler.waiting
+        fetching = [job.sequence for job in self._fetching.values() if not job.over]
+        waiting = [*self._scheduler.waiting, *fetching]
         tokens = sum(s.num_to_compute for s in waiting) + sum(s.num_to_compute for s in self._scheduler.running)
         self._load.take(len(waiting), tokens)
 

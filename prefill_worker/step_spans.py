@@ -20,6 +20,11 @@ class StepSpans:
         self._began_s = 0.0
         self._computed_s: float | None = None
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the step began."""
+        return self._now() - self._began_s
+
     def begin(self) -> None:
         self._began_s, self._computed_s = self._now(), None
 

@@ -97,6 +97,18 @@ class CacheConfig:
         True, "Keep full pages of ended requests for prompts that begin alike; the least recently used go first. Turn "
         "it off where prompts share nothing."
     )
+    disk_path: str = _key(
+        "", "Directory for copies of cached pages, which outlive eviction and the worker; each worker makes one of its "
+        "own in it, on its node. Set it where prompts come again later than memory lasts; empty: none are kept on disk."
+    )
+    disk_bytes: int = _key(
+        16 << 30, "The most bytes of each worker's pages on disk (`disk_path`); the least recently used go first.",
+        minimum=1 << 20,
+    )
+    host_bytes: int = _key(
+        0, "Bytes of host memory of each worker for copies of cached pages; 0: none. Set it where pages lie on GPUs.",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -393,6 +405,13 @@ def _check_relations(config: Config) -> None:
             f"scheduling.chunk_size ({scheduling.chunk_size}), or no chunk fits a step",
             key="scheduling.max_num_batched_tokens",
         )
+    for name, value in (("disk_path", config.cache.disk_path), ("host_bytes", config.cache.host_bytes)):
+        if value and not config.cache.prefix_cache:
+            raise ConfigError(
+                f"cache.{name} keeps pages of the prefix cache, which cache.prefix_cache turns off; turn it on, or "
+                f"leave cache.{name} out",
+                key=f"cache.{name}",
+            )
     for origin in config.http.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(

@@ -119,6 +119,9 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
+        # By page: the number of its last `publish`, which no other has.
+        self._entry: list[int] = [0] * num_pages
+        self._num_entries = 0
         # Keys that came or went since `take_changes`, and whether they are held now; `None`: nobody takes them.
         self._changed: dict[bytes, bool] | None = None
         self._num = dict.fromkeys(PageState, 0)
@@ -199,7 +202,14 @@ class PagePool:
             return
         self._key_of[page] = key
         self._page_of[key] = page
+        self._num_entries += 1
+        self._entry[page] = self._num_entries
         self._note(key, is_held=True)
+
+    def entry(self, key: bytes) -> tuple[int, int] | None:
+        """The page under `key` and the number of its entry. While both stay the same its bytes do; `None`: no page."""
+        page = self._page_of.get(key)
+        return None if page is None else (page, self._entry[page])
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Nobody finds a page under these keys any more; cached ones are free again. Unknown keys are fine."""

@@ -68,6 +68,34 @@ class KVArena:
             return memoryview(_buffer(self._bytes[begin:end].cpu()))
         return self._host_bytes[begin:end]
 
+    def read_page(self, page: int, into: memoryview) -> None:
+        """Copy the bytes of `page` in all layers, `[layer][K|V][slot][kv_head][head_dim]`, to host memory.
+
+        `into` has `layout.page_bytes`. Nothing waits but the calling thread; of a device's memory behind the work that
+        is queued on its current stream.
+        """
+        self._copy(self._page_in(into), self._page_bytes(page))
+
+    def write_page(self, page: int, data: memoryview) -> None:
+        """The reverse of `read_page`. The bytes are there when it returns."""
+        self._copy(self._page_bytes(page), self._page_in(data))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._host_bytes is not None:
+            _buffer(target)[...] = _buffer(source)  # without Python's lock, and without torch's threads
+        else:
+            target.copy_(source)
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _page_bytes(self, page: int) -> torch.Tensor:
+        """`[layer][extent_bytes]`, without a copy."""
+        self.extent_offset(0, page)
+        return self._bytes.view(self.layout.num_layers, self.num_pages, self.layout.extent_bytes)[:, page]
+
+    def _page_in(self, memory: memoryview) -> torch.Tensor:
+        """A page in host memory as the arena's are seen."""
+        return torch.frombuffer(memory, dtype=torch.uint8).view(self.layout.num_layers, self.layout.extent_bytes)
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy the page `source` over the page `target` in all layers (copy on write)."""
         self.extent_offset(0, source)
@@ -90,6 +118,19 @@ class KVArena:
     def values(self, layer: int) -> torch.Tensor:
         """Return the values of one layer, `[page][slot][kv_head][head_dim]`, without a copy."""
         return self._values[layer]
+
+
+def host_memory(num_bytes: int, device: torch.device) -> memoryview:
+    """Bytes in host memory for copies of pages of `device`; pinned where that is a GPU.
+
+    Raises `ConfigError` when the memory cannot be had.
+    """
+    try:
+        if device.type == "cuda":
+            return memoryview(_buffer(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)))
+        return memoryview(_buffer(map_memory(num_bytes)))
+    except (OSError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"cannot allocate {num_bytes} bytes of host memory for pages: {error}") from error
 
 
 def _buffer(memory: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
 from kvtransfer.wire import layout_to_proto, protocols_to_proto
 from tandem.core.config import Config
-from tandem.core.errors import TandemError
+from tandem.core.errors import TandemError, TransportError
 from tandem.core.identity import Role
 from tandem.core.pages import PagePool, model_salt
 from tandem.core.pidfd import ExitWatch, host_id
@@ -47,9 +47,11 @@ from tandem.worker.life import WorkerLife
 from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
+from tandem.worker.page_tiers import TieredPages
 from tandem.worker.request import RequestLimits
 from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
+from tandem.worker.tier_parts import make_tiers, tiers_to_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -107,6 +109,7 @@ class WorkerParts:
     loop: asyncio.AbstractEventLoop
     page_network: str
     guides: Guides
+    tiers: TieredPages | None
 
     @property
     def worker_id(self) -> str:
@@ -162,6 +165,7 @@ class WorkerParts:
             page_network=self.page_network,
             masks=counters.num_masks,
             mask_s=counters.mask_s,
+            tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,
         )
 
 
@@ -213,6 +217,11 @@ def build_parts(
     undo.callback(transfer.stop)
     transfer.start()
     layout = LayoutId(weights_sha256=engine.weights_sha256, **asdict(arena.layout))
+    to_owner = runner.submit if role is Role.PREFILL else _on_transfer(transfer, life)
+    tiers = make_tiers(config.cache, name, layout, arena, scheduler, to_owner, loop, life.fail)
+    if tiers is not None:
+        undo.callback(tiers.close)
+    scheduler.tiers = tiers
     metadata = transfer.submit(lambda transport: _register(transport, arena, place.device)).result()
     return WorkerParts(
         config=config,
@@ -232,7 +241,22 @@ def build_parts(
         loop=loop,
         page_network=str(interface or ""),
         guides=guides,
+        tiers=tiers,
     )
+
+
+def _on_transfer(transfer: TransferThread, life: WorkerLife) -> Callable[[Callable[[], None]], None]:
+    """Runs calls on the transfer thread until the worker stops."""
+
+    def run(call: Callable[[], None]) -> None:
+        if not life.stopping:
+            try:
+                life.watch(transfer.submit(lambda _: call()))
+            except TransportError:
+                if not life.stopping:
+                    raise
+
+    return run
 
 
 def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:

@@ -37,6 +37,7 @@ from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, pages_for
+from tandem.core.tiers import PageTiers
 from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
 from tandem.worker.sequence import Sequence
 
@@ -79,6 +80,8 @@ class BatchScheduler:
         # Source pages of the present step's copies. The sequence that gets the copy gives up its reference to them when
         # the step has ended.
         self._copied: list[int] = []
+        # What keeps pages that the pool evicts; `None`: nothing does.
+        self.tiers: PageTiers | None = None
         # Whether the next step also runs on threads of other workers.
         self.has_spare_threads = False
 
@@ -253,9 +256,7 @@ class BatchScheduler:
         """Give a waiting sequence pages for all its tokens, cached ones first; or no page at all."""
         page_size = self.pool.page_size
         num_tokens = len(sequence.token_ids)
-        if self.prefix_cache:
-            sequence.extend_keys(page_size, self.salt, num_tokens)
-        cached = self.pool.acquire(sequence.keys[: sequence.num_cacheable // page_size])
+        cached = self.pool.acquire(self.wanted_keys(sequence))
         needed = pages_for(num_tokens, page_size) - len(cached)
         has_room = self._reclaim(batch, needed) if sequence.promoted else self._has_room(sequence, needed)
         fresh = self.pool.allocate(needed) if has_room else None
@@ -266,6 +267,18 @@ class BatchScheduler:
         sequence.num_computed = sequence.num_cached = len(cached) * page_size
         sequence.num_published = len(cached)
         return True
+
+    def wanted_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the leading pages that a waiting sequence takes from the cache if they are there."""
+        if self.prefix_cache:
+            sequence.extend_keys(self.pool.page_size, self.salt, len(sequence.token_ids))
+        return sequence.keys[: sequence.num_cacheable // self.pool.page_size]
+
+    def discard(self, keys: Seq[bytes]) -> None:
+        """The KV of these pages may be wrong: nobody finds it any more, neither in the pool nor below it."""
+        self.pool.discard(keys)
+        if self.tiers is not None:
+            self.tiers.discarded(keys)
 
     def _has_room(self, sequence: Sequence, needed: int) -> bool:
         """Whether a sequence that is not promoted may take `needed` new pages, beside the cached ones that it has."""
@@ -386,4 +399,6 @@ class BatchScheduler:
         sequence.extend_keys(self.pool.page_size, self.salt, sequence.num_computed)
         for index in range(sequence.num_published, num_full):
             self.pool.publish(sequence.pages[index], sequence.keys[index])
+            if self.tiers is not None:
+                self.tiers.entered(sequence.keys[index], sequence.keys[index - 1] if index else b"")
         sequence.num_published = num_full

@@ -381,6 +381,7 @@ class WorkerStatus(_message.Message):
     MASKS_FIELD_NUMBER: _builtins.int
     MASK_S_FIELD_NUMBER: _builtins.int
     PAGE_NETWORK_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
@@ -414,6 +415,10 @@ class WorkerStatus(_message.Message):
         """since start: refusals of other workers' calls about handoffs, by reason"""
 
     @_builtins.property
+    def tiers(self) -> Global___TierReport:
+        """of the tiers below its pool; absent: it has none"""
+
+    @_builtins.property
     def links(self) -> Global___LinkReport:
         """Of a prefill worker: in hellos, heartbeats and answers to `Status`; absent: as it was reported last."""
 
@@ -435,15 +440,104 @@ class WorkerStatus(_message.Message):
         masks: _builtins.int = ...,
         mask_s: _builtins.float = ...,
         page_network: _builtins.str = ...,
+        tiers: Global___TierReport | None = ...,
         links: Global___LinkReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class TierReport(_message.Message):
+    """Tiers below a worker's page pool. Counts are of pages, since start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
+    fetched: _builtins.int
+    """entered the prefix cache from a tier"""
+    missed: _builtins.int
+    """of prompts; neither the pool nor a tier had them"""
+    abandoned: _builtins.int
+    """planned to be read, and not there when their prompt went on"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStatus]:
+        """the nearest one first"""
+
+    def __init__(
+        self,
+        *,
+        tiers: _abc.Iterable[Global___TierStatus] | None = ...,
+        fetched: _builtins.int = ...,
+        missed: _builtins.int = ...,
+        abandoned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "fetched", b"fetched", "missed", b"missed", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierReport: _TypeAlias = TierReport  # noqa: Y015
+
+@_typing.final
+class TierStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
+    WRITE_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """`host` or `disk`"""
+    pages: _builtins.int
+    """held now"""
+    bytes: _builtins.int
+    """held now"""
+    read: _builtins.int
+    written: _builtins.int
+    evicted: _builtins.int
+    corrupt: _builtins.int
+    """were not as they had been written, and are removed"""
+    lost: _builtins.int
+    """could not be written"""
+    read_s: _builtins.float
+    """what reading took"""
+    write_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pages: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        read: _builtins.int = ...,
+        written: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+        lost: _builtins.int = ...,
+        read_s: _builtins.float = ...,
+        write_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "corrupt", b"corrupt", "evicted", b"evicted", "lost", b"lost", "name", b"name", "pages", b"pages", "read", b"read", "read_s", b"read_s", "write_s", b"write_s", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
 
 @_typing.final
 class CachedPages(_message.Message):

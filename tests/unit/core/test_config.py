@@ -124,7 +124,7 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     return {bool: st.booleans(), str: st.text(), tuple[str, ...]: st.lists(st.text()).map(tuple)}[leaf.hint]
 
 
-_RELATED = {"cache.page_size", "scheduling.chunk_size", "scheduling.max_num_batched_tokens"}
+_RELATED = {"cache.page_size", "cache.prefix_cache", "scheduling.chunk_size", "scheduling.max_num_batched_tokens"}
 
 
 @st.composite

@@ -16,6 +16,10 @@ from router.workers.session import SessionState
 from tandem.core.pages import PageState
 from tandem.rpc.guard import RoleGuard
 
+# As the status calls them.
+_TIER_EVENTS = ("read", "written", "evicted", "corrupt", "lost")
+_TIER_OUTCOMES = ("fetched", "missed", "abandoned")
+
 
 class RouterGauges(Collector):
     """The gauges and counters of one router that `RouterMetrics` does not keep."""
@@ -29,6 +33,7 @@ class RouterGauges(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._of_workers()
         yield self._of_links()
+        yield from self._of_tiers()
         yield GaugeMetricFamily(
             "tandem_router_waiting_requests",
             "Requests that wait for their prompt's computation",
@@ -66,6 +71,40 @@ class RouterGauges(Collector):
             if link.is_broken or math.isfinite(link.bytes_per_s):
                 rates.add_metric([prefill.worker_id, decode.worker_id], 0.0 if link.is_broken else link.bytes_per_s)
         return rates
+
+    def _of_tiers(self) -> list[Metric]:
+        labels = ["worker", "role", "tier"]
+        pages = GaugeMetricFamily("tandem_tier_pages", "KV pages in a tier below a worker's pool", labels=labels)
+        num_bytes = GaugeMetricFamily("tandem_tier_bytes", "Bytes of these pages", labels=labels)
+        events = CounterMetricFamily(
+            "tandem_tier_page_events",
+            "Pages of a tier that were read, written, evicted, corrupt and removed, or lost: they could not be written",
+            labels=[*labels, "event"],
+        )
+        seconds = CounterMetricFamily(
+            "tandem_tier_seconds", "Seconds that reading and writing pages of a tier took", labels=[*labels, "event"]
+        )
+        prompts = CounterMetricFamily(
+            "tandem_tier_prompt_pages",
+            "Pages of prompts that the pool lacked: fetched from a tier, missed there too, or abandoned as too slow",
+            labels=["worker", "role", "outcome"],
+        )
+        for session in self._workers.sessions():
+            if session.state is not SessionState.OPEN:
+                continue
+            worker, report = [session.key.worker_id, session.role], session.status.tiers
+            for tier in report.tiers:
+                names = [*worker, tier.name]
+                pages.add_metric(names, tier.pages)
+                num_bytes.add_metric(names, tier.bytes)
+                for event in _TIER_EVENTS:
+                    events.add_metric([*names, event], getattr(tier, event))
+                seconds.add_metric([*names, "read"], tier.read_s)
+                seconds.add_metric([*names, "written"], tier.write_s)
+            if report.tiers:
+                for outcome in _TIER_OUTCOMES:
+                    prompts.add_metric([*worker, outcome], getattr(report, outcome))
+        return [pages, num_bytes, events, seconds, prompts]
 
     def _of_workers(self) -> list[Metric]:
         labels = ["worker", "role"]

@@ -15,7 +15,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 # A prompt waits for pages this much longer than they are expected to take, and at least so long.
 _PATIENCE = 4.0
-_LEAST_PATIENCE_S = 1.0
+_LEAST_PATIENCE_S = 2.0
 # The newest figure of a rate weighs so much.
 _NEWEST = 0.3
 

@@ -227,7 +227,7 @@ class DiskTier:
 
 def disk_directory(disk_path: str, worker_id: str) -> Path:
     """A worker's own directory: the same for all its lives on a host."""
-    return Path(disk_path).expanduser() / quote(worker_id, safe="")
+    return Path(disk_path).expanduser() / quote(worker_id, safe="").replace(".", "%2E")
 
 
 def _make_private(directory: Path) -> None:

@@ -6,8 +6,19 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 _log = logging.getLogger(__name__)
+
+
+class Calls(Protocol):
+    """Runs calls one after the other; see `Lane`."""
+
+    def put(self, call: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
 
 
 class Lane:

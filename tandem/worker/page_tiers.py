@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Protocol
 
 from tandem.core.tiers import Fetched, Rate, ReadPlan, plan_read
-from tandem.worker.lane import Lane
+from tandem.worker.lane import Calls
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.tier_store import TierStore
 
@@ -97,8 +97,7 @@ class TieredPages:
         stores: the tiers, the nearest one first.
         to_owner: has the thread that owns the pool run a call, from any thread; dropped when the worker stops.
         call_later: has a call run after so many seconds, from any thread, on whichever.
-        begin_thread: called first by each thread that touches `memory`.
-        on_fatal: hears of what must not happen.
+        writer, reader: the threads; they end with `close`.
     """
 
     def __init__(
@@ -110,9 +109,8 @@ class TieredPages:
         *,
         to_owner: Callable[[Callable[[], None]], None],
         call_later: Callable[[float, Callable[[], None]], None],
-        on_fatal: Callable[[BaseException], None],
-        begin_thread: Callable[[], None] = lambda: None,
-        name: str = "tiers",
+        writer: Calls,
+        reader: Calls,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stores = stores
@@ -141,8 +139,8 @@ class TieredPages:
         self._read_rate = Rate(min(store.guessed_bytes_per_s for store in stores))
         self._buffer = memoryview(bytearray(page_bytes))  # the reader's
         self.has_found = threading.Event()
-        self._writer = Lane(f"{name}-write", begin_thread, on_fatal)
-        self._reader = Lane(f"{name}-read", begin_thread, on_fatal)
+        self._writer = writer
+        self._reader = reader
         self._writer.put(self._find)
 
     def _find(self) -> None:

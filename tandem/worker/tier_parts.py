@@ -14,6 +14,7 @@ from tandem.engine.arena import KVArena, host_memory
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.disk_tier import DiskTier, disk_directory
 from tandem.worker.host_tier import HostTier
+from tandem.worker.lane import Lane
 from tandem.worker.page_tiers import TieredPages
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.tier_store import TierStore
@@ -55,6 +56,7 @@ def make_tiers(
             _log.warning("no pages are kept on disk: %s", error)
     if not stores:
         return None
+    begin = partial(use_own_stream, arena.device)
     tiers = TieredPages(
         scheduler,
         arena,
@@ -62,9 +64,8 @@ def make_tiers(
         stores,
         to_owner=to_owner,
         call_later=lambda delay_s, call: _call_later(loop, delay_s, call),
-        on_fatal=on_fatal,
-        begin_thread=partial(use_own_stream, arena.device),
-        name=f"tiers-{worker_id}",
+        writer=Lane(f"tiers-write-{worker_id}", begin, on_fatal),
+        reader=Lane(f"tiers-read-{worker_id}", begin, on_fatal),
     )
     tiers.has_found.wait(_FIND_S)
     return tiers

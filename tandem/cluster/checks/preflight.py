@@ -23,8 +23,9 @@ from tandem.cluster.checks.certificates import check_certificates
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host, human_bytes
 from tandem.cluster.checks.port import check_port
+from tandem.cluster.checks.tiers import check_tiers
 from tandem.core.clock import MonotonicClock
-from tandem.core.config import Config, HttpConfig, PoolConfig, SecurityConfig
+from tandem.core.config import CacheConfig, Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
@@ -76,6 +77,7 @@ class Preflight:
             ("certificates", lambda: check_certificates(self._security, local=self.local)),
             ("model", self.check_model),
             ("context", self.check_context),
+            ("page tiers", self.check_tiers),
             *(here if self.local else []),
         ]
 
@@ -105,7 +107,9 @@ class Preflight:
         names = self.config.model.served_names or (self.facts.name,)
         model = dataclasses.replace(self.config.model, served_names=names)
         return Plan(
-            config=dataclasses.replace(self.config, model=model, security=self._security, http=self._http),
+            config=dataclasses.replace(
+                self.config, model=model, security=self._security, http=self._http, cache=self._cache
+            ),
             facts=self.facts,
             dtype=self.dtype,
             kv_bytes={role: self._kv_bytes(pool) for role, pool in self._pools.items()},
@@ -209,6 +213,10 @@ class Preflight:
             return Finding("context", "warn", "config.json names no limit", "set cache.max_context")
         return Finding("context", "ok", f"{context} tokens in pages of {cache.page_size}")
 
+    def check_tiers(self) -> Finding:
+        num_workers = sum(pool.workers for pool in self._pools.values())
+        return check_tiers(self.config.cache, num_workers, self.host, local=self.local)
+
     def check_gpus(self) -> Finding:
         wanted = sum(pool.gpus * pool.workers for pool in self._pools.values())
         if wanted > self.host.num_gpus:
@@ -300,6 +308,15 @@ class Preflight:
         if not http.api_keys_file:
             return http
         return dataclasses.replace(http, api_keys_file=str(Path(http.api_keys_file).expanduser().absolute()))
+
+    @property
+    def _cache(self) -> CacheConfig:
+        """With the directory for pages as workers of this host need it."""
+        cache = self.config.cache
+        if not cache.disk_path:
+            return cache
+        path = Path(cache.disk_path).expanduser()
+        return dataclasses.replace(cache, disk_path=str(path.absolute() if self.local else path))
 
     @property
     def _pools(self) -> dict[Role, PoolConfig]:

@@ -53,6 +53,8 @@ BAD = [
      "cache.page_size", "set it to 32"),
     ({"cache": {"memory_bytes": 100 * GIB}}, "cache.memory_bytes", "set it to at most"),
     ({"cache": {"memory_bytes": 1 << 20}}, "cache.memory_bytes", "set cache.max_context to at most 512"),
+    ({"cache": {"host_bytes": 9 * GIB}}, "cache.host_bytes", "set it to at most"),
+    ({"cache": {"disk_path": "/dev/null/pages"}}, "cache.disk_path", "name a directory"),
     ({"pools": {"prefill": {"workers": 40}}}, "pools", "start fewer workers"),
     ({"pools": {"decode": {"gpus": 1}}}, "pools.prefill.gpus", "set them to 0"),
     ({"transport": {"name": "loopback"}}, "transport.name", "choose ucx or nccl"),
@@ -81,12 +83,40 @@ def test_impossible_values_name_key_and_remedy(
         ({"http": {"port": 70000}}, "http.port"),
         ({"cahce": {}}, "cahce"),
         ({"model": {"dtype": "int3"}}, "model.dtype"),
+        ({"cache": {"disk_path": "pages", "prefix_cache": False}}, "cache.disk_path"),
+        ({"cache": {"host_bytes": 1, "prefix_cache": False}}, "cache.host_bytes"),
     ],
 )
 def test_values_wrong_in_themselves(tree: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_dict(tree)
     assert caught.value.key == key
+
+
+def test_a_directory_for_pages_is_made_and_named_as_workers_need_it(
+    checkpoint: Path, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checked = preflight(checkpoint, free_port, cache={"disk_path": "some/pages", "disk_bytes": 1 << 20})
+    assert checked.check_tiers().status == "ok"
+    assert checked.plan().config.cache.disk_path == str(tmp_path / "some/pages")
+    assert (tmp_path / "some/pages").is_dir()
+
+
+def test_too_little_room_on_disk_is_a_warning(checkpoint: Path, free_port: int, tmp_path: Path) -> None:
+    """Pages of an earlier cluster may fill the rest."""
+    finding = preflight(
+        checkpoint, free_port, cache={"disk_path": str(tmp_path), "disk_bytes": 1 << 60}
+    ).check_tiers()
+    assert finding.status == "warn"
+    assert "cache.disk_bytes" in finding.remedy
+
+
+def test_on_other_hosts_the_directory_for_pages_is_absolute(checkpoint: Path, free_port: int) -> None:
+    tree = {"model": {"path": str(checkpoint)}, "http": {"port": free_port}, "cache": {"disk_path": "pages"}}
+    with pytest.raises(ConfigError, match="absolute") as caught:
+        Preflight(from_dict(tree), HOST, local=False).check_tiers()
+    assert caught.value.key == "cache.disk_path"
 
 
 def test_a_port_in_use_is_named_with_a_remedy(checkpoint: Path, taken_port: int) -> None:

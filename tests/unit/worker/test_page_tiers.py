@@ -1,0 +1,333 @@
+"""Copies of pages are right, whatever happens between copying, evicting and reading; no prompt waits long."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tandem.core.pages import PagePool, PageState
+from tandem.worker.batch import SchedulerLimits
+from tandem.worker.host_tier import HostTier
+from tandem.worker.page_tiers import TieredPages
+from tandem.worker.scheduler import BatchScheduler
+
+PAGE_SIZE = 4
+PAGE_BYTES = 8
+PROMPTS = {name: [f"{name}{depth}".encode() for depth in range(4)] for name in ("a", "b")}
+PROMPTS["c"] = [*PROMPTS["a"][:2], b"c2", b"c3"]  # begins as `a` does
+
+
+def content(key: bytes) -> bytes:
+    """What a page under this key must hold."""
+    return hashlib.sha256(key).digest()[:PAGE_BYTES]
+
+
+class Steps:
+    """Calls that a test runs one by one, in order."""
+
+    def __init__(self) -> None:
+        self.calls: deque[Callable[[], None]] = deque()
+
+    def put(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def run_one(self) -> None:
+        self.calls.popleft()()
+
+    def close(self) -> None:
+        self.calls.clear()
+
+    def join(self, _: float) -> bool:
+        return True
+
+
+class Memory:
+    """Of pages; a page's two halves are read and written one after the other where a test wants it."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pages = [bytes(PAGE_BYTES)] * num_pages
+
+    def read_page(self, page: int, into: memoryview) -> None:
+        into[:] = self.pages[page]
+
+    def write_page(self, page: int, data: memoryview) -> None:
+        self.pages[page] = bytes(data)
+
+
+class World:
+    """One worker's tiers without threads: its owner, its two lanes and the clock go on when a test says so."""
+
+    def __init__(self, num_pages: int, num_slots: int) -> None:
+        self.pool = PagePool(num_pages, PAGE_SIZE)
+        self.scheduler = BatchScheduler(self.pool, SchedulerLimits(8, 32, 16, 100), salt=b"m")
+        self.memory = Memory(num_pages)
+        self.store = HostTier(memoryview(bytearray(num_slots * PAGE_BYTES)), PAGE_BYTES)
+        self.owner, self.writer, self.reader, self.timers = Steps(), Steps(), Steps(), Steps()
+        self.now_s = 0.0
+        self.tiers = TieredPages(
+            self.scheduler,
+            self.memory,
+            PAGE_BYTES,
+            [self.store],
+            to_owner=self.owner.put,
+            call_later=lambda _, call: self.timers.put(call),
+            writer=self.writer,
+            reader=self.reader,
+            clock=lambda: self.now_s,
+        )
+        self.went_on: list[str] = []
+
+    @property
+    def lanes(self) -> list[Steps]:
+        return [self.owner, self.writer, self.reader]
+
+    def compute(self, keys: Sequence[bytes]) -> list[int] | None:
+        """Give a prompt pages, cached ones first, compute the others, and enter them."""
+        held = self.pool.acquire(keys)
+        fresh = self.pool.allocate(len(keys) - len(held))
+        if fresh is None:
+            self.pool.release(held)
+            return None
+        pages = held + fresh
+        for index in range(len(held), len(keys)):
+            self.memory.pages[pages[index]] = content(keys[index])
+            self.pool.publish(pages[index], keys[index])
+            self.tiers.entered(keys[index], keys[index - 1] if index else b"")
+        return pages
+
+    def fetch(self, name: str, keys: Sequence[bytes]) -> bool:
+        return self.tiers.fetch(keys, lambda _: self.went_on.append(name))
+
+    def run(self) -> None:
+        """Until nothing is to do but timers."""
+        while any(lane.calls for lane in self.lanes):
+            for lane in self.lanes:
+                while lane.calls:
+                    lane.run_one()
+
+    def check(self) -> None:
+        self.pool.check()
+        for keys in PROMPTS.values():
+            for key in keys:
+                if (entry := self.pool.entry(key)) is not None:
+                    assert self.memory.pages[entry[0]] == content(key), key
+                into = memoryview(bytearray(PAGE_BYTES))
+                if self.store.has(key) and self.store.get(key, into):
+                    assert bytes(into) == content(key), key
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Prompts come and go, pages are evicted and overwritten; each thread does one thing at a time, in any order."""
+
+    @initialize(num_pages=st.integers(5, 12), num_slots=st.integers(1, 10))
+    def start(self, num_pages: int, num_slots: int) -> None:
+        self.world = World(num_pages, num_slots)
+        self.holdings: list[list[int]] = []
+        self.asked: list[str] = []
+
+    @rule(name=st.sampled_from(list(PROMPTS)), length=st.integers(1, 4))
+    def compute(self, name: str, length: int) -> None:
+        pages = self.world.compute(PROMPTS[name][:length])
+        if pages is not None:
+            self.holdings.append(pages)
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.holdings) - 1))
+        self.world.pool.release(self.holdings.pop(number))
+
+    @rule(num=st.integers(1, 6))
+    def overwrite(self, num: int) -> None:
+        """Somebody takes pages, which evicts cached ones, writes to them and gives them back."""
+        pages = self.world.pool.allocate(num)
+        for page in pages or []:
+            self.world.memory.pages[page] = b"garbage!"
+        self.world.pool.release(pages or [])
+
+    @rule(name=st.sampled_from(list(PROMPTS)), length=st.integers(1, 4))
+    def fetch(self, name: str, length: int) -> None:
+        if self.world.fetch(name, PROMPTS[name][:length]):
+            self.asked.append(name)
+
+    @rule(name=st.sampled_from(list(PROMPTS)))
+    def discard(self, name: str) -> None:
+        self.world.pool.discard(PROMPTS[name])
+        self.world.tiers.discarded(PROMPTS[name])
+
+    @rule(number=st.integers(0, 2))
+    def step(self, number: int) -> None:
+        lane = self.world.lanes[number]
+        if lane.calls:
+            lane.run_one()
+
+    @precondition(lambda self: self.world.timers.calls)
+    @rule()
+    def lose_patience(self) -> None:
+        self.world.now_s += 1.0
+        self.world.timers.run_one()
+
+    @invariant()
+    def is_right(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+            assert len(self.world.went_on) <= len(self.asked)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.run()
+        while world.timers.calls:
+            world.timers.run_one()
+            world.run()
+        assert sorted(world.went_on) == sorted(self.asked)
+        for pages in self.holdings:
+            world.pool.release(pages)
+        world.check()
+        counts = world.pool.counts()
+        assert (counts.used, counts.reserved, counts.quarantined) == (0, 0, 0)
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+
+
+def kept_and_evicted(keys: Sequence[bytes], num_pages: int = 8, num_slots: int = 10) -> World:
+    """A prompt was computed and written, and the pool has forgotten it."""
+    world = World(num_pages, num_slots)
+    pages = world.compute(keys)
+    assert pages is not None
+    world.run()
+    world.pool.release(pages)
+    world.pool.drop_cache()
+    return world
+
+
+def test_an_evicted_prompt_comes_back_to_the_cache() -> None:
+    keys = PROMPTS["a"]
+    world = kept_and_evicted(keys)
+    assert world.fetch("a", keys)
+    assert world.pool.counts().used == 4
+    world.run()
+    assert world.went_on == ["a"]
+    assert world.pool.match(keys) == 4
+    assert world.tiers.counters.num_fetched == 4
+    world.check()
+
+
+def test_a_page_that_is_overwritten_before_it_is_copied_is_not_kept() -> None:
+    world = World(4, 10)
+    pages = world.compute(PROMPTS["a"])
+    assert pages is not None
+    world.pool.release(pages)
+    taken = world.pool.allocate(1)
+    assert taken is not None
+    world.memory.pages[taken[0]] = b"garbage!"
+    world.run()
+    assert world.store.held()[0] == 3
+    world.check()
+
+
+def test_a_page_that_came_again_while_it_was_copied_is_not_taken_for_the_same() -> None:
+    """Under its old key, on its old page: what was copied meanwhile may be of neither."""
+    (key,) = keys = PROMPTS["a"][:1]
+    world = World(1, 10)
+    pages = world.compute(keys)
+    assert pages is not None
+    world.memory.pages[pages[0]] = b"garbage!"  # as if it were on its way to being overwritten
+    world.writer.run_one()
+    world.writer.run_one()  # it is copied
+    world.pool.release(pages)
+    world.pool.drop_cache()
+    assert world.compute(keys) == pages
+    world.owner.run_one()
+    world.writer.run_one()
+    assert not world.store.has(key)
+    world.run()
+    world.check()
+    assert world.store.has(key)
+
+
+def test_prompts_that_begin_alike_are_read_once() -> None:
+    world = kept_and_evicted(PROMPTS["a"], num_pages=16)
+    pages = world.compute(PROMPTS["c"])
+    world.run()
+    world.pool.release(pages or [])
+    world.pool.drop_cache()
+    before = world.store.counters.num_read
+    assert world.fetch("a", PROMPTS["a"])
+    assert world.fetch("c", PROMPTS["c"])
+    world.run()
+    assert world.went_on == ["a", "c"]
+    assert world.store.counters.num_read - before == 6  # four of the one, and what the other has of its own
+    assert world.pool.match(PROMPTS["c"]) == world.pool.match(PROMPTS["a"]) == 4
+
+
+def test_a_prompt_does_not_wait_for_a_read_that_hangs() -> None:
+    """What comes later is copied nowhere: its pages have new owners. For a while nothing is read."""
+    keys = PROMPTS["a"]
+    world = kept_and_evicted(keys)
+    assert world.fetch("a", keys)
+    world.timers.run_one()
+    world.owner.run_one()
+    assert world.went_on == ["a"]
+    assert world.tiers.counters.num_abandoned == 4
+    pages = world.compute(keys)
+    assert pages is not None
+    world.memory.pages[pages[0]] = b"theirs!!"
+    world.reader.run_one()
+    assert world.memory.pages[pages[0]] == b"theirs!!"
+    world.memory.pages[pages[0]] = content(keys[0])
+    world.run()
+    world.pool.release(pages)
+    world.pool.drop_cache()
+    assert not world.fetch("a", keys)
+    world.now_s += 31.0
+    assert world.fetch("a", keys)
+    world.run()
+    assert world.went_on == ["a", "a"]
+
+
+def test_what_is_found_to_be_wrong_is_not_read_back() -> None:
+    """Neither from where it is kept, nor by a read that is under way."""
+    keys = PROMPTS["a"]
+    world = kept_and_evicted(keys)
+    assert world.fetch("a", keys)
+    world.reader.run_one()
+    world.tiers.discarded(keys)
+    world.run()
+    assert world.went_on == ["a"]
+    assert world.pool.match(keys) == 0
+    assert world.store.held()[0] == 0
+    assert not world.fetch("a", keys)
+
+
+def test_pages_that_are_computed_sooner_are_not_read() -> None:
+    keys = PROMPTS["a"]
+    world = kept_and_evicted(keys)
+    world.tiers.computed(10**12, 1.0)
+    assert not world.fetch("a", keys)
+    assert world.pool.counts().used == 0
+
+
+def test_too_few_pages_are_not_worth_waiting_for() -> None:
+    keys = PROMPTS["a"]
+    world = kept_and_evicted(keys[:2])
+    assert not world.tiers.fetch(keys, lambda _: None, at_least=3)
+    assert world.tiers.fetch(keys, lambda _: None, at_least=2)
+
+
+def test_reading_leaves_half_of_the_pool() -> None:
+    keys = PROMPTS["a"]
+    world = kept_and_evicted(keys, num_pages=6)
+    assert world.fetch("a", keys)
+    states = [world.pool.state(page) for page in range(6)]
+    assert states.count(PageState.USED) == 3
+    world.run()
+    assert world.pool.match(keys) == 3

@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 _MAGIC = b"TANDEM-KV 1 "
 _DIGEST_BYTES = 8
-_SUFFIX = ".kv"
+_SUFFIX, _DRAFT_SUFFIX = ".kv", ".part"
+_KEY = re.compile("[0-9a-f]{64}")
 # Files that were used within so many seconds of each other are a group, as those of one prompt are.
 _GROUP_S = 60
 # A file that was not renamed within this time is what a life of the worker that has ended left behind.
@@ -43,8 +45,8 @@ _STALE_S = 60.0
 # After a write that failed nothing is written for so long.
 _PAUSE_S = 60.0
 
-Name = tuple[str, str]
-"""Of a file: its layout's directory, and the page's key in hex."""
+Name = bytes | tuple[str, str]
+"""Of a file: the page's key; of another layout that one's directory, and the key in hex."""
 
 
 class DiskTier:
@@ -79,18 +81,16 @@ class DiskTier:
     # -- what is there
 
     def has(self, key: bytes) -> bool:
-        with self._lock:
-            return self._name(key) in self._index
+        return key in self._index  # one look into a dictionary: it needs no lock
 
     def use(self, keys: Sequence[bytes]) -> None:
         """A prompt has these pages, in this order."""
         with self._lock:
-            self._index.use(map(self._name, keys))
+            self._index.use(keys)
 
     def held(self) -> tuple[int, int]:
         """Pages and bytes."""
-        with self._lock:
-            return len(self._index), self._index.num_bytes
+        return len(self._index), self._index.num_bytes
 
     def find(self) -> None:
         """Enter what an earlier life of the worker has left. Until then it is not found.
@@ -101,14 +101,14 @@ class DiskTier:
         for path, stat in self._files():
             if self._is_closing:
                 return
-            if path.suffix == _SUFFIX:
-                name = (path.parent.parent.name, path.parent.name + path.stem)
-                found.append((name[0] == self._layout_name, stat.st_mtime, name, stat.st_size))
-            elif time.time() - stat.st_mtime > _STALE_S:
+            layout, key = path.parent.parent.name, path.parent.name + path.stem
+            if path.suffix == _SUFFIX and _KEY.fullmatch(key):
+                found.append((layout == self._layout_name, stat.st_mtime, layout, key, stat.st_size))
+            elif path.suffix == _DRAFT_SUFFIX and time.time() - stat.st_mtime > _STALE_S:
                 _remove(path)
         found.sort()  # others' layouts first, then by the time of use
         groups = (
-            [(name, size) for _, _, name, size in group]
+            [(self._name_in(layout, key), size) for _, _, layout, key, size in group]
             for _, group in groupby(found, key=lambda item: (item[0], item[1] // _GROUP_S))
         )
         with self._lock:
@@ -130,19 +130,19 @@ class DiskTier:
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Read one page. `False`: it is not there; what was there and was not right is there no more."""
-        name = self._name(key)
-        path = self._path(name)
+        path = self._path(key)
         began_s = self._now()
         try:
             wrong = self._read(path, key, into)
         except FileNotFoundError:
-            self._forget(name)
+            self._forget(key)
             return False
         except OSError as error:
-            self._corrupt(name, f"it cannot be read: {error}")
-            return False
+            wrong = f"it cannot be read: {error}"
         if wrong:
-            self._corrupt(name, wrong)
+            self.counters.num_corrupt += 1
+            _log.warning("%s is of no use, and removed: %s", path, wrong)
+            self.discard(key)
             return False
         self.counters.num_read += 1
         self.counters.read_s += self._now() - began_s
@@ -173,10 +173,10 @@ class DiskTier:
         if began_s < self._paused_until_s:
             self.counters.num_lost += 1
             return
-        name, header = self._name(key), self._header(key)
+        header = self._header(key)
         digest = digest_bytes(data).to_bytes(_DIGEST_BYTES, "little")
         try:
-            _write_whole(self._path(name), [header, digest, data])
+            _write_whole(self._path(key), [header, digest, data])
         except OSError as error:
             self._paused_until_s = self._now() + _PAUSE_S
             self.counters.num_lost += 1
@@ -184,41 +184,34 @@ class DiskTier:
             return
         with self._lock:
             size = len(header) + len(digest) + len(data)
-            gone = self._index.add(name, size, self._name(parent) if parent else None)
+            gone = self._index.add(key, size, parent or None)
         self._remove_all(gone)
         self.counters.num_written += 1
         self.counters.write_s += self._now() - began_s
 
     def discard(self, key: bytes) -> None:
         """Remove one page, if it is there."""
-        name = self._name(key)
-        self._forget(name)
-        _remove(self._path(name))
+        self._forget(key)
+        _remove(self._path(key))
 
     def close(self) -> None:
         """Let `find` end."""
         self._is_closing = True
 
-    def _corrupt(self, name: Name, what: str) -> None:
-        self.counters.num_corrupt += 1
-        _log.warning("%s is of no use, and removed: %s", self._path(name), what)
-        self._forget(name)
-        _remove(self._path(name))
-
-    def _forget(self, name: Name) -> None:
+    def _forget(self, key: bytes) -> None:
         with self._lock:
-            self._index.drop(name)
+            self._index.drop(key)
 
     def _remove_all(self, names: Sequence[Name]) -> None:
         for name in names:
             _remove(self._path(name))
         self.counters.num_evicted += len(names)
 
-    def _name(self, key: bytes) -> Name:
-        return self._layout_name, key.hex()
+    def _name_in(self, layout: str, key: str) -> Name:
+        return (layout, key) if layout != self._layout_name else bytes.fromhex(key)
 
     def _path(self, name: Name) -> Path:
-        layout, key = name
+        layout, key = (self._layout_name, name.hex()) if isinstance(name, bytes) else name
         return self._root / layout / key[:2] / f"{key[2:]}{_SUFFIX}"
 
     def _header(self, key: bytes) -> bytes:
@@ -265,7 +258,7 @@ def _read_all(descriptor: int, parts: list[memoryview]) -> None:
 def _write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     """Write a file that others see as a whole or not at all. A crash may leave it damaged: its digest shows that."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.part")
+    draft = path.with_suffix(f".{os.getpid()}{_DRAFT_SUFFIX}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "wb", buffering=0) as file:

@@ -228,6 +228,19 @@ def test_what_a_killed_life_left_half_written_is_removed(tmp_path: Path) -> None
     assert young.exists()  # another life may be writing it
 
 
+def test_files_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
+    put(DiskTier(tmp_path, LAYOUT, MOST), KEYS[0])
+    (file,) = files(tmp_path)
+    strange = [file.with_name("notes.txt"), file.with_name("no-key.kv"), tmp_path / "README", tmp_path / "x" / "y.kv"]
+    for path in strange:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("somebody's")
+        os.utime(path, (1.0, 1.0))
+    tier = DiskTier(tmp_path, LAYOUT, 1)
+    tier.find()
+    assert files(tmp_path) == sorted(strange)
+
+
 def test_two_lives_in_one_directory_do_each_other_no_harm(tmp_path: Path) -> None:
     first, second = DiskTier(tmp_path, LAYOUT, MOST), DiskTier(tmp_path, LAYOUT, MOST)
     put(first, *KEYS[:2])

@@ -166,6 +166,11 @@ class AnyOrder(RuleBasedStateMachine):
         if lane.calls:
             lane.run_one()
 
+    @rule()
+    def settle(self) -> None:
+        """All that waits is done, but nobody loses patience."""
+        self.world.run()
+
     @precondition(lambda self: self.world.timers.calls)
     @rule()
     def lose_patience(self) -> None:
@@ -218,6 +223,24 @@ def test_an_evicted_prompt_comes_back_to_the_cache() -> None:
     assert world.went_on == ["a"]
     assert world.pool.match(keys) == 4
     assert world.tiers.counters.num_fetched == 4
+    world.check()
+
+
+def test_what_the_cache_has_outlives_the_reading_of_the_rest() -> None:
+    """Room is taken from others, though they were used later; afterwards all of it can be evicted."""
+    keys = PROMPTS["a"]
+    world = World(num_pages=8, num_slots=10)
+    for prompt in (keys, keys[:2], [f"x{number}".encode() for number in range(6)]):
+        pages = world.compute(prompt)
+        world.run()
+        world.pool.release(pages or [])
+    assert world.pool.match(keys) == 2
+    assert world.fetch("a", keys)
+    assert world.pool.counts().used == 4
+    world.run()
+    assert world.pool.match(keys) == 4
+    assert world.pool.counts().used == 0
+    assert world.tiers.counters.num_fetched == 2
     world.check()
 
 
@@ -274,19 +297,28 @@ def test_a_prompt_does_not_wait_for_a_read_that_hangs() -> None:
     keys = PROMPTS["a"]
     world = kept_and_evicted(keys)
     assert world.fetch("a", keys)
-    world.timers.run_one()
-    world.owner.run_one()
+    get = world.store.get
+    taken: list[int] = []
+
+    def hang(key: bytes, into: memoryview) -> bool:
+        """Until the prompt has lost its patience, and others have its pages."""
+        is_there = get(key, into)
+        world.timers.run_one()
+        world.owner.run_one()
+        taken.extend(world.pool.allocate(8) or [])
+        for page in taken:
+            world.memory.pages[page] = b"theirs!!"
+        return is_there
+
+    world.store.get = hang  # type: ignore[method-assign]
+    world.reader.run_one()
+    world.store.get = get  # type: ignore[method-assign]
     assert world.went_on == ["a"]
     assert world.tiers.counters.num_abandoned == 4
-    pages = world.compute(keys)
-    assert pages is not None
-    world.memory.pages[pages[0]] = b"theirs!!"
-    world.reader.run_one()
-    assert world.memory.pages[pages[0]] == b"theirs!!"
-    world.memory.pages[pages[0]] = content(keys[0])
+    assert len(taken) == 8
+    assert set(world.memory.pages) == {b"theirs!!"}
+    world.pool.release(taken)
     world.run()
-    world.pool.release(pages)
-    world.pool.drop_cache()
     assert not world.fetch("a", keys)
     world.now_s += 31.0
     assert world.fetch("a", keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -16,7 +17,8 @@ class KnownPrefix(Generic[Worker]):
     Workers are bits of an integer, so that a thousand of them are compared as fast as one.
 
     Attributes:
-        runs: `(pages, holders)`, the longest run first: who holds so many leading pages, and no more.
+        runs: `(pages, holders)`, the longest run first: who holds at least so many leading pages. Each run has all
+            holders of the one before, and more.
         bits: the bit of each worker.
         workers: by the number of their bit.
         page_size: tokens in a page.
@@ -33,7 +35,10 @@ class KnownPrefix(Generic[Worker]):
     def num_pages(self, worker: Worker) -> int:
         """How many leading pages the worker holds."""
         bit = self.bits.get(worker, 0)
-        return next((num for num, holders in self.runs if holders & bit), 0)
+        if not self.runs or not self.runs[-1][1] & bit:
+            return 0
+        # The first run that has it: all behind have it too.
+        return self.runs[bisect_left(self.runs, True, key=lambda run: bool(run[1] & bit))][0]
 
     def num_tokens(self, worker: Worker) -> int:
         """How many leading tokens the worker holds."""
@@ -42,9 +47,14 @@ class KnownPrefix(Generic[Worker]):
     def longest(self, most: int) -> list[Worker]:
         """Up to so many workers, those that hold most first."""
         found: list[Worker] = []
-        for _, holders in self.runs:
-            while holders and len(found) < most:
-                lowest = holders & -holders
-                holders ^= lowest
+        seen = 0
+        for _, reached in self.runs:
+            new = reached & ~seen
+            seen = reached
+            while new:
+                if len(found) == most:
+                    return found
+                lowest = new & -new
+                new ^= lowest
                 found.append(self.workers[lowest.bit_length() - 1])
         return found

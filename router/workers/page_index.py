@@ -22,12 +22,13 @@ class PageIndex(Generic[Key, Worker]):
     """Not thread-safe.
 
     Args:
-        most: keys at most; beyond that the key that was entered first is forgotten. `None`: no bound.
+        most: keys at most; beyond that the one is forgotten that was entered or found least lately. `None`: no bound.
     """
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
-        # Invariant: the bit of w is in _holders[k] exactly when k is in _keys[w]. No key is without holders.
+        # Invariant: the bit of w is in _holders[k] exactly when k is in _keys[w]. No key is without holders. Those that
+        # were entered or found lately stand behind.
         self._holders: dict[Key, int] = {}
         self._keys: dict[Worker, set[Key]] = {}
         # Invariant: these two are each other's inverse, for the workers in `_keys`. Numbers of bits are used again.
@@ -85,9 +86,12 @@ class PageIndex(Generic[Key, Worker]):
         runs: list[tuple[int, int]] = []
         alive, num = -1, 0  # all bits
         for key in keys:
-            now = alive & self._holders.get(key, 0)
+            holders = self._holders.pop(key, 0)
+            if holders:
+                self._holders[key] = holders
+            now = alive & holders
             if num and now != alive:
-                runs.append((num, alive & ~now))
+                runs.append((num, alive))
             alive = now
             if not alive:
                 break
@@ -106,12 +110,12 @@ class PageIndex(Generic[Key, Worker]):
         elif key in own:
             return False
         own.add(key)
-        self._holders[key] = self._holders.get(key, 0) | self._bits[worker]
+        self._holders[key] = self._holders.pop(key, 0) | self._bits[worker]
         if self._most is not None and len(self._holders) > self._most:
-            self._forget_oldest()
+            self._forget_one()
         return True
 
-    def _forget_oldest(self) -> None:
+    def _forget_one(self) -> None:
         key, holders = next(iter(self._holders.items()))
         while holders:
             lowest = holders & -holders

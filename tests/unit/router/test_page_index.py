@@ -60,14 +60,34 @@ def test_a_worker_that_is_gone_holds_nothing_and_its_bit_is_used_again() -> None
     assert len(index) == 0
 
 
-def test_the_oldest_keys_make_room_for_new_ones() -> None:
+def test_keys_of_which_nobody_asked_make_room_for_new_ones() -> None:
     index: PageIndex[int, str] = PageIndex(most=3)
     index.add("a", [1, 2])
     index.add("b", [1])
     index.add("a", [3, 4])
-    assert len(index) == 3
-    assert not index.prefix([1])
-    assert held(index, [2, 3, 4]) == {"a": 3}
+    assert len(index) == 3, "of 1 and 2 the former was entered once more"
+    assert not index.prefix([2])
+    assert held(index, [1]) == {"a": 1, "b": 1}
+    assert held(index, [3, 4]) == {"a": 2}
+
+
+def test_a_beginning_that_is_found_all_along_is_not_forgotten() -> None:
+    index: PageIndex[int, str] = PageIndex(most=20)
+    index.add("a", range(10))
+    for number in range(100, 2000, 5):
+        assert held(index, list(range(10))) == {"a": 10}
+        index.add("b", range(number, number + 5))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_however_long_each_holds_it_the_longest_come_first(lengths: list[int]) -> None:
+    index: PageIndex[int, int] = PageIndex()
+    for worker, length in enumerate(lengths):
+        index.add(worker, range(length))
+    known = index.prefix(range(50))
+    assert [known.num_pages(worker) for worker in range(len(lengths))] == lengths
+    assert [known.num_pages(worker) for worker in known.longest(5)] == sorted(lengths, reverse=True)[:5]
+    assert known.num_pages(99) == 0
 
 
 _CHANGES = st.lists(

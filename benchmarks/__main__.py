@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels | parts | placement | conversations | link | gpu`: for those who work on Tandem."""
+"""`python -m benchmarks kernels | host | parts | placement | conversations | link | gpu`: for those who work on Tandem."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_kernels(commands)
+    _add_host(commands)
     _add_parts(commands)
     _add_placement(commands)
     _add_conversations(commands)
@@ -62,6 +63,17 @@ def _add_kernels(commands: Any) -> None:
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
+
+
+def _add_host(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "host",
+        "measure what a step costs beside the model: sampling, bookkeeping, events; no model; a minute, 2 GB",
+        "python -m benchmarks host\npython -m benchmarks host --json docs/figures/host.json",
+        _host,
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
 def _add_parts(commands: Any) -> None:
@@ -179,6 +191,13 @@ def _kernels(options: argparse.Namespace) -> int:
     from benchmarks.kernels import command
 
     command.run(options.model, options.threads, options.json, progress=options.progress)
+    return 0
+
+
+def _host(options: argparse.Namespace) -> int:
+    from benchmarks.host import command
+
+    command.run(options.json)
     return 0
 
 

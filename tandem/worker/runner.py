@@ -125,7 +125,7 @@ class Runner:
             for source, target in batch.copies:
                 self.engine.arena.copy_page(source, target)
             on_layer = hooks.before_forward(batch)
-            logits = self.engine.forward(_inputs(batch), on_layer)
+            logits = self.engine.forward(inputs_of(batch), on_layer)
             if batch.num_scored_tokens:
                 logits = hooks.score(batch, logits)
             sampled: Sequence[Sequence[int]] = hooks.sample(batch, logits)
@@ -145,7 +145,8 @@ class Runner:
         hooks.after_step(batch)
 
 
-def _inputs(batch: Batch) -> list[SequenceInput]:
+def inputs_of(batch: Batch) -> list[SequenceInput]:
+    """What the engine computes in this step."""
     return [
         SequenceInput(
             token_ids=item.sequence.token_ids[item.start : item.start + item.num_tokens],

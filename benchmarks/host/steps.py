@@ -1,0 +1,79 @@
+"""Decode steps without their computation: scheduling, laying out, booking, by the code of a decode worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from decode_worker.job import DecodeJob
+from kvtransfer.protocol.messages import AttemptKey
+from tandem.core.pages import PagePool, page_keys, pages_for
+from tandem.core.sampling import SamplingParams
+from tandem.engine.batch import build_batch, check_sequence
+from tandem.engine.layout import KVLayout
+from tandem.worker.batch import SchedulerLimits
+from tandem.worker.runner import inputs_of
+from tandem.worker.scheduler import BatchScheduler
+
+PAGE_SIZE = 32
+_LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=PAGE_SIZE, dtype="float32")
+_VOCAB = 128_256
+_SALT = b"measured"
+_CPU = torch.device("cpu")
+_ROOM = 1024  # tokens that each sequence may generate
+
+
+class Steps:
+    """A decode worker's batch of `num_sequences` handoffs of about `context` tokens, which have just come.
+
+    Their lengths differ, so that about as many pages fill in each step as in any other.
+    """
+
+    def __init__(self, num_sequences: int, context: int) -> None:
+        self._max_context = context + _ROOM
+        pool = PagePool(num_sequences * pages_for(self._max_context, PAGE_SIZE), PAGE_SIZE)
+        limits = SchedulerLimits(num_sequences, max(2048, num_sequences), 512, num_sequences)
+        self._scheduler = BatchScheduler(pool, limits, salt=_SALT)
+        self._sampled = [[7]] * num_sequences
+        for number in range(num_sequences):
+            job = _job(number, [number, *[1] * (context - 1 - number % PAGE_SIZE)])
+            pages = pool.allocate(pages_for(job.num_tokens, PAGE_SIZE))
+            assert pages is not None
+            self._scheduler.enter(job.begin_choice(0, [7], pages, 0))
+
+    def run(self) -> None:
+        """One step; each sequence gets a token."""
+        batch = self._scheduler.schedule()
+        inputs = inputs_of(batch)
+        for sequence in inputs:
+            check_sequence(sequence, _LAYOUT, self._scheduler.pool.num_pages, _VOCAB, self._max_context)
+        build_batch(inputs, PAGE_SIZE, _CPU)
+        self._scheduler.apply(batch, self._sampled)
+
+    def times_s(self, num_steps: int, clock: Callable[[], float] = time.thread_time) -> list[float]:
+        """Of each of the next steps."""
+        found = []
+        for _ in range(num_steps):
+            began_s = clock()
+            self.run()
+            found.append(clock() - began_s)
+        return found
+
+
+def _job(number: int, prompt: list[int]) -> DecodeJob:
+    return DecodeJob(
+        key=AttemptKey(f"r{number}", 1),
+        turn=0.0,
+        arrival=number,
+        num_tokens=len(prompt),
+        num_running=1,
+        page_keys=tuple(page_keys(prompt, PAGE_SIZE, _SALT)),
+        session=0,
+        prompt_ids=prompt,
+        params=SamplingParams(max_tokens=_ROOM),
+        num_choices=1,
+        going_on=[0],
+        journal={},
+    )

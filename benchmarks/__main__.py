@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels | host | parts | placement | conversations | link | gpu`: for those who work on Tandem."""
+"""`python -m benchmarks kernels | host | parts | …`: for those who work on Tandem; `--help` lists all."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from decode_worker.events import ComputesHere
 from decode_worker.ledger import Attempt
 from tandem.core.errors import InternalError
+from tandem.core.pages import page_table
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.worker.guide import Guide
 from tandem.worker.prompt_scoring import PromptScoring
@@ -15,6 +16,8 @@ from tandem.worker.sequence import Sequence
 
 #: Stands for the prompt where choices are numbered.
 PROMPT = -1
+
+_ROOM = 256  # tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,7 +49,6 @@ class DecodeJob(Attempt):
         """The prompt, computed here once for all choices; see `Prompt`."""
         num_cached = len(self.cached)
         sequence = self._make_sequence(0, [], [*self.cached, *self.pages], num_cached * page_size, num_cached)
-        sequence.keys = list(self.page_keys)
         sequence.samples = bool(self.to_sample)
         sequence.scoring = self.scoring
         # A retry is not paced: it has waited long enough, and prefill has no time for it.
@@ -57,7 +59,7 @@ class DecodeJob(Attempt):
 
     def begin_choice(self, choice: int, output: list[int], pages: Iterable[int], num_published: int) -> Sequence:
         """A choice whose prompt is in `pages`, the first `num_published` of them in the cache; `output` is replayed."""
-        sequence = self._make_sequence(choice, output, list(pages), len(self.prompt_ids), num_published)
+        sequence = self._make_sequence(choice, output, pages, len(self.prompt_ids), num_published)
         sequence.owner = Choice(self, SequenceState(self.prompt_ids, output), self._guide(choice, output))
         self.sequences.append(sequence)
         return sequence
@@ -73,19 +75,23 @@ class DecodeJob(Attempt):
         return guide
 
     def _make_sequence(
-        self, choice: int, output: list[int], pages: list[int], num_computed: int, num_published: int
+        self, choice: int, output: list[int], pages: Iterable[int], num_computed: int, num_published: int
     ) -> Sequence:
+        # With room to grow: else a long list is copied once more in the step of its first token.
+        token_ids = [*self.prompt_ids, *output, *([0] * _ROOM)]
+        del token_ids[-_ROOM:]
         return Sequence(
             request_id=self.key.request_id,
             attempt=self.key.attempt,
             choice=choice,
             turn=self.turn,
             arrival=self.arrival,
-            token_ids=self.prompt_ids + output,
+            token_ids=token_ids,
             num_prompt=len(self.prompt_ids),
             params=self.params,
             num_computed=num_computed,
-            pages=pages,
+            pages=page_table(pages),
+            keys=list(self.page_keys),
             num_published=num_published,
             cache_salt=self.cache_salt,
         )

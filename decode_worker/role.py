@@ -6,7 +6,8 @@ so no grant waits for a step. On the *runner's* thread they are in the batch. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SeqOf
 from copy import copy
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits
 from tandem.worker.scheduler import BatchScheduler
+from tandem.worker.sequence import Sequence
 from tandem.worker.step import SampleTokens
 from tandem.worker.turn import turn_of
 from tandem.worker.validate import open_journals, validate
@@ -214,7 +216,7 @@ class DecodeRole:
         self._num_fetching += begins
         return begins
 
-    def _fetched(self, job: DecodeJob, _: Sequence[int]) -> None:
+    def _fetched(self, job: DecodeJob, _: SeqOf[int]) -> None:
         """What could be read of its pages is in the cache."""
         self._num_fetching -= 1
         if self.ledger.has(job) and job.state is AttemptState.NEW:
@@ -389,17 +391,20 @@ class DecodeRole:
 
     def _leave(self, job: DecodeJob) -> None:
         """The attempt has left the ledger: take its sequences out of the batch too."""
+        self._take_out(job, self._scheduler.retire)
+
+    def _take_out(self, job: DecodeJob, take: Callable[[Sequence], SeqOf[int]]) -> None:
         with self._lock:
             for sequence in job.sequences:
-                self._pool.release(self._scheduler.remove(sequence))
+                self._pool.release(take(sequence))
             job.sequences = []
         self._pacing.first_steps_taken(int(job.is_new))
         job.is_new = False
 
     def _drop(self, job: DecodeJob) -> None:
-        """Drop an attempt whose result nobody needs."""
+        """Drop an attempt whose result nobody needs, and whose KV may be wrong."""
         self.ledger.remove(job)
-        self._leave(job)
+        self._take_out(job, self._scheduler.remove)
 
     def before_schedule(self) -> None:
         self._scheduler.has_spare_threads = self._pacing.has_spare_threads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ class TokenBook:
             self.emit(events)
         return num_new
 
-    def enter(self, job: DecodeJob, outputs: dict[int, list[int]], pages: list[int], num_published: int) -> None:
+    def enter(self, job: DecodeJob, outputs: dict[int, list[int]], pages: Collection[int], num_published: int) -> None:
         """Let choices into the batch that share the prompt's `pages`; each copies what it writes to."""
         self.ledger.set_state(job, AttemptState.RUNNING)
         for num_entered, (choice, output) in enumerate(outputs.items()):
@@ -142,7 +142,7 @@ class TokenBook:
 
     def _end(self, job: DecodeJob, sequence: Sequence) -> None:
         job.sequences.remove(sequence)
-        self.scheduler.pool.release(self.scheduler.remove(sequence))
+        self.scheduler.pool.release(self.scheduler.retire(sequence))
         if not job.sequences:
             self.ledger.remove(job)
 

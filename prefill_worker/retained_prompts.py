@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from tandem.core.pages import PagePool, private_page_keys
+from tandem.core.pages import PagePool, page_table, private_page_keys
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.sequence import Sequence
 
@@ -86,7 +86,7 @@ class RetainedPrompts:
         """Give `sequence` all pages of its prompt, if all are there still: nothing of it is to compute."""
         if self._pool.match(recalled.keys) < len(recalled.keys):
             return False
-        sequence.pages = self._pool.acquire(recalled.keys)
+        sequence.pages = page_table(self._pool.acquire(recalled.keys))
         sequence.num_computed = sequence.num_cached = sequence.num_prompt
         sequence.num_published = len(sequence.keys)
         return True

@@ -11,7 +11,7 @@ from decode_worker.job import DecodeJob
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.pages import PagePool, page_keys, pages_for
 from tandem.core.sampling import SamplingParams
-from tandem.engine.batch import build_batch, check_sequence
+from tandem.engine.batch import build_batch, check_pages, check_sequence
 from tandem.engine.layout import KVLayout
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.runner import inputs_of
@@ -49,7 +49,7 @@ class Steps:
         inputs = inputs_of(batch)
         for sequence in inputs:
             check_sequence(sequence, _LAYOUT, self._scheduler.pool.num_pages, _VOCAB, self._max_context)
-        build_batch(inputs, PAGE_SIZE, _CPU)
+        check_pages(build_batch(inputs, PAGE_SIZE, _CPU).block_tables, self._scheduler.pool.num_pages)
         self._scheduler.apply(batch, self._sampled)
 
     def times_s(self, num_steps: int, clock: Callable[[], float] = time.thread_time) -> list[float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,14 @@ def private_page_keys(
     if rest:
         keys += page_keys(rest, len(rest), own_salt + (keys[-1] if keys else b""))
     return keys
+
+
+#: The pages of one sequence in the order of its tokens, int32: grows in place, and numpy copies it without a walk.
+PageTable = array
+
+
+def page_table(pages: Iterable[int] = ()) -> PageTable[int]:
+    return array("i", pages)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

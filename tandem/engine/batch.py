@@ -66,7 +66,8 @@ class PagedBatch:
 def check_sequence(sequence: SequenceInput, layout: KVLayout, num_pages: int, vocab_size: int, limit: int) -> None:
     """Raise `ValueError` for a sequence that would read or write outside of its pages or of the model.
 
-    `limit` is the greatest context, in tokens. A wrong block table would otherwise become another request's KV.
+    `limit` is the greatest context, in tokens. Of the pages only those are looked at that this forward does not use:
+    `check_pages` looks at the others, of all sequences at once.
     """
     num_tokens = len(sequence.token_ids)
     if num_tokens < 1:
@@ -75,9 +76,10 @@ def check_sequence(sequence: SequenceInput, layout: KVLayout, num_pages: int, vo
         raise ValueError(f"tokens [{sequence.start}, {sequence.end}) are outside of the context [0, {limit})")
     if not 0 <= sequence.num_logits <= num_tokens:
         raise ValueError(f"num_logits {sequence.num_logits} of {num_tokens} tokens")
-    if len(sequence.pages) * layout.page_size < sequence.end:
+    used = layout.num_pages_for(sequence.end)
+    if len(sequence.pages) < used:
         raise ValueError(f"{len(sequence.pages)} pages of {layout.page_size} slots do not hold {sequence.end} tokens")
-    if min(sequence.pages) < 0 or max(sequence.pages) >= num_pages:
+    if len(sequence.pages) > used and not all(0 <= page < num_pages for page in sequence.pages[used:]):
         raise ValueError(f"a page of {list(sequence.pages)} is outside of the arena of {num_pages} pages")
     if min(sequence.token_ids) < 0 or max(sequence.token_ids) >= vocab_size:
         raise ValueError(f"a token is outside of the vocabulary of {vocab_size}")
@@ -90,10 +92,35 @@ def is_decode_step(sequences: Sequence[SequenceInput], most: int) -> bool:
     )
 
 
+def fill_tables(tables: np.ndarray, sequences: Sequence[SequenceInput], page_size: int) -> np.ndarray:
+    """Write the pages that each of `sequences` uses into its row of `tables`, int32 `[>= N, >= pages used]`.
+
+    Returns the part in which they lie; behind a row's own pages it has what was there before.
+    """
+    width = 0
+    for row, sequence in enumerate(sequences):
+        used = -(-sequence.end // page_size)
+        tables[row, :used] = sequence.pages[:used]
+        width = max(width, used)
+    return tables[: len(sequences), :width]
+
+
+def check_pages(tables: np.ndarray, num_pages: int) -> None:
+    """Raise `ValueError` where `tables` names a page outside of the arena, and clear it. A wrong block table would
+    otherwise become another request's KV."""
+    # As unsigned numbers those below 0 are too great.
+    greatest = int(tables.view(np.uint32).max(initial=0))
+    if greatest >= num_pages:
+        page = int(np.uint32(greatest).view(np.int32))
+        tables[:] = 0
+        raise ValueError(f"page {page} is outside of the arena of {num_pages} pages")
+
+
 def build_batch(sequences: Sequence[SequenceInput], page_size: int, device: torch.device) -> PagedBatch:
     """Lay checked sequences behind one another."""
     width = max(-(-sequence.end // page_size) for sequence in sequences)
     tables = np.zeros((len(sequences), width), dtype=np.int32)
+    fill_tables(tables, sequences, page_size)
     # Lists: a step of a few tokens takes less time so than with arrays.
     tokens: list[int] = []
     positions: list[int] = []
@@ -101,12 +128,15 @@ def build_batch(sequences: Sequence[SequenceInput], page_size: int, device: torc
     logit_rows: list[int] = []
     spans: list[SequenceRows] = []
     for index, sequence in enumerate(sequences):
-        used = -(-sequence.end // page_size)
-        tables[index, :used] = sequence.pages[:used]
         row, length = len(tokens), len(sequence.token_ids)
         tokens.extend(sequence.token_ids)
-        positions.extend(range(sequence.start, sequence.end))
-        write_pages.extend(sequence.pages[position // page_size] for position in range(sequence.start, sequence.end))
+        if length == 1:
+            positions.append(sequence.start)
+            write_pages.append(sequence.pages[sequence.start // page_size])
+        else:
+            span = range(sequence.start, sequence.end)
+            positions.extend(span)
+            write_pages.extend(sequence.pages[position // page_size] for position in span)
         logit_rows.extend(range(row + length - sequence.num_logits, row + length))
         spans.append(SequenceRows(index, row, length, sequence.start))
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend, ForwardContext, current_forward
-from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_sequence
+from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_pages, check_sequence
 from tandem.engine.device import current
 
 LayerCallback = Callable[[int], None]
@@ -61,10 +61,11 @@ class PagedModel:
         self.check(sequences)
         with current(self.arena.device):
             batch = build_batch(sequences, self.arena.layout.page_size, self.arena.device)
+            check_pages(batch.block_tables, self.num_pages)
             return self.compute(batch, on_layer).float()
 
     def check(self, sequences: Sequence[SequenceInput]) -> None:
-        """Raise `ValueError` for a batch that is empty or has a sequence outside of its pages or of the model."""
+        """Raise `ValueError` for a batch that is empty or fails `check_sequence`."""
         if not sequences:
             raise ValueError("an empty batch")
         for sequence in sequences:

@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
-from tandem.core.pages import PagePool, pages_for
+from tandem.core.pages import PagePool, page_table, pages_for
 from tandem.core.tiers import PageTiers
 from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
 from tandem.worker.sequence import Sequence
@@ -45,6 +45,10 @@ _order = attrgetter("order")
 
 # In a step that is full already, the first paced prompt still gets `paced_tokens` divided by this.
 _LEAST_PACED_PART = 4
+
+# Pages that came computed, with a handoff: so many of them a step adds to the prefix cache. Were it all of them, a step
+# in which many long prompts come would be late for everybody.
+_PAGES_TO_PUBLISH = 512
 
 
 class BatchScheduler:
@@ -128,11 +132,16 @@ class BatchScheduler:
         if queue is not None:
             insort(queue, sequence, key=_order)
 
-    def remove(self, sequence: Sequence) -> list[int]:
+    def remove(self, sequence: Sequence) -> Seq[int]:
         """Take a sequence out and return its pages. The caller must release them."""
         self._take_out(sequence)
-        pages, sequence.pages = sequence.pages, []
+        pages, sequence.pages = sequence.pages, page_table()
         return pages
+
+    def retire(self, sequence: Sequence) -> Seq[int]:
+        """`remove` of a sequence whose KV is right: first all its full pages are added to the prefix cache."""
+        self._publish_all(sequence)
+        return self.remove(sequence)
 
     def _take_out(self, sequence: Sequence) -> list[Sequence] | None:
         """Return the queue that it was in; `None`: in none."""
@@ -171,7 +180,7 @@ class BatchScheduler:
         for sequence in [s for s in self.running if s.is_decode]:
             if budget < 1:
                 break
-            if sequence not in self.running:  # a sequence before it has preempted it
+            if batch.preempted and sequence not in self.running:  # a sequence before it has preempted it
                 continue
             if self._grow_or_preempt(batch, sequence, 1):
                 self._put(batch, sequence, 1)
@@ -180,8 +189,10 @@ class BatchScheduler:
 
     def _schedule_chunks(self, batch: Batch, budget: int) -> int:
         for sequence in [s for s in self.running if not s.is_decode and s.num_to_compute]:
+            if batch.preempted and sequence not in self.running:
+                continue
             num_tokens = self._chunk(batch, sequence, budget)
-            if num_tokens < 1 or sequence not in self.running or not self._may_join(batch, sequence, num_tokens):
+            if num_tokens < 1 or not self._may_join(batch, sequence, num_tokens):
                 continue
             if self._grow_or_preempt(batch, sequence, num_tokens):
                 self._put_chunk(batch, sequence, num_tokens)
@@ -210,12 +221,13 @@ class BatchScheduler:
     def apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
         """Book a computed step. `sampled` has the tokens, one or more, of each item that samples, in order."""
         tokens = iter(sampled)
+        num_to_publish = _PAGES_TO_PUBLISH
         with self.lock:
             self._release_copied()
             for item in batch.items:
                 sequence = item.sequence
                 sequence.num_computed = item.start + item.num_tokens
-                self._publish(sequence)
+                num_to_publish -= self._publish(item, num_to_publish)
                 if item.samples:
                     sequence.token_ids.extend(next(tokens))
 
@@ -263,7 +275,7 @@ class BatchScheduler:
         if fresh is None:
             self.pool.release(cached)
             return False
-        sequence.pages = cached + fresh
+        sequence.pages = page_table(cached + fresh)
         sequence.num_computed = sequence.num_cached = len(cached) * page_size
         sequence.num_published = len(cached)
         return True
@@ -315,6 +327,8 @@ class BatchScheduler:
     def _grow(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
         first = sequence.num_computed // self.pool.page_size
         last = (sequence.num_computed + num_tokens - 1) // self.pool.page_size
+        if first == last < len(sequence.pages) and not self._is_shared(sequence.pages[first]):
+            return True  # as in most steps
         shared = [i for i in range(first, min(last + 1, len(sequence.pages))) if self._is_shared(sequence.pages[i])]
         num_new = max(0, last + 1 - len(sequence.pages))
         pages = self.pool.allocate(len(shared) + num_new)
@@ -329,7 +343,8 @@ class BatchScheduler:
         return True
 
     def _is_shared(self, page: int) -> bool:
-        return self.pool.references(page) - self._copied.count(page) > 1
+        num_owners = self.pool.references(page)
+        return num_owners > 1 and num_owners - self._copied.count(page) > 1
 
     def _release_copied(self) -> None:
         copied, self._copied = self._copied, []
@@ -344,9 +359,10 @@ class BatchScheduler:
         return None
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
+        self._publish_all(sequence)
         self._take_out(sequence)
         self.pool.release(sequence.pages)
-        sequence.pages = []
+        sequence.pages = page_table()
         sequence.num_computed = sequence.num_published = 0
         sequence.num_preemptions += 1
         insort(self.waiting, sequence, key=_order)
@@ -391,14 +407,27 @@ class BatchScheduler:
                 batch.num_ending += 1
                 batch.num_ending_tokens += num_tokens
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Add the pages that are full now to the prefix cache."""
-        num_full = sequence.num_computed // self.pool.page_size
-        if not self.prefix_cache or num_full <= sequence.num_published:
-            return
-        sequence.extend_keys(self.pool.page_size, self.salt, sequence.num_computed)
-        for index in range(sequence.num_published, num_full):
+    def _publish(self, item: ScheduledSequence, num_older: int) -> int:
+        """Add to the prefix cache as many pages as this step has filled, and up to `num_older` that were full before;
+        returns how many of these there were."""
+        sequence, page_size = item.sequence, self.pool.page_size
+        num_full, begin = sequence.num_computed // page_size, sequence.num_published
+        if not self.prefix_cache or num_full <= begin:
+            return 0
+        num_new = num_full - item.start // page_size
+        end = min(num_full, begin + num_new + num_older)
+        self._publish_to(sequence, end)
+        return max(0, end - begin - num_new)
+
+    def _publish_all(self, sequence: Sequence) -> None:
+        if self.prefix_cache:
+            self._publish_to(sequence, sequence.num_computed // self.pool.page_size)
+
+    def _publish_to(self, sequence: Sequence, end: int) -> None:
+        """Add the pages before the `end`th, which are full."""
+        sequence.extend_keys(self.pool.page_size, self.salt, end * self.pool.page_size)
+        for index in range(sequence.num_published, end):
             self.pool.publish(sequence.pages[index], sequence.keys[index])
             if self.tiers is not None:
                 self.tiers.entered(sequence.keys[index], sequence.keys[index - 1] if index else b"")
-        sequence.num_published = num_full
+        sequence.num_published = max(sequence.num_published, end)

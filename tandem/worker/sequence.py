@@ -7,7 +7,7 @@ from enum import Enum
 from itertools import islice
 from typing import Any
 
-from tandem.core.pages import next_page_keys, salted
+from tandem.core.pages import PageTable, next_page_keys, page_table, salted
 from tandem.core.sampling import SamplingParams
 from tandem.worker.prompt_pooling import PromptPooling
 from tandem.worker.prompt_scoring import PromptScoring
@@ -38,7 +38,7 @@ class Sequence:
     samples: bool = True
     num_computed: int = 0
     # Invariant: covers [0, num_computed); page i holds slots [i * page_size, (i + 1) * page_size).
-    pages: list[int] = field(default_factory=list)
+    pages: PageTable[int] = field(default_factory=page_table)
     # Keys of the leading full pages; grows with the tokens, see `extend_keys`.
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0  # leading pages offered to the prefix cache

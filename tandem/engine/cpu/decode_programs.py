@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tandem.engine.attention.interface import ForwardContext, current_forward
-from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step
+from tandem.engine.batch import PagedBatch, SequenceInput, check_pages, fill_tables, is_decode_step
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.attention_kernel import Reads
 from tandem.engine.cpu.decoder import FusedDecoder, PreparedForward
@@ -40,7 +40,7 @@ class DecodePrograms:
         self._attention = attention
         arena = paged.arena
         width = min(arena.layout.num_pages_for(paged.max_context), arena.num_pages)
-        self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, width, arena.layout.page_size)
+        self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, width, arena.layout.page_size, paged.num_pages)
         # By numbers of sequences and of threads.
         self._prepared: dict[tuple[int, int], PreparedForward] = {}
 
@@ -77,11 +77,13 @@ class _FixedInputs:
 
     Args:
         width: pages of the longest sequence.
+        num_pages: sequences may have the pages before this one.
     """
 
-    def __init__(self, max_rows: int, width: int, page_size: int) -> None:
+    def __init__(self, max_rows: int, width: int, page_size: int, num_pages: int) -> None:
         self.max_rows = max_rows
         self._page_size = page_size
+        self._num_pages = num_pages
         self._tables = np.zeros((max_rows, width), dtype=np.int32)
         # Tokens, positions, and the pages and slots that are written to.
         self._columns = np.zeros((4, max_rows), dtype=np.int64)
@@ -91,12 +93,11 @@ class _FixedInputs:
         self._blocks = np.stack([rows, rows, np.ones_like(rows), np.zeros_like(rows)], axis=1)
 
     def load(self, sequences: Sequence[SequenceInput]) -> None:
-        """Make these, which are checked, the inputs of the next step."""
-        page_size, tables = self._page_size, self._tables
+        """Make these, which are checked, the inputs of the next step. Raises as `check_pages` does."""
+        check_pages(fill_tables(self._tables, sequences, self._page_size), self._num_pages)
         tokens, positions, pages, slots = [], [], [], []
-        for row, sequence in enumerate(sequences):
-            last, slot = divmod(sequence.start, page_size)
-            tables[row, : last + 1] = sequence.pages[: last + 1]
+        for sequence in sequences:
+            last, slot = divmod(sequence.start, self._page_size)
             tokens.append(sequence.token_ids[0])
             positions.append(sequence.start)
             pages.append(sequence.pages[last])

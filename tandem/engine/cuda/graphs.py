@@ -16,7 +16,7 @@ import torch
 
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
-from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step
+from tandem.engine.batch import PagedBatch, SequenceInput, check_pages, fill_tables, is_decode_step
 from tandem.engine.cuda.decode_step import DecodeBackend, DecodeStep
 from tandem.engine.device import current
 from tandem.engine.paged_model import PagedModel
@@ -81,7 +81,7 @@ class _Step:
         arena = paged.arena
         page_size = arena.layout.page_size
         width = min(arena.layout.num_pages_for(paged.max_context), arena.num_pages)
-        self._inputs = _FixedInputs(num_rows, width, page_size, scratch_page, arena.device)
+        self._inputs = _FixedInputs(num_rows, width, page_size, paged.num_pages, scratch_page, arena.device)
         on_device = self._inputs.on_device
         step = DecodeStep(
             tables=on_device.tables,
@@ -153,8 +153,11 @@ class _Fields:
 class _FixedInputs:
     """The inputs of a step: written on the host, sent to the device by one copy that nobody waits for."""
 
-    def __init__(self, num_rows: int, width: int, page_size: int, scratch_page: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, width: int, page_size: int, num_pages: int, scratch_page: int, device: torch.device
+    ) -> None:
         self._page_size = page_size
+        self._num_pages = num_pages
         self._scratch_page = scratch_page
         is_cuda = device.type == "cuda"
         num_bytes = _Fields.num_bytes(num_rows, width)
@@ -165,7 +168,7 @@ class _FixedInputs:
         self._sent = torch.cuda.Event() if is_cuda else None
 
     def load(self, sequences: Sequence[SequenceInput]) -> None:
-        """Make these the inputs of the next step.
+        """Make these the inputs of the next step. Raises as `check_pages` does.
 
         Rows beyond them are padding: token 0 at the beginning of the scratch page, over one slot of any page.
         """
@@ -181,8 +184,7 @@ class _FixedInputs:
         tables = self.host.tables.numpy()
         positions = np.fromiter((sequence.start for sequence in sequences), dtype=np.int64, count=num)
         last_pages = positions // self._page_size
-        for row, (sequence, last) in enumerate(zip(sequences, last_pages.tolist(), strict=True)):
-            tables[row, : last + 1] = sequence.pages[: last + 1]
+        check_pages(fill_tables(tables, sequences, self._page_size), self._num_pages)
         self._fill(self.host.token_ids, np.asarray([sequence.token_ids[0] for sequence in sequences]), 0)
         self._fill(self.host.positions, positions, 0)
         self._fill(self.host.used, positions + 1, 1)

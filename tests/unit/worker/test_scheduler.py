@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
-from tandem.core.pages import PagePool
+from tandem.core.pages import PagePool, page_keys, page_table
 from tandem.core.sampling import SamplingParams
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
@@ -243,7 +243,7 @@ def test_preemption_takes_the_last_in_the_order_and_never_the_first() -> None:
     # Order of worth: old, new, mid. One page is free: old takes it, new needs mid's.
     assert [s.request_id for s in batch.preempted] == ["mid"]
     assert [i[0] for i in shape(batch)] == ["old", "new"]
-    assert scheduler.waiting[0].pages == []
+    assert not scheduler.waiting[0].pages
     assert scheduler.waiting[0].token_ids[-1] == 7, "the token that was given out is kept"
 
 
@@ -282,11 +282,11 @@ def test_the_oldest_stalls_on_reserved_pages_and_goes_on_when_they_return() -> N
 def test_shared_pages_are_copied_before_they_are_written() -> None:
     scheduler = make_scheduler()
     first = prompt("a", 6)
-    first.pages = scheduler.pool.allocate(2) or []
+    first.pages = page_table(scheduler.pool.allocate(2) or [])
     first.num_computed = 6
     first.token_ids.append(5)
     second = prompt("a", 6)
-    second.choice, second.num_computed, second.pages = 1, 6, list(first.pages)
+    second.choice, second.num_computed, second.pages = 1, 6, page_table(first.pages)
     second.token_ids.append(9)
     scheduler.pool.share(second.pages)
     scheduler.enter(first)
@@ -302,8 +302,8 @@ def test_a_page_that_a_step_copies_is_nobodys_before_the_step_has_ended() -> Non
     """Its other owner gives it up in the same step; whoever got it then could write to it before it is copied."""
     scheduler = make_scheduler(num_pages=3)
     first, second = (Sequence("a", 1, n, 0, n, [1] * 6, 5, SamplingParams(), num_computed=5) for n in range(2))
-    first.pages = second.pages = scheduler.pool.allocate(2) or []
-    second.pages = list(first.pages)
+    first.pages = page_table(scheduler.pool.allocate(2) or [])
+    second.pages = page_table(first.pages)
     scheduler.pool.share(first.pages)
     for sequence in (first, second):
         scheduler.enter(sequence)
@@ -547,3 +547,64 @@ def test_alone_a_paced_prompt_goes_no_faster() -> None:
     assert shape(step(scheduler)) == [("a", 0, 8, False)]
     assert shape(step(scheduler)) == [("a", 8, 8, False)]
     assert shape(step(scheduler)) == [("a", 16, 3, True)]
+
+
+# ---- pages that came computed
+
+
+def handed_off(scheduler: BatchScheduler, num_pages: int, arrival: int = 0) -> Sequence:
+    """In the batch, with so many full pages and one token to compute."""
+    sequence = prompt(f"h{arrival}", num_pages * PAGE, arrival=arrival, first=arrival)
+    sequence.token_ids.append(7)
+    sequence.pages = page_table(scheduler.pool.allocate(num_pages) or [])
+    sequence.num_computed = num_pages * PAGE
+    scheduler.enter(sequence)
+    return sequence
+
+
+def num_found(scheduler: BatchScheduler, sequence: Sequence) -> int:
+    return scheduler.pool.match(page_keys(sequence.token_ids, PAGE, b"m"))
+
+
+def test_a_step_publishes_what_it_fills_and_a_bounded_number_of_older_pages() -> None:
+    scheduler = make_scheduler(2000, cache=True)
+    first, second = handed_off(scheduler, 500), handed_off(scheduler, 300, arrival=1)
+    step(scheduler)
+    assert [num_found(scheduler, s) for s in (first, second)] == [500, 12], "512 of 800"
+    for _ in range(PAGE - 1):
+        step(scheduler)
+    assert [num_found(scheduler, s) for s in (first, second)] == [501, 301], "and the page that both have filled since"
+
+
+def test_all_pages_of_a_sequence_that_retires_are_found_and_of_one_that_is_removed_none() -> None:
+    scheduler = make_scheduler(2000, cache=True)
+    good, wrong = handed_off(scheduler, 600), handed_off(scheduler, 3, arrival=1)
+    scheduler.pool.release(scheduler.retire(good))
+    scheduler.pool.release(scheduler.remove(wrong))
+    assert [num_found(scheduler, s) for s in (good, wrong)] == [600, 0]
+    scheduler.pool.check()
+
+
+def test_a_preempted_sequence_finds_all_its_pages_again() -> None:
+    scheduler = make_scheduler(601, cache=True)
+    handed_off(scheduler, 1)
+    late = handed_off(scheduler, 599, arrival=1)
+    batch = step(scheduler)  # one free page, and both need one
+    assert batch.preempted == [late]
+    assert num_found(scheduler, late) == 599
+
+
+def test_a_handoff_in_a_worker_without_a_prefix_cache_publishes_nothing() -> None:
+    scheduler = make_scheduler(2000)
+    sequence = handed_off(scheduler, 600)
+    step(scheduler)
+    scheduler.pool.release(scheduler.retire(sequence))
+    assert num_found(scheduler, sequence) == 0
+
+
+def test_all_pages_that_one_long_chunk_fills_are_published_with_it() -> None:
+    scheduler = make_scheduler(2000, tokens=4000, chunk=600 * PAGE, cache=True)
+    sequence = prompt("long", 600 * PAGE)
+    scheduler.add(sequence)
+    step(scheduler)
+    assert num_found(scheduler, sequence) == 600

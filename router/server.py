@@ -26,6 +26,7 @@ from router.http.siblings import Siblings
 from router.lifecycle.context import RouterContext
 from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.tenants import Tenants
+from router.lifecycle.turns import Turns
 from router.observe.export import Exporter
 from router.observe.recorder import WorkSpan
 from router.openai.model_card import ModelCard
@@ -261,7 +262,6 @@ class RouterServer:
             return workers.num_routers
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
-        workers.on_change = admission.places_changed
         # The death of one full worker must not spend it.
         burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)
@@ -269,7 +269,17 @@ class RouterServer:
         tokenizer = Tokenizer.from_dir(self._model_dir)
         migrations = MigrationSlots(num_routers=num_routers)
         tenants = Tenants(metrics, clock, num_routers)
-        context = RouterContext(config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants)
+        is_mixed = scheduling.mixed_pool
+        turns = Turns(lambda: workers.room(num_places(), is_mixed=is_mixed), scheduling.priority_ageing_s)
+
+        def workers_changed() -> None:
+            admission.places_changed()
+            turns.look()
+
+        workers.on_change, workers.on_report = workers_changed, turns.look
+        context = RouterContext(
+            config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants, turns
+        )
 
         def note_work(request_id: str, attempt: int, role: Role, spans: Iterable[WorkSpan]) -> None:
             context.recorder.worked(request_id, attempt, role, spans, clock.now())

@@ -186,6 +186,7 @@ class Attempt:
 
     def _granted(self, granted: events.Granted) -> None:
         self._decode.note_taken_up(self._request_id, steps=False)
+        self._in_flight.note_pages()
         self._is_granted = True
         if self._prefill is None:
             self._prefill = self._find_prefill()
@@ -207,6 +208,7 @@ class Attempt:
 
     def _computes_locally(self, event: events.LocalPrefillStarted) -> None:
         self._decode.note_taken_up(self._request_id, steps=True)
+        self._in_flight.note_pages()
         self._is_admitted = True
         self._in_flight.note_prompt(Role.DECODE, event.num_cached_tokens)
         self._in_flight.reach(RequestState.PREFILLING)

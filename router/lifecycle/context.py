@@ -8,6 +8,7 @@ from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.open_exchanges import OpenExchanges
 from router.lifecycle.request_errors import RequestErrors
 from router.lifecycle.tenants import Tenants
+from router.lifecycle.turns import Turns
 from router.observe.recorder import Recorder
 from router.policy.admission import Admission
 from router.policy.retry_budget import RetryBudget
@@ -31,6 +32,7 @@ class RouterContext:
     budget: RetryBudget
     migrations: MigrationSlots
     tenants: Tenants
+    turns: Turns
     open_exchanges: OpenExchanges = field(default_factory=OpenExchanges)
     errors: RequestErrors = field(default_factory=RequestErrors)
     recorder: Recorder = field(default_factory=Recorder)

@@ -76,6 +76,7 @@ class InFlightRequest:
         self._is_waiting = True
         self._last_token_s: list[float | None] = [None] * request.num_choices
         context.budget.earn()
+        self._turn = context.turns.join(request, inbox)
 
     @property
     def age_s(self) -> float:
@@ -117,6 +118,11 @@ class InFlightRequest:
 
     # -- placing
 
+    async def wait_turn(self) -> None:
+        """Wait until it is to be placed. Raises as `next_event`."""
+        while not self._turn.has_come:
+            await self.next_event()
+
     @property
     def facts(self) -> RequestFacts:
         request, scheduling = self.request, self.context.config.scheduling
@@ -126,6 +132,7 @@ class InFlightRequest:
             priority=request.priority,
             deadline_s=request.arrived_s + request.timeout_s if request.timeout_s is not None else None,
             mixed_pool_tokens=scheduling.local_prefill_tokens if scheduling.mixed_pool else 0,
+            num_held_tokens=self.context.turns.num_waiting_tokens,
             is_first_attempt=self.journal.attempt == 1,
             pools=self.request.pools,
         )
@@ -275,6 +282,10 @@ class InFlightRequest:
         for delta in deltas:
             self._emit(delta)
 
+    def note_pages(self) -> None:
+        """Decode has pages for it, or computes it."""
+        self._turn.granted()
+
     def take_prompt_scores(self, scored: PromptScored) -> None:
         if self.journal.prompt_scores is not None:
             self.journal.prompt_scores.accept(scored.first, scored.tokens)
@@ -289,6 +300,7 @@ class InFlightRequest:
         self.context.recorder.tokens(self.trace, now_s, num_tokens, gap_s)
         metrics.output_tokens.inc(num_tokens)
         self.context.tenants.give(self.request.tenant, num_tokens)
+        self._turn.charge(num_tokens)
         if gap_s is not None:
             metrics.itl_s.observe(gap_s)
         elif all(stamp is None for stamp in self._last_token_s):
@@ -313,6 +325,7 @@ class InFlightRequest:
     def end(self, state: RequestState, outcome: str) -> None:
         """The request has ended in `state`: free what workers keep of it, measure and log it."""
         self.context.migrations.leave(self.inbox)
+        self._turn.end()
         for session in self.pages_kept_at.values():
             session.send(wire.release(self.request.request_id))
         if state is RequestState.FINISHED:
@@ -355,6 +368,7 @@ class InFlightRequest:
 
         Only the first word counts: a retry also finds what an earlier attempt computed.
         """
+        self._turn.begun(num_cached_tokens)
         self._on_prompt(computed_by)
         self.trace.computed_by = computed_by.value
         if self._num_cached_tokens is None:

@@ -1,6 +1,7 @@
 """Serves one request, from its place in the queue to its end.
 
-    QUEUED      a pair of workers is chosen; `Reserve` goes to decode, `StartPrefill` to prefill, at once
+    QUEUED      it waits in the router until its turn has come (`router.lifecycle.turns`)
+                a pair of workers is chosen; `Reserve` goes to decode, `StartPrefill` to prefill, at once
     PREFILLING  prefill computes; when decode grants pages, prefill learns of the grant and writes into them
     HANDOFF     every choice has its first token, from prefill; the pages are on their way
     DECODING    decode has verified the pages and sends all further tokens
@@ -66,6 +67,7 @@ async def serve_request(
     state, outcome = RequestState.FAILED, "failed"
     try:
         with in_flight.deadline():
+            await in_flight.wait_turn()
             while True:
                 route = await in_flight.find_route()
                 try:

@@ -61,6 +61,7 @@ class RequestFacts:
         priority: urgent where below 0.
         prefix: who holds how much of the prompt's beginning, as far as is known.
         deadline_s: when its client gives up, on the router's clock; `None` where it does not.
+        num_held_tokens: of prompts that wait in this router for their turn, behind this one.
         mixed_pool_tokens: the longest prompt of the mixed pool; longer ones would slow the other sequences for long.
         pools: a prefill worker serves it alone.
     """
@@ -69,6 +70,7 @@ class RequestFacts:
     priority: int = 0
     prefix: KnownPrefix[WorkerKey] = field(default_factory=KnownPrefix)
     deadline_s: float | None = None
+    num_held_tokens: int = 0
     mixed_pool_tokens: int = 0
     is_first_attempt: bool = True
     pools: bool = False
@@ -256,7 +258,9 @@ def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None
     if not formats:
         return None
     shortest = next(snapshot.prefill.walk(Order.LOAD, formats)).num_queued_tokens
-    best, cost = None, float(shortest + facts.num_prompt_tokens)
+    # What decode computes, those that wait here have less in front of them.
+    held = facts.num_held_tokens * snapshot.share.of / len(snapshot.prefill)
+    best, cost = None, shortest + held + facts.num_prompt_tokens
     for kv_format in formats:
         found, cost = _quickest(snapshot, facts, kv_format, cost)
         best = found or best

@@ -108,6 +108,11 @@ class DecodeLeaves:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnCame:
+    """It is this request's turn to be placed."""
+
+
+@dataclass(frozen=True, slots=True)
 class MayMove:
     """It is this request's turn to leave its draining decode worker."""
 
@@ -143,6 +148,7 @@ Event: TypeAlias = (
     | WorkerLost
     | WorkerSilent
     | DecodeLeaves
+    | TurnCame
     | MayMove
     | BrokenOff
     | WorkersChanged

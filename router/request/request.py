@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from router.request.tenant import ANYBODY, Tenant
@@ -31,6 +32,12 @@ class Request:
     shows_stop: bool = False  # what stopped a choice is in its text
     echoed_text: str = ""  # of the prompt, before each choice's own
     pools: bool = False  # a vector of the prompt is wanted, and no token
+    session: str = ""  # of the tenant, to which it belongs; empty: none
+
+    @property
+    def due_s(self) -> float:
+        """By when its first token is wanted, on the router's clock."""
+        return self.arrived_s + (self.timeout_s if self.timeout_s is not None else math.inf)
 
     @property
     def protocol(self) -> int:

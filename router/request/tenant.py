@@ -21,6 +21,7 @@ class Tenant:
         circle: the same for all who share cached prefixes: the tenant's, or that of its group; empty: all share them.
         is_named: whether the file gives it a name.
         most_urgent_priority: `None`: as in `limits`.
+        weight: what it is to get beside others, in tokens: a tenant of weight 2 gets twice as many as one of 1.
         requests_per_minute, tokens_per_minute: at all routers together; 0: any number.
     """
 
@@ -31,6 +32,7 @@ class Tenant:
     most_urgent_priority: int | None = None
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    weight: float = 1.0
 
     def limits(self, limits: LimitsConfig) -> LimitsConfig:
         """The bounds of its requests, where the cluster's are `limits`."""

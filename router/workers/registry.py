@@ -13,8 +13,9 @@ from heapq import nsmallest
 from typing import Any
 
 from kvtransfer.layout import LayoutId
+from router.policy.gate import Room
 from router.policy.losses import Fate
-from router.policy.pool import ALONE, Pool, Share
+from router.policy.pool import ALONE, Order, Pool, Share
 from router.policy.prefix import KnownPrefix
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
@@ -88,6 +89,8 @@ class WorkerRegistry:
         self.cache_secret = b""
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
+        #: Called whenever a worker has told of its load.
+        self.on_report: Callable[[], object] = lambda: None
         #: Called with what a worker has done for an attempt at a request, which may have ended.
         self.on_work: Callable[[str, int, Role, Iterable[WorkSpan]], object] = lambda *_: None
 
@@ -176,6 +179,20 @@ class WorkerRegistry:
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             share=self._share,
+        )
+
+    def room(self, num_places: float, *, is_mixed: bool) -> Room:
+        """What the workers can take. `num_places`: of this router; `is_mixed`: decode workers compute prompts too."""
+        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
+        roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
+        return Room(
+            num_computing=len(prefill) + (len(decode) if is_mixed else 0),
+            tokens_per_s=self._prefill_tokens_per_s,
+            num_decode=len(decode),
+            num_places=num_places,
+            most_pages=roomiest.num_available_pages if roomiest is not None else 0,
+            page_size=roomiest.page_size if roomiest is not None else 0,
+            num_routers=self._share.of,
         )
 
     def known_prefix(self, token_ids: Sequence[int], cache_salt: str) -> KnownPrefix[WorkerKey]:
@@ -325,6 +342,7 @@ class WorkerRegistry:
 
         if status.HasField("links"):
             self._note_links(session.key, status.links)
+        self.on_report()
 
     def _note_links(self, prefill: WorkerKey, report: LinkReport) -> None:
         """Take over what a prefill worker says of its links. Of those that it does not name nothing is known."""

@@ -1,0 +1,146 @@
+"""Requests wait here until it is their turn to be placed: the queue (`router.policy.turns`) behind its gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from router.policy.gate import Room, UnderWay
+from router.policy.turns import TurnQueue, Waiting
+from router.request.events import Event, TurnCame
+from router.request.mailbox import Mailbox
+from router.request.request import Request
+
+_WEIGHT = 1 / 16  # of the newest prompt
+
+
+class Turns:
+    """Of one router. Not thread-safe."""
+
+    def __init__(self, room: Callable[[], Room], ageing_s: float) -> None:
+        """`room`: what the workers can take now. `ageing_s`: as of `TurnQueue`."""
+        self._room = room
+        self._queue = TurnQueue(ageing_s)
+        self._under_way = UnderWay()
+        # Of prompts that were begun: the share that was to be computed, as the newest count most.
+        self._computed_share = 1.0
+        # Invariant: has those that wait, by their entries in the queue.
+        self._waiting: dict[Waiting, Turn] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return self._queue.num_tokens
+
+    def tokens_in_front(self, owner: str, weight: float) -> float:
+        """Of prompts that are to be computed before another request of this tenant: about so many."""
+        return self._under_way.tokens_ahead + self._queue.tokens_in_front(owner, weight)
+
+    def join(self, request: Request, inbox: Mailbox[Event]) -> Turn:
+        """`inbox` gets `TurnCame` when the turn has come, unless it has come at once."""
+        turn = Turn(self, request, inbox)
+        self._queue.enter(turn.entry)
+        self._waiting[turn.entry] = turn
+        self.look()
+        return turn
+
+    def look(self) -> None:
+        """Place as many as there is room for. Called whenever something has got on, ended or changed."""
+        if not self._queue.num_waiting:
+            return
+        room = self._room()
+        room = replace(room, tokens_per_s=room.tokens_per_s / self._computed_share)
+        while (entry := self._queue.first()) is not None:
+            if not self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room):
+                return
+            self._queue.take(entry)
+            self._waiting.pop(entry).come(self._under_way)
+
+    def leave(self, turn: Turn) -> None:
+        """The request has ended."""
+        self._queue.leave(turn.entry)
+        self._waiting.pop(turn.entry, None)
+
+    def note_computed(self, num_tokens: int, num_cached_tokens: int) -> None:
+        share = max(1, num_tokens - num_cached_tokens) / max(1, num_tokens)
+        self._computed_share += _WEIGHT * (share - self._computed_share)
+
+    def charge(self, turn: Turn, num_tokens: int) -> None:
+        self._queue.charge(turn.entry, num_tokens)
+
+
+class Turn:
+    """One request's."""
+
+    def __init__(self, turns: Turns, request: Request, inbox: Mailbox[Event]) -> None:
+        self.entry = Waiting(
+            owner=request.tenant.owner,
+            weight=request.tenant.weight,
+            priority=request.priority,
+            session=request.session,
+            due_s=request.due_s,
+            arrived_s=request.arrived_s,
+            num_tokens=len(request.prompt_ids),
+            num_sequences=0 if request.pools else request.num_choices,
+        )
+        self.has_come = False
+        self._turns, self._inbox = turns, inbox
+        self._under_way: UnderWay | None = None
+        # Whether it counts among those whose prompt is not begun, and among those that wait for pages.
+        self._is_ahead = self._is_ungranted = False
+
+    def come(self, under_way: UnderWay) -> None:
+        """It is to be placed now, and counts in `under_way` until it ends."""
+        self.has_come, self._under_way = True, under_way
+        self._is_ahead, self._is_ungranted = True, self.entry.num_sequences > 0
+        under_way.num_requests += 1
+        under_way.num_sequences += self.entry.num_sequences
+        under_way.num_ahead += 1
+        under_way.tokens_ahead += self.entry.num_tokens
+        under_way.num_ungranted += self._is_ungranted
+        self._inbox.put(TurnCame())
+
+    def begun(self, num_cached_tokens: int) -> None:
+        """A worker computes its prompt, of which it has so many tokens."""
+        if self._forget_ahead():
+            self._turns.note_computed(self.entry.num_tokens, num_cached_tokens)
+            self._turns.look()
+
+    def granted(self) -> None:
+        """Decode has pages for it."""
+        if self._forget_ungranted():
+            self._turns.look()
+
+    def charge(self, num_tokens: int) -> None:
+        """So many tokens were given out."""
+        self._turns.charge(self, num_tokens)
+
+    def end(self) -> None:
+        """It has ended, whether its turn had come or not."""
+        self._turns.leave(self)
+        if self._under_way is not None:
+            self._forget_ahead()
+            self._forget_ungranted()
+            self._under_way.num_requests -= 1
+            self._under_way.num_sequences -= self.entry.num_sequences
+            self._under_way = None
+        self._turns.look()
+
+    def _forget_ahead(self) -> bool:
+        if self._under_way is None or not self._is_ahead:
+            return False
+        self._is_ahead = False
+        self._under_way.num_ahead -= 1
+        self._under_way.tokens_ahead -= self.entry.num_tokens
+        return True
+
+    def _forget_ungranted(self) -> bool:
+        if self._under_way is None or not self._is_ungranted:
+            return False
+        self._is_ungranted = False
+        self._under_way.num_ungranted -= 1
+        return True

@@ -1,0 +1,71 @@
+"""How much is placed at once: as much as keeps all workers busy, and not more. Pure.
+
+What waits at a worker can no longer be overtaken, and was placed by loads that have changed since. So requests wait in
+the router (`router.policy.turns`), and the next one is placed as soon as it would keep a worker from running idle:
+
+- *Prompts*: fewer are placed and not begun than two for each worker that computes prompts, or they have fewer tokens
+  than these compute in a quarter of a second. That covers the way of a message there and back many times.
+- *Places*: not more sequences are under way than decode's batches hold, and a quarter more, whose prompts are computed
+  while they wait for a place.
+- *Pages*: where no decode worker has room for the prompt, not more than two for each wait there for pages.
+
+A router that has placed nothing places one whatever else is under way: each of its requests that ends, or gets on, is
+heard of, so nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_AHEAD, _AHEAD_S = 2, 0.25
+_PLACES = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the workers can take.
+
+    Attributes:
+        num_computing: workers that compute prompts.
+        tokens_per_s: of prompts, that one of them computes; 0: not known yet.
+        num_decode: decode workers.
+        num_places: sequences that decode's batches hold, of which this router may use so many.
+        most_pages: that one decode worker has for another request.
+        page_size: tokens in a page.
+        num_routers: that share the workers.
+    """
+
+    num_computing: int
+    tokens_per_s: float
+    num_decode: int
+    num_places: float
+    most_pages: int
+    page_size: int
+    num_routers: int = 1
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """What this router has placed, and has not ended."""
+
+    num_requests: int = 0
+    num_sequences: int = 0
+    num_ahead: int = 0  # requests whose prompts are not begun
+    tokens_ahead: int = 0  # of these prompts
+    num_ungranted: int = 0  # requests that wait for pages at decode
+
+    def may_follow(self, num_tokens: int, num_sequences: int, room: Room) -> bool:
+        """Whether a request with such a prompt is placed now. `num_sequences`: 0 where no decode worker serves it."""
+        if not self.num_requests or not room.num_computing or (num_sequences and not room.num_decode):
+            return True  # without workers it is to find that out
+        share = 1 / room.num_routers
+        ahead_s = room.tokens_per_s * room.num_computing * _AHEAD_S
+        if self.num_ahead >= math.ceil(_AHEAD * room.num_computing * share) and self.tokens_ahead >= ahead_s * share:
+            return False
+        if not num_sequences:
+            return True
+        if self.num_sequences + num_sequences > math.ceil(_PLACES * room.num_places):
+            return False
+        has_pages = num_tokens <= room.most_pages * room.page_size
+        return has_pages or self.num_ungranted < math.ceil(_AHEAD * room.num_decode * share)

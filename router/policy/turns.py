@@ -1,0 +1,265 @@
+"""Whose turn it is: requests that wait in the router, in the order in which they are to be placed. Pure.
+
+Requests are held here and bound to workers late (`router.policy.gate`): what is at a worker cannot be overtaken any more.
+The next one is found in four steps:
+
+1. *Priority*, with ageing: of the first request of each level the one that goes before the others as it does at the
+   workers, where a level is worth `ageing_s` seconds of waiting.
+2. *Tenants*: within a level, the one that has been served least for its weight. Each has a counter of the tokens of its
+   prompts and its answers, divided by its weight. Who has waited for nothing is lifted to the least counter of those
+   that wait, so that nobody saves up a claim. (The virtual token counter of Sheng et al., OSDI 2024.)
+3. *Sessions* of that tenant: the one that has got fewest tokens (least attained service); a request without a session
+   is one by itself. Every fourth turn of a tenant goes to its oldest request, so that no session waits for ever.
+4. Of one session the request that is due first, then the oldest.
+
+**The bound.** While two tenants both have requests waiting in a level, what they get for their weights differs by at
+most the tokens of one prompt and of all answers that are under way, divided by the smaller weight. So a tenant waits
+for its next turn at most as long as the others take to get that much.
+
+Nothing here grows with what has ended. A turn costs a logarithm of those that wait, a token two additions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+#: Tenants and sessions that are remembered while they have nothing waiting; the least recently served are forgotten.
+MAX_TENANTS, MAX_SESSIONS = 4096, 16384
+#: Every so many turns of a tenant its oldest request goes first.
+OLDEST_EVERY = 4
+_STALE = 32
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One request.
+
+    Attributes:
+        owner: its tenant.
+        weight: the tenant's, above 0.
+        session: of the tenant; empty: none.
+        due_s: by when its first token is wanted, on the router's clock; `math.inf`: never.
+        arrived_s: on the router's clock.
+        num_tokens: of its prompt.
+        num_sequences: that it will have in decode's batch; 0: no decode worker serves it.
+    """
+
+    owner: str
+    weight: float
+    priority: int
+    session: str
+    due_s: float
+    arrived_s: float
+    num_tokens: int
+    num_sequences: int = 1
+    number: int = 0  # in the order of entering; set by the queue
+    waits: bool = False  # set by the queue
+
+
+class TurnQueue:
+    """Not thread-safe."""
+
+    def __init__(self, ageing_s: float) -> None:
+        """`ageing_s`: seconds of waiting that one level of `priority` is worth."""
+        self._ageing_s = ageing_s
+        self._numbers = count(1)
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently served first
+        self._sessions: OrderedDict[tuple[str, str], float] = OrderedDict()
+        # Invariant: has every level in which somebody waits.
+        self._levels: dict[int, _Level] = {}
+        # Of the tenants that wait, by counters as of when they were entered: later ones are never less.
+        self._by_served: list[tuple[float, int, _Tenant]] = []
+        self._last_served = 0.0  # the counter of the tenant that had the last turn
+        self.num_waiting = 0
+        self.num_tokens = 0  # of all prompts that wait
+
+    def enter(self, waiting: Waiting) -> None:
+        tenant = self._tenant(waiting.owner, waiting.weight)
+        if not tenant.num_waiting:
+            least = self._least_served()
+            tenant.served = max(tenant.served, self._last_served if least is None else least)
+            if not tenant.is_listed:
+                tenant.is_listed = True
+                heapq.heappush(self._by_served, (tenant.served, next(self._numbers), tenant))
+        waiting.number, waiting.waits = next(self._numbers), True
+        tenant.num_waiting += 1
+        tenant.num_tokens += waiting.num_tokens
+        self.num_waiting += 1
+        self.num_tokens += waiting.num_tokens
+        level = self._levels.get(waiting.priority)
+        if level is None:
+            level = self._levels[waiting.priority] = _Level()
+        level.enter(waiting, tenant, self._attained(waiting))
+
+    def leave(self, waiting: Waiting) -> None:
+        """It no longer waits; nothing happens where it does not."""
+        if not waiting.waits:
+            return
+        waiting.waits = False
+        tenant = self._tenants[waiting.owner]
+        tenant.num_waiting -= 1
+        tenant.num_tokens -= waiting.num_tokens
+        self.num_waiting -= 1
+        self.num_tokens -= waiting.num_tokens
+        level = self._levels[waiting.priority]
+        level.leave(waiting)
+        if not level.num_waiting:
+            del self._levels[waiting.priority]
+
+    def first(self) -> Waiting | None:
+        """Whose turn is next."""
+        best, best_key = None, (0.0, 0)
+        for priority, level in self._levels.items():
+            found = level.first(self._attained)
+            key = (found.arrived_s + priority * self._ageing_s, found.number)
+            if best is None or key < best_key:
+                best, best_key = found, key
+        return best
+
+    def take(self, waiting: Waiting) -> None:
+        """It is `first`, and its turn has come: its prompt counts as served."""
+        self._levels[waiting.priority].had_turn(waiting.owner)
+        self.leave(waiting)
+        self.charge(waiting, waiting.num_tokens)
+        self._last_served = self._tenants[waiting.owner].served
+
+    def charge(self, waiting: Waiting, num_tokens: int) -> None:
+        """It gets so many tokens more, waiting or not."""
+        self._tenant(waiting.owner, waiting.weight).served += num_tokens / waiting.weight
+        if waiting.session:
+            key = (waiting.owner, waiting.session)
+            self._sessions[key] = self._sessions.get(key, 0.0) + num_tokens
+            self._sessions.move_to_end(key)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+
+    def tokens_in_front(self, owner: str, weight: float) -> float:
+        """Tokens of prompts that go before the next request of this tenant, if all have one level: about so many."""
+        tenant = self._tenants.get(owner)
+        own = tenant.num_tokens if tenant is not None else 0
+        others = sum(each.weight for each in self._tenants.values() if each.num_waiting and each is not tenant)
+        return min(float(self.num_tokens), own * (1 + others / weight))
+
+    def served(self, owner: str) -> float:
+        """The tenant's counter: tokens by weight; only differences mean something."""
+        tenant = self._tenants.get(owner)
+        return tenant.served if tenant is not None else 0.0
+
+    def _tenant(self, owner: str, weight: float) -> _Tenant:
+        tenant = self._tenants.get(owner)
+        if tenant is None:
+            tenant = self._tenants[owner] = _Tenant(owner)
+            self._forget_some()
+        else:
+            self._tenants.move_to_end(owner)
+        tenant.weight = weight
+        return tenant
+
+    def _forget_some(self) -> None:
+        if len(self._tenants) > MAX_TENANTS:
+            gone = next((owner for owner, tenant in self._tenants.items() if not tenant.num_waiting), None)
+            if gone is not None:
+                del self._tenants[gone]
+
+    def _least_served(self) -> float | None:
+        """Of the tenants that wait."""
+        heap = self._by_served
+        while heap:
+            served, number, tenant = heap[0]
+            if not tenant.num_waiting:
+                heapq.heappop(heap)
+                tenant.is_listed = False
+            elif tenant.served > served:
+                heapq.heapreplace(heap, (tenant.served, number, tenant))
+            else:
+                return served
+        return None
+
+    def _attained(self, waiting: Waiting) -> float:
+        return self._sessions.get((waiting.owner, waiting.session), 0.0) if waiting.session else 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Tenant:
+    owner: str
+    weight: float = 1.0
+    served: float = 0.0
+    num_waiting: int = 0
+    num_tokens: int = 0  # of its prompts that wait
+    is_listed: bool = False  # whether the queue's order of counters has it
+
+
+_Attained = Callable[[Waiting], float]
+"""What the session of a request has got."""
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """The requests of one tenant in one level."""
+
+    tenant: _Tenant
+    num_turns: int = 0
+    by_age: dict[int, Waiting] = field(default_factory=dict)
+    # Sessions by what they had got when entered, which is never more than now; then the first request of each.
+    sessions: list[tuple[float, float, float, int, Waiting]] = field(default_factory=list)
+
+
+class _Level:
+    """The requests of one priority."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        # Invariant: a line is in both; one of which nobody waits goes when it is met.
+        self._lines: dict[str, _Line] = {}
+        self._by_served: list[tuple[float, int, _Line]] = []
+
+    def enter(self, waiting: Waiting, tenant: _Tenant, attained: float) -> None:
+        line = self._lines.get(waiting.owner)
+        if line is None:
+            line = self._lines[waiting.owner] = _Line(tenant)
+            heapq.heappush(self._by_served, (tenant.served, waiting.number, line))
+        line.by_age[waiting.number] = waiting
+        heapq.heappush(line.sessions, (attained, waiting.due_s, waiting.arrived_s, waiting.number, waiting))
+        self.num_waiting += 1
+
+    def leave(self, waiting: Waiting) -> None:
+        line = self._lines[waiting.owner]
+        del line.by_age[waiting.number]
+        if len(line.sessions) > 2 * len(line.by_age) + _STALE:  # many have left before their turn
+            line.sessions = [entry for entry in line.sessions if entry[-1].waits]
+            heapq.heapify(line.sessions)
+        self.num_waiting -= 1
+
+    def had_turn(self, owner: str) -> None:
+        self._lines[owner].num_turns += 1
+
+    def first(self, attained: _Attained) -> Waiting:
+        """Somebody waits."""
+        heap = self._by_served
+        while True:
+            served, number, line = heap[0]
+            if not line.by_age:
+                heapq.heappop(heap)
+                del self._lines[line.tenant.owner]
+            elif line.tenant.served > served:
+                heapq.heapreplace(heap, (line.tenant.served, number, line))
+            else:
+                return _first_of(line, attained)
+
+
+def _first_of(line: _Line, attained: _Attained) -> Waiting:
+    if line.num_turns % OLDEST_EVERY == OLDEST_EVERY - 1:
+        return next(iter(line.by_age.values()))
+    heap = line.sessions
+    while True:
+        had, due_s, arrived_s, number, waiting = heap[0]
+        if not waiting.waits:
+            heapq.heappop(heap)
+        elif (has := attained(waiting)) > had:
+            heapq.heapreplace(heap, (has, due_s, arrived_s, number, waiting))
+        else:
+            return waiting

@@ -33,6 +33,7 @@ from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.background import BackgroundAdmission
 from router.policy.retry_budget import RetryBudget
+from router.request.targets import Targets
 from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
 from router.workers.vllm_names import VllmNames
@@ -268,6 +269,9 @@ class RouterServer:
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)
         migrations = MigrationSlots(num_routers=num_routers)
+        targets = Targets.of(config)
+        metrics.slo_target_s.labels("ttft").set(targets.ttft_s)
+        metrics.slo_target_s.labels("tpot").set(targets.tpot_s)
         tenants = Tenants(metrics, clock, num_routers)
         is_mixed = scheduling.mixed_pool
         turns = Turns(lambda: workers.room(num_places(), is_mixed=is_mixed), scheduling.priority_ageing_s)

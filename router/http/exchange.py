@@ -23,6 +23,7 @@ from router.http.error_shapes import error_body_at
 from router.http.grammars import GrammarCheck
 from router.http.protocol import ABORT
 from router.lifecycle.context import RouterContext
+from router.lifecycle.deadline import check_deadline
 from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.prompt_group import PromptGroup
 from router.lifecycle.request_errors import RequestErrors
@@ -39,6 +40,7 @@ from router.openai.schema import ParsedRequest, parse_body
 from router.openai.tokenize import requests_from, unread_variables
 from router.policy.route import check_placeable
 from router.request.request import Delta, Request
+from router.request.targets import Targets
 from router.request.tenant import Tenant
 from tandem.core.errors import TandemError, UnsupportedEncodingError
 
@@ -60,6 +62,7 @@ class Exchange:
         self._read_body = read_body
         self._bodies = bodies
         self._grammars = grammars
+        self._targets = Targets.of(context.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self._context.clock.now()
@@ -69,7 +72,7 @@ class Exchange:
         try:
             # The cheapest checks first: under overload most requests end here, their bodies unread.
             tenants.check(tenant)
-            self._context.admission.check()
+            self._context.admission.check(tenant.owner, tenant.weight)
             http = HttpRequest(scope, receive)
             check_encoding(http)
             call, requests, read_s = await self._requests(http, request_id, arrived_s, tenant)
@@ -131,7 +134,10 @@ class Exchange:
             )
             check_scored(call.parsed, requests, context.config.limits)
             salt = tenant.cache_salt(secret, call.parsed.cache_salt)
-            return call, [replace(request, tenant=tenant, cache_salt=salt) for request in requests]
+            slo = call.parsed.slo
+            targets = self._targets.but(tenant.ttft_ms, tenant.tpot_ms)
+            targets = targets.but(slo.get("ttft_ms", 0), slo.get("tpot_ms", 0))
+            return call, [replace(each, tenant=tenant, cache_salt=salt, targets=targets) for each in requests]
 
         async with self._bodies.read(http) as raw:
             read_s = context.clock.now()
@@ -144,7 +150,9 @@ class Exchange:
         context, num_tokens = self._context, sum(len(request.prompt_ids) for request in requests)
         check_placeable(context.workers.snapshot(), pools=parsed.pools)
         context.tenants.check(tenant, num_tokens)
-        context.admission.enter(len(requests), parsed.num_choices)
+        for request in requests:
+            check_deadline(request, context)
+        context.admission.enter(len(requests), parsed.num_choices, tenant.owner, tenant.weight)
         context.tenants.enter(tenant, num_tokens)
         max_tokens = context.config.limits.stream_buffer_tokens if parsed.stream else None
         parent = {name: http.headers[name] for name in _PARENT if name in http.headers}

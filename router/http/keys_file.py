@@ -5,6 +5,8 @@
         keys: [sk-…, sk-…]      # any number; all are this tenant's
         group: web              # tenants of one group share cached prefixes (default: nobody)
         most_urgent_priority: -2
+        weight: 2               # gets twice as many tokens as one of weight 1 where both wait (default: 1)
+        ttft_ms: 500            # as in `slo`
         requests_per_minute: 600
         tokens_per_minute: 200000
 
@@ -51,6 +53,9 @@ class _Options:
     name: str = _option("", "Told in metrics and logs.")
     group: str = _option("", "Tenants of a group share cached prefixes.")
     most_urgent_priority: int = _option(0, "Lower is more urgent.", -(1 << 31) + 1, 0)
+    weight: float = _option(1.0, "Tokens beside other tenants.", 0.01, 1000)
+    ttft_ms: float = _option(0.0, "As in `slo`.", 0)
+    tpot_ms: float = _option(0.0, "As in `slo`.", 0)
     requests_per_minute: int = _option(0, "0: any number.", 0)
     tokens_per_minute: int = _option(0, "Of prompts and of answers; 0: any number.", 0)
 
@@ -169,6 +174,9 @@ def _tenant(entry: Any, where: str, file: Path) -> tuple[Tenant, list[bytes]]:
         circle=f"group {options.group}" if options.group else f"tenant {name}",
         is_named=True,
         most_urgent_priority=options.most_urgent_priority if "most_urgent_priority" in given else None,
+        weight=options.weight,
+        ttft_ms=options.ttft_ms,
+        tpot_ms=options.tpot_ms,
         requests_per_minute=options.requests_per_minute,
         tokens_per_minute=options.tokens_per_minute,
     )

@@ -74,6 +74,7 @@ class InFlightRequest:
         self._fault_s: float | None = None
         # Invariant: true exactly while we hold a place in the admission queue.
         self._is_waiting = True
+        self._first_token_s: list[float | None] = [None] * request.num_choices
         self._last_token_s: list[float | None] = [None] * request.num_choices
         context.budget.earn()
         self._turn = context.turns.join(request, inbox)
@@ -305,6 +306,8 @@ class InFlightRequest:
             metrics.itl_s.observe(gap_s)
         elif all(stamp is None for stamp in self._last_token_s):
             metrics.ttft_s.observe(now_s - self.request.arrived_s)
+        if gap_s is None:
+            self._first_token_s[choice] = now_s
         for _ in range(num_tokens - 1):  # they came early, so the client gets them in the same moment
             metrics.itl_s.observe(0.0)
         self._last_token_s[choice] = now_s
@@ -342,6 +345,7 @@ class InFlightRequest:
         metrics.requests.labels(outcome).inc()
         num_prompt = len(self.request.prompt_ids) if self._num_cached_tokens is not None else 0
         self.context.tenants.count_end(self.request.tenant, outcome, num_prompt, self.journal.num_tokens)
+        self._count_targets(outcome)
         for reason, count in dropped.items():
             if reason == "disagreed":
                 metrics.disagreements.inc(count)
@@ -358,10 +362,27 @@ class InFlightRequest:
             ", ".join(told),
         )
 
+    def _count_targets(self, outcome: str) -> None:
+        """What its client, or the request itself, is to blame for says nothing of us; nor does what has no tokens."""
+        request, targets = self.request, self.request.targets
+        if targets is None or request.pools or outcome in ("cancelled", "invalid"):
+            return
+        is_over = outcome == "finished"
+        begun = [(first_s, n) for n, first_s in enumerate(self._first_token_s) if first_s is not None]
+        ttft_kept = bool(begun) and min(begun)[0] - request.arrived_s <= targets.ttft_s
+        tpot_kept = is_over and all(self._tpot_s(n) <= targets.tpot_s for _, n in begun)
+        self.context.tenants.count_targets(request.tenant, ttft_kept=is_over and ttft_kept, tpot_kept=tpot_kept)
+
+    def _tpot_s(self, choice: int) -> float:
+        """From the first token of a choice to its last, for each but the first."""
+        first_s, last_s = self._first_token_s[choice], self._last_token_s[choice]
+        num_more = len(self.journal.choices[choice].token_ids) - 1
+        return (last_s - first_s) / num_more if first_s is not None and last_s is not None and num_more > 0 else 0.0
+
     def _leave_queue(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self.context.admission.leave()
+            self.context.admission.leave(self.request.tenant.owner)
 
     def note_prompt(self, computed_by: Role, num_cached_tokens: int) -> None:
         """A worker of this role computes the prompt; it had so many of its tokens in its cache.

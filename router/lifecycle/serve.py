@@ -35,6 +35,7 @@ from tandem.core.states import RequestState
 _OUTCOMES = {code: code for code in ("cancelled", "deadline", "overloaded", "no_worker")} | {
     "draining": "no_worker",
     "rate_limit_exceeded": "rate_limited",
+    "deadline_unmeetable": "deadline",
 }
 
 

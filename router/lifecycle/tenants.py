@@ -75,6 +75,11 @@ class Tenants:
         metrics.tenant_tokens.labels(label, "prompt").inc(num_prompt_tokens)
         metrics.tenant_tokens.labels(label, "output").inc(num_output_tokens)
 
+    def count_targets(self, tenant: Tenant, *, ttft_kept: bool, tpot_kept: bool) -> None:
+        """A request that was let in has been served, or has failed."""
+        words = ("kept" if kept else "missed" for kept in (ttft_kept, tpot_kept))
+        self._metrics.slo_requests.labels(self._label(tenant), *words).inc()
+
     def _label(self, tenant: Tenant) -> str:
         if tenant.is_named or tenant == ANYBODY or tenant.name in self._nameless:
             return tenant.name

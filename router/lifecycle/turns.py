@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from router.policy.first_token import first_token_in_s
 from router.policy.gate import Room, UnderWay
 from router.policy.turns import TurnQueue, Waiting
 from router.request.events import Event, TurnCame
@@ -27,6 +28,20 @@ class Turns:
         # Invariant: has those that wait, by their entries in the queue.
         self._waiting: dict[Waiting, Turn] = {}
 
+    def first_token_in_s(self, request: Request, num_held_tokens: int, place_in_s: float) -> float:
+        """When a request that comes now would have its first token, as far as can be told.
+
+        Args:
+            num_held_tokens: of its prompt, that some worker has in its cache.
+            place_in_s: as of `router.policy.first_token`.
+        """
+        tenant = request.tenant
+        in_front = self._under_way.tokens_ahead + self._queue.tokens_in_front(tenant.owner, tenant.weight)
+        to_compute = len(request.prompt_ids) - num_held_tokens
+        room = self._room()
+        # Its own tokens are known to be in no cache; of those in front as many are as lately were.
+        return first_token_in_s(in_front * self._computed_share, to_compute, place_in_s, room)
+
     @property
     def num_waiting(self) -> int:
         return self._queue.num_waiting
@@ -35,10 +50,6 @@ class Turns:
     def num_waiting_tokens(self) -> int:
         """Of the prompts that wait."""
         return self._queue.num_tokens
-
-    def tokens_in_front(self, owner: str, weight: float) -> float:
-        """Of prompts that are to be computed before another request of this tenant: about so many."""
-        return self._under_way.tokens_ahead + self._queue.tokens_in_front(owner, weight)
 
     def join(self, request: Request, inbox: Mailbox[Event]) -> Turn:
         """`inbox` gets `TurnCame` when the turn has come, unless it has come at once."""

@@ -12,7 +12,7 @@ from router.openai.endpoint import Call
 from router.openai.fields import PromptBounds, Scope
 from router.openai.refusal import refuse
 from router.openai.rows import Rows
-from router.openai.schema import ParsedRequest, check_min_tokens, form_of, thinking_of
+from router.openai.schema import ParsedRequest, check_min_tokens, form_of, session_of, thinking_of
 from router.openai.tool_fields import Chosen, use_of
 from tandem.core.chat_template import ChatOptions
 from tandem.core.config import LimitsConfig
@@ -53,12 +53,18 @@ def _parsed(
         has_seed="seed" in given,
         max_tokens_field=max_tokens_field,
         include_usage=True,
+        session=_session(values.get("metadata")),
         reasoning_effort=values.get("output_config", {}).get("effort"),
         **thinking_of(values),
         ignored_fields=tuple(scope.ignored),
         tool_use=use_of(values.get("tools", ()), chosen, may_be_parallel=may_be_parallel),
         **others,
     )
+
+
+def _session(metadata: Any) -> str:
+    """Coding agents put theirs into `user_id`."""
+    return session_of({"user": metadata.get("user_id")}) if isinstance(metadata, dict) else ""
 
 
 def _chat_options(messages: Sequence[dict[str, Any]]) -> ChatOptions:

@@ -124,7 +124,13 @@ _OBEYED = [
     Field("return_token_ids", Boolean(), False, "Adds `prompt_token_ids` and `token_ids`.", becomes="return_token_ids"),
     Field("priority", Integer(Limit("most_urgent_priority", "; lower is more urgent"), _MAX_INT32), 0,
           "Lower is more urgent.", becomes="priority"),
-    Field("timeout", Number(above=0, maximum=_WEEK_S), None, "Seconds; then 504.", becomes="timeout_s"),
+    Field("timeout", Number(above=0, maximum=_WEEK_S), None, becomes="timeout_s",
+          about="Seconds; then 504. Refused at once where the first token would come later."),
+    Field("slo", Object([
+        Field("ttft_ms", Number(above=0, maximum=1000 * _WEEK_S)),
+        Field("tpot_ms", Number(above=0, maximum=1000 * _WEEK_S)),
+    ]), becomes="slo", about="By when tokens are wanted: the first one, and each further one on average. It decides "
+          "who goes first within a session, and what metrics call late."),
     *TOOL_FIELDS,
     Field("add_generation_prompt", Boolean(), True, of="chat",
           about="The prompt ends where the assistant begins to answer. Not with `continue_final_message`."),
@@ -154,6 +160,7 @@ _OBEYED = [
 ]  # fmt: skip
 
 _OF_OPENAI = [
+    # `prompt_cache_key` and `user`, and vLLM's `session_id`, name a session: the one that got least goes first.
     *_all(Accepted.ALWAYS, """metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention
         safety_identifier service_tier store user"""),
     Field("reasoning_effort", Accepted.ALWAYS, of="completion"),
@@ -228,7 +235,7 @@ FIELDS = (*_OBEYED, *_OF_OPENAI, *_OF_VLLM, *_OF_SGLANG, *_OF_OTHERS)
 _OF_ALL_APIS = frozenset([
     "model", "stream", "min_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos", "priority",
-    "timeout", "structured_outputs", "allowed_token_ids", "bad_words", "cache_salt", "skip_special_tokens",
+    "timeout", "slo", "structured_outputs", "allowed_token_ids", "bad_words", "cache_salt", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens",
 ])  # fmt: skip
 

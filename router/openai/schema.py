@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -74,6 +75,8 @@ class ParsedRequest:
     separates_reasoning: bool = True  # from what is said, where the model's template marks it
     includes_reasoning: bool = True  # in the answer, where it is separated
     pools: bool = False  # a vector of each prompt is wanted, and no token
+    session: str = ""  # to which the requests belong; empty: none
+    slo: Mapping[str, float] = field(default_factory=dict)  # `ttft_ms` and `tpot_ms`, where they are given
     vector_size: int = 0  # numbers of one in the answer
 
 
@@ -130,6 +133,7 @@ class _Parser:
             reasoning_fields=tuple(name for name in self._reasoning if name in given),
             **(thinking_of(values) if self._kind == "chat" else {}),
             ignored_fields=tuple(scope.ignored),
+            session=session_of(given),
             **self._rows.others(values),
         )
 
@@ -147,6 +151,7 @@ class _Parser:
         return SamplingParams(max_tokens=max_tokens or max(min_tokens, 1), **sampling)
 
 
+_MAX_SESSION_CHARS = 256
 #: The first that is given holds.
 _MAX_TOKENS = {"completion": ("max_tokens",), "chat": ("max_completion_tokens", "max_tokens")}
 
@@ -167,6 +172,12 @@ def form_of(field: str, by_field: AskedGrammar | None, values: dict[str, Any]) -
         name = form.field.split(".")[0]
         refuse("ignore_eos", f"cannot hold beside {name}: the output ends where its form is complete")
     return form
+
+
+def session_of(given: Mapping[str, Any]) -> str:
+    """The session that a body names, in whatever field clients do."""
+    names = (given.get(field) for field in ("session_id", "prompt_cache_key", "user"))
+    return next((name[:_MAX_SESSION_CHARS] for name in names if isinstance(name, str) and name), "")
 
 
 def _stream_options(values: dict[str, Any]) -> dict[str, Any]:

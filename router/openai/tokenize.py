@@ -73,6 +73,7 @@ def requests_from(
                 cache_salt=parsed.cache_salt,
                 asks_for_salt=bool(parsed.cache_salt),
                 pools=parsed.pools,
+                session=parsed.session,
                 shows_stop=parsed.shows_stop,
                 echoed_text=_echoed(parsed, text if prompt_ids is given_ids else None, prompt_ids, tokenizer),
             )

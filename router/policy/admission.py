@@ -6,6 +6,8 @@ keep these queues; admission keeps them short:
 - At most `max_waiting` requests wait in either queue. That is for the whole cluster: each router lets its share wait.
 - A steady load must not wait for long: for a prompt at most as long as its computation takes, for a place at most a
   quarter of the time that a request takes. Both times are learnt while no request is refused.
+- A tenant that has less of a queue than its share, while others wait, is let in whatever they do: a flood of one leaves
+  room for each of the others (`router.policy.tenant_queues`).
 - Longer queues need *credit*. Where more requests come than are served, a request that would wait for longer costs one
   credit; so does each refusal. When a request ends and none waits, the credit is `max_waiting` again; after a recent
   refusal it grows only a little. So a cluster that was not overloaded takes a burst of `max_waiting` requests, but a
@@ -21,6 +23,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from router.policy.tenant_queues import TenantQueues
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, OverloadedError
 
@@ -61,6 +64,7 @@ class Admission:
         self.on_freed: Callable[[], None] = lambda: None
         self._clock = clock
         self._num_places = num_places
+        self._tenants = TenantQueues()
         # When those that wait for their prompt's computation came, oldest first.
         self._waiting_since_s: deque[float] = deque()
         self._num_sequences = 0  # of all requests under way
@@ -101,14 +105,15 @@ class Admission:
 
     # -- coming in
 
-    def enter(self, num_requests: int = 1, num_choices: int = 1) -> None:
-        """Take `num_requests` in, all or none, each with `num_choices` sequences.
+    def enter(self, num_requests: int = 1, num_choices: int = 1, owner: str = "", weight: float = 1.0) -> None:
+        """Take `num_requests` in, all or none, each with `num_choices` sequences. `owner`: their tenant.
 
         Raises:
             OverloadedError: too many wait; says when to try again.
             DrainingError: the router takes no new requests.
         """
-        cost = self._check(num_requests, num_choices)
+        cost = self._check_of(num_requests, num_choices, owner, weight)
+        self._tenants.enter(owner, weight, num_requests)
         self._credit = max(0, min(self._credit, self.max_waiting) - cost)
         self._num_let_in += num_requests
         now_s = self._clock.now()
@@ -117,9 +122,19 @@ class Admission:
         self._num_sequences += num_requests * num_choices
         self.look_at_places()
 
-    def check(self) -> None:
+    def check(self, owner: str = "", weight: float = 1.0) -> None:
         """Raises as `enter` does where not even one request would be let in."""
-        self._check(1, 1)
+        self._check_of(1, 1, owner, weight)
+
+    def _check_of(self, num_requests: int, num_choices: int, owner: str, weight: float) -> int:
+        """As `_check`, but for a tenant that has less than its share of the queue."""
+        if not self.is_draining and self._is_below_share(owner, weight, num_requests):
+            return 0
+        return self._check(num_requests, num_choices)
+
+    def _is_below_share(self, owner: str, weight: float, num_requests: int) -> bool:
+        room = min(self.max_waiting, self._room_for_prefill(), self._room_for_decode())
+        return self._tenants.is_below_share(owner, weight, num_requests, room)
 
     def _check(self, num_requests: int, num_choices: int) -> int:
         """The credit that it costs to let them in."""
@@ -178,8 +193,9 @@ class Admission:
 
     # -- on its way
 
-    def leave(self) -> None:
-        """One request no longer waits for its prompt's computation; only their number counts."""
+    def leave(self, owner: str = "") -> None:
+        """One request of this tenant no longer waits for its prompt's computation; only their number counts."""
+        self._tenants.leave(owner)
         if not self._waiting_since_s:
             raise ValueError("nobody is waiting")
         now_s, since_s = self._clock.now(), self._waiting_since_s.popleft()
@@ -216,6 +232,11 @@ class Admission:
         if not self._is_refusing():
             return self.max_waiting
         return 1 if 2 * self._num_refused > self._num_let_in else _EARNED
+
+    def place_in_s(self, num_choices: int = 1) -> float:
+        """Until there are so many places in decode's batches for the next request, as far as can be told."""
+        num_missing = self._num_sequences + num_choices - self._num_places()
+        return max(0.0, num_missing) * self._ended_gap_s.value if self._num_places() else 0.0
 
     # -- how many may wait
 

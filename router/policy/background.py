@@ -39,13 +39,16 @@ class BackgroundAdmission(Admission):
         places = self.num_places
         return num_under_way < min(max(1.0, self._share * places), places - self._others.num_sequences)
 
-    def leave(self) -> None:
-        super().leave()
+    def leave(self, owner: str = "") -> None:
+        super().leave(owner)
         self.on_room()
 
     def end(self, after_s: float, num_choices: int = 1) -> None:
         super().end(after_s, num_choices)
         self.on_room()
+
+    def _is_below_share(self, *_: object) -> bool:
+        return False  # nobody has a share of what others leave
 
     def _check(self, num_requests: int, num_choices: int) -> int:
         if self._others.is_draining:

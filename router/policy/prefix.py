@@ -44,6 +44,11 @@ class KnownPrefix(Generic[Worker]):
         """How many leading tokens the worker holds."""
         return self.num_pages(worker) * self.page_size
 
+    @property
+    def most_tokens(self) -> int:
+        """Leading tokens that some worker holds."""
+        return self.runs[0][0] * self.page_size if self.runs else 0
+
     def longest(self, most: int) -> list[Worker]:
         """Up to so many workers, those that hold most first."""
         found: list[Worker] = []

@@ -1,6 +1,6 @@
 """Whose turn it is: requests that wait in the router, in the order in which they are to be placed. Pure.
 
-Requests are held here and bound to workers late (`router.policy.gate`): what is at a worker cannot be overtaken any more.
+Requests are held here and bound to workers late (`router.policy.gate`): what is at a worker cannot be overtaken.
 The next one is found in four steps:
 
 1. *Priority*, with ageing: of the first request of each level the one that goes before the others as it does at the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from router.request.targets import Targets
 from router.request.tenant import ANYBODY, Tenant
 from tandem.core.prompt_scores import TokenScore
 from tandem.core.protocols import OLDEST
@@ -33,11 +34,13 @@ class Request:
     echoed_text: str = ""  # of the prompt, before each choice's own
     pools: bool = False  # a vector of the prompt is wanted, and no token
     session: str = ""  # of the tenant, to which it belongs; empty: none
+    targets: Targets | None = None  # by when its tokens are wanted; `None`: nobody says
 
     @property
     def due_s(self) -> float:
         """By when its first token is wanted, on the router's clock."""
-        return self.arrived_s + (self.timeout_s if self.timeout_s is not None else math.inf)
+        ttft_s = self.targets.ttft_s if self.targets is not None else math.inf
+        return self.arrived_s + min(ttft_s, self.timeout_s if self.timeout_s is not None else math.inf)
 
     @property
     def protocol(self) -> int:

@@ -22,6 +22,7 @@ class Tenant:
         is_named: whether the file gives it a name.
         most_urgent_priority: `None`: as in `limits`.
         weight: what it is to get beside others, in tokens: a tenant of weight 2 gets twice as many as one of 1.
+        ttft_ms, tpot_ms: as in `slo`; 0: as there.
         requests_per_minute, tokens_per_minute: at all routers together; 0: any number.
     """
 
@@ -33,6 +34,8 @@ class Tenant:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     weight: float = 1.0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
 
     def limits(self, limits: LimitsConfig) -> LimitsConfig:
         """The bounds of its requests, where the cluster's are `limits`."""

@@ -9,7 +9,7 @@ from router.openai.fields import PromptBounds, Scope
 from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse
 from router.openai.rows import Rows
-from router.openai.schema import ParsedRequest, check_min_tokens, form_of
+from router.openai.schema import ParsedRequest, check_min_tokens, form_of, session_of
 from router.openai.tool_fields import tool_use
 from router.responses.answer import Response
 from router.responses.fields import FORMAT_FIELDS, LOGPROBS, RESPONSE
@@ -52,6 +52,7 @@ def _parsed(given: dict[str, Any], values: dict[str, Any], ignored: tuple[str, .
         reasoning_effort=values.get("reasoning", {}).get("effort"),
         ignored_fields=ignored,
         tool_use=tool_use(values),
+        session=session_of(given),
         **_ROWS.others(values),
     )
 

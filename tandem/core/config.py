@@ -244,6 +244,19 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True)
+class SloConfig:
+    """By when tokens are wanted. It decides who goes first among equals, and what metrics and alerts call late."""
+
+    ttft_ms: float = _key(
+        0.0, "Milliseconds from the arrival of a request to its first token; 0: 5000 on a CPU, 1000 on a GPU. The file "
+        "of API keys can say otherwise for a tenant, and `slo` of a body for a request.", minimum=0
+    )
+    tpot_ms: float = _key(
+        0.0, "Milliseconds for each further token, on average; 0: 200 on a CPU, 50 on a GPU.", minimum=0
+    )
+
+
+@dataclass(frozen=True)
 class BatchesConfig:
     """Files and batches (`/v1/files`, `/v1/batches`): many requests of which nobody waits for one."""
 
@@ -341,6 +354,7 @@ class Config:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

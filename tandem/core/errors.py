@@ -12,7 +12,8 @@
     ├── ModelLoadError               the checkpoint cannot be served
     │   └── UnsupportedModelError    its architecture failed the probe; names why
     ├── OverloadedError              a bounded queue is full                               429
-    │   └── RateLimitError           the tenant's limit a minute is used up                429
+    │   ├── RateLimitError           the tenant's limit a minute is used up                429
+    │   └── UnmeetableDeadlineError  its first token would come after its `timeout`        429
     ├── NoWorkerError                a pool has no ready worker                            503
     ├── DrainingError                the worker takes no new work                          503
     ├── CancelledError               the client went away, or read too slowly              499
@@ -153,6 +154,12 @@ class RateLimitError(OverloadedError):
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s, request_id=request_id)
         self.headers = dict(headers or {})
+
+
+class UnmeetableDeadlineError(OverloadedError):
+    """The request's `timeout` is over before its first token can be there."""
+
+    code = "deadline_unmeetable"
 
 
 class NoWorkerError(TandemError):

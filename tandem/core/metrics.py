@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -65,6 +65,20 @@ class RouterMetrics:
             "Tokens of a tenant's requests that ended, of prompts and of outputs",
             "tenant",
             "kind",
+        )
+        # -- by when tokens are wanted
+        self.slo_requests = counter(
+            "tandem_slo_requests_total",
+            "Requests of a tenant that were let in and served, or failed, by whether they kept their targets",
+            "tenant",
+            "ttft",
+            "tpot",
+        )
+        self.slo_target_s = Gauge(
+            "tandem_slo_target_seconds",
+            "The cluster's targets: to the first token, and for each further one on average",
+            ["target"],
+            registry=registry,
         )
         # -- handoffs
         self.handoff_s = histogram("tandem_handoff_seconds", "First post of a page to decode's ack", _FAST_S)

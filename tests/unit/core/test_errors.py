@@ -27,6 +27,7 @@ STATUSES = {
     "UnsupportedModelError": 500,
     "OverloadedError": 429,
     "RateLimitError": 429,
+    "UnmeetableDeadlineError": 429,
     "NoWorkerError": 503,
     "DrainingError": 503,
     "CancelledError": 499,
@@ -44,6 +45,7 @@ STATUSES = {
 RETRYABLE = {
     "OverloadedError",
     "RateLimitError",
+    "UnmeetableDeadlineError",
     "NoWorkerError",
     "DrainingError",
     "WorkerLostError",

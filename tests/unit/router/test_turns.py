@@ -1,4 +1,4 @@
-"""Whose turn it is: priorities with ageing, tenants by weight, sessions by what they got, deadlines, and who waits long."""
+"""Whose turn it is: priorities with ageing, tenants by weight, sessions by what they got, deadlines, the oldest."""
 
 from __future__ import annotations
 

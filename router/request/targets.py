@@ -1,0 +1,31 @@
+"""By when tokens are wanted: the service-level objective (SLO) of a request. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.core.config import Config
+
+#: Seconds to the first token, and for each further one, where the configuration leaves them to us.
+ON_CPU, ON_GPU = (5.0, 0.2), (1.0, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Attributes:
+    ttft_s: from the arrival of a request to its first token.
+    tpot_s: for each further token of a choice, on average.
+    """
+
+    ttft_s: float
+    tpot_s: float
+
+    @classmethod
+    def of(cls, config: Config) -> Targets:
+        """The cluster's."""
+        ttft_s, tpot_s = ON_GPU if config.pools.decode.gpus else ON_CPU
+        return cls(config.slo.ttft_ms / 1000 or ttft_s, config.slo.tpot_ms / 1000 or tpot_s)
+
+    def but(self, ttft_ms: float, tpot_ms: float) -> Targets:
+        """With these instead, where they are not 0."""
+        return Targets(ttft_ms / 1000 or self.ttft_s, tpot_ms / 1000 or self.tpot_s)

@@ -15,7 +15,7 @@ def check_deadline(request: Request, context: RouterContext) -> None:
     place_in_s = 0.0 if request.pools else context.admission.place_in_s(request.num_choices)
     in_s = context.turns.first_token_in_s(request, prefix.most_tokens, place_in_s)
     left_s = request.timeout_s - (context.clock.now() - request.arrived_s)
-    if in_s > left_s:
+    if in_s > left_s > 0:  # what is over already ends as any that passes
         raise UnmeetableDeadlineError(
             f"the deadline of {request.timeout_s:g} s cannot be met: the first token is expected in {in_s:.1f} s; try "
             "again later, or with a longer timeout",

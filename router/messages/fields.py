@@ -6,7 +6,19 @@ from typing import Any
 
 from router.messages.content import Messages, TextBlocks
 from router.openai.content import Stops
-from router.openai.fields import Accepted, Boolean, Elsewhere, Field, Integer, NotYet, Object, OneOf, Schema, Scope
+from router.openai.fields import (
+    Accepted,
+    Boolean,
+    Elsewhere,
+    Field,
+    Integer,
+    NotYet,
+    Object,
+    OneOf,
+    Schema,
+    Scope,
+    SessionName,
+)
 from router.openai.grammar import AskedGrammar, of_schema
 from router.openai.model_card import ModelCard
 from router.openai.refusal import refuse, shown
@@ -96,10 +108,11 @@ _OF_A_PROMPT = [
     Field("thinking", Object(THINKING_FIELDS), about="Where the model's chat template knows reasoning; as long as the "
           "model likes. Without it, as the template has it."),
     Field("output_config", Object([Field("effort", EFFORT), Field("format", _Format())])),
+    Field("metadata", Object([Field("user_id", SessionName())], is_open=True)),
     *(Field(name, NotYet()) for name in ("container", "mcp_servers")),
     # `context_management`: what may be left out of a prompt; here nothing is.
     *(Field(name, Accepted.ALWAYS) for name in
-      ("cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
+      ("cache_control", "context_management", "diagnostics", "inference_geo", "service_tier", "speed",
        "user_profile_id", "workspace_id", "betas")),
 ]  # fmt: skip
 

@@ -53,18 +53,13 @@ def _parsed(
         has_seed="seed" in given,
         max_tokens_field=max_tokens_field,
         include_usage=True,
-        session=_session(values.get("metadata")),
+        session=given.get("metadata", {}).get("user_id") or session_of(given),
         reasoning_effort=values.get("output_config", {}).get("effort"),
         **thinking_of(values),
         ignored_fields=tuple(scope.ignored),
         tool_use=use_of(values.get("tools", ()), chosen, may_be_parallel=may_be_parallel),
         **others,
     )
-
-
-def _session(metadata: Any) -> str:
-    """Coding agents put theirs into `user_id`."""
-    return session_of({"user": metadata.get("user_id")}) if isinstance(metadata, dict) else ""
 
 
 def _chat_options(messages: Sequence[dict[str, Any]]) -> ChatOptions:

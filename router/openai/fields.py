@@ -18,6 +18,7 @@ from tandem.core.config import LimitsConfig
 
 Schema = dict[str, Any]
 
+_MAX_SESSION_CHARS = 256
 _MAX_EXACT = 1 << 53  # up to here a float is the integer that was written
 
 
@@ -240,6 +241,19 @@ class Accepted(Enum):
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
         return {"description": self.value}
+
+
+class SessionName:
+    """A text by which clients tell sessions apart. It does not change the answer, so anything else is accepted too."""
+
+    def read(self, value: Any, _: str, __: Scope) -> str:
+        return value[:_MAX_SESSION_CHARS] if isinstance(value, str) else ""
+
+    def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
+        return {
+            "description": "Requests that name one text are a session (by `session_id`, else `prompt_cache_key`, else "
+            "`user`). Of those of a tenant that wait the session goes first that has got least."
+        }
 
 
 class NotYet:

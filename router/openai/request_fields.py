@@ -25,6 +25,7 @@ from router.openai.fields import (
     Number,
     Object,
     OneOf,
+    SessionName,
     Text,
 )  # fmt: skip
 from router.openai.rows import MAX_SEED
@@ -160,9 +161,9 @@ _OBEYED = [
 ]  # fmt: skip
 
 _OF_OPENAI = [
-    # `prompt_cache_key` and `user`, and vLLM's `session_id`, name a session: the one that got least goes first.
-    *_all(Accepted.ALWAYS, """metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention
-        safety_identifier service_tier store user"""),
+    *_all(SessionName(), "prompt_cache_key user"),
+    *_all(Accepted.ALWAYS, """metadata prediction prompt_cache_options prompt_cache_retention
+        safety_identifier service_tier store"""),
     Field("reasoning_effort", Accepted.ALWAYS, of="completion"),
     *_all(NotYet(), "audio functions moderation suffix web_search_options"),
     *(Field(name, kind, of="completion") for name, kind in (
@@ -184,7 +185,8 @@ _OF_VLLM = [
     Field("guided_decoding_backend", Accepted.ALWAYS),
     # `truncation_side` says something beside `truncate_prompt_tokens` alone; `return_mm_kwargs` and
     # `return_token_offsets` are of endpoints that only render.
-    *_all(Accepted.ALWAYS, "return_mm_kwargs return_token_offsets session_id stream_interval truncation_side"),
+    Field("session_id", SessionName()),
+    *_all(Accepted.ALWAYS, "return_mm_kwargs return_token_offsets stream_interval truncation_side"),
     # `request_id` would name the answer; `X-Request-Id` does.
     *_all(NotYet(), """chat_template ec_transfer_params kv_transfer_params logits_processors logprob_token_ids
         media_io_kwargs mm_processor_kwargs prompt_embeds repetition_detection request_id structural_tag vllm_xargs"""),
@@ -236,7 +238,8 @@ _OF_ALL_APIS = frozenset([
     "model", "stream", "min_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos", "priority",
     "timeout", "slo", "structured_outputs", "allowed_token_ids", "bad_words", "cache_salt", "skip_special_tokens",
-    "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens", "session_id",
+    "prompt_cache_key", "user",
 ])  # fmt: skip
 
 

@@ -151,7 +151,6 @@ class _Parser:
         return SamplingParams(max_tokens=max_tokens or max(min_tokens, 1), **sampling)
 
 
-_MAX_SESSION_CHARS = 256
 #: The first that is given holds.
 _MAX_TOKENS = {"completion": ("max_tokens",), "chat": ("max_completion_tokens", "max_tokens")}
 
@@ -176,8 +175,7 @@ def form_of(field: str, by_field: AskedGrammar | None, values: dict[str, Any]) -
 
 def session_of(given: Mapping[str, Any]) -> str:
     """The session that a body names, in whatever field clients do."""
-    names = (given.get(field) for field in ("session_id", "prompt_cache_key", "user"))
-    return next((name[:_MAX_SESSION_CHARS] for name in names if isinstance(name, str) and name), "")
+    return next((given[field] for field in ("session_id", "prompt_cache_key", "user") if given.get(field)), "")
 
 
 def _stream_options(values: dict[str, Any]) -> dict[str, Any]:

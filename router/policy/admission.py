@@ -195,9 +195,9 @@ class Admission:
 
     def leave(self, owner: str = "") -> None:
         """One request of this tenant no longer waits for its prompt's computation; only their number counts."""
-        self._tenants.leave(owner)
         if not self._waiting_since_s:
             raise ValueError("nobody is waiting")
+        self._tenants.leave(owner)
         now_s, since_s = self._clock.now(), self._waiting_since_s.popleft()
         if not self._is_refusing():
             self._wait_s.add(now_s - since_s)

@@ -116,8 +116,8 @@ _OWN = [
     Field("truncation", NotYet("disabled")),
     *(Field(name, NotYet()) for name in ("context_management", "moderation")),
     *(Field(name, Accepted.ALWAYS) for name in
-      ("metadata", "user", "client_metadata", "safety_identifier", "service_tier", "max_tool_calls",
-       "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "access_programs", "image")),
+      ("metadata", "client_metadata", "safety_identifier", "service_tier", "max_tool_calls",
+       "prompt_cache_options", "prompt_cache_retention", "access_programs", "image")),
 ]  # fmt: skip
 
 

@@ -493,3 +493,84 @@ def test_all_prompts_of_one_request_are_let_in_where_nobody_waits_however_small_
     admission.enter()
     with pytest.raises(OverloadedError):
         admission.enter(6)
+
+
+# -- tenants
+
+
+def test_a_flood_of_one_tenant_leaves_room_for_each_of_the_others() -> None:
+    admission = Admission(8, VirtualClock())
+    admission.enter(8, owner="flood")
+    with pytest.raises(OverloadedError):
+        admission.enter(owner="flood")
+    with pytest.raises(OverloadedError):
+        admission.check("flood")
+    admission.check("calm")
+    admission.enter(4, owner="calm")  # half of the queue: two tenants wait
+    with pytest.raises(OverloadedError):
+        admission.enter(owner="calm")
+    admission.enter(2, owner="third")
+    assert admission.num_waiting == 14
+
+
+def test_a_share_follows_the_weights() -> None:
+    admission = Admission(9, VirtualClock())
+    admission.enter(9, owner="flood", weight=2.0)
+    admission.enter(3, owner="calm", weight=1.0)
+    with pytest.raises(OverloadedError):
+        admission.enter(owner="calm", weight=1.0)
+    light = Admission(9, VirtualClock())
+    light.enter(9, owner="flood", weight=100.0)
+    light.enter(owner="calm", weight=0.01)  # one is everybody's
+    with pytest.raises(OverloadedError):
+        light.enter(owner="calm", weight=0.01)
+
+
+def test_where_a_tenant_has_left_others_have_its_share() -> None:
+    admission = Admission(4, VirtualClock())
+    admission.enter(4, owner="flood")
+    admission.enter(2, owner="calm")
+    for _ in range(4):
+        admission.leave("flood")
+    admission.enter(2, owner="calm")  # alone now: all of the queue
+    with pytest.raises(OverloadedError):
+        admission.enter(owner="calm")
+
+
+def test_draining_holds_for_every_tenant() -> None:
+    admission = Admission(4, VirtualClock())
+    admission.enter(4, owner="flood")
+    admission.is_draining = True
+    with pytest.raises(DrainingError):
+        admission.enter(owner="calm")
+
+
+def test_in_a_lasting_overload_a_tenant_below_its_share_is_not_refused() -> None:
+    """The flood of another is; and the queue stays as short as it is without tenants."""
+    served = {"flood": 0, "calm": 0}
+    refused = {"flood": 0, "calm": 0}
+    clock, waiting = VirtualClock(), {"flood": 0, "calm": 0}
+    admission = Admission(256, clock)
+    longest = 0
+    for tick in range(20_000):  # 100 a second are served, by turns; 300 come of one tenant, and 10 of the other
+        clock.advance(0.01)
+        for owner, every, count in (("flood", 1, 3), ("calm", 10, 1)):
+            for _ in range(count if tick % every == 0 else 0):
+                try:
+                    admission.enter(owner=owner)
+                    waiting[owner] += 1
+                except OverloadedError:
+                    refused[owner] += 1
+        if any(waiting.values()):
+            owner = "calm" if waiting["calm"] and (tick % 2 or not waiting["flood"]) else "flood"
+            waiting[owner] -= 1
+            admission.leave(owner)
+            admission.first_token(0.05)
+            admission.end(0.05)
+            served[owner] += 1
+        if tick > 5000:
+            longest = max(longest, sum(waiting.values()))
+    assert refused["calm"] <= 5, (served, refused)
+    assert served["calm"] >= 1990
+    assert refused["flood"] > 35_000
+    assert longest < 64

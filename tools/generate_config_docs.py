@@ -1,7 +1,7 @@
 """Generate `tandem.yaml` and `docs/configuration.md` from the dataclasses of `tandem.core.config`.
 
-    python tools/generate_config_docs.py            write both
-    python tools/generate_config_docs.py --check    fail when a committed one is stale
+python tools/generate_config_docs.py            write both
+python tools/generate_config_docs.py --check    fail when a committed one is stale
 """
 
 from __future__ import annotations
@@ -123,8 +123,14 @@ def tandem_yaml(config: Config) -> str:
 
 
 def _comment(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ",
-                         break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{indent}# ",
+        subsequent_indent=f"{indent}# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def reference(config: Config) -> str:

@@ -1,7 +1,7 @@
 """Generate `tandem/rpc/v1` from `protos/tandem/v1`.
 
-    python tools/generate_stubs.py            write the stubs
-    python tools/generate_stubs.py --check    fail when the committed stubs are stale
+python tools/generate_stubs.py            write the stubs
+python tools/generate_stubs.py --check    fail when the committed stubs are stale
 """
 
 from __future__ import annotations

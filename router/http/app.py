@@ -36,6 +36,7 @@ from router.lifecycle.context import RouterContext
 from router.lifecycle.request_errors import RequestErrors
 from router.messages.openapi import MESSAGES
 from router.messages.read import read_count, read_message
+from router.openai.endpoint import ReadBody
 from router.openai.model_card import ModelCard
 from router.openai.openapi import document
 from router.openai.pooling import POOLING
@@ -77,7 +78,7 @@ _GENERATING = {
 }
 
 
-#: What a batch may ask for; its requests are counted apart.
+#: What a batch may ask for of a model that generates; of one that pools, whatever that serves. Counted apart.
 _OF_BATCHES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
@@ -125,12 +126,15 @@ def _batch_routes(
     if batches is None:
         return routes_where_off()
     apart = replace(context, admission=batches.admission)
-    batches.asks = Background(
-        {path: Exchange(apart, card, behind_all(_GENERATING[path]), bodies, grammars) for path in _OF_BATCHES},
-        keys.tenant_of,
-    ).ask
+    served: dict[str, ReadBody] = {path: _GENERATING[path] for path in _OF_BATCHES}
+    if card.pooling is not None:
+        served = {path: read_for(card) for path, read_for in POOLING.items()}
+    exchanges = {
+        path: Exchange(apart, card, behind_all(read_body), bodies, grammars) for path, read_body in served.items()
+    }
+    batches.asks = Background(exchanges, keys.tenant_of).ask
     config = context.config.batches
-    return BatchRoutes(batches.store, batches.leader.wake, bodies, config, _OF_BATCHES).routes()
+    return BatchRoutes(batches.store, batches.leader.wake, bodies, config, tuple(served)).routes()
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

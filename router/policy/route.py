@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -40,6 +40,8 @@ from tandem.core.pages import pages_for
 _SMALL_STEP_COST = 1.2
 # How many of each pool a decision weighs against each other, beyond what their order says: the least loaded.
 _FEW = 8
+# Of each pool that are shown where no prefix is known.
+_FEW_SHOWN = 2
 # By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
 _NOTABLE = 0.25
 # Holders of a prompt's beginning that are looked up: more than are weighed, as they may be of the other role.
@@ -131,7 +133,7 @@ class Route:
     decode: WorkerKey | None
     max_local_tokens: int
     why: Why
-    weighed: tuple[Candidate, ...] = ()  # where a known prefix made it weigh some
+    weighed: tuple[Candidate, ...] = field(default=(), compare=False)  # for people, of each role some
 
 
 ANY = Wishes()
@@ -144,6 +146,11 @@ def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Rou
         NoWorkerError: a pool is empty; names it.
         IncompatibleError: no prefill worker has the format of a decode worker; names who and what differs.
     """
+    route = _choose(snapshot, facts, wishes)
+    return route if route.weighed else replace(route, weighed=_least_loaded(snapshot, facts, route))
+
+
+def _choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes) -> Route:
     if facts.pools:
         return Route(_for_pooling(snapshot, wishes).key, None, 0, Why.LOAD)
     if wishes.max_local_tokens and (asked := snapshot.decode.find(wishes.decode)) is not None:
@@ -163,6 +170,38 @@ def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Rou
         (prefill,) = _prefills(snapshot, wishes, decode.kv_format, 1)
     is_kept = decode.key == wishes.decode or prefill.key == wishes.prefill
     return Route(prefill.key, decode.key, 0, Why.KEPT if is_kept else Why.LOAD)
+
+
+def _least_loaded(snapshot: Snapshot, facts: RequestFacts, route: Route) -> tuple[Candidate, ...]:
+    """Those that were chosen, and of each pool the least loaded: what others would have cost."""
+    prefills = _shown(snapshot.prefill, snapshot, route.prefill)
+    decodes = [] if facts.pools else _shown(snapshot.decode, snapshot, route.decode)
+    smallest = min((decode.num_active for decode in decodes), default=0)
+    of_prefill = [_prefill_candidate(facts, p, _prefill_cost(facts, p)) for p in prefills]
+    return (*of_prefill, *(_decode_candidate(facts, d, smallest) for d in decodes))
+
+
+def _shown(pool: Pool, snapshot: Snapshot, chosen: WorkerKey | None) -> list[WorkerLoad]:
+    few = list(islice(pool.walk(Order.LOAD, pool.formats, snapshot.share), _FEW_SHOWN))
+    found = pool.find(chosen)
+    return few if found is None or found in few else [found, *few]
+
+
+def _prefill_candidate(facts: RequestFacts, worker: WorkerLoad, cost: float) -> Candidate:
+    held = facts.prefix.num_tokens(worker.key)
+    return Candidate(worker.key, held, worker.num_queued_tokens, worker.num_active, cost)
+
+
+def _decode_candidate(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> Candidate:
+    batch, alone = _batch_cost(facts, worker, smallest), _cost_alone(facts, worker)
+    return Candidate(
+        worker.key,
+        facts.prefix.num_tokens(worker.key),
+        worker.num_queued_tokens,
+        worker.num_active,
+        cost=batch + _send_cost(facts, worker),
+        cost_alone=alone + batch if alone < math.inf else None,
+    )
 
 
 def choose_prefill(
@@ -395,19 +434,8 @@ def _cheapest(
     by_cost = sorted(decodes, key=lambda d: (d.key in wishes.avoid, decode_costs[d.key]))
     pairs = [(p, d) for d in by_cost for p in prefills if p.kv_format == d.kv_format]
     best = min(pairs if snapshot.links else pairs[:1], key=lambda pair: cost(*pair))
-    weighed = tuple(
-        [
-            Candidate(p.key, facts.prefix.num_tokens(p.key), p.num_queued_tokens, p.num_active, prefill_costs[p.key])
-            for p in prefills
-        ]
-        + [
-            Candidate(
-                d.key, facts.prefix.num_tokens(d.key), d.num_queued_tokens, d.num_active, decode_costs[d.key],
-                alone_costs[d.key] + batch_costs[d.key] if alone_costs[d.key] < math.inf else None,
-            )
-            for d in by_cost
-        ]
-    )  # fmt: skip
+    of_prefill = [_prefill_candidate(facts, p, prefill_costs[p.key]) for p in prefills]
+    weighed = (*of_prefill, *(_decode_candidate(facts, d, smallest) for d in by_cost))
     lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + batch_costs[d.key]))
     lone_cost = alone_costs[lone.key] + batch_costs[lone.key]
     if lone_cost < math.inf and (False, lone.key in wishes.avoid, lone_cost) < cost(*best):

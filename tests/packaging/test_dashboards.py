@@ -154,6 +154,7 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
 
     pages = "tandem_kv_pages{worker='decode-0',role='decode',state='%s'}"
     ended = "tandem_requests_total{outcome='%s'}"
+    slo = "tandem_slo_requests_total{tenant='t',ttft='%s',tpot='%s'}"
     cases = [
         case({}, "TandemDown", {"severity": "critical"}),
         case(
@@ -171,18 +172,16 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
         ),
         case(
             {
-                "tandem_ttft_seconds_bucket{le='2'}": "0+0x40",
-                "tandem_ttft_seconds_bucket{le='5'}": "0+9x40",
-                "tandem_ttft_seconds_bucket{le='+Inf'}": "0+9x40",
+                slo % ("kept", "kept"): "0+90x40",
+                slo % ("missed", "kept"): "0+10x40",
             },
             "TandemFirstTokenLate",
             {"severity": "warning"},
         ),
         case(
             {
-                "tandem_itl_seconds_bucket{le='0.5'}": "0+0x40",
-                "tandem_itl_seconds_bucket{le='1'}": "0+9x40",
-                "tandem_itl_seconds_bucket{le='+Inf'}": "0+9x40",
+                slo % ("kept", "kept"): "0+90x40",
+                slo % ("kept", "missed"): "0+10x40",
             },
             "TandemTokensLate",
             {"severity": "warning"},

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_stages_have_their_instructions_with_continued_lines_joined() -> None:
     text = '# syntax=docker/dockerfile:1\nFROM a AS b\nRUN x && \\\n    y\n\nFROM c\n# why\nCMD ["z"]\n'
     assert stages_of(text) == [
-        Stage("a", "b", [Instruction("RUN", "x && y")]), Stage("c", "", [Instruction("CMD", '["z"]')]),
+        Stage("a", "b", [Instruction("RUN", "x && y")]),
+        Stage("c", "", [Instruction("CMD", '["z"]')]),
     ]
 
 
@@ -40,7 +41,10 @@ def test_what_the_dockerfile_copies_is_all_of_it_that_the_repository_has() -> No
     context = Context(ROOT)
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     sources = [
         source

@@ -216,7 +216,9 @@ def test_service_and_policy_meet_the_pods_and_ports_that_there_are(documents: li
     assert policy["spec"]["podSelector"] == among_themselves["from"][0]["podSelector"] == {"matchLabels": by_kuberay}
     assert for_clients == {"ports": [{"protocol": "TCP", "port": http}]}
     assert head["metadata"]["annotations"] == {
-        "prometheus.io/scrape": "true", "prometheus.io/port": str(http), "prometheus.io/path": "/metrics",
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(http),
+        "prometheus.io/path": "/metrics",
     }
 
 
@@ -289,7 +291,9 @@ def as_kuberay_would(template: Document, start: str, folder: Path) -> subprocess
     return subprocess.run(
         [*container["command"], *container["args"]],
         env={**os.environ, **environment, "PATH": f"{folder}:{os.environ['PATH']}", "KUBERAY_GEN_RAY_START_CMD": start},
-        capture_output=True, text=True, check=False,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

@@ -15,8 +15,11 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_list_of_packages_is_complete_and_has_nothing_else() -> None:
-    on_disk = {str(init.parent.relative_to(ROOT)).replace("/", ".")
-               for top in TOP_LEVEL for init in (ROOT / top).rglob("__init__.py")}
+    on_disk = {
+        str(init.parent.relative_to(ROOT)).replace("/", ".")
+        for top in TOP_LEVEL
+        for init in (ROOT / top).rglob("__init__.py")
+    }
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == on_disk
 
 

@@ -32,8 +32,13 @@ class Environment:
         """Standard output of a command of this environment, run from `/` and without our paths."""
         program = self.folder / "bin" / command[0]
         done = subprocess.run(
-            [str(program), *command[1:]], cwd="/", env=self.variables, capture_output=True, text=True,
-            timeout=timeout_s, check=False,
+            [str(program), *command[1:]],
+            cwd="/",
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -130,7 +135,11 @@ def test_installed_wheel_serves(environment: Environment) -> None:
     port = free_port()
     serving = subprocess.Popen(
         [str(environment.folder / "bin" / "tandem"), "serve", "--port", str(port)],
-        cwd="/", env=environment.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd="/",
+        env=environment.variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         assert serving.stdout is not None

@@ -8,23 +8,28 @@ import struct
 from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.support.pooling_models import write_modules
 from tests.support.router_site import Site, opened_site
-from tests.support.scripted_worker import ScriptedPrefill
+from tests.support.scripted_worker import WAIT_S, ScriptedPrefill
+from tests.support.waiting import wait_until
 
 
-def open_with(checkpoint: Path, directory: Path, **config: Any) -> Any:
+def open_with(
+    checkpoint: Path, directory: Path, *, overrides: dict[str, Any] | None = None, **config: Any
+) -> AbstractContextManager[Site]:
     shutil.copytree(checkpoint, directory)
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "hidden_size": 2, **config}))
     if "architectures" not in config:
         write_modules(directory, "last")
-    return opened_site(directory)
+    return opened_site(directory, overrides)
 
 
 @pytest.fixture
@@ -63,6 +68,26 @@ def test_each_input_becomes_a_vector_by_prefill_alone(embedder: Site) -> None:
     (served, _) = embedder.http().get(f"/v1/requests/{answer.headers['x-request-id']}").json()["data"]
     assert served["decode"] is None
     assert {span["name"] for span in served["spans"]} >= {"prefill"}
+
+
+def test_a_batch_of_texts_becomes_vectors(checkpoint: Path, tmp_path: Path) -> None:
+    overrides = {"batches.directory": str(tmp_path / "batches")}
+    url = "/v1/embeddings"
+    lines = [
+        {"custom_id": f"r{n}", "method": "POST", "url": url, "body": {"model": "toy", "input": "ab"}} for n in (0, 1)
+    ]
+    with open_with(checkpoint, tmp_path / "embedder", overrides=overrides) as site:
+        client = site.openai()
+        file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="must be one of /v1/embeddings"):
+            client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        made = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+        ended = wait_until(
+            lambda: client.batches.retrieve(made.id), "its end", WAIT_S, wanted=lambda batch: batch.completed_at
+        )
+        found = [json.loads(line) for line in client.files.content(ended.output_file_id or "").text.splitlines()]
+    assert [line["custom_id"] for line in found] == ["r0", "r1"]
+    assert all(line["response"]["body"]["data"][0]["embedding"] == [0.6, 0.8] for line in found)
 
 
 def test_base64_is_float32(embedder: Site) -> None:

@@ -108,8 +108,12 @@ def test_who_is_excluded_or_wished_for_counts_more_than_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("num", [0, 1, 40])
-def test_without_a_known_prefix_nothing_is_weighed(num: int) -> None:
+def test_without_a_known_prefix_the_least_loaded_are_chosen_and_told_with_a_few_others(num: int) -> None:
     known = snapshot([load(f"p{n}", num_queued_tokens=n) for n in range(num + 1)])
     route = choose(known, dataclasses.replace(facts({}), num_prompt_tokens=PROMPT))
     assert chosen(route) == ("p0", "d0", Why.LOAD)
-    assert route.weighed == ()
+    told = {candidate.worker.worker_id: candidate for candidate in route.weighed}
+    assert {"p0", "d0"} <= told.keys()
+    assert len(told) <= 8
+    assert told["p0"].cost == PROMPT
+    assert all(told[f"p{n}"].cost == PROMPT + n for n in range(min(num + 1, 2)))

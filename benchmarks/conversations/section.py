@@ -68,6 +68,7 @@ def _rows(num_turns: int) -> Iterator[tuple[str, str, Callable[[Figures], float]
     """Title, format, and how a figure is found."""
     yield "cached, of all prompt tokens", ".1%", lambda f: _share(f["cache"], "num_input_tokens")
     yield "cached, of the possible", ".1%", lambda f: _share(f["cache"], "num_repeated_tokens")
+    yield "TTFT mean, ms", ",.1f", lambda f: float(f["ttft_s"]["mean"] * 1e3)
     yield "TTFT p50, ms", ",.1f", lambda f: float(f["ttft_s"]["p50"] * 1e3)
     yield "TTFT p99, ms", ",.1f", lambda f: float(f["ttft_s"]["p99"] * 1e3)
     for number in range(num_turns):

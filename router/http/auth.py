@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 from router.http.keys_file import Keys, digests_of, nameless, read_keys, unusable
-from router.request.tenant import ANYBODY, Tenant
+from router.request.tenant import ANYBODY, OTHER, Tenant
 from tandem.core.clock import Clock
 from tandem.core.config import HttpConfig
 from tandem.core.errors import AuthenticationError, ConfigError
@@ -128,7 +128,7 @@ class ApiKeys:
         """The tenant by its `owner`, for work that goes on without its requests; without rights where it is gone."""
         if not self.are_required:
             return ANYBODY
-        gone = Tenant(name="other", owner=owner, circle=f"owner {owner}")
+        gone = Tenant(name=OTHER, owner=owner, circle=f"owner {owner}")
         return self._owners.get(owner, gone)
 
     def _note_owners(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from router.request.tenant import ANYBODY, Tenant
+from router.request.tenant import ANYBODY, OTHER, Tenant
 from tandem.core.config_tree import build
 from tandem.core.errors import ConfigError
 
@@ -38,7 +38,7 @@ _OPTION = re.compile(r"[a-z_]{1,40}")
 #: So that what stands on disk, in metrics and in logs is no digest by which a key could be looked up here.
 _OWNER_SALT, _OWNER_CHARS = b"tandem owner of files\0", 32
 #: Names that tenants without one get in metrics begin so, or are these.
-_RESERVED_START, _RESERVED = "key-", (ANYBODY.name, "other")
+_RESERVED_START, _RESERVED = "key-", (ANYBODY.name, OTHER)
 
 
 def _option(default: Any, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:

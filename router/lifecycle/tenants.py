@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.policy.rate_limit import BucketState, Limits, RateLimit
-from router.request.tenant import ANYBODY, Tenant
+from router.request.tenant import ANYBODY, OTHER, Tenant
 from tandem.core.clock import Clock
 from tandem.core.errors import RateLimitError
 from tandem.core.metrics import RouterMetrics
 
 #: Of keys without a name, so many have a label of their own in metrics; all others are counted together.
 MAX_NAMELESS = 64
-OTHER = "other"
 
 
 class Tenants:

@@ -43,10 +43,6 @@ class Turns:
         return first_token_in_s(in_front * self._computed_share, to_compute, place_in_s, room)
 
     @property
-    def num_waiting(self) -> int:
-        return self._queue.num_waiting
-
-    @property
     def num_waiting_tokens(self) -> int:
         """Of the prompts that wait."""
         return self._queue.num_tokens

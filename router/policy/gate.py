@@ -60,8 +60,9 @@ class UnderWay:
         if not self.num_requests or not room.num_computing or (num_sequences and not room.num_decode):
             return True  # without workers it is to find that out
         share = 1 / room.num_routers
-        ahead_s = room.tokens_per_s * room.num_computing * _AHEAD_S
-        if self.num_ahead >= math.ceil(_AHEAD * room.num_computing * share) and self.tokens_ahead >= ahead_s * share:
+        most_ahead = math.ceil(_AHEAD * room.num_computing * share)
+        most_tokens = room.tokens_per_s * _AHEAD_S * room.num_computing * share
+        if self.num_ahead >= most_ahead and self.tokens_ahead >= most_tokens:
             return False
         if not num_sequences:
             return True

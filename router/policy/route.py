@@ -178,7 +178,8 @@ def _least_loaded(snapshot: Snapshot, facts: RequestFacts, route: Route) -> tupl
     decodes = [] if facts.pools else _shown(snapshot.decode, snapshot, route.decode)
     smallest = min((decode.num_active for decode in decodes), default=0)
     of_prefill = [_prefill_candidate(facts, p, _prefill_cost(facts, p)) for p in prefills]
-    return (*of_prefill, *(_decode_candidate(facts, d, smallest) for d in decodes))
+    of_decode = [_decode_candidate(facts, d, _batch_cost(facts, d, smallest), _cost_alone(facts, d)) for d in decodes]
+    return (*of_prefill, *of_decode)
 
 
 def _shown(pool: Pool, snapshot: Snapshot, chosen: WorkerKey | None) -> list[WorkerLoad]:
@@ -192,8 +193,8 @@ def _prefill_candidate(facts: RequestFacts, worker: WorkerLoad, cost: float) -> 
     return Candidate(worker.key, held, worker.num_queued_tokens, worker.num_active, cost)
 
 
-def _decode_candidate(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> Candidate:
-    batch, alone = _batch_cost(facts, worker, smallest), _cost_alone(facts, worker)
+def _decode_candidate(facts: RequestFacts, worker: WorkerLoad, batch: float, alone: float) -> Candidate:
+    """`batch`, `alone`: what its batch costs, and what the prompt does if it computes that by itself."""
     return Candidate(
         worker.key,
         facts.prefix.num_tokens(worker.key),
@@ -435,7 +436,8 @@ def _cheapest(
     pairs = [(p, d) for d in by_cost for p in prefills if p.kv_format == d.kv_format]
     best = min(pairs if snapshot.links else pairs[:1], key=lambda pair: cost(*pair))
     of_prefill = [_prefill_candidate(facts, p, prefill_costs[p.key]) for p in prefills]
-    weighed = (*of_prefill, *(_decode_candidate(facts, d, smallest) for d in by_cost))
+    of_decode = [_decode_candidate(facts, d, batch_costs[d.key], alone_costs[d.key]) for d in by_cost]
+    weighed = (*of_prefill, *of_decode)
     lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + batch_costs[d.key]))
     lone_cost = alone_costs[lone.key] + batch_costs[lone.key]
     if lone_cost < math.inf and (False, lone.key in wishes.avoid, lone_cost) < cost(*best):

@@ -144,11 +144,6 @@ class TurnQueue:
         others = sum(each.weight for each in self._tenants.values() if each.num_waiting and each is not tenant)
         return min(float(self.num_tokens), own * (1 + others / weight))
 
-    def served(self, owner: str) -> float:
-        """The tenant's counter: tokens by weight; only differences mean something."""
-        tenant = self._tenants.get(owner)
-        return tenant.served if tenant is not None else 0.0
-
     def _tenant(self, owner: str, weight: float) -> _Tenant:
         tenant = self._tenants.get(owner)
         if tenant is None:

@@ -58,5 +58,7 @@ class Tenant:
         return hmac.new(secret, said, hashlib.sha256).hexdigest()
 
 
+#: What tenants that are not told apart are called together.
+OTHER = "other"
 #: The one tenant of a router without keys.
 ANYBODY = Tenant(name="anybody", owner="anybody", circle="")

@@ -92,9 +92,9 @@ class Site:
 
         wait_until(shown, f"{worker_id} with {facts}", WAIT_S, wanted=lambda worker: facts.items() <= worker.items())
 
-    def metrics(self) -> dict[str, float]:
-        """Every sample by its name and labels, as in the exposition."""
-        with self.http() as client:
+    def metrics(self, key: str = "none") -> dict[str, float]:
+        """Every sample by its name and labels, as in the exposition. `key`: of the API, where one is needed."""
+        with self.http(headers={"Authorization": f"Bearer {key}"}) as client:
             lines = client.get("/metrics").text.splitlines()
         return {key: float(value) for key, value in (ln.rsplit(" ", 1) for ln in lines if not ln.startswith("#"))}
 

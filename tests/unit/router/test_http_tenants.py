@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from router.lifecycle.tenants import MAX_NAMELESS, OTHER, Tenants
+from router.lifecycle.tenants import MAX_NAMELESS, Tenants
 from router.request.request import Request
-from router.request.tenant import Tenant
+from router.request.tenant import OTHER, Tenant
 from tandem.core.clock import VirtualClock
 from tandem.core.metrics import RouterMetrics
 from tandem.core.protocols import OLDEST
@@ -137,9 +137,7 @@ def test_each_tenant_is_counted(site: Site) -> None:
     answer = asked(site, LAB).json()
     for _ in range(3):
         asked(site, POOR)
-    with site.http(headers={"Authorization": f"Bearer {LAB}"}) as client:
-        lines = client.get("/metrics").text.splitlines()
-    found = {key: float(value) for key, value in (ln.rsplit(" ", 1) for ln in lines if not ln.startswith("#"))}
+    found = site.metrics(LAB)
     assert found['tandem_tenant_requests_total{outcome="finished",tenant="lab"}'] == 1
     assert found['tandem_tenant_requests_total{outcome="finished",tenant="poor"}'] == 2
     assert found['tandem_tenant_requests_total{outcome="rate_limited",tenant="poor"}'] == 1

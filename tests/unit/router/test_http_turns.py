@@ -42,13 +42,12 @@ class Asker:
     def ask(self, key: str, prompt: str, **body: Any) -> Future[httpx.Response]:
         self._num += 1
         future = self._pool.submit(post, self._site, key, prompt, **body)
-        with self._site.http(headers={"Authorization": f"Bearer {FLOOD}"}) as client:
-
-            def waiting() -> float:
-                lines = client.get("/metrics").text.splitlines()
-                return float(next(ln for ln in lines if ln.startswith("tandem_router_waiting_requests")).split()[-1])
-
-            wait_until(waiting, f"{self._num} requests that wait", WAIT_S, wanted=lambda num: num >= self._num)
+        wait_until(
+            lambda: num_waiting(self._site),
+            f"{self._num} requests that wait",
+            WAIT_S,
+            wanted=lambda num: num >= self._num,
+        )
         return future
 
 
@@ -57,10 +56,8 @@ def post(site: Site, key: str, prompt: str, **body: Any) -> httpx.Response:
         return client.post("/v1/completions", json={"model": "toy", "prompt": prompt, "max_tokens": 1, **body})
 
 
-def metrics(site: Site) -> dict[str, float]:
-    with site.http(headers={"Authorization": f"Bearer {FLOOD}"}) as client:
-        lines = client.get("/metrics").text.splitlines()
-    return {key: float(value) for key, value in (ln.rsplit(" ", 1) for ln in lines if not ln.startswith("#"))}
+def num_waiting(site: Site) -> float:
+    return site.metrics(FLOOD)["tandem_router_waiting_requests"]
 
 
 def started(site: Site, num: int) -> str:
@@ -134,9 +131,7 @@ def test_who_goes_away_while_it_waits_is_forgotten(site: Site) -> None:
         answers = [asker.ask(FLOOD, letter) for letter in "ab"]
         with pytest.raises(httpx.ReadTimeout), site.http(headers={"Authorization": f"Bearer {FLOOD}"}) as client:
             client.post("/v1/completions", json={"model": "toy", "prompt": "gone"}, timeout=0.3)
-        wait_until(
-            lambda: metrics(site)["tandem_router_waiting_requests"], "the two", WAIT_S, wanted=lambda num: num == 2
-        )
+        wait_until(lambda: num_waiting(site), "the two", WAIT_S, wanted=lambda num: num == 2)
         answers.append(asker.ask(FLOOD, "c"))
         site.prefill.auto = True
         for number in (1, 2):
@@ -179,7 +174,7 @@ def test_what_kept_its_targets_is_counted_by_tenant(site: Site) -> None:
     assert post(site, FLOOD, "b", max_tokens=3, slo={"tpot_ms": 1e-6}).status_code == 200
     assert post(site, CALM, "c", max_tokens=3).status_code == 200, "its own target is a microsecond"
     assert post(site, CALM, "d", max_tokens=3, slo={"ttft_ms": 60_000}).status_code == 200
-    found = metrics(site)
+    found = site.metrics(FLOOD)
     name = 'tandem_slo_requests_total{{tenant="{}",tpot="{}",ttft="{}"}}'
     assert found[name.format("flood", "kept", "kept")] == 1
     assert found[name.format("flood", "missed", "kept")] == 1

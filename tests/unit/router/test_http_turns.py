@@ -126,11 +126,13 @@ def test_who_is_due_sooner_goes_first(site: Site) -> None:
 
 def test_who_goes_away_while_it_waits_is_forgotten(site: Site) -> None:
     site.prefill.auto = False
+    site.prefill.num_computed_tokens = 0  # so that its speed stays unknown, and no more than two wait there
     with ThreadPoolExecutor(4) as pool:
         asker = Asker(site, pool)
         answers = [asker.ask(FLOOD, letter) for letter in "ab"]
-        with pytest.raises(httpx.ReadTimeout), site.http(headers={"Authorization": f"Bearer {FLOOD}"}) as client:
-            client.post("/v1/completions", json={"model": "toy", "prompt": "gone"}, timeout=0.3)
+        for _ in range(AT_WORKER):
+            with pytest.raises(httpx.ReadTimeout), site.http(headers={"Authorization": f"Bearer {FLOOD}"}) as client:
+                client.post("/v1/completions", json={"model": "toy", "prompt": "gone"}, timeout=0.3)
         wait_until(lambda: num_waiting(site), "the two", WAIT_S, wanted=lambda num: num == 2)
         answers.append(asker.ask(FLOOD, "c"))
         site.prefill.auto = True
@@ -138,6 +140,29 @@ def test_who_goes_away_while_it_waits_is_forgotten(site: Site) -> None:
             site.prefill.first_tokens(site.prefill.wait_for("start", number))
         assert [answer.result().status_code for answer in answers] == [200] * 3
     assert "gone" not in [started(site, number) for number in (1, 2, 3)]
+    site.prefill.auto = False
+    with ThreadPoolExecutor(2) as pool:  # and its turn takes nobody's place
+        answers = [pool.submit(post, site, FLOOD, letter) for letter in "de"]
+        assert {started(site, number) for number in (4, 5)} == {"d", "e"}
+        for number in (4, 5):
+            site.prefill.first_tokens(site.prefill.wait_for("start", number))
+        assert [answer.result().status_code for answer in answers] == [200] * 2
+
+
+def test_who_goes_away_before_a_worker_has_begun_leaves_its_place_to_the_next(site: Site) -> None:
+    site.prefill.auto = site.decode.auto = False
+    site.prefill.num_computed_tokens = 0
+    for prompt in "ab":  # both are placed, granted nothing, and given up
+        with pytest.raises(httpx.ReadTimeout), site.http(headers={"Authorization": f"Bearer {FLOOD}"}) as client:
+            client.post("/v1/completions", json={"model": "toy", "prompt": prompt}, timeout=0.3)
+    assert site.prefill.count("start") == AT_WORKER
+    site.decode.auto = True
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(post, site, FLOOD, letter) for letter in "cd"]
+        assert {started(site, number) for number in (3, 4)} == {"c", "d"}
+        for number in (3, 4):
+            site.prefill.first_tokens(site.prefill.wait_for("start", number))
+        assert [answer.result().status_code for answer in answers] == [200] * 2
 
 
 def test_its_time_out_ends_a_request_that_waits(site: Site) -> None:

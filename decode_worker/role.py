@@ -428,10 +428,14 @@ class DecodeRole:
         return self._tokens.sample(batch, logits)
 
     def after_step(self, batch: Batch) -> None:
+        took_s = self._clock.now() - self._step_began_s
+        if batch.num_paced_tokens:
+            self._counters.num_mixed_steps += 1
+            self._counters.mixed_s += took_s
         with self._lock:
             if self._scheduler.tiers is not None:
                 num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1)
-                self._scheduler.tiers.computed(num_tokens, self._clock.now() - self._step_began_s)
+                self._scheduler.tiers.computed(num_tokens, took_s)
             num_new = self._tokens.book(batch)
         self._pacing.first_steps_taken(num_new)
         self.snapshot()

@@ -14,7 +14,8 @@ from itertools import cycle, islice
 from typing import Any
 
 from kvtransfer.wire import protocols_to_proto
-from router.policy.route import RequestFacts, choose
+from router.policy.choose import choose
+from router.policy.route import RequestFacts
 from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.workers.registry import WorkerRegistry

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.choose import choose
 from router.policy.known_load import KnownLoad, Report
 from router.policy.pool import Pool, Share
-from router.policy.route import RequestFacts, choose
+from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for

@@ -43,7 +43,7 @@ from router.openai.pooling import POOLING
 from router.openai.pooling_openapi import POOLING_PATHS
 from router.openai.refusal import shown
 from router.openai.responses import error_headers, read_chat, read_completion
-from router.policy.route import check_ready
+from router.policy.choose import check_ready
 from router.responses.openapi import RESPONSES
 from router.responses.read import read_response
 from tandem.core import metrics

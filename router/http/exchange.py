@@ -38,7 +38,7 @@ from router.openai.refusal import shown
 from router.openai.responses import error_headers
 from router.openai.schema import ParsedRequest, parse_body
 from router.openai.tokenize import requests_from, unread_variables
-from router.policy.route import check_placeable
+from router.policy.choose import check_placeable
 from router.request.request import Delta, Request
 from router.request.targets import Targets
 from router.request.tenant import Tenant

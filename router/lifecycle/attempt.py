@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from router.lifecycle.in_flight import InFlightRequest
+from router.policy.choose import choose, choose_prefill
 from router.policy.recovery import AttemptEnd, Fault, failure
-from router.policy.route import Route, choose, choose_prefill
+from router.policy.route import Route
 from router.request import events
 from router.request.request import TokenGiven
 from router.workers import wire

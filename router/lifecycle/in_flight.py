@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 from router.lifecycle.context import RouterContext
 from router.observe.trace import Trace
+from router.policy.choose import choose
 from router.policy.prefix import KnownPrefix
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
-from router.policy.route import RequestFacts, Route, choose
+from router.policy.route import RequestFacts, Route
 from router.request.choice_text import ChoiceText
 from router.request.events import BrokenOff, Event, PromptScored, WaitOver, WorkerLost
 from router.request.journal import Journal

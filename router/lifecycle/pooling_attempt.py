@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from router.lifecycle.attempt import AttemptOver
 from router.lifecycle.in_flight import InFlightRequest
+from router.policy.choose import choose
 from router.policy.recovery import AttemptEnd, Fault, failure
-from router.policy.route import Route, choose
+from router.policy.route import Route
 from router.request import events
 from router.request.request import TokenGiven
 from router.workers import wire

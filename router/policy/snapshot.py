@@ -37,6 +37,7 @@ class Snapshot:
         is_decode_coming: as `is_prefill_coming`.
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
+        mixed_step_s: that a step of a decode worker takes in which it computes prompts; 0 where none has.
         share: decides between equals.
     """
 
@@ -46,6 +47,7 @@ class Snapshot:
     is_decode_coming: bool = False
     links: Mapping[Pair, Link] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
+    mixed_step_s: float = 0.0
     share: Share = ALONE
 
     @classmethod

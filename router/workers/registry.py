@@ -37,7 +37,7 @@ from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, Wo
 _log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
-_WEIGHT = 1 / 16  # of the newest prompt in the speed of prefill
+_WEIGHT = 1 / 16  # of the newest prompt, or mixed step, in what these take
 _NOTHING = WorkerStatus()
 
 
@@ -73,6 +73,8 @@ class WorkerRegistry:
         self._num_members: Counter[Role] = Counter()
         # Learnt from what prefill workers say of their prompts; 0 before.
         self._prefill_tokens_per_s = 0.0
+        # Of the steps of decode workers in which they compute prompts; as above.
+        self._mixed_step_s = 0.0
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
         #: Each stays while it is a member: whoever kills it may not have heard of it yet.
         self.suspected: set[WorkerKey] = set()
@@ -178,6 +180,7 @@ class WorkerRegistry:
             is_decode_coming=len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            mixed_step_s=self._mixed_step_s,
             share=self._share,
         )
 
@@ -330,6 +333,8 @@ class WorkerRegistry:
             (metrics.prompt_tokens_cached, [role], status.prompt_tokens_cached, before.prompt_tokens_cached),
             (metrics.masks, [role], status.masks, before.masks),
             (metrics.mask_s, [role], status.mask_s, before.mask_s),
+            (metrics.mixed_steps, [], status.mixed_steps, before.mixed_steps),
+            (metrics.mixed_step_s, [], status.mixed_s, before.mixed_s),
             (metrics.decode_tokens, [], status.decode_tokens, before.decode_tokens),
             (metrics.preemptions, [], status.preemptions, before.preemptions),
             (metrics.kv_transfer_bytes, [transport], status.transfer_bytes, before.transfer_bytes),
@@ -340,6 +345,7 @@ class WorkerRegistry:
             if number > before.refused.get(reason, 0):
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
+        self._note_mixed_steps(status.mixed_steps - before.mixed_steps, status.mixed_s - before.mixed_s)
         if status.HasField("links"):
             self._note_links(session.key, status.links)
         self.on_report()
@@ -393,6 +399,12 @@ class WorkerRegistry:
         if num_tokens and compute_s > 0:
             newest, known = num_tokens / compute_s, self._prefill_tokens_per_s
             self._prefill_tokens_per_s = known + _WEIGHT * (newest - known) if known else newest
+
+    def _note_mixed_steps(self, num: int, took_s: float) -> None:
+        if num > 0:
+            newest, known = took_s / num, self._mixed_step_s
+            weight = 1 - (1 - _WEIGHT) ** num
+            self._mixed_step_s = known + weight * (newest - known) if known else newest
 
     def _writer_suspected(self, key: WorkerKey) -> None:
         _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)

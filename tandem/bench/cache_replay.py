@@ -1,7 +1,7 @@
 """A trace replayed on the router's page index alone: what prefix caches would hold, without a model and a server.
 
 Each worker is a cache of blocks, the least recently used given up first, and a queue that computes prompts at a given
-speed in the trace's own time. A request goes where the router's own decision sends it (`router/policy/route.py`), by
+speed in the trace's own time. A request goes where the router's own decision sends it (`router/policy/choose.py`), by
 the router's own index (`router/workers/page_index.py`). A prompt's blocks count as held from its placement on, as a
 router foresees them. Its queue counts as long as it is until the whole prompt is computed, and answers enter no cache.
 
@@ -16,9 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.choose import choose_prefill
 from router.policy.pool import Pool
 from router.policy.prefix import KnownPrefix
-from router.policy.route import RequestFacts, choose_prefill
+from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from router.workers.page_index import PageIndex

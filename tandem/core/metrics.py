@@ -116,6 +116,10 @@ class RouterMetrics:
         )
         self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")
         self.preemptions = counter("tandem_preemptions_total", "Requests that lost their pages for a while")
+        self.mixed_steps = counter(
+            "tandem_mixed_steps_total", "Steps of decode workers in which they computed prompts beside their batch"
+        )
+        self.mixed_step_s = counter("tandem_mixed_step_seconds_total", "What these took")
         self.masks = counter("tandem_grammar_masks_total", "Tokens that were chosen by a grammar", "role")
         self.mask_s = counter(
             "tandem_grammar_mask_seconds_total", "What their masks took, made beside the forwards", "role"

@@ -64,6 +64,7 @@ class Batch:
     num_chunk_tokens: int = 0
     num_ending: int = 0
     num_ending_tokens: int = 0
+    num_paced_tokens: int = 0  # of chunks that are paced
     num_scored_tokens: int = 0  # of chunks whose logits are needed, each after every token
 
     @property

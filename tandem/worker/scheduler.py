@@ -254,7 +254,7 @@ class BatchScheduler:
     def _paced_room(self, batch: Batch) -> int:
         """Tokens of paced prompts that the step has room for. The first prompt always gets some, so that it ends."""
         room = max(0, self._paced_tokens() - batch.num_tokens)
-        if any(item.sequence.paced for item in batch.items):
+        if batch.num_paced_tokens:
             return room
         return max(room, 1, self.limits.paced_tokens // _LEAST_PACED_PART)
 
@@ -401,7 +401,9 @@ class BatchScheduler:
 
     def _put_chunk(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         self._put(batch, sequence, num_tokens)
-        if not sequence.paced:
+        if sequence.paced:
+            batch.num_paced_tokens += num_tokens
+        else:
             batch.num_chunk_tokens += num_tokens
             if num_tokens == sequence.num_to_compute:
                 batch.num_ending += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from router.policy.route import choose
+from router.policy.choose import choose
 from router.request.request import Request
 from tandem.core.identity import Role
 from tandem.worker.batch import SchedulerLimits

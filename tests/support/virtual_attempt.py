@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from decode_worker.events import Admitted, ComputesHere, GrantMade
 from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.events import HandedOff, PromptEnded, PromptStarted
+from router.policy.choose import choose_prefill
 from router.policy.recovery import AttemptEnd, Fault, failure
-from router.policy.route import Route, choose_prefill
+from router.policy.route import Route
 from tandem.core.errors import IncompatibleError, InternalError, NoWorkerError, TandemError, WorkerLostError
 from tandem.worker.request import AttemptFailed, TokenSampled
 from tests.support.decode_node import DecodeNode

@@ -382,6 +382,8 @@ class WorkerStatus(_message.Message):
     MASK_S_FIELD_NUMBER: _builtins.int
     PAGE_NETWORK_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    MIXED_STEPS_FIELD_NUMBER: _builtins.int
+    MIXED_S_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
@@ -408,6 +410,10 @@ class WorkerStatus(_message.Message):
     """since start: what making them took, beside the forwards"""
     page_network: _builtins.str
     """interface and address by which pages come and go; empty: not said by the user"""
+    mixed_steps: _builtins.int
+    """since start: of a decode worker, in which it computed prompts beside its batch"""
+    mixed_s: _builtins.float
+    """since start: what these took"""
     @_builtins.property
     def pages(self) -> Global___PageCounts: ...
     @_builtins.property
@@ -441,11 +447,13 @@ class WorkerStatus(_message.Message):
         mask_s: _builtins.float = ...,
         page_network: _builtins.str = ...,
         tiers: Global___TierReport | None = ...,
+        mixed_steps: _builtins.int = ...,
+        mixed_s: _builtins.float = ...,
         links: Global___LinkReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

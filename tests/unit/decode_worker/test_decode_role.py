@@ -44,6 +44,8 @@ class World:
         self.clock = VirtualClock()
         self.events: list[Event] = []
         self.next_tokens: list[int] = [7]
+        self.step_s = 0.0
+        self.counters = WorkerCounters()
         self.draining = False
         self.num_seen = 0  # attempts that were held when it was last looked whether there are any
         self.pool = PagePool(num_pages, PAGE)
@@ -63,7 +65,7 @@ class World:
             sample=self.sample,
             guides=inline_guides(lambda call: call(), WorkerCounters()),
             score=score,
-            counters=WorkerCounters(),
+            counters=self.counters,
             load=LoadReport(self.scheduler, lambda: None, self._count),
             pacing=Pacing(),
             clock=self.clock,
@@ -103,6 +105,7 @@ class World:
         batch = self.scheduler.schedule()
         assert batch.items, "nothing to compute"
         self.role.before_forward(batch)
+        self.clock.advance(self.step_s)
         self.scheduler.apply(batch, self.role.sample(batch, None))
         self.role.after_step(batch)
 
@@ -169,6 +172,21 @@ def test_a_step_may_give_several_tokens_and_what_follows_the_end_is_nobodys() ->
     world.step()
     assert world.tokens() == [(0, 7, None), (1, 8, None), (2, 9, None), (3, 10, None), (4, EOS, FinishReason.STOP)]
     world.assert_empty()
+
+
+def test_steps_with_prompts_beside_the_batch_are_counted_and_timed() -> None:
+    world = World()
+    world.step_s = 0.25
+    made = world.reserve("handed")
+    (event,) = world.take()
+    assert isinstance(event, GrantMade)
+    assert world.hand_off(event.grant) is None
+    world.step()
+    assert (world.counters.num_mixed_steps, world.counters.mixed_s) == (0, 0.0), str(made)
+    world.reserve("here", local=99)
+    world.step()  # all of its six tokens
+    world.step()
+    assert (world.counters.num_mixed_steps, world.counters.mixed_s) == (1, 0.25)
 
 
 def test_pages_that_an_end_frees_are_given_on_at_once_and_its_own_answer_stays() -> None:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.choose import choose
 from router.policy.losses import Fate, Losses
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Plan, Recovery, RecoveryLimits, failure
 from router.policy.retry_budget import RetryBudget
-from router.policy.route import RequestFacts, Route, Why, Wishes, choose
+from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.clock import VirtualClock

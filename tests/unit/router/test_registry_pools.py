@@ -222,6 +222,23 @@ def test_the_speed_of_prefill_is_learnt_from_its_prompts() -> None:
     assert 1000.0 < registry.snapshot().prefill_tokens_per_s < 2000.0
 
 
+async def test_what_steps_take_in_which_decode_computes_prompts_is_learnt() -> None:
+    registry = Registry()
+    registry.states = dict.fromkeys(["prefill-0", "decode-0", "decode-1"], "ready")
+    registry.push()
+    for name in registry.states:
+        registry.greet(name)
+    registry.hear("decode-0")
+    assert not registry.snapshot().mixed_step_s
+    registry.hear("decode-0", mixed_steps=10, mixed_s=0.04)
+    assert registry.snapshot().mixed_step_s == pytest.approx(0.004)
+    registry.hear("decode-1", mixed_steps=1, mixed_s=0.008)
+    assert 0.004 < registry.snapshot().mixed_step_s < 0.005
+    for _ in range(2):  # the second time it says nothing new
+        registry.hear("decode-1", mixed_steps=101, mixed_s=0.808)
+        assert registry.snapshot().mixed_step_s == pytest.approx(0.008, rel=0.01), "many steps count more than one"
+
+
 def test_of_several_routers_each_takes_the_share_that_the_supervisor_names() -> None:
     registry = Registry()
     registry.push()

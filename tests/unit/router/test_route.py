@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
-from router.policy.route import (
-    RequestFacts,
-    Route,
-    Why,
-    Wishes,
-    check_placeable,
-    check_ready,
-    choose,
-    choose_prefill,
-)
+from router.policy.choose import check_placeable, check_ready, choose, choose_prefill
+from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.choose import choose, choose_prefill
 from router.policy.pool import ALONE, Share
-from router.policy.route import RequestFacts, Route, Why, Wishes, choose, choose_prefill
+from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Link, Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import WorkerKey

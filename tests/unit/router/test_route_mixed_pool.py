@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
-from router.policy.route import RequestFacts, Route, Why, choose
+from router.policy.choose import choose
+from router.policy.route import RequestFacts, Route, Why
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
@@ -61,6 +62,24 @@ def test_an_idle_prefill_worker_gets_every_prompt() -> None:
 def test_decode_is_asked_where_the_prompt_is_ready_sooner(stepping: int, queued: int, decides: str | None) -> None:
     snapshot = Snapshot.of([load("p0", queued=queued)], [load("d0", stepping=stepping)])
     assert chosen(snapshot, 512) == decides
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "queued", "decides"),
+    [
+        (120, 879, None),  # ten steps, in each of which a prefill worker computes 100 tokens, are 1000
+        (120, 881, "d0"),
+        (1, 98, None),  # one step at least
+        (1, 100, "d0"),
+    ],
+)
+def test_steps_count_what_they_take_on_these_workers(num_tokens: int, queued: int, decides: str | None) -> None:
+    prefill, decode = [load("p0", queued=queued)], [load("d0")]
+    slow = Snapshot.of(prefill, decode, prefill_tokens_per_s=5000.0, mixed_step_s=0.02)
+    assert chosen(slow, num_tokens) == decides
+    quick = replace(slow, mixed_step_s=0.001)  # of less than the usual: that is what steps cost at least
+    assert chosen(quick, num_tokens) == "d0"
+    assert chosen(replace(quick, prefill=Snapshot.of([load("p0")], []).prefill), num_tokens) is None
 
 
 def test_the_shortest_queue_of_prefill_counts() -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.choose import choose, choose_prefill
 from router.policy.pool import ALONE, Order, Pool, Share
-from router.policy.route import RequestFacts, Route, Why, Wishes, choose, choose_prefill
+from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvtransfer.layout import KvFormat, LayoutId
-from router.policy.route import RequestFacts, Route, Why, Wishes, choose, choose_prefill
+from router.policy.choose import choose, choose_prefill
+from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Link, Snapshot
 from router.policy.worker_load import WorkerLoad
 from router.workers.page_index import PageIndex
@@ -78,6 +79,9 @@ def test_what_little_is_left_is_computed_where_the_rest_lies() -> None:
     route = choose(snapshot(decode=decode), facts({"d2": 608, "p0": 320}, mixed_pool_tokens=512))
     assert chosen(route) == (None, "d2", Why.PREFIX)
     assert route.max_local_tokens == 512, "where the index was wrong, decode asks for a prefill worker"
+    slow = snapshot(decode=decode, prefill_tokens_per_s=5000.0, mixed_step_s=0.02)
+    elsewhere = choose(slow, facts({"d2": 608, "p0": 608}, mixed_pool_tokens=512))
+    assert elsewhere.prefill == key("p0"), "its steps take longer than prefill and the way"
     urgent = choose(snapshot(decode=decode), facts({"d2": 608, "p0": 320}, mixed_pool_tokens=512, priority=-1))
     assert urgent.prefill == key("p0")
     much = choose(snapshot(decode=decode), facts({"d2": 64}, mixed_pool_tokens=512))

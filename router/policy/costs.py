@@ -1,0 +1,126 @@
+"""What serving a prompt costs at a worker, or over the way between two: in prompt tokens that a prefill worker could
+compute meanwhile. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvtransfer.layout import KvFormat
+from router.policy.pool import Order, mixed_slowness
+from router.policy.route import RequestFacts, Wishes
+from router.policy.snapshot import Snapshot
+from router.policy.worker_load import WorkerLoad
+from tandem.core.errors import IncompatibleError
+from tandem.core.identity import WorkerKey
+from tandem.core.pages import pages_for
+
+# What a prompt token costs in a decode step, relative to one in a prefill worker's chunk, at least. With a lower factor
+# decode would take prompts from a prefill worker that will have time for them soon.
+_SMALL_STEP_COST = 1.2
+# By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
+_NOTABLE = 0.25
+# What it costs to send a token's pages, relative to its computation, where nothing is known of the way: little.
+_SENT_COST = 0.05
+# Prompt tokens that one more sequence in decode's batch is worth: its rows make the steps of all others longer.
+_ROW_COST = 16.0
+# A prefill worker that is idle so soon is as good as one that other routers may choose at the same time.
+_HARDLY_S = 0.05
+
+
+def prefill_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
+    """Prompt tokens that are computed before the prompt is."""
+    return worker.num_queued_tokens + facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
+
+
+def send_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
+    """Of the pages that it does not hold."""
+    return _SENT_COST * (facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key))
+
+
+def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
+    """What its batch costs beside the smallest one; and what it lacks room for, which has to be waited for."""
+    crowd = _ROW_COST * (worker.num_active - smallest)
+    return crowd if has_room(worker, facts) else crowd + facts.num_prompt_tokens
+
+
+def cost_alone(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
+    """Of what the worker does not hold, computed in its own steps; endless where it may not be."""
+    num_left = facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
+    may_be_slow = facts.is_first_attempt and facts.priority >= 0
+    if not may_be_slow or num_left > facts.mixed_pool_tokens or not has_room(worker, facts):
+        return math.inf
+    return steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
+
+
+def steps_cost(snapshot: Snapshot, worker: WorkerLoad, num_tokens: int) -> float:
+    """Of so many prompt tokens in the steps of a decode worker, which take long where its model is small; endless where
+    it computes none."""
+    slowness = mixed_slowness(worker)
+    if slowness == math.inf:
+        return math.inf
+    step = snapshot.mixed_step_s * snapshot.prefill_tokens_per_s
+    per_token = max(_SMALL_STEP_COST, step / worker.mixed_step_tokens)
+    return max(step, slowness * per_token * num_tokens)
+
+
+def exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad, decode: WorkerKey) -> float:
+    """How many prompt tokens a prefill worker computes while a handoff goes on after the prompt's own computation.
+
+    Pages travel while the prompt is computed, so only a way that is slower than the computation counts; and only where
+    it is so by more than its share of `_NOTABLE`, as else the batches matter more.
+    """
+    link = snapshot.links.get((prefill.key, decode))
+    if link is None or not snapshot.prefill_tokens_per_s:
+        return 0.0
+    try:
+        token_bytes = prefill.kv_format.layout.token_bytes
+    except IncompatibleError:  # elements of a later version: how long they take is not known
+        return 0.0
+    num_missing = facts.num_prompt_tokens - facts.prefix.num_tokens(decode)
+    num_computed = facts.num_prompt_tokens - facts.prefix.num_tokens(prefill.key)
+    handoff_s = num_missing * token_bytes / max(link.bytes_per_s, 1.0)
+    exposed = handoff_s * snapshot.prefill_tokens_per_s - num_computed
+    return exposed if exposed > _NOTABLE * facts.num_prompt_tokens else 0.0
+
+
+def even_load(snapshot: Snapshot, formats: Sequence[KvFormat]) -> float:
+    """Up to how many prompt tokens in front a prefill worker is as good as the least loaded one of these formats."""
+    return next(snapshot.prefill.walk(Order.LOAD, formats)).num_queued_tokens + hardly_more(snapshot)
+
+
+def hardly_more(snapshot: Snapshot) -> float:
+    """Up to how many more prompt tokens in front are hardly more: to one router, which knows who is idle, any are."""
+    return _HARDLY_S * snapshot.prefill_tokens_per_s if snapshot.share.of > 1 else 0.0
+
+
+def prefill_rank(
+    snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, prefill: WorkerLoad, decode: WorkerKey, even: float
+) -> tuple[float, ...]:
+    """For this decode worker: a way that works, then wishes, then fewer prompt tokens until all pages are there."""
+    delay = max(even, prefill.num_queued_tokens + exposed_tokens(snapshot, facts, prefill, decode))
+    is_broken = is_way_broken(snapshot, prefill.key, decode)
+    return is_broken, prefill.key in wishes.avoid, prefill.key != wishes.prefill, delay
+
+
+def decode_class(
+    worker: WorkerLoad, facts: RequestFacts, wishes: Wishes, wished_format: KvFormat | None
+) -> tuple[bool, bool, bool, bool]:
+    """What counts before its load."""
+    is_off = wished_format is not None and worker.kv_format != wished_format
+    return worker.key in wishes.avoid, worker.key != wishes.decode, is_off, not has_room(worker, facts)
+
+
+def format_to_pair(snapshot: Snapshot, wishes: Wishes) -> KvFormat | None:
+    """That of the wished prefill worker, which is to find a partner."""
+    wished = snapshot.prefill.find(wishes.prefill)
+    return wished.kv_format if wished is not None and wished.key not in wishes.exclude else None
+
+
+def has_room(worker: WorkerLoad, facts: RequestFacts) -> bool:
+    return pages_for(facts.num_prompt_tokens, worker.page_size) <= worker.num_available_pages
+
+
+def is_way_broken(snapshot: Snapshot, prefill: WorkerKey, decode: WorkerKey) -> bool:
+    link = snapshot.links.get((prefill, decode))
+    return link is not None and link.is_broken

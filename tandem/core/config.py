@@ -45,7 +45,9 @@ class ModelConfig:
         (), "Names by which requests may ask for the model; empty: the directory's name; `*`: any name."
     )
     dtype: str = _key(
-        "auto", "Type of weights and KV. `auto` is float32 on a CPU, and the checkpoint's own type on a GPU.",
+        "auto",
+        "Type of weights and KV. `auto` is the checkpoint's own type on a GPU. On a CPU it is float32, but for weights "
+        "of 16 bits: they stay so in memory, and results are the same.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
 

@@ -19,8 +19,10 @@ from tandem.engine.batch import SequenceInput
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
+from tandem.engine.cpu.embedding import widen
 from tandem.engine.cpu.fusing import fuse, fuse_decoder
 from tandem.engine.cpu.packed_linear import pack
+from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
 from tandem.engine.layout import KVLayout
@@ -76,7 +78,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.max_context = max_context
         self.model_dtype = layout.dtype
-        self.weights_sha256 = loader.weights_sha256(model)
+        self.weights_sha256 = loader.weights_sha256(model, layout.dtype)
         self.attention = backend.name
         fuse_here = _fuse_on_cuda if model.device.type == "cuda" else _fuse_on_cpu
         self.fused, self.linear, self._decoder = fuse_here(model, layout, max_context, num_threads)
@@ -119,7 +121,8 @@ class Engine:
 
         Args:
             model_dir: a directory in the Hugging Face layout.
-            dtype: of weights, computation and KV; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
+            dtype: of weights, computation and KV; "auto" is the checkpoint's own on a GPU. On a CPU it is float32, but
+                for weights of 16 bits: they stay as they are, and the results are the same.
             page_size: token slots of a page.
             num_pages, kv_bytes: pages for sequences, or the greatest size of the arena; by default from the memory
                 that is free.
@@ -142,7 +145,8 @@ class Engine:
         backend = select_backend(layout, target, threads)
         if probe:
             probe_architecture(config, num_threads=threads)
-        model = loader.load_model(model_dir, config, resolved, target, pooling)
+        stored = loader.stored_dtype(dtype, resolved, config, target) if is_fast_here() else resolved
+        model = loader.load_model(model_dir, config, stored, target, pooling)
         num_scratch = int(_has_scratch_page(backend, target))
 
         def make_arena() -> KVArena:
@@ -151,10 +155,11 @@ class Engine:
         eos = loader.eos_of(model_dir, config)
         engine = cls(model, layout, make_arena, backend, eos, context, threads, pooling)
         _log.info(
-            "loaded %s as %s on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, "
+            "loaded %s as %s (weights: %s) on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, "
             "fused: %s; %d threads",
             model_dir,
             resolved,
+            stored,
             target,
             engine.num_pages,
             page_size,
@@ -219,7 +224,11 @@ def _fuse_on_cpu(
     model: PreTrainedModel, layout: KVLayout, _max_context: int, num_threads: int
 ) -> tuple[str, str, Decoder | None]:
     """How many parts of which kind are replaced, whose linear layers serve, and what computes in the model's place."""
-    return fuse(model, layout, num_threads), pack(model, num_threads), fuse_decoder(model, layout)
+    if layout.dtype != "float32":
+        return "none", "torch", None
+    fused, linear = fuse(model, layout, num_threads), pack(model, num_threads)
+    widen(model)
+    return fused, linear, fuse_decoder(model, layout)
 
 
 def _fuse_on_cuda(

@@ -56,15 +56,15 @@ class WeightMemory:
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Float32 that begins at a cache line; its content is unspecified."""
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers that begin at a cache line; their content is unspecified."""
         count = int(torch.Size(shape).numel())
-        num_bytes = -(-count * FLOAT_BYTES // LINE_BYTES) * LINE_BYTES
+        num_bytes = -(-count * dtype.itemsize // LINE_BYTES) * LINE_BYTES
         with self._lock:
             if len(self._rest) < num_bytes:
                 self._rest = map_memory(max(num_bytes, _CHUNK_BYTES))
             place, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
-        return place.view(torch.float32)[:count].view(shape)
+        return place.view(dtype)[:count].view(shape)
 
 
 weight_memory = WeightMemory()

@@ -77,6 +77,17 @@ def choose_dtype(dtype: str, config: PreTrainedConfig, device: torch.device) -> 
     return dtype
 
 
+def stored_dtype(dtype: str, resolved: str, config: PreTrainedConfig, device: torch.device) -> str:
+    """The type of weights in memory: where "auto" has become float32, 16 bits of the checkpoint stay as they are.
+
+    Args:
+        resolved: what `choose_dtype` has made of `dtype`.
+    """
+    own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    stays = dtype == "auto" and device.type == "cpu" and resolved == "float32" and own in TORCH_DTYPES
+    return own if stays else resolved
+
+
 def load_model(
     model_dir: str | os.PathLike[str],
     config: PreTrainedConfig,
@@ -187,23 +198,28 @@ def _as_ids(value: Any) -> list[int]:
     return [int(item) for item in value] if isinstance(value, list | tuple) else [int(value)]
 
 
-def weights_sha256(model: PreTrainedModel) -> str:
+def weights_sha256(model: PreTrainedModel, dtype: str) -> str:
     """Return the SHA-256 of all that shapes KV: the config, and names, types, shapes and bytes of the tensors.
 
-    Too much of the config costs a shared prefix, too little would share wrongly: so all but known noise counts.
+    Weights count as numbers of the type that is computed in, `dtype`, also where they are stored in fewer bits. Too
+    much of the config costs a shared prefix, too little would share wrongly: so all but known noise counts.
     """
     digest = hashlib.sha256()
     config = {key: value for key, value in model.config.to_dict().items() if key not in _CONFIG_NOISE}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        is_short = tensor.is_floating_point() and tensor.dtype.itemsize < TORCH_DTYPES[dtype].itemsize
+        counts_as = TORCH_DTYPES[dtype] if is_short else tensor.dtype
+        digest.update(f"\n{name} {counts_as} {tuple(tensor.shape)} ".encode())
         place = (tensor.data_ptr(), tuple(tensor.shape))
         if place in seen:  # tied weights
             digest.update(f"= {seen[place]}".encode())
             continue
         seen[place] = name
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        for begin in range(0, flat.numel(), _HASH_CHUNK_BYTES):
-            digest.update(memoryview(flat[begin : begin + _HASH_CHUNK_BYTES].cpu().numpy()))
+        flat = tensor.detach().contiguous().reshape(-1)
+        num_items = _HASH_CHUNK_BYTES // counts_as.itemsize
+        for begin in range(0, flat.numel(), num_items):
+            chunk = flat[begin : begin + num_items].to(counts_as).view(torch.uint8)
+            digest.update(memoryview(chunk.cpu().numpy()))
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from torch import nn
 
 from tandem.engine.batch import PagedBatch
 from tandem.engine.cpu.layer import FusedDecoderLayer, Program, compute_layers, plan_layers
-from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS, gather_rows
+from tandem.engine.cpu.layer_kernels import GATHER, ROWS_FOR_THREADS, gather_rows
 from tandem.engine.cpu.modules import FusedRMSNorm
 from tandem.engine.cpu.packed_kernel import arranged_features
 from tandem.engine.cpu.packed_linear import PackedLinear
@@ -25,7 +25,7 @@ class FusedDecoder:
     """`head(norm(layers(embedding(ids))))`; float32.
 
     Args:
-        embedding: `[vocab, hidden_size]`, rows without gaps.
+        embedding: `[vocab, hidden_size]`, of a type that `GATHER` has, rows without gaps.
         rotary: `rotary(x, positions)` gives the cosines and sines of each position, for all layers; those of a position
             depend on nothing else.
         layers: of one workspace.
@@ -111,7 +111,9 @@ class FusedDecoder:
         positions, last = batch.positions.data_ptr(), between.last.data_ptr()
         program.add(
             [
-                gather_rows.call(num_rows, self._embedding.data_ptr(), self._width, batch.token_ids.data_ptr(), sums),
+                GATHER[self._embedding.dtype].call(
+                    num_rows, self._embedding.data_ptr(), self._width, batch.token_ids.data_ptr(), sums
+                ),
                 *(
                     gather_rows.call(num_rows, table, self._rotary.dim, positions, target)
                     for table, target in zip(self._rotary.addresses, (cos, sin), strict=True)

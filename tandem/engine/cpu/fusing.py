@@ -1,4 +1,5 @@
-"""Replaces parts of a float32 model on the CPU by those of `modules`, and whole layers by those of `layer`."""
+"""Replaces parts of a model that is computed in float32 on the CPU by those of `modules`, and whole layers by those of
+`layer`. Its weights may have 16 bits."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decoder import FusedDecoder
+from tandem.engine.cpu.embedding import ShortEmbedding
 from tandem.engine.cpu.layer import FusedDecoderLayer, Workspace
 from tandem.engine.cpu.layer_kernels import LANES
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.cpu.packed_linear import PackedLinear, can_pack
-from tandem.engine.fuse.recognise import decoder_parts, fuse_parts, has_type_of, logits_of
+from tandem.engine.fuse.recognise import decoder_parts, fuse_parts, logits_of
 from tandem.engine.layout import KVLayout
 
 #: Of a layer, in the order in which they compute.
@@ -65,7 +67,7 @@ class CPUKit:
 
 def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
     """Replace all parts that can be replaced; return in words how many of each kind."""
-    if not can_pack(model) or not has_type_of(model, layout):
+    if not can_pack(model) or layout.dtype != "float32":
         return "none"
     return fuse_parts(model, layout, CPUKit(num_threads))
 
@@ -75,7 +77,7 @@ def fuse_decoder(model: PreTrainedModel, layout: KVLayout) -> FusedDecoder | Non
 
     It must give the same bits as the model's own way over the same parts.
     """
-    parts = decoder_parts(model, FusedDecoderLayer, FusedRMSNorm, PackedLinear)
+    parts = decoder_parts(model, (nn.Embedding, ShortEmbedding), FusedDecoderLayer, FusedRMSNorm, PackedLinear)
     if parts is None:
         return None
     fused = FusedDecoder(parts.embedding.weight, parts.rotary, parts.layers, parts.norm, parts.head)

@@ -6,9 +6,11 @@ All by address. Whatever else is in the batch, a row goes through the same steps
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numba
+import torch
 from numba import types
 from numba.core import cgutils
 
@@ -26,6 +28,7 @@ ROWS_FOR_THREADS = 64
 
 # Numba takes this for a constant.
 _VECTOR_BYTES = _vec.num_bytes
+_SHORT_BYTES = 2
 
 
 def _emit_normalize(builder: Any, x: Any, weight: Any, y: Any, vectors: Any, eps: Any) -> None:
@@ -59,11 +62,16 @@ def _emit_rotate(builder: Any, x: Any, cos: Any, sin: Any, y: Any, half: Any) ->
             _vec.store(builder, _vec.fma(builder, own, cosine, turned), builder.add(y, place))
 
 
-def _emit_copy(builder: Any, x: Any, y: Any, vectors: Any) -> None:
-    stride = vectors.type(_vec.num_bytes)
-    with cgutils.for_range(builder, vectors) as loop:
-        part = _vec.load(builder, vir.advance(builder, x, stride, loop.index))
-        _vec.store(builder, part, vir.advance(builder, y, stride, loop.index))
+def _copy_by(load: Callable[..., Any], item_bytes: int) -> Callable[..., None]:
+    """Copies so many vectors from `x`, whose numbers `load` makes float32 and `item_bytes` long, to `y`."""
+
+    def emit(builder: Any, x: Any, y: Any, vectors: Any) -> None:
+        x_stride, y_stride = vectors.type(_vec.lanes * item_bytes), vectors.type(_vec.num_bytes)
+        with cgutils.for_range(builder, vectors) as loop:
+            part = load(builder, vir.advance(builder, x, x_stride, loop.index), alignment=item_bytes)
+            _vec.store(builder, part, vir.advance(builder, y, y_stride, loop.index))
+
+    return vir.kernel(3, 0, types.void, emit)
 
 
 def _emit_sum(builder: Any, x: Any, other: Any, y: Any, vectors: Any) -> None:
@@ -76,7 +84,9 @@ def _emit_sum(builder: Any, x: Any, other: Any, y: Any, vectors: Any) -> None:
 
 _normalize = vir.kernel(4, 1, types.void, _emit_normalize)
 _rotate = vir.kernel(5, 0, types.void, _emit_rotate)
-_copy = vir.kernel(3, 0, types.void, _emit_copy)
+_copy = _copy_by(_vec.load, FLOAT_BYTES)
+_copy_bfloat16 = _copy_by(_vec.load_bfloat16, _SHORT_BYTES)
+_copy_float16 = _copy_by(_vec.load_float16, _SHORT_BYTES)
 _sum = vir.kernel(4, 0, types.void, _emit_sum)
 
 
@@ -141,9 +151,31 @@ def _gather_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragm
         _copy(table + int64s(indices)[row] * row_bytes, y + row * row_bytes, width // LANES)
 
 
+def _gather_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """As `_gather_rows`, from a table of bfloat16."""
+    table, width, indices, y = _four_words(arguments)
+    for row in range(first, end):
+        source = table + int64s(indices)[row] * width * _SHORT_BYTES
+        _copy_bfloat16(source, y + row * width * FLOAT_BYTES, width // LANES)
+
+
+def _gather_float16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """As `_gather_rows`, from a table of float16."""
+    table, width, indices, y = _four_words(arguments)
+    for row in range(first, end):
+        source = table + int64s(indices)[row] * width * _SHORT_BYTES
+        _copy_float16(source, y + row * width * FLOAT_BYTES, width // LANES)
+
+
 _four_words, _five_words, _sixteen_words = words(4), words(5), words(16)
 #: Their items are rows.
 normalize_rows = Kernel(_normalize_rows, "iiifi", items_to_share=ROWS_FOR_THREADS)
 place_heads = Kernel(_place_heads, "iiiiiii" + "f" + "iiiiiiii", items_to_share=ROWS_FOR_THREADS)
 add_rows = Kernel(_add_rows, "iiiii", items_to_share=ROWS_FOR_THREADS)
 gather_rows = Kernel(_gather_rows, "iiii", items_to_share=ROWS_FOR_THREADS)
+#: By torch's type of the table.
+GATHER: Mapping[torch.dtype, Kernel] = {
+    torch.float32: gather_rows,
+    torch.bfloat16: Kernel(_gather_bfloat16, "iiii", items_to_share=ROWS_FOR_THREADS),
+    torch.float16: Kernel(_gather_float16, "iiii", items_to_share=ROWS_FOR_THREADS),
+}

@@ -15,7 +15,7 @@ from tandem.engine.attention.interface import ForwardContext, attend_written, be
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.cpu.layer_kernels import normalize_rows, place_heads
-from tandem.engine.cpu.packed_kernel import PANEL, arrange_rows, arranged_features, multiply_gated
+from tandem.engine.cpu.packed_kernel import PANEL, PRODUCTS, arrange_rows, arranged_features
 from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
 from tandem.engine.cpu.threads import run
 from tandem.engine.huge_pages import FLOAT_BYTES
@@ -50,6 +50,7 @@ class FusedGatedMLP(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, num_threads: int) -> None:
         super().__init__()
         self._panels = pack_weights(gate.weight, up.weight)
+        self._multiply_gated = PRODUCTS[self._panels.dtype].multiply_gated
         self._bias = pack_biases(gate.bias, up.bias)
         self._num_pairs = len(self._panels) // 2
         self._num_threads = num_threads
@@ -79,7 +80,7 @@ class FusedGatedMLP(nn.Module):
         `inner[num_rows, inner_features]`.
         """
         before, x, x_stride = arrange_rows(x, x_stride, num_rows, self.in_features, arranged)
-        product = multiply_gated.call(
+        product = self._multiply_gated.call(
             self._num_pairs, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_pairs, self._bias_at,
             both, inner,
         )  # fmt: skip

@@ -1,9 +1,12 @@
 """Products with a packed matrix, on vector registers: the inner loop of every linear layer on the CPU.
 
-The code is LLVM's by way of Numba, so users need no compiler. A panel holds 32 outputs as `[K][32]` float32. Each step
+The code is LLVM's by way of Numba, so users need no compiler. A panel holds 32 outputs as `[K][32]`. Each step
 of `k` loads its vectors of weights once and multiplies them with one number of each row. One pass takes as many rows as
 have their sums in registers: twelve with AVX-512; six with AVX2, where a pass computes half a panel. Weights are read
 once, in order, at the speed of memory.
+
+Weights of 16 bits are half as much to read. They become float32 in registers, exactly, so products are the same bits as
+those of float32 weights with these values.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
@@ -14,10 +17,12 @@ does not depend on the other rows, on their number, on the threads or on the vec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numba
+import torch
 from numba import types
 from numba.core import cgutils
 
@@ -31,21 +36,24 @@ PANEL = 32
 _IS_WIDE = vir.has_wide_vectors()
 _vec = vir.Vectors(16 if _IS_WIDE else 8)
 _NUM_VECTORS = PANEL // _vec.lanes
-# Of one step of k. Numba takes this for a constant.
-_PANEL_BYTES = PANEL * FLOAT_BYTES
+# How weights are stored; Numba takes these, and what else is of capitals here, for constants.
+_FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
+_LOADS = {_FLOAT32: _vec.load, _BFLOAT16: _vec.load_bfloat16, _FLOAT16: _vec.load_float16}
+# Of a row's outputs of one panel.
+_OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
 _LINE_FLOATS = LINE_BYTES // FLOAT_BYTES
 
 #: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
-_PART_BYTES = _PANEL_BYTES // _NUM_PARTS
+_PART_OUTPUT_BYTES = _OUTPUT_BYTES // _NUM_PARTS
 #: Up to so many rows, whose sums of a whole panel have registers, a pass goes at the speed of memory by itself.
 _MAX_ROWS_ALONE = 6 if _IS_WIDE else 3
-# How far a single pass over whole panels fetches ahead: 64 of its steps.
-_AHEAD_BYTES = 64 * _PANEL_BYTES
+# How many of its steps a single pass over whole panels fetches ahead.
+_STEPS_AHEAD = 64
 
 
-def _make_tile(rows: range, num_vectors: int, *, together: bool, ahead: bool) -> Callable[..., None]:
+def _make_tile(rows: range, num_vectors: int, kind: int, *, together: bool, ahead: bool) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel's first vectors.
 
     Its arguments are counts and addresses: how many rows; x, the distance of its rows in bytes, the panel, its K, the
@@ -53,6 +61,7 @@ def _make_tile(rows: range, num_vectors: int, *, together: bool, ahead: bool) ->
     of k.
 
     Args:
+        kind: of weights.
         together: whether x is `[K][rows]`, and not rows some distance apart.
     """
 
@@ -63,7 +72,7 @@ def _make_tile(rows: range, num_vectors: int, *, together: bool, ahead: bool) ->
             block = builder.append_basic_block(f"rows_{count}")
             choice.add_case(num_rows.type(count), block)
             builder.position_at_end(block)
-            _emit_pass(builder, count, num_vectors, together, ahead, *arguments)
+            _emit_pass(builder, count, num_vectors, kind, together, ahead, *arguments)
             builder.branch(end)
         builder.position_at_end(end)
 
@@ -71,7 +80,7 @@ def _make_tile(rows: range, num_vectors: int, *, together: bool, ahead: bool) ->
 
 
 def _emit_pass(
-    builder: Any, num_rows: int, num_vectors: int, together: bool, ahead: bool,
+    builder: Any, num_rows: int, num_vectors: int, kind: int, together: bool, ahead: bool,
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any,
 ) -> None:  # fmt: skip
     if together:
@@ -82,17 +91,18 @@ def _emit_pass(
         x_step = k.type(FLOAT_BYTES)
     # Stack slots that LLVM turns into registers.
     sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
-    step_bytes = k.type(_PANEL_BYTES)
+    item_bytes = item_bytes_of(kind)
+    step_bytes, vector_bytes = k.type(PANEL * item_bytes), _vec.lanes * item_bytes
     with cgutils.for_range(builder, k) as loop:
         step = vir.advance(builder, panel, step_bytes, loop.index)
         weights = [
-            _vec.load(builder, vir.offset(builder, step, n * _vec.num_bytes), alignment=_vec.num_bytes)
+            _LOADS[kind](builder, vir.offset(builder, step, n * vector_bytes), alignment=vector_bytes)
             for n in range(num_vectors)
         ]
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
             # As many as the step reads where this may be the only pass; of several each fetches a share.
-            for n in range(0, LINE_BYTES if together else num_vectors * _vec.num_bytes, LINE_BYTES):
+            for n in range(0, LINE_BYTES if together else num_vectors * vector_bytes, LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
         for row, row_sums in zip(rows, sums, strict=True):
             number = _vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, x_step, loop.index)))
@@ -104,12 +114,60 @@ def _emit_pass(
             _vec.store(builder, builder.load(slot), vir.offset(builder, start, n * _vec.num_bytes))
 
 
-_tile = _make_tile(range(1, _MAX_ROWS_ALONE + 1), _NUM_VECTORS, together=False, ahead=False)
-_tile_ahead = _make_tile(
-    range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), _NUM_VECTORS // _NUM_PARTS, together=False, ahead=True
-)
-# No even share of more rows than `MAX_ROWS` is less than half of the most.
-_tile_together = _make_tile(range(MAX_ROWS // 2, MAX_ROWS + 1), _NUM_VECTORS // _NUM_PARTS, together=True, ahead=True)
+def item_bytes_of(kind: int) -> int:
+    """Of one weight."""
+    return FLOAT_BYTES if kind == _FLOAT32 else FLOAT_BYTES // 2
+
+
+def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
+    """For few rows, which go at the speed of memory by themselves; for more of them; and for passes of even more."""
+    part = _NUM_VECTORS // _NUM_PARTS
+    return (
+        _make_tile(range(1, _MAX_ROWS_ALONE + 1), _NUM_VECTORS, kind, together=False, ahead=False),
+        _make_tile(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), part, kind, together=False, ahead=True),
+        # No even share of more rows than `MAX_ROWS` is less than half of the most.
+        _make_tile(range(MAX_ROWS // 2, MAX_ROWS + 1), part, kind, together=True, ahead=True),
+    )
+
+
+_few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
+_few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
+_few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
+
+
+@numba.njit(nogil=True, inline="always")
+def _item_bytes(kind):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    return 4 if kind == _FLOAT32 else 2
+
+
+@numba.njit(nogil=True, inline="always")
+def _few(kind, num_rows, x, x_stride, panel, k, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    if kind == _BFLOAT16:
+        _few_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+    elif kind == _FLOAT16:
+        _few_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+    else:
+        _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+
+
+@numba.njit(nogil=True, inline="always")
+def _more(kind, num_rows, x, x_stride, panel, k, y, y_stride, fetch, step):  # type: ignore[no-untyped-def] # pragma: no cover
+    if kind == _BFLOAT16:
+        _more_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+    elif kind == _FLOAT16:
+        _more_float16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+    else:
+        _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+
+
+@numba.njit(nogil=True, inline="always")
+def _many(kind, num_rows, x, panel, k, y, y_stride, fetch, step):  # type: ignore[no-untyped-def] # pragma: no cover
+    if kind == _BFLOAT16:
+        _many_bfloat16(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
+    elif kind == _FLOAT16:
+        _many_float16(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
+    else:
+        _many_float32(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
@@ -145,7 +203,7 @@ def _first_row(index, num_passes, num_rows):  # type: ignore[no-untyped-def] # p
 
 
 @numba.njit(nogil=True, inline="always")
-def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover
+def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover
     """A panel's product, in one pass or several.
 
     With few rows a single pass runs at the speed of memory by itself. With more of them memory would rest while a pass
@@ -153,21 +211,22 @@ def _multiply_panel(x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type
     pass what it reads next.
     """
     if num_rows <= _MAX_ROWS_ALONE:
-        _tile(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+        _few(kind, num_rows, x, x_stride, panel, k, y, y_stride)
     else:
         num_passes = _num_passes(num_rows)  # of each part
-        step = _PANEL_BYTES // (num_passes * _NUM_PARTS)
-        ahead = panel + (_AHEAD_BYTES if num_passes * _NUM_PARTS == 1 else k * _PANEL_BYTES)
+        step_bytes = PANEL * _item_bytes(kind)
+        step = step_bytes // (num_passes * _NUM_PARTS)
+        ahead = panel + step_bytes * (_STEPS_AHEAD if num_passes * _NUM_PARTS == 1 else k)
         for part in range(_NUM_PARTS):
-            w = panel + part * _PART_BYTES
+            w = panel + part * (step_bytes // _NUM_PARTS)
             for index in range(num_passes):
                 row = _first_row(index, num_passes, num_rows)
                 count = _first_row(index + 1, num_passes, num_rows) - row
-                y_row = y + row * y_stride + part * _PART_BYTES
+                y_row = y + row * y_stride + part * _PART_OUTPUT_BYTES
                 if num_passes == 1:
-                    _tile_ahead(count, x, x_stride, w, k, y_row, y_stride, ahead, step)
+                    _more(kind, count, x, x_stride, w, k, y_row, y_stride, ahead, step)
                 else:
-                    _tile_together(count, x + row * k * FLOAT_BYTES, 0, w, k, y_row, y_stride, ahead, step)
+                    _many(kind, count, x + row * k * FLOAT_BYTES, w, k, y_row, y_stride, ahead, step)
                 ahead += k * step
     if bias:
         for index in range(num_rows):
@@ -190,44 +249,88 @@ def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # prag
                     target[step * count] = source[step]
 
 
-def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+@numba.njit(nogil=True, inline="always")
+def _multiply(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Panels `[first, end)` of `y[num_rows, 32 * num_panels] = x[num_rows, k] @ panels + bias`.
 
     All by address; `x_stride` in bytes, `bias` 0 where there is none, `y` without gaps. More than `MAX_ROWS` rows of x
     are as `put_together` leaves them.
     """
     x, x_stride, num_rows, k, panels, num_panels, bias, y = _eight_words(arguments)
-    y_stride = num_panels * _PANEL_BYTES
+    y_stride, panel_bytes = num_panels * _OUTPUT_BYTES, k * PANEL * _item_bytes(kind)
     for index in range(first, end):
-        shift = bias + index * _PANEL_BYTES if bias else 0
-        panel = panels + index * k * _PANEL_BYTES
-        _multiply_panel(x, x_stride, num_rows, k, panel, shift, y + index * _PANEL_BYTES, y_stride)
+        shift = bias + index * _OUTPUT_BYTES if bias else 0
+        panel = panels + index * panel_bytes
+        _multiply_panel(kind, x, x_stride, num_rows, k, panel, shift, y + index * _OUTPUT_BYTES, y_stride)
 
 
-def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+@numba.njit(nogil=True, inline="always")
+def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """As `_multiply`, for pairs of panels: `y[num_rows, 32 * num_pairs] = silu(x @ first) * (x @ second)`.
 
     `both[num_rows, 64 * num_pairs]` takes the products in between.
     """
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, y = _nine_words(arguments)
-    both_stride, y_stride = 2 * num_pairs * _PANEL_BYTES, num_pairs * _PANEL_BYTES
+    both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES
+    panel_bytes = k * PANEL * _item_bytes(kind)
     for index in range(first, end):
         for half in range(2):
             panel = 2 * index + half
-            shift = bias + panel * _PANEL_BYTES if bias else 0
-            place = both + panel * _PANEL_BYTES
-            _multiply_panel(x, x_stride, num_rows, k, panels + panel * k * _PANEL_BYTES, shift, place, both_stride)
+            shift = bias + panel * _OUTPUT_BYTES if bias else 0
+            place = both + panel * _OUTPUT_BYTES
+            _multiply_panel(kind, x, x_stride, num_rows, k, panels + panel * panel_bytes, shift, place, both_stride)
         for row in range(num_rows):
-            _gate(both + row * both_stride + 2 * index * _PANEL_BYTES, y + row * y_stride + index * _PANEL_BYTES)
+            _gate(both + row * both_stride + 2 * index * _OUTPUT_BYTES, y + row * y_stride + index * _OUTPUT_BYTES)
+
+
+def _multiply_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_FLOAT32, first, end, arguments)
+
+
+def _multiply_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_BFLOAT16, first, end, arguments)
+
+
+def _multiply_float16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_FLOAT16, first, end, arguments)
+
+
+def _multiply_gated_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_FLOAT32, first, end, arguments)
+
+
+def _multiply_gated_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_BFLOAT16, first, end, arguments)
+
+
+def _multiply_gated_float16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_FLOAT16, first, end, arguments)
 
 
 _five_words, _eight_words, _nine_words = words(5), words(8), words(9)
 #: Its items are passes.
 put_together = Kernel(_put_together, "i" * 5)
-#: Its items are panels.
-multiply = Kernel(_multiply, "i" * 8)
-#: Its items are pairs of panels.
-multiply_gated = Kernel(_multiply_gated, "i" * 9)
+
+
+@dataclass(frozen=True)
+class Products:
+    """With weights of one type.
+
+    Attributes:
+        multiply: its items are panels.
+        multiply_gated: its items are pairs of panels.
+    """
+
+    multiply: Kernel
+    multiply_gated: Kernel
+
+
+#: By torch's type of the weights.
+PRODUCTS: Mapping[torch.dtype, Products] = {
+    torch.float32: Products(Kernel(_multiply_float32, "i" * 8), Kernel(_multiply_gated_float32, "i" * 9)),
+    torch.bfloat16: Products(Kernel(_multiply_bfloat16, "i" * 8), Kernel(_multiply_gated_bfloat16, "i" * 9)),
+    torch.float16: Products(Kernel(_multiply_float16, "i" * 8), Kernel(_multiply_gated_float16, "i" * 9)),
+}
 
 
 def arranged_features(num_rows: int, k: int) -> int:

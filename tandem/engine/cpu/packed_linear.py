@@ -1,4 +1,4 @@
-"""Linear layers of a float32 model on the CPU, their weights packed for `packed_kernel`.
+"""Linear layers of a model that is computed in float32 on the CPU, their weights packed for `packed_kernel`.
 
 torch's own product reads weights at a third of the memory's speed when a batch has 2 to 32 rows, which is what decoding
 does all the time.
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine.cpu.packed_kernel import PANEL, arrange_rows, arranged_features, multiply
+from tandem.engine.cpu.packed_kernel import PANEL, PRODUCTS, arrange_rows, arranged_features
 from tandem.engine.cpu.threads import run
 from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.fuse.recognise import replace_modules
@@ -24,8 +24,8 @@ class PackedLinear(nn.Module):
     """`x @ weight.T + bias` with the weight as panels `[N / 32][K][32]`, zeros behind the last output.
 
     Args:
-        weight: `[N, K]` float32; copied.
-        bias: `[N]` float32, or none.
+        weight: `[N, K]`, of a type that `PRODUCTS` has; copied.
+        bias: `[N]`, or none.
         num_threads: CPU threads of one product.
     """
 
@@ -33,6 +33,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._panels = pack_weights(weight)
+        self._multiply = PRODUCTS[self._panels.dtype].multiply
         self._num_panels = self._panels.shape[0]
         self.padded_features = self._num_panels * PANEL
         self._bias = pack_biases(bias)
@@ -60,7 +61,7 @@ class PackedLinear(nn.Module):
     def calls(self, x: int, x_stride: int, num_rows: int, output: int, arranged: int) -> tuple[bytes, ...]:
         """`padded` by address, for `run`; `x_stride` in bytes, `arranged` is memory as for `arrange_rows`."""
         before, x, x_stride = arrange_rows(x, x_stride, num_rows, self.in_features, arranged)
-        product = multiply.call(
+        product = self._multiply.call(
             self._num_panels, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_panels,
             self._bias_at, output,
         )  # fmt: skip
@@ -71,7 +72,8 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: PreTrainedModel, num_threads: int) -> str:
-    """Replace the linear layers of a float32 model on the CPU. Return which products it uses now: "packed" or "torch".
+    """Replace the linear layers of a model on the CPU by such that compute in float32. Return which products it uses
+    now: "packed" or "torch".
 
     The originals are dropped, but for weights that are tied to an embedding.
     """
@@ -90,8 +92,8 @@ def _pack_layer(module: Any, num_threads: int) -> PackedLinear | None:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether the CPU kernels can compute this model."""
-    return model.device.type == "cpu" and model.dtype is torch.float32 and is_fast_here()
+    """Whether the CPU kernels can compute this model, in float32."""
+    return model.device.type == "cpu" and model.dtype in PRODUCTS and is_fast_here()
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -101,10 +103,10 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def pack_weights(*weights: torch.Tensor) -> torch.Tensor:
-    """`[N, K]` each, to `[panels][K][32]`; of several of one shape, a panel of each in turn."""
+    """`[N, K]` each, to `[panels][K][32]` of the same type; of several of one shape, a panel of each in turn."""
     num_out, num_in = weights[0].shape
     num_panels = -(-num_out // PANEL)
-    panels = weight_memory.empty(num_panels, len(weights), num_in, PANEL)
+    panels = weight_memory.empty(num_panels, len(weights), num_in, PANEL, dtype=weights[0].dtype)
     for index, weight in enumerate(weights):
         rows = nn.functional.pad(weight.detach(), (0, 0, 0, num_panels * PANEL - num_out))
         panels[:, index].copy_(rows.view(num_panels, PANEL, num_in).transpose(1, 2))
@@ -112,8 +114,8 @@ def pack_weights(*weights: torch.Tensor) -> torch.Tensor:
 
 
 def pack_biases(*biases: torch.Tensor | None) -> torch.Tensor | None:
-    """`[N]` each, in the order of `pack_weights`; none where there are none."""
-    present = [bias.detach() for bias in biases if bias is not None]
+    """`[N]` each, as float32 in the order of `pack_weights`; none where there are none."""
+    present = [bias.detach().float() for bias in biases if bias is not None]
     if len(present) < len(biases):
         if present:
             raise ValueError("either all matrices have a bias or none")

@@ -20,6 +20,7 @@ from tandem.engine.huge_pages import FLOAT_BYTES
 
 REAL = ir.FloatType()
 _INDEX = ir.IntType(32)
+_SHORT = ir.IntType(16)
 
 
 def is_fast_here() -> bool:
@@ -134,6 +135,17 @@ class Vectors:
         loaded = builder.load(builder.inttoptr(address, self.type.as_pointer()))
         loaded.align = alignment
         return loaded
+
+    def load_bfloat16(self, builder: Any, address: Any, *, alignment: int) -> Any:
+        """Numbers of 16 bits, which are the upper halves of float32."""
+        halves = builder.load(builder.inttoptr(address, ir.VectorType(_SHORT, self.lanes).as_pointer()))
+        halves.align = alignment
+        return builder.bitcast(builder.shl(builder.zext(halves, self._integers), self.integers(16)), self.type)
+
+    def load_float16(self, builder: Any, address: Any, *, alignment: int) -> Any:
+        loaded = builder.load(builder.inttoptr(address, ir.VectorType(ir.HalfType(), self.lanes).as_pointer()))
+        loaded.align = alignment
+        return builder.fpext(loaded, self.type)
 
     def store(self, builder: Any, value: Any, address: Any) -> None:
         builder.store(value, builder.inttoptr(address, self.type.as_pointer())).align = FLOAT_BYTES

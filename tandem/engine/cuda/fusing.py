@@ -96,7 +96,7 @@ def fuse_decoder(model: PreTrainedModel, layout: KVLayout, max_context: int) -> 
     which shows what else the model does to embeddings or logits. In 16 bits all that must hold of a small copy in
     float32 as well.
     """
-    parts = decoder_parts(model, CudaDecoderLayer, CudaRMSNorm, nn.Linear)
+    parts = decoder_parts(model, (nn.Embedding,), CudaDecoderLayer, CudaRMSNorm, nn.Linear)
     if parts is None:
         return None
     with current(model.device):

@@ -25,6 +25,7 @@ from tandem.engine.fuse.trial import (
     SEQUENCES,
     AttentionTrial,
     attempted,
+    in_type,
     proved,
     random,
     same_rows,
@@ -201,7 +202,7 @@ def fuse_attention(module: nn.Module, layout: KVLayout, rotary_dim: int | None, 
 
     def params_asked() -> AttentionParams:
         with torch.inference_mode():
-            return trial.run(module, kit.dtype).params
+            return trial.run(in_type(module, kit.dtype), kit.dtype).params
 
     params = attempted(module, params_asked)
     if params is None:
@@ -260,8 +261,10 @@ class DecoderParts:
     head: Any
 
 
-def decoder_parts(model: PreTrainedModel, layer: type, norm: type, head: type) -> DecoderParts | None:
-    """The parts of a model whose layers, last norm and head are of these types; `None` for anything else.
+def decoder_parts(
+    model: PreTrainedModel, embeddings: tuple[type, ...], layer: type, norm: type, head: type
+) -> DecoderParts | None:
+    """The parts of a model whose embedding, layers, last norm and head are of these types; `None` for anything else.
 
     The caller must still show that the model computes these parts one after the other, and nothing else.
     """
@@ -273,7 +276,7 @@ def decoder_parts(model: PreTrainedModel, layer: type, norm: type, head: type) -
     if not isinstance(layers, nn.ModuleList) or {type(part) for part in layers} != {layer}:
         return None
     embedding, rotary = children["embed_tokens"], children["rotary_emb"]
-    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+    if type(embedding) not in embeddings or getattr(embedding, "max_norm", None) is not None:
         return None
     if type(children["norm"]) is not norm or type(outer["lm_head"]) is not head:
         return None

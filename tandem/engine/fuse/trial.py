@@ -1,9 +1,9 @@
 """Trials: whether a replacement gives on random input what the original part of a model gives.
 
-In float32 both must give the same, up to rounding. In 16 bits roundings are as large as small mistakes, so a part is
-tried twice. First, float32 copies of both must give the same: this shows that the computation is right. Then both run
-in their own type, and the replacement must be about as near to the float32 result as the original is: this shows that
-its precision is right.
+In float32 both must give the same, up to rounding; for the original, weights of fewer bits are widened. In 16 bits
+roundings are as large as small mistakes, so a part is tried twice. First, float32 copies of both must give the same:
+this shows that the computation is right. Then both run in their own type, and the replacement must be about as near to
+the float32 result as the original is: this shows that its precision is right.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def proved(module: nn.Module, make: Callable[[Any], _Fused], call: Call, dtype: 
     """`make(module)`, if that gives what `module` gives; `None` if it does not, or if either raises.
 
     Args:
-        module: has weights of the type `dtype`.
+        module: has weights of the type `dtype`, or of fewer bits where that is float32.
         make: what it makes in 16 bits has all its weights as parameters and buffers.
         call: makes the same input each time, but for its type, whose numbers `dtype` can hold.
     """
 
     def attempt() -> _Fused | None:
-        expected = _called(call, module, dtype)
+        expected = _called(call, in_type(module, dtype), dtype)
         if dtype is torch.float32:
             fused = make(module)
             is_same = _all_of(same_rows, expected, _called(call, fused, dtype))
@@ -72,6 +72,12 @@ def proved(module: nn.Module, make: Callable[[Any], _Fused], call: Call, dtype: 
         return fused
 
     return attempted(module, attempt)
+
+
+def in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module, or a float32 copy of one that is to compute in float32 and has weights of 16 bits."""
+    is_wide = dtype is not torch.float32 or all(weight.dtype is dtype for weight in module.parameters())
+    return module if is_wide else copy.deepcopy(module).float()
 
 
 def _called_in_float32(call: Call, module: nn.Module) -> list[torch.Tensor]:

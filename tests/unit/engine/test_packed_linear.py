@@ -20,6 +20,7 @@ from tandem.engine.cpu.packed_linear import PackedLinear, pack
 from tandem.engine.cpu.vector_ir import has_wide_vectors
 
 ROOT = Path(__file__).resolve().parents[3]
+SHORT = (torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 23, 24, 25, 32, 65)
 
 
@@ -48,9 +49,23 @@ def test_a_row_does_not_depend_on_what_is_beside_it(num_threads: int) -> None:
         assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize(("num_out", "num_in"), [(32, 8), (96, 768), (50, 17), (1, 1)])
+def test_weights_of_16_bits_give_the_bits_of_float32(
+    num_out: int, num_in: int, dtype: torch.dtype, num_threads: int
+) -> None:
+    weight, bias = draw(num_out, num_in, seed=1).to(dtype), draw(num_out, seed=2).to(dtype)
+    short, wide = PackedLinear(weight, bias, num_threads), PackedLinear(weight.float(), bias.float(), num_threads)
+    for rows in ROWS:
+        x = draw(rows, num_in, seed=rows)
+        assert torch.equal(short(x), wide(x)), f"{rows} rows"
+
+
 def products_of_all_row_counts() -> torch.Tensor:
-    packed, x = PackedLinear(draw(200, 300), draw(200, seed=1), 1), draw(65, 300, seed=3)
-    return torch.cat([packed(x[:rows]) for rows in ROWS])
+    packed = [PackedLinear(draw(200, 300).to(dtype), draw(200, seed=1), 1) for dtype in (torch.float32, *SHORT)]
+    x = draw(65, 300, seed=3)
+    return torch.cat([layer(x[:rows]) for layer in packed for rows in ROWS])
 
 
 @pytest.mark.processes
@@ -146,10 +161,10 @@ def test_kernels_on_disk_follow_the_code_that_they_are_made_of(tmp_path: Path) -
     assert run() != 8.0
 
 
-def test_what_is_not_float32_keeps_torch() -> None:
+def test_what_is_wider_keeps_torch() -> None:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=70
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).to(torch.float64)
     assert pack(model, 1) == "torch"
     assert type(model.lm_head) is torch.nn.Linear

@@ -1,4 +1,8 @@
-"""`python -m benchmarks conversations`: multi-turn loads on 4P4D, placed by prefixes and by load alone, in turn."""
+"""`python -m benchmarks conversations`: multi-turn loads on 4P4D, placed by prefixes and by load alone, in turn.
+
+Beside them, how much one worker of each role finds in its cache that has as much memory as all of those, and what
+looking for prefixes costs where there are none: single prompts that have nothing in common.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.code import Code
 from benchmarks.conversations.cluster import ROUTERS, ClusterSpec, running
-from benchmarks.conversations.section import FORMAT, section
+from benchmarks.conversations.section import CONVERSATIONS, FORMAT, ONE_PAIR, SINGLES, section
 from benchmarks.other_load import OtherLoad
 from tandem.bench.load.conversations import ConversationPlan
 from tandem.bench.machine import machine, now, versions
@@ -27,6 +31,11 @@ from tandem.core.errors import TandemError
 
 _QUIET_S = 2.0
 
+_PARTS = (
+    *((part, placement) for part in (CONVERSATIONS, SINGLES) for placement in ROUTERS),
+    (ONE_PAIR, "prefixes"),
+)
+
 
 @dataclass(frozen=True)
 class ConversationSizes:
@@ -34,6 +43,7 @@ class ConversationSizes:
 
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     plan: ConversationPlan = field(default_factory=lambda: ConversationPlan(32, 6, num_words=150, num_output=40))
+    singles: ConversationPlan = field(default_factory=lambda: ConversationPlan(192, 1, num_words=300, num_output=40))
     concurrency: int = 8
     num_repetitions: int = 3
     quiet_s: float = _QUIET_S
@@ -68,17 +78,19 @@ async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict
     """Plain data. Both ways to place have the same texts in each repetition, and workers with empty caches."""
     runs: list[dict[str, Any]] = []
     for repetition in range(1, sizes.num_repetitions + 1):
-        for placement in ROUTERS:
-            tell(f"repetition {repetition} of {sizes.num_repetitions}, placed by {placement}")
+        for part, placement in _PARTS:
+            tell(f"repetition {repetition} of {sizes.num_repetitions}: {part}, placed by {placement}")
             load = OtherLoad()
             await asyncio.sleep(sizes.quiet_s)
             other_cores = load.cores()
-            summary = await _measure_one(sizes, placement, repetition)
-            common = {"placement": placement, "repetition": repetition, "date": now(), "other_cores": other_cores}
-            runs.append({**common, "figures": dataclasses.asdict(dataclasses.replace(summary, itl_windows=()))})
+            summary = await _measure_one(sizes, part, placement, repetition)
+            common = {"part": part, "placement": placement, "repetition": repetition, "date": now()}
+            figures = dataclasses.asdict(dataclasses.replace(summary, itl_windows=()))
+            runs.append({**common, "other_cores": other_cores, "figures": figures})
     settings = {
         "cluster": dataclasses.asdict(sizes.cluster),
         "plan": dataclasses.asdict(sizes.plan),
+        "singles": dataclasses.asdict(sizes.singles),
         "concurrency": sizes.concurrency,
     }
     return {
@@ -92,10 +104,13 @@ async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict
     }
 
 
-async def _measure_one(sizes: ConversationSizes, placement: str, seed: int) -> Summary:
-    workload = Workload.of_conversations(sizes.plan, seed=seed)
+async def _measure_one(sizes: ConversationSizes, part: str, placement: str, seed: int) -> Summary:
+    workload = Workload.of_conversations(sizes.singles if part == SINGLES else sizes.plan, seed=seed)
+    cluster = sizes.cluster
+    if part == ONE_PAIR:
+        cluster = dataclasses.replace(cluster, num_of_each=1, kv_bytes=cluster.kv_bytes * cluster.num_of_each)
     with tempfile.TemporaryDirectory(prefix="tandem-conversations-") as directory:
-        async with running(Path(directory), sizes.cluster, placement) as url:
+        async with running(Path(directory), cluster, placement) as url:
             session = Session(Target(url), workload)
             await session.open()
             load = await session.measure(Shape(concurrency=sizes.concurrency))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.other_load import QUIET_CORES
 from benchmarks.text import wrapped
 
-FORMAT = "tandem-conversations/1"
+FORMAT = "tandem-conversations/2"
 COMMAND = "`python -m benchmarks conversations`"
 
+#: What is measured, by its name in the runs.
+CONVERSATIONS, SINGLES, ONE_PAIR = "conversations", "single prompts", "one worker of each role"
+
 Figures = dict[str, Any]
+_Row = tuple[str, str, Callable[[Figures], float]]
 
 
 def section(content: dict[str, Any] | None) -> Iterator[str]:
@@ -29,14 +33,26 @@ def section(content: dict[str, Any] | None) -> Iterator[str]:
     yield from wrapped(_introduction(content))
     yield ""
     yield from _reservations(content["runs"])
-    sides = [[run["figures"] for run in content["runs"] if run["placement"] == name] for name in ("prefixes", "load")]
+    yield from _table(content["runs"], CONVERSATIONS, _rows(content["settings"]["plan"]["num_turns"]))
+    yield ""
+    yield from wrapped(_beside(content))
+    yield ""
+    yield from _table(content["runs"], SINGLES, _common_rows())
+
+
+def _table(runs: Sequence[dict[str, Any]], part: str, rows: Iterable[_Row]) -> Iterator[str]:
+    sides = [_figures(runs, part, placement) for placement in ("prefixes", "load")]
     yield "| | placed by prefixes | by load alone | ratio |"
     yield "|---|---|---|---|"
-    for title, unit, value in _rows(content["settings"]["plan"]["num_turns"]):
+    for title, unit, value in rows:
         found = [[value(figures) for figures in side] for side in sides]
         ratios = [a / b for a, b in zip(*found, strict=True) if b]
         ratio = _spread(ratios, ".2f") if ratios else ""
         yield f"| {title} | {_spread(found[0], unit)} | {_spread(found[1], unit)} | {ratio} |"
+
+
+def _figures(runs: Sequence[dict[str, Any]], part: str, placement: str) -> list[Figures]:
+    return [run["figures"] for run in runs if (run["part"], run["placement"]) == (part, placement)]
 
 
 def _introduction(content: dict[str, Any]) -> str:
@@ -54,6 +70,23 @@ def _introduction(content: dict[str, Any]) -> str:
     )
 
 
+def _beside(content: dict[str, Any]) -> str:
+    """What one pair finds, and what the second table is of."""
+    singles = content["settings"]["singles"]
+    alone, together = (
+        [_share(figures["cache"], "num_repeated_tokens") for figures in _figures(content["runs"], part, "prefixes")]
+        for part in (ONE_PAIR, CONVERSATIONS)
+    )
+    ratios = [a / b for a, b in zip(together, alone, strict=True) if b]
+    found = f" ({_spread(ratios, '.2f')} of it)" if ratios else ""
+    return (
+        f"One worker of each role, with the memory of all, caches {_spread(alone, '.1%')} of the possible on the same "
+        f"conversations; placed by prefixes, {content['settings']['cluster']['num_of_each']} of each cache "
+        f"{_spread(together, '.1%')}{found}. Looking for prefixes where there are none, "
+        f"{singles['num']} single prompts of {singles['num_words']} words for {singles['num_output']} tokens each:"
+    )
+
+
 def _reservations(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     loud = [run["other_cores"] for run in runs if run["other_cores"] > QUIET_CORES]
     if loud:
@@ -64,15 +97,19 @@ def _reservations(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield ""
 
 
-def _rows(num_turns: int) -> Iterator[tuple[str, str, Callable[[Figures], float]]]:
+def _rows(num_turns: int) -> Iterator[_Row]:
     """Title, format, and how a figure is found."""
     yield "cached, of all prompt tokens", ".1%", lambda f: _share(f["cache"], "num_input_tokens")
     yield "cached, of the possible", ".1%", lambda f: _share(f["cache"], "num_repeated_tokens")
+    for number in range(num_turns):
+        yield f"TTFT p50 of turn {number + 1}, ms", ",.1f", _ttft_of_turn(number)
+    yield from _common_rows()
+
+
+def _common_rows() -> Iterator[_Row]:
     yield "TTFT mean, ms", ",.1f", lambda f: float(f["ttft_s"]["mean"] * 1e3)
     yield "TTFT p50, ms", ",.1f", lambda f: float(f["ttft_s"]["p50"] * 1e3)
     yield "TTFT p99, ms", ",.1f", lambda f: float(f["ttft_s"]["p99"] * 1e3)
-    for number in range(num_turns):
-        yield f"TTFT p50 of turn {number + 1}, ms", ",.1f", _ttft_of_turn(number)
     yield "TPOT p50, ms", ",.2f", lambda f: float(f["tpot_s"]["p50"] * 1e3)
     yield "output tokens/s", ",.0f", lambda f: float(f["output_tokens_per_s"])
 

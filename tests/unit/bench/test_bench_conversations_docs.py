@@ -27,9 +27,15 @@ def figures(*, cached: int, ttft_s: Sequence[float]) -> dict[str, Any]:
 def content(*, other_cores: float = 0.0) -> dict[str, Any]:
     runs = []
     for repetition, factor in ((1, 1.0), (2, 2.0), (3, 4.0)):
-        for placement, cached, first_s in (("prefixes", 400, 0.01), ("load", 100, 0.02)):
+        for part, placement, cached, first_s in (
+            ("conversations", "prefixes", 400, 0.01),
+            ("conversations", "load", 100, 0.02),
+            ("single prompts", "prefixes", 0, 0.033),
+            ("single prompts", "load", 0, 0.03),
+            ("one worker of each role", "prefixes", 450, 0.03),
+        ):
             found = figures(cached=cached, ttft_s=(first_s * factor, first_s * factor * 2))
-            common = {"placement": placement, "repetition": repetition, "other_cores": other_cores}
+            common = {"part": part, "placement": placement, "repetition": repetition, "other_cores": other_cores}
             runs.append({**common, "figures": found})
     return {
         "date": "2026-01-01T00:00:00+00:00",
@@ -38,6 +44,7 @@ def content(*, other_cores: float = 0.0) -> dict[str, Any]:
         "settings": {
             "cluster": {"num_of_each": 4},
             "plan": {"num": 8, "num_turns": 2, "num_words": 9, "num_output": 5, "api": "chat"},
+            "singles": {"num": 16, "num_turns": 1, "num_words": 7, "num_output": 6, "api": "completions"},
             "concurrency": 3,
         },
         "runs": runs,
@@ -49,6 +56,11 @@ def test_both_ways_stand_side_by_side_with_the_ratios_of_each_repetition() -> No
     assert "| cached, of all prompt tokens | 40.0% (40.0% to 40.0%) | 10.0% (10.0% to 10.0%) | 4.00 (" in page
     assert "| cached, of the possible | 80.0% (80.0% to 80.0%) |" in page
     assert "| TTFT p50 of turn 2, ms | 40.0 (20.0 to 80.0) | 80.0 (40.0 to 160.0) | 0.50 (0.50 to 0.50) |" in page
+    assert "| TTFT mean, ms | 66.0 (33.0 to 132.0) | 60.0 (30.0 to 120.0) | 1.10 (1.10 to 1.10) |" in page
+    flat = " ".join(page.split())
+    assert "caches 90.0% (90.0% to 90.0%) of the possible" in flat
+    assert "4 of each cache 80.0% (80.0% to 80.0%) (0.89 (0.89 to 0.89) of it)" in flat
+    assert "16 single prompts of 7 words for 6 tokens each" in flat
     assert "4 prefill and 4 decode workers" in page
     assert "Warning" not in page
 
@@ -61,7 +73,7 @@ def test_a_busy_machine_is_said_and_so_is_a_page_without_figures() -> None:
 
 def test_one_run_of_each_way_has_no_brackets() -> None:
     once = copy.deepcopy(content())
-    once["runs"] = once["runs"][:2]
+    once["runs"] = once["runs"][:5]
     assert "| TTFT mean, ms | 10.0 | 20.0 | 0.50 |" in "\n".join(section(once))
     assert "| TTFT p50, ms | 10.0 | 20.0 | 0.50 |" in "\n".join(section(once))
 

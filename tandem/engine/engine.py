@@ -20,12 +20,13 @@ from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import widen
-from tandem.engine.cpu.fusing import fuse, fuse_decoder
+from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two
 from tandem.engine.cpu.packed_linear import pack
-from tandem.engine.cpu.vector_ir import is_fast_here
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here
 from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
 from tandem.engine.layout import KVLayout
+from tandem.engine.loader import Types
 from tandem.engine.paged_model import Decoder, PagedModel
 from tandem.engine.probe import probe_architecture
 from tandem.engine.select_attention import select_backend
@@ -53,10 +54,10 @@ class Engine:
         eos_token_ids: the ids that end a text.
         max_context: greatest number of tokens of a sequence, prompt and output.
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
-        model_dtype: "float32", "float16" or "bfloat16"; also of the KV.
+        types: of weights, of what is computed, and of KV.
         attention: name of the attention kernel in use.
         fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
-        linear: whose products of linear layers are in use, "packed" or "torch".
+        linear: whose products of linear layers are in use, "packed", "packed by two" or "torch".
         pooling: how the checkpoint pools; `None`: it generates.
     """
 
@@ -70,18 +71,23 @@ class Engine:
         max_context: int,
         num_threads: int,
         pooling: Pooling | None = None,
+        types: Types | None = None,
     ) -> None:
-        """`make_arena` is called when the weights are as they stay: what was needed on the way there is free again."""
+        """`make_arena` is called when the weights are as they stay: what was needed on the way there is free again.
+        `types` are by default all that of the layout.
+        """
         self.layout = layout
         self.pooling = pooling
         self.vocab_size = loader.vocab_size_of(model)
         self.eos_token_ids = eos_token_ids
         self.max_context = max_context
-        self.model_dtype = layout.dtype
-        self.weights_sha256 = loader.weights_sha256(model, layout.dtype)
+        self.types = types = types or Types.all_of(layout.dtype)
+        self.weights_sha256 = loader.weights_sha256(model, types)
         self.attention = backend.name
-        fuse_here = _fuse_on_cuda if model.device.type == "cuda" else _fuse_on_cpu
-        self.fused, self.linear, self._decoder = fuse_here(model, layout, max_context, num_threads)
+        if model.device.type == "cuda":
+            self.fused, self.linear, self._decoder = _fuse_on_cuda(model, layout, max_context)
+        else:
+            self.fused, self.linear, self._decoder = _fuse_on_cpu(model, layout, types, num_threads)
         if self._decoder is not None:
             self.fused += ", decoder"
         self.arena = arena = make_arena()
@@ -121,8 +127,7 @@ class Engine:
 
         Args:
             model_dir: a directory in the Hugging Face layout.
-            dtype: of weights, computation and KV; "auto" is the checkpoint's own on a GPU. On a CPU it is float32, but
-                for weights of 16 bits: they stay as they are, and the results are the same.
+            dtype: of weights, computation and KV; "auto" is the checkpoint's own. On a CPU, see `loader.choose_types`.
             page_size: token slots of a page.
             num_pages, kv_bytes: pages for sequences, or the greatest size of the arena; by default from the memory
                 that is free.
@@ -139,27 +144,29 @@ class Engine:
         target = _device(device)
         threads = _set_threads(num_threads)
         config, pooling = loader.load_config(model_dir), read_pooling(Path(model_dir))
-        resolved = loader.choose_dtype(dtype, config, target)
-        layout = loader.derive_layout(config, page_size, resolved)
+        types = loader.choose_types(
+            dtype, config, target, can_widen=is_fast_here(), can_multiply_short=has_bfloat16_products()
+        )
+        layout = loader.derive_layout(config, page_size, types.computed)
         context = loader.context_of(config, max_context)
         backend = select_backend(layout, target, threads)
         if probe:
             probe_architecture(config, num_threads=threads)
-        stored = loader.stored_dtype(dtype, resolved, config, target) if is_fast_here() else resolved
-        model = loader.load_model(model_dir, config, stored, target, pooling)
+        model = loader.load_model(model_dir, config, types.stored, target, pooling)
         num_scratch = int(_has_scratch_page(backend, target))
 
         def make_arena() -> KVArena:
             return KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
 
         eos = loader.eos_of(model_dir, config)
-        engine = cls(model, layout, make_arena, backend, eos, context, threads, pooling)
+        engine = cls(model, layout, make_arena, backend, eos, context, threads, pooling, types)
         _log.info(
-            "loaded %s as %s (weights: %s) on %s: %d pages of %d slots (%d bytes), %s attention, %s linear layers, "
-            "fused: %s; %d threads",
+            "loaded %s as %s (weights %s, products of %s) on %s: %d pages of %d slots (%d bytes), %s attention, "
+            "%s linear layers, fused: %s; %d threads",
             model_dir,
-            resolved,
-            stored,
+            types.computed,
+            types.stored,
+            types.multiplied,
             target,
             engine.num_pages,
             page_size,
@@ -221,18 +228,21 @@ class Engine:
 
 
 def _fuse_on_cpu(
-    model: PreTrainedModel, layout: KVLayout, _max_context: int, num_threads: int
+    model: PreTrainedModel, layout: KVLayout, types: Types, num_threads: int
 ) -> tuple[str, str, Decoder | None]:
     """How many parts of which kind are replaced, whose linear layers serve, and what computes in the model's place."""
     if layout.dtype != "float32":
         return "none", "torch", None
     fused, linear = fuse(model, layout, num_threads), pack(model, num_threads)
     widen(model)
+    if types.multiplied == "bfloat16":
+        multiply_by_two(model)
+        linear += " by two"
     return fused, linear, fuse_decoder(model, layout)
 
 
 def _fuse_on_cuda(
-    model: PreTrainedModel, layout: KVLayout, max_context: int, _num_threads: int
+    model: PreTrainedModel, layout: KVLayout, max_context: int
 ) -> tuple[str, str, Decoder | None]:
     """The same."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +67,46 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
     return config
 
 
-def choose_dtype(dtype: str, config: PreTrainedConfig, device: torch.device) -> str:
-    """Resolve "auto": float32 on the CPU, the checkpoint's own type elsewhere. Raises `ConfigError`."""
-    if dtype == "auto":
-        stored = getattr(config, "dtype", None)
-        own = str(stored).removeprefix("torch.")
-        return own if device.type != "cpu" and own in TORCH_DTYPES else "float32"
-    if dtype not in TORCH_DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
-    return dtype
+@dataclass(frozen=True)
+class Types:
+    """Names of torch's types, without `torch.`.
+
+    Attributes:
+        computed: of K and V, and of all that is computed; but of what linear layers multiply, see `multiplied`.
+        stored: of the weights in memory. Fewer bits than `computed` has are widened on the way.
+        multiplied: of both factors in linear layers; sums are of `computed`.
+    """
+
+    computed: str
+    stored: str
+    multiplied: str
+
+    @classmethod
+    def all_of(cls, dtype: str) -> Types:
+        return cls(dtype, dtype, dtype)
 
 
-def stored_dtype(dtype: str, resolved: str, config: PreTrainedConfig, device: torch.device) -> str:
-    """The type of weights in memory: where "auto" has become float32, 16 bits of the checkpoint stay as they are.
+def choose_types(
+    dtype: str, config: PreTrainedConfig, device: torch.device, *, can_widen: bool, can_multiply_short: bool
+) -> Types:
+    """What `dtype` means for this checkpoint on this device. Raises `ConfigError`.
 
     Args:
-        resolved: what `choose_dtype` has made of `dtype`.
+        can_widen: linear layers can have weights of 16 bits and compute in float32, on this CPU.
+        can_multiply_short: they can multiply bfloat16 as it is, on this CPU.
     """
+    if dtype not in ("auto", *TORCH_DTYPES):
+        raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
     own = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    stays = dtype == "auto" and device.type == "cpu" and resolved == "float32" and own in TORCH_DTYPES
-    return own if stays else resolved
+    own = own if own in TORCH_DTYPES else "float32"
+    if device.type != "cpu":
+        return Types.all_of(own if dtype == "auto" else dtype)
+    asked = own if dtype == "auto" else dtype
+    if asked == "bfloat16" and can_multiply_short:
+        return Types("float32", "bfloat16", "bfloat16")
+    if dtype in ("auto", "float32"):
+        return Types("float32", own if can_widen else "float32", "float32")
+    return Types.all_of(dtype)
 
 
 def load_model(
@@ -198,19 +219,22 @@ def _as_ids(value: Any) -> list[int]:
     return [int(item) for item in value] if isinstance(value, list | tuple) else [int(value)]
 
 
-def weights_sha256(model: PreTrainedModel, dtype: str) -> str:
+def weights_sha256(model: PreTrainedModel, types: Types) -> str:
     """Return the SHA-256 of all that shapes KV: the config, and names, types, shapes and bytes of the tensors.
 
-    Weights count as numbers of the type that is computed in, `dtype`, also where they are stored in fewer bits. Too
-    much of the config costs a shared prefix, too little would share wrongly: so all but known noise counts.
+    Weights count as numbers of the type that is computed in, also where they are stored in fewer bits. Too much of the
+    config costs a shared prefix, too little would share wrongly: so all but known noise counts.
     """
     digest = hashlib.sha256()
+    if types.multiplied != types.computed:
+        digest.update(f"products of {types.multiplied}\n".encode())
     config = {key: value for key, value in model.config.to_dict().items() if key not in _CONFIG_NOISE}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    computed = TORCH_DTYPES[types.computed]
     for name, tensor in sorted(model.state_dict().items()):
-        is_short = tensor.is_floating_point() and tensor.dtype.itemsize < TORCH_DTYPES[dtype].itemsize
-        counts_as = TORCH_DTYPES[dtype] if is_short else tensor.dtype
+        is_short = tensor.is_floating_point() and tensor.dtype.itemsize < computed.itemsize
+        counts_as = computed if is_short else tensor.dtype
         digest.update(f"\n{name} {counts_as} {tuple(tensor.shape)} ".encode())
         place = (tensor.data_ptr(), tuple(tensor.shape))
         if place in seen:  # tied weights

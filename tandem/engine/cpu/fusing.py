@@ -72,6 +72,13 @@ def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
     return fuse_parts(model, layout, CPUKit(num_threads))
 
 
+def multiply_by_two(model: PreTrainedModel) -> None:
+    """Have all packed linear layers of bfloat16 multiply in that type; see `packed_kernel`."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear | FusedGatedMLP):
+            module.multiply_by_two()
+
+
 def fuse_decoder(model: PreTrainedModel, layout: KVLayout) -> FusedDecoder | None:
     """The model's way from token ids to logits, if all of its parts are fused or packed; `None` for anything else.
 

@@ -28,7 +28,7 @@ ROWS_FOR_THREADS = 64
 
 # Numba takes this for a constant.
 _VECTOR_BYTES = _vec.num_bytes
-_SHORT_BYTES = 2
+_SHORT_BYTES = vir.SHORT_BYTES
 
 
 def _emit_normalize(builder: Any, x: Any, weight: Any, y: Any, vectors: Any, eps: Any) -> None:

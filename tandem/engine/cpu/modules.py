@@ -15,8 +15,8 @@ from tandem.engine.attention.interface import ForwardContext, attend_written, be
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.cpu.layer_kernels import normalize_rows, place_heads
-from tandem.engine.cpu.packed_kernel import PANEL, PRODUCTS, arrange_rows, arranged_features
-from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights
+from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, arranged_features
+from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights, pair_up
 from tandem.engine.cpu.threads import run
 from tandem.engine.huge_pages import FLOAT_BYTES
 
@@ -50,7 +50,7 @@ class FusedGatedMLP(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, num_threads: int) -> None:
         super().__init__()
         self._panels = pack_weights(gate.weight, up.weight)
-        self._multiply_gated = PRODUCTS[self._panels.dtype].multiply_gated
+        self._products = PRODUCTS[self._panels.dtype]
         self._bias = pack_biases(gate.bias, up.bias)
         self._num_pairs = len(self._panels) // 2
         self._num_threads = num_threads
@@ -76,15 +76,21 @@ class FusedGatedMLP(nn.Module):
     def calls(self, x: int, x_stride: int, num_rows: int, both: int, inner: int, arranged: int) -> tuple[bytes, ...]:
         """`silu(gate(x)) * up(x)` by address, for `run`; `x_stride` in bytes.
 
-        `both` is memory for `[num_rows, both_features]`, `arranged` as for `arrange_rows`; the output is
+        `both` is memory for `[num_rows, both_features]`, `arranged` as for `Products.arrange`; the output is
         `inner[num_rows, inner_features]`.
         """
-        before, x, x_stride = arrange_rows(x, x_stride, num_rows, self.in_features, arranged)
-        product = self._multiply_gated.call(
-            self._num_pairs, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_pairs, self._bias_at,
-            both, inner,
+        products, num_in = self._products, self.in_features
+        before, x, x_stride = products.arrange(x, x_stride, num_rows, num_in, arranged)
+        product = products.multiply_gated.call(
+            self._num_pairs, x, x_stride, num_rows, products.num_steps(num_in), self._weight_at, self._num_pairs,
+            self._bias_at, both, inner,
         )  # fmt: skip
         return *before, product
+
+    def multiply_by_two(self) -> None:
+        """As `PackedLinear.multiply_by_two`, of gate and up."""
+        if pair_up(self._panels):
+            self._products = BY_TWO
 
 
 class FusedAttention(nn.Module):

@@ -8,6 +8,10 @@ once, in order, at the speed of memory.
 Weights of 16 bits are half as much to read. They become float32 in registers, exactly, so products are the same bits as
 those of float32 weights with these values.
 
+**By two.** Some CPUs also multiply bfloat16 with bfloat16, two numbers in each lane, and add both products to a
+float32. That is a numerical type of its own: rows are rounded to bfloat16 first. A panel is `[K / 2][32][2]` then, and
+all else is as above, with two numbers for one.
+
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
 
@@ -37,12 +41,20 @@ _IS_WIDE = vir.has_wide_vectors()
 _vec = vir.Vectors(16 if _IS_WIDE else 8)
 _NUM_VECTORS = PANEL // _vec.lanes
 # How weights are stored; Numba takes these, and what else is of capitals here, for constants.
-_FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
-_LOADS = {_FLOAT32: _vec.load, _BFLOAT16: _vec.load_bfloat16, _FLOAT16: _vec.load_float16}
+_FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO = range(4)
+_LOADS: Mapping[int, Callable[..., Any]] = {
+    _FLOAT32: _vec.load,
+    _BFLOAT16: _vec.load_bfloat16,
+    _FLOAT16: _vec.load_float16,
+    _BY_TWO: _vec.load,
+}
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
 _LINE_FLOATS = LINE_BYTES // FLOAT_BYTES
+_LANES, _SHORT_BYTES = _vec.lanes, vir.SHORT_BYTES
+# Fewer rows are rounded by one thread: the start of others costs more than it saves.
+_ROWS_TO_SHARE = 64
 
 #: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
@@ -92,6 +104,7 @@ def _emit_pass(
     # Stack slots that LLVM turns into registers.
     sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
     item_bytes = item_bytes_of(kind)
+    multiply_add = _vec.fma_by_two if kind == _BY_TWO else _vec.fma
     step_bytes, vector_bytes = k.type(PANEL * item_bytes), _vec.lanes * item_bytes
     with cgutils.for_range(builder, k) as loop:
         step = vir.advance(builder, panel, step_bytes, loop.index)
@@ -107,7 +120,7 @@ def _emit_pass(
         for row, row_sums in zip(rows, sums, strict=True):
             number = _vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, x_step, loop.index)))
             for weight, slot in zip(weights, row_sums, strict=True):
-                builder.store(_vec.fma(builder, number, weight, builder.load(slot)), slot)
+                builder.store(multiply_add(builder, number, weight, builder.load(slot)), slot)
     for row, row_sums in enumerate(sums):
         start = vir.advance(builder, y, y_stride, row)
         for n, slot in enumerate(row_sums):
@@ -115,8 +128,8 @@ def _emit_pass(
 
 
 def item_bytes_of(kind: int) -> int:
-    """Of one weight."""
-    return FLOAT_BYTES if kind == _FLOAT32 else FLOAT_BYTES // 2
+    """Of one weight, or of two that go together."""
+    return vir.SHORT_BYTES if kind in (_BFLOAT16, _FLOAT16) else FLOAT_BYTES
 
 
 def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
@@ -133,11 +146,12 @@ def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
 _few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
 _few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
 _few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
+_few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO)
 
 
 @numba.njit(nogil=True, inline="always")
 def _item_bytes(kind):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    return 4 if kind == _FLOAT32 else 2
+    return _SHORT_BYTES if kind in (_BFLOAT16, _FLOAT16) else FLOAT_BYTES
 
 
 @numba.njit(nogil=True, inline="always")
@@ -146,6 +160,8 @@ def _few(kind, num_rows, x, x_stride, panel, k, y, y_stride):  # type: ignore[no
         _few_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
     elif kind == _FLOAT16:
         _few_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+    elif kind == _BY_TWO:
+        _few_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
     else:
         _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
 
@@ -156,6 +172,8 @@ def _more(kind, num_rows, x, x_stride, panel, k, y, y_stride, fetch, step):  # t
         _more_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
     elif kind == _FLOAT16:
         _more_float16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+    elif kind == _BY_TWO:
+        _more_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
     else:
         _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
 
@@ -166,6 +184,8 @@ def _many(kind, num_rows, x, panel, k, y, y_stride, fetch, step):  # type: ignor
         _many_bfloat16(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
     elif kind == _FLOAT16:
         _many_float16(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
+    elif kind == _BY_TWO:
+        _many_by_two(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
     else:
         _many_float32(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
 
@@ -184,10 +204,24 @@ def _emit_gate(builder: Any, pair: Any, y: Any) -> None:
         _vec.store(builder, gated, vir.offset(builder, y, n * _vec.num_bytes))
 
 
+def _emit_round(builder: Any, x: Any, y: Any, vectors: Any) -> None:
+    with cgutils.for_range(builder, vectors) as loop:
+        numbers = _vec.load(builder, vir.advance(builder, x, vectors.type(_vec.num_bytes), loop.index))
+        place = vir.advance(builder, y, vectors.type(_vec.lanes * vir.SHORT_BYTES), loop.index)
+        _vec.store_bfloat16(builder, numbers, place)
+
+
+def _emit_round_one(builder: Any, x: Any, y: Any) -> None:
+    vir.store_bfloat16(builder, vir.load_real(builder, x), y)
+
+
 #: Adds the bias of a panel (second address) to a row's outputs.
 _add = vir.kernel(2, 0, types.void, _emit_add)
 #: SiLU of a row's outputs of one panel times those of the panel behind it.
 _gate = vir.kernel(2, 0, types.void, _emit_gate)
+#: So many vectors (third) of the first address as bfloat16 to the second.
+_round = vir.kernel(3, 0, types.void, _emit_round)
+_round_one = vir.kernel(2, 0, types.void, _emit_round_one)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -249,6 +283,17 @@ def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # prag
                     target[step * count] = source[step]
 
 
+def _round_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Rows `[first, end)` of `x[num_rows, k]` as bfloat16, without gaps."""
+    x, x_stride, k, y = _four_words(arguments)
+    for row in range(first, end):
+        source, target = x + row * x_stride, y + row * k * _SHORT_BYTES
+        num_vectors = k // _LANES
+        _round(source, target, num_vectors)
+        for index in range(num_vectors * _LANES, k):
+            _round_one(source + index * FLOAT_BYTES, target + index * _SHORT_BYTES)
+
+
 @numba.njit(nogil=True, inline="always")
 def _multiply(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Panels `[first, end)` of `y[num_rows, 32 * num_panels] = x[num_rows, k] @ panels + bias`.
@@ -295,6 +340,10 @@ def _multiply_float16(first, end, arguments):  # type: ignore[no-untyped-def] # 
     _multiply(_FLOAT16, first, end, arguments)
 
 
+def _multiply_by_two(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_BY_TWO, first, end, arguments)
+
+
 def _multiply_gated_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     _multiply_gated(_FLOAT32, first, end, arguments)
 
@@ -307,9 +356,17 @@ def _multiply_gated_float16(first, end, arguments):  # type: ignore[no-untyped-d
     _multiply_gated(_FLOAT16, first, end, arguments)
 
 
-_five_words, _eight_words, _nine_words = words(5), words(8), words(9)
+def _multiply_gated_by_two(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_BY_TWO, first, end, arguments)
+
+
+_four_words, _five_words, _eight_words, _nine_words = words(4), words(5), words(8), words(9)
 #: Its items are passes.
 put_together = Kernel(_put_together, "i" * 5)
+
+
+#: Its items are rows.
+round_rows = Kernel(_round_rows, "i" * 4, items_to_share=_ROWS_TO_SHARE)
 
 
 @dataclass(frozen=True)
@@ -319,32 +376,48 @@ class Products:
     Attributes:
         multiply: its items are panels.
         multiply_gated: its items are pairs of panels.
+        by_two: two numbers of a row, and of a weight's, go together as one, of an even K; rows are rounded to bfloat16.
     """
 
     multiply: Kernel
     multiply_gated: Kernel
+    by_two: bool = False
+
+    def num_steps(self, k: int) -> int:
+        """What the kernels take for K."""
+        return k // 2 if self.by_two else k
+
+    def arrange(
+        self, x: int, x_stride: int, num_rows: int, k: int, arranged: int
+    ) -> tuple[tuple[bytes, ...], int, int]:
+        """Rows as the products take them: calls to run before the product, and its `x` and `x_stride`.
+
+        Args:
+            x: address of `[num_rows, k]`, rows `x_stride` bytes apart.
+            arranged: address of memory for `[num_rows, arranged_features]`.
+        """
+        before: tuple[bytes, ...] = ()
+        num_steps = self.num_steps(k)
+        if self.by_two:
+            before = (round_rows.call(num_rows, x, x_stride, k, arranged),)
+            x, x_stride = arranged, num_steps * FLOAT_BYTES
+            arranged += num_rows * x_stride
+        if num_rows <= MAX_ROWS:
+            return before, x, x_stride
+        together = put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, num_steps, arranged)
+        return (*before, together), arranged, 0
 
 
-#: By torch's type of the weights.
+#: By torch's type of the weights, which are widened.
 PRODUCTS: Mapping[torch.dtype, Products] = {
     torch.float32: Products(Kernel(_multiply_float32, "i" * 8), Kernel(_multiply_gated_float32, "i" * 9)),
     torch.bfloat16: Products(Kernel(_multiply_bfloat16, "i" * 8), Kernel(_multiply_gated_bfloat16, "i" * 9)),
     torch.float16: Products(Kernel(_multiply_float16, "i" * 8), Kernel(_multiply_gated_float16, "i" * 9)),
 }
+#: Of bfloat16 by two, where the CPU has it (`vector_ir.has_bfloat16_products`).
+BY_TWO = Products(Kernel(_multiply_by_two, "i" * 8), Kernel(_multiply_gated_by_two, "i" * 9), by_two=True)
 
 
 def arranged_features(num_rows: int, k: int) -> int:
-    """How many float32 of each row `arrange_rows` needs."""
-    return k if num_rows > MAX_ROWS else 0
-
-
-def arrange_rows(x: int, x_stride: int, num_rows: int, k: int, arranged: int) -> tuple[tuple[bytes, ...], int, int]:
-    """Rows as the products take them: calls to run before the product, and its `x` and `x_stride`.
-
-    Args:
-        x: address of `[num_rows, k]`, rows `x_stride` bytes apart.
-        arranged: address of memory for `[num_rows, arranged_features]`.
-    """
-    if num_rows <= MAX_ROWS:
-        return (), x, x_stride
-    return (put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, k, arranged),), arranged, 0
+    """How many float32 of each row `Products.arrange` needs at most."""
+    return k if num_rows > MAX_ROWS else (k + 1) // 2

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine.cpu.packed_kernel import PANEL, PRODUCTS, arrange_rows, arranged_features
+from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, arranged_features
 from tandem.engine.cpu.threads import run
 from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.fuse.recognise import replace_modules
@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._panels = pack_weights(weight)
-        self._multiply = PRODUCTS[self._panels.dtype].multiply
+        self._products = PRODUCTS[self._panels.dtype]
         self._num_panels = self._panels.shape[0]
         self.padded_features = self._num_panels * PANEL
         self._bias = pack_biases(bias)
@@ -59,13 +59,19 @@ class PackedLinear(nn.Module):
         return output
 
     def calls(self, x: int, x_stride: int, num_rows: int, output: int, arranged: int) -> tuple[bytes, ...]:
-        """`padded` by address, for `run`; `x_stride` in bytes, `arranged` is memory as for `arrange_rows`."""
-        before, x, x_stride = arrange_rows(x, x_stride, num_rows, self.in_features, arranged)
-        product = self._multiply.call(
-            self._num_panels, x, x_stride, num_rows, self.in_features, self._weight_at, self._num_panels,
+        """`padded` by address, for `run`; `x_stride` in bytes, `arranged` is memory as for `Products.arrange`."""
+        products, num_in = self._products, self.in_features
+        before, x, x_stride = products.arrange(x, x_stride, num_rows, num_in, arranged)
+        product = products.multiply.call(
+            self._num_panels, x, x_stride, num_rows, products.num_steps(num_in), self._weight_at, self._num_panels,
             self._bias_at, output,
         )  # fmt: skip
         return *before, product
+
+    def multiply_by_two(self) -> None:
+        """From now on multiply in bfloat16, if the weights are of that type and go by two."""
+        if pair_up(self._panels):
+            self._products = BY_TWO
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
@@ -111,6 +117,19 @@ def pack_weights(*weights: torch.Tensor) -> torch.Tensor:
         rows = nn.functional.pad(weight.detach(), (0, 0, 0, num_panels * PANEL - num_out))
         panels[:, index].copy_(rows.view(num_panels, PANEL, num_in).transpose(1, 2))
     return panels.flatten(0, 1)
+
+
+def pair_up(panels: torch.Tensor) -> bool:
+    """Put the numbers of two steps together in place: from `[panels][K][32]` to `[panels][K / 2][32][2]`.
+
+    Returns whether that was done: only bfloat16 goes by two, and K is to be even.
+    """
+    _, num_in, width = panels.shape
+    if panels.dtype is not torch.bfloat16 or num_in % 2:
+        return False
+    for panel in panels:
+        panel.copy_(panel.view(num_in // 2, 2, width).transpose(1, 2).reshape(num_in, width))
+    return True
 
 
 def pack_biases(*biases: torch.Tensor | None) -> torch.Tensor | None:

@@ -18,9 +18,25 @@ from numba.extending import intrinsic
 
 from tandem.engine.huge_pages import FLOAT_BYTES
 
+SHORT_BYTES = 2
+
 REAL = ir.FloatType()
 _INDEX = ir.IntType(32)
 _SHORT = ir.IntType(16)
+
+
+class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
+    """LLVM's `bfloat`, which llvmlite has no name for."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFloat._create_instance()
+_BFLOAT = _BFloat()
 
 
 def is_fast_here() -> bool:
@@ -35,6 +51,12 @@ def has_wide_vectors() -> bool:
     """Whether Numba compiles for 32 vector registers of sixteen float32, AVX-512's; else for at least 16 of eight."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return {"+avx512f", "+avx512vl"} <= set(features.split(","))
+
+
+def has_bfloat16_products() -> bool:
+    """Whether Numba compiles for vectors that multiply bfloat16 in pairs, AVX-512's."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return has_wide_vectors() and "+avx512bf16" in features.split(",")
 
 
 def kernel(num_addresses: int, num_floats: int, returns: Any, emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +130,11 @@ def prefetch(builder: Any, address: Any) -> None:
     builder.call(call, [builder.inttoptr(address, byte), reads, second_level, data])
 
 
+def store_bfloat16(builder: Any, value: Any, address: Any, to: Any = _BFLOAT) -> None:
+    """Rounded to the nearest; of two that are as near, to the even one. For CPUs that have such an instruction."""
+    builder.store(builder.fptrunc(value, to), builder.inttoptr(address, to.as_pointer())).align = SHORT_BYTES
+
+
 class Vectors:
     """Vectors of so many float32.
 
@@ -168,6 +195,21 @@ class Vectors:
         function = ir.FunctionType(self.type, [self.type] * 3)
         fma = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{self.lanes}f32")
         return builder.call(fma, [a, b, c])
+
+    def fma_by_two(self, builder: Any, a: Any, b: Any, c: Any) -> Any:
+        """`c` and two products of bfloat16, where each lane of `a` and of `b` is the bits of two: the sum of each lane.
+
+        Denormal numbers count as zero. Raises nothing where the CPU has no such instruction: the code cannot be run.
+        """
+        pairs = ir.VectorType(_BFLOAT, 2 * self.lanes)
+        function = ir.FunctionType(self.type, [self.type, pairs, pairs])
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{8 * self.num_bytes}"
+        dot = cgutils.get_or_insert_function(builder.module, function, name)
+        return builder.call(dot, [c, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
+
+    def store_bfloat16(self, builder: Any, value: Any, address: Any) -> None:
+        """As the function of this name."""
+        store_bfloat16(builder, value, address, ir.VectorType(_BFLOAT, self.lanes))
 
     def negative(self, builder: Any, vector: Any) -> Any:
         return builder.fsub(self.constant(-0.0), vector)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from tandem.engine import engine as engine_module
 from tandem.engine.engine import Engine, SequenceInput, _count_pages
+from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
 
 
@@ -41,7 +42,7 @@ def test_attributes(engine: Engine, llama_dir: Path) -> None:
     assert engine.vocab_size == 320
     assert engine.max_context == 512
     assert engine.eos_token_ids == (1,)
-    assert engine.model_dtype == "float32"
+    assert engine.types == Types.all_of("float32")
     assert engine.attention == "cpu"
 
 
@@ -279,6 +280,7 @@ def test_warmup_leaves_the_arena_alone(llama_dir: Path) -> None:
 _COMPILED_BY = """
 import ctypes
 import sys
+import torch
 import engine_helpers as helpers
 from tandem.engine.cpu import attention_kernel
 from tandem.engine.cpu import layer_kernels
@@ -293,15 +295,18 @@ class Lender:
     def borrow(self):
         return 1
 
-KERNELS = (packed_kernel.multiply, packed_kernel.multiply_gated, layer_kernels.normalize_rows,
+engine = helpers.load_engine(sys.argv[1], num_threads=1)
+by_two = engine.types.multiplied == "bfloat16"
+products = packed_kernel.BY_TWO if by_two else packed_kernel.PRODUCTS[getattr(torch, engine.types.stored)]
+KERNELS = (products.multiply, products.multiply_gated, layer_kernels.normalize_rows,
            layer_kernels.place_heads, layer_kernels.add_rows, layer_kernels.gather_rows,
-           attention_kernel._attend_kernel)
+           layer_kernels.GATHER[getattr(torch, engine.types.stored)], attention_kernel._attend_kernel,
+           *((packed_kernel.round_rows,) if by_two else ()))
 
 def compiled():
     kernels = ["_address" in vars(kernel) for kernel in KERNELS]
     return kernels + [len(function.signatures) for function in (thread_team._lead, thread_team._follow)]
 
-engine = helpers.load_engine(sys.argv[1], num_threads=1)
 engine.warmup()
 print(compiled())
 threads.borrow_from(Lender())
@@ -312,10 +317,12 @@ print(compiled())
 
 
 @pytest.mark.processes
-def test_warmup_compiles_all_that_requests_need(llama_dir: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_warmup_compiles_all_that_requests_need(dtype: str, tmp_path: Path) -> None:
     """In a process of its own: here other tests have compiled kernels already."""
+    model_dir = helpers.save_model("llama", tmp_path / "llama", dtype=dtype)
     ended = subprocess.run(
-        [sys.executable, "-c", _COMPILED_BY, str(llama_dir)],
+        [sys.executable, "-c", _COMPILED_BY, str(model_dir)],
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": f"{helpers.REPOSITORY}{os.pathsep}{Path(__file__).parent}"},
         capture_output=True,
@@ -367,7 +374,7 @@ def test_the_engine_needs_no_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from tandem.engine import engine\n"
-        "print(engine._fuse_on_cuda(None, None, 1, 1))"
+        "print(engine._fuse_on_cuda(None, None, 1))"
     )
     environment = os.environ | {"PYTHONPATH": str(helpers.REPOSITORY)}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

@@ -269,6 +269,6 @@ def _run(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> torch.Te
 
 def test_other_types_keep_their_own_parts(tmp_path: Path) -> None:
     model_dir = helpers.save_model("llama", tmp_path / "llama")
-    engine = helpers.load_engine(model_dir, dtype="bfloat16", num_pages=4)
+    engine = helpers.load_engine(model_dir, dtype="float16", num_pages=4)
     assert engine.fused == "none"
     assert helpers.load_engine(model_dir, num_pages=4).fused == f"{FUSED['llama']}, decoder"

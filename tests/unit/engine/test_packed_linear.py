@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu import packed_linear
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
-from tandem.engine.cpu.vector_ir import has_wide_vectors
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_wide_vectors
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = (torch.bfloat16, torch.float16)
@@ -60,6 +60,32 @@ def test_weights_of_16_bits_give_the_bits_of_float32(
     for rows in ROWS:
         x = draw(rows, num_in, seed=rows)
         assert torch.equal(short(x), wide(x)), f"{rows} rows"
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_out", "num_in"), [(32, 8), (96, 768), (50, 18), (1, 2), (200, 300)])
+def test_products_by_two_are_of_rounded_rows_and_each_row_is_its_own(
+    num_out: int, num_in: int, num_threads: int
+) -> None:
+    weight, bias = draw(num_out, num_in, seed=1).bfloat16(), draw(num_out, seed=2)
+    packed = PackedLinear(weight, bias, num_threads)
+    packed.multiply_by_two()
+    x = draw(70, num_in, seed=3)
+    exact = x.bfloat16().double() @ weight.double().T + bias.double()
+    alone = torch.cat([packed(row[None]) for row in x])
+    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=1e-5 * num_in**0.5)
+    for rows in ROWS:
+        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+
+
+@pytest.mark.parametrize(("dtype", "num_in"), [(torch.bfloat16, 7), (torch.float16, 8), (torch.float32, 8)])
+def test_what_does_not_go_by_two_is_widened(dtype: torch.dtype, num_in: int) -> None:
+    packed, x = PackedLinear(draw(40, num_in).to(dtype), None, 1), draw(3, num_in, seed=1)
+    before = packed(x)
+    packed.multiply_by_two()
+    assert torch.equal(packed(x), before)
 
 
 def products_of_all_row_counts() -> torch.Tensor:

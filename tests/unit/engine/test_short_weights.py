@@ -15,8 +15,11 @@ from tandem.engine import loader
 from tandem.engine.cpu.embedding import ShortEmbedding
 from tandem.engine.cpu.modules import FusedGatedMLP
 from tandem.engine.cpu.packed_linear import PackedLinear
-from tandem.engine.engine import Engine
+from tandem.engine.cpu.vector_ir import has_bfloat16_products
+from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.fuse import recognise
+from tandem.engine.loader import Types
+from tandem.engine.random_model import ModelSpec, make_config
 
 SHORT = ("bfloat16", "float16")
 NUM_NEW = 6
@@ -34,9 +37,14 @@ def panels_of(engine: Engine) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
-def test_logits_are_the_bits_of_float32(arch: str, dtype: str, tmp_path: Path) -> None:
+def test_logits_are_the_bits_of_float32(
+    arch: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_dir = save(tmp_path, arch, dtype)
-    short, wide = (helpers.load_engine(model_dir, dtype=asked) for asked in ("auto", "float32"))
+    short = helpers.load_engine(model_dir, dtype="float32")
+    monkeypatch.setattr(loader, "choose_types", lambda *_, **__: Types.all_of("float32"))
+    wide = helpers.load_engine(model_dir)
+    monkeypatch.undo()
     prompts = [helpers.make_prompt(length, seed=1) for length in (1, 17, 90)]
     for chunk in (1000, 7):
         found, expected = (helpers.drive(e, prompts, chunk=chunk, num_new=NUM_NEW) for e in (short, wide))
@@ -47,12 +55,12 @@ def test_logits_are_the_bits_of_float32(arch: str, dtype: str, tmp_path: Path) -
     assert {panels.dtype for panels in panels_of(wide)} == {torch.float32}
     assert short.fused == wide.fused, "the same parts are replaced"
     assert short.weights_sha256 == wide.weights_sha256, "their pages are the same, and may be shared"
-    assert short.model_dtype == wide.model_dtype == "float32"
+    assert short.layout.dtype == wide.layout.dtype == "float32"
 
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_all_large_tensors_stay_short(tie: bool, tmp_path: Path) -> None:
-    engine = helpers.load_engine(save(tmp_path, "llama", "bfloat16", tie=tie))
+    engine = helpers.load_engine(save(tmp_path, "llama", "bfloat16", tie=tie), dtype="float32")
     embedding = engine._model.get_input_embeddings()
     assert isinstance(embedding, ShortEmbedding)
     assert embedding.weight.dtype is torch.bfloat16
@@ -84,20 +92,43 @@ def test_no_float32_copy_of_the_model_is_made_on_the_way(tmp_path: Path, monkeyp
     assert max(seen) - before <= largest
 
 
-def test_what_is_asked_for_is_taken_as_it_is(tmp_path: Path) -> None:
-    config = loader.load_config(save(tmp_path, "llama", "bfloat16"))
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert loader.stored_dtype("auto", "float32", config, cpu) == "bfloat16"
-    assert loader.stored_dtype("float32", "float32", config, cpu) == "float32"
-    assert loader.stored_dtype("float16", "float16", config, cpu) == "float16"
-    assert loader.stored_dtype("auto", "bfloat16", config, gpu) == "bfloat16"
-    config.dtype = None
-    assert loader.stored_dtype("auto", "float32", config, cpu) == "float32"
+@pytest.mark.parametrize(
+    ("asked", "own", "can_widen", "can_multiply_short", "computed", "stored", "multiplied"),
+    [
+        ("auto", "bfloat16", True, True, "float32", "bfloat16", "bfloat16"),
+        ("auto", "bfloat16", True, False, "float32", "bfloat16", "float32"),
+        ("auto", "bfloat16", False, False, "float32", "float32", "float32"),
+        ("auto", "float16", True, True, "float32", "float16", "float32"),
+        ("auto", "float32", True, True, "float32", "float32", "float32"),
+        ("auto", "float64", True, True, "float32", "float32", "float32"),
+        ("float32", "bfloat16", True, True, "float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", True, True, "float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "bfloat16", True, False, "bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float16", True, True, "float16", "float16", "float16"),
+    ],
+)
+def test_what_a_dtype_means_on_a_cpu(
+    asked: str, own: str, can_widen: bool, can_multiply_short: bool, computed: str, stored: str, multiplied: str
+) -> None:
+    config = make_config(ModelSpec())
+    config.dtype = getattr(torch, own)
+    found = loader.choose_types(
+        asked, config, torch.device("cpu"), can_widen=can_widen, can_multiply_short=can_multiply_short
+    )
+    assert found == Types(computed, stored, multiplied)
+
+
+def test_a_gpu_computes_in_the_type_of_the_weights() -> None:
+    config = make_config(ModelSpec())
+    config.dtype = torch.bfloat16
+    for asked, dtype in (("auto", "bfloat16"), ("float16", "float16")):
+        found = loader.choose_types(asked, config, torch.device("cuda"), can_widen=True, can_multiply_short=True)
+        assert found == Types.all_of(dtype)
 
 
 def test_an_embedding_of_another_kind_is_widened_whole(tmp_path: Path) -> None:
     """Gemma scales what it looks up: in 16 bits the products would be others."""
-    engine = helpers.load_engine(save(tmp_path, "gemma2", "bfloat16"))
+    engine = helpers.load_engine(save(tmp_path, "gemma2", "bfloat16"), dtype="float32")
     embedding = engine._model.get_input_embeddings()
     assert not isinstance(embedding, ShortEmbedding)
     assert embedding.weight.dtype is torch.float32
@@ -105,4 +136,40 @@ def test_an_embedding_of_another_kind_is_widened_whole(tmp_path: Path) -> None:
 
 def test_arithmetic_in_float16_is_torchs(tmp_path: Path) -> None:
     engine = helpers.load_engine(save(tmp_path, "llama", "float16"), dtype="float16")
-    assert (engine.linear, engine.fused, engine.model_dtype) == ("torch", "none", "float16")
+    assert (engine.linear, engine.fused, engine.layout.dtype) == ("torch", "none", "float16")
+
+
+# --- multiplied as they are ---------------------------------------------------------------------------------------
+
+by_two = pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
+
+
+@by_two
+@pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
+def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut(arch: str, tmp_path: Path) -> None:
+    model_dir = save(tmp_path, arch, "bfloat16")
+    engine, threaded = (helpers.load_engine(model_dir, num_threads=threads) for threads in (1, 2))
+    exact = helpers.load_engine(model_dir, dtype="float32")
+    assert (engine.linear, engine.types) == ("packed by two", Types("float32", "bfloat16", "bfloat16"))
+    assert engine.fused == exact.fused
+    prompts = [helpers.make_prompt(length, seed=1) for length in (1, 17, 90)]
+    together = helpers.drive(engine, prompts, chunk=50, num_new=NUM_NEW)
+    for prompt, expected in zip(prompts, together, strict=True):
+        for other, chunk in ((engine, 7), (engine, 1000), (threaded, 33)):
+            (found,) = helpers.drive(other, [prompt], chunk=chunk, num_new=NUM_NEW)
+            assert found.token_ids == expected.token_ids
+            assert torch.equal(found.logits, expected.logits), f"chunks of {chunk}"
+    prompt = prompts[-1]
+    inputs = [SequenceInput(prompt, 0, range(engine.layout.num_pages_for(len(prompt))), len(prompt))]
+    ours, theirs = engine.forward(inputs).clone(), exact.forward(inputs)
+    assert not torch.equal(ours, theirs), "it is a type of its own"
+    assert float(torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1]) > 0.99
+
+
+@by_two
+def test_only_workers_that_multiply_alike_share_pages(tmp_path: Path) -> None:
+    model_dir = save(tmp_path, "llama", "bfloat16")
+    auto, asked, exact = (helpers.load_engine(model_dir, dtype=dtype) for dtype in ("auto", "bfloat16", "float32"))
+    assert auto.weights_sha256 == asked.weights_sha256
+    assert auto.weights_sha256 != exact.weights_sha256
+    assert auto.layout == exact.layout, "KV is float32 in both"

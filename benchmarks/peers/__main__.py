@@ -94,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
                        help="where vLLM is installed (default: PEER_VENV)")  # fmt: skip
     where.add_argument("--model", type=Path, metavar="DIR",
                        help="a checkpoint (default: a random one of 82 M parameters, made in the cache)")  # fmt: skip
+    where.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                       help="of the random checkpoint; a named one says its own (default: float32)")  # fmt: skip
     where.add_argument("--port", type=int, default=8460, metavar="N",
                        help="of the servers; the peer takes some of the next 12 too (default: 8460)")  # fmt: skip
     where.add_argument("--logs", type=Path, default=CACHE / "bench", metavar="DIR",
@@ -122,7 +124,7 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
     )
     entries = [] if goodput is None else load_trace(options.goodput, "azure", limit=goodput.num_requests)
     trace = scaled(entries, lengths=goodput.scale_lengths) if goodput else []
-    model = _made_model(console) if options.model is None else options.model
+    model = _made_model(console, options.dtype) if options.model is None else options.model
     tokenizer = Tokenizer.from_dir(model)
     settings = _settings(plan, model, contestants, options.peer_venv)
     code = Code.of()
@@ -135,6 +137,7 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
     place = Place(
         model=model.resolve(),
         port=options.port,
+        dtype=settings["dtype"],
         cores=sorted(os.sched_getaffinity(0)),
         directory=options.logs.resolve(),
         peer_venv=options.peer_venv,
@@ -143,9 +146,10 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
     return Comparison(plan, place, contestants, plain_vocabulary(tokenizer), trace, measured, console, code)
 
 
-def _made_model(console: Console) -> Path:
+def _made_model(console: Console, dtype: str) -> Path:
     """The random model in the cache, made there by now; its name changes with what it is made of."""
-    options = hashlib.sha256(json.dumps(MODEL_OPTIONS, sort_keys=True).encode()).hexdigest()
+    wanted = MODEL_OPTIONS if dtype == "float32" else {**MODEL_OPTIONS, "dtype": dtype}
+    options = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
     target = CACHE / "models" / f"random-82m-{options[:12]}"
     if target.is_dir():
         return target
@@ -153,7 +157,7 @@ def _made_model(console: Console) -> Path:
     # Under another name until it is whole.
     new = target.with_name(f"{target.name}.new-{os.getpid()}")
     new.parent.mkdir(parents=True, exist_ok=True)
-    given = [text for name, value in MODEL_OPTIONS.items() for text in (f"--{name}", str(value))]
+    given = [text for name, value in wanted.items() for text in (f"--{name}", str(value))]
     subprocess.run(
         [sys.executable, str(ROOT / "tools/make_random_model.py"), str(new), *given],
         check=True,
@@ -170,7 +174,7 @@ def _settings(plan: Plan, model: Path, contestants: list[Contestant], peer_venv:
         "machine": machine(),
         "versions": versions(),
         "model": {key: config[key] for key in _SHAPE_KEYS if key in config},
-        "dtype": "float32",
+        "dtype": str(config.get("dtype", "float32")),
         "seed": plan.seed,
         "num_warm_up": plan.num_warm_up,
         "loads": {load.name: load.settings() for load in plan.loads},

@@ -31,6 +31,7 @@ class Place:
     directory: Path  # for configuration and logs; it exists
     peer_venv: Path | None = None
     split_router: Path | None = None  # the program that joins the peer's two engines
+    dtype: str = "float32"  # of the checkpoint; the peer is told, Tandem looks
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Contestant:
 
 def _tandem(place: Place, *options: str) -> list[Command]:
     program = str(Path(sys.executable).with_name("tandem"))
-    argv = (program, "serve", "--model", str(place.model), "--dtype", "float32", "--port", str(place.port), *options)
+    argv = (program, "serve", "--model", str(place.model), "--port", str(place.port), *options)
     return [Command("tandem", argv, place.port)]
 
 
@@ -110,7 +111,7 @@ def _engine(
 ) -> Command:
     argv = (
         str(_venv(place) / "bin/vllm"), "serve", str(place.model), "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", *options,
+        "--dtype", place.dtype, *options,
     )  # fmt: skip
     common = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

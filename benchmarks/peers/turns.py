@@ -41,12 +41,14 @@ class Load:
         return {name: value for name, value in asdict(self).items() if name != "name"}
 
 
-#: Long prompts; both phases alike; long answers; one client alone.
+#: Long prompts; both phases alike; long answers; one client alone; more clients; longer prompts.
 LOADS = (
     Load("A", 512, 64, 6),
     Load("B", 128, 128, 8),
     Load("C", 64, 256, 8),
     Load("D", 128, 128, 1, num_requests=16),
+    Load("E", 256, 96, 12, num_requests=36),
+    Load("F", 1024, 32, 4, num_requests=16),
 )
 
 

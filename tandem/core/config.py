@@ -46,8 +46,9 @@ class ModelConfig:
     )
     dtype: str = _key(
         "auto",
-        "Type of weights and KV. `auto` is the checkpoint's own type on a GPU. On a CPU it is float32, but for weights "
-        "of 16 bits: they stay so in memory, and results are the same.",
+        "Type of weights, arithmetic and KV. `auto` is the checkpoint's own on a GPU. On a CPU it is float32; weights "
+        "of 16 bits stay so in memory, with the same results. `bfloat16`, and `auto` with such a checkpoint, has CPUs "
+        "that can (AVX512_BF16) multiply in it, sums and KV in float32; where some workers cannot, take float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
 

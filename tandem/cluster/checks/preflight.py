@@ -44,7 +44,7 @@ class Plan:
 
     config: Config  # with its served names filled in, and paths as other processes of this host need them
     facts: ModelFacts
-    dtype: str
+    weights_dtype: str  # in memory
     kv_bytes: dict[Role, int]  # each worker's share of the host
     num_threads: dict[Role, int]  # the same of its cores
     key_digests: frozenset[bytes] = field(repr=False)  # of the API keys in this environment
@@ -111,7 +111,7 @@ class Preflight:
                 self.config, model=model, security=self._security, http=self._http, cache=self._cache
             ),
             facts=self.facts,
-            dtype=self.dtype,
+            weights_dtype=self._stored_dtype,
             kv_bytes={role: self._kv_bytes(pool) for role, pool in self._pools.items()},
             num_threads={role: pool.threads or self._equal_share() for role, pool in self._pools.items()},
             key_digests=digests_of_variable(os.environ),
@@ -190,7 +190,7 @@ class Preflight:
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype
-        weights = human_bytes(facts.weight_bytes(dtype))
+        weights = human_bytes(self.weight_bytes)
         detail = f"{facts.name}: {facts.architecture}, {dtype}, weights {weights}, {facts.directory}"
         return Finding("model", "ok", detail)
 
@@ -286,11 +286,24 @@ class Preflight:
 
     @property
     def dtype(self) -> str:
+        """Of what is computed, and of KV."""
         chosen = self.config.model.dtype
-        if chosen != "auto":
-            return chosen
-        on_gpu = any(pool.gpus for pool in self._pools.values())
-        return (self.facts.dtype or "float32") if on_gpu else "float32"
+        if self._on_gpu:
+            return (self.facts.dtype or "float32") if chosen == "auto" else chosen
+        # Where CPUs multiply bfloat16, KV is float32 all the same; the greater need is the safer guess.
+        return "float16" if chosen == "float16" else "float32"
+
+    @property
+    def _stored_dtype(self) -> str:
+        """Of weights in memory."""
+        chosen = self.config.model.dtype
+        if self._on_gpu or chosen in ("float16", "bfloat16"):
+            return self.dtype if self._on_gpu else chosen
+        return self.facts.dtype if self.facts.dtype in ("float16", "bfloat16") else "float32"
+
+    @property
+    def _on_gpu(self) -> bool:
+        return any(pool.gpus for pool in self._pools.values())
 
     @property
     def _security(self) -> SecurityConfig:
@@ -328,7 +341,7 @@ class Preflight:
 
     @property
     def weight_bytes(self) -> int:
-        return self.facts.weight_bytes(self.dtype)
+        return self.facts.weight_bytes(self._stored_dtype)
 
     @property
     def fixed_bytes(self) -> int:

@@ -375,9 +375,10 @@ class Serving:
 
     def _say_plan(self, plan: Plan) -> None:
         pools, facts = plan.config.pools, plan.facts
-        share, weights = plan.kv_bytes[Role.DECODE], human_bytes(facts.weight_bytes(plan.dtype))
+        share, dtype = plan.kv_bytes[Role.DECODE], plan.weights_dtype
+        weights = human_bytes(facts.weight_bytes(dtype))
         self._reporter.line(
-            f"  model       {facts.name} ({facts.architecture}, {weights} in {plan.dtype}) from {facts.directory}"
+            f"  model       {facts.name} ({facts.architecture}, {weights} in {dtype}) from {facts.directory}"
         )
         self._reporter.line(
             f"  pools       {pools.prefill.workers} prefill, {pools.decode.workers} decode"

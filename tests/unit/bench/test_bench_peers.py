@@ -104,7 +104,7 @@ def test_a_command_line_names_no_directory_of_this_machine(tmp_path: Path) -> No
         contestant.name: [command.line(place) for command in contestant.commands(place)] for contestant in CONTESTANTS
     }
     (strict,) = lines["tandem-strict"]
-    assert strict == "BIN/tandem serve --model MODEL --dtype float32 --port 9000 --config LOGS/tandem.yaml"
+    assert strict == "BIN/tandem serve --model MODEL --port 9000 --config LOGS/tandem.yaml"
     prefill, _, router = lines["peer-split"]
     assert prefill.startswith("VLLM_CPU_OMP_THREADS_BIND=0 VLLM_CPU_KVCACHE_SPACE=2 ")
     assert " PEER_VENV/bin/vllm serve MODEL --host 127.0.0.1 --port 9001 " in prefill
@@ -298,14 +298,17 @@ def test_the_model_in_the_cache_is_that_of_the_options(tmp_path: Path, monkeypat
     monkeypatch.setattr(command, "CACHE", tmp_path)
     small = {"hidden": 16, "layers": 1, "heads": 2, "kv-heads": 1, "intermediate": 16, "vocab": 300}
     monkeypatch.setattr(command, "MODEL_OPTIONS", small)
-    first = command._made_model(console)
+    first = command._made_model(console, "float32")
     assert (first / "config.json").is_file()
     stamp = first.stat().st_mtime_ns
-    assert command._made_model(console) == first
+    assert command._made_model(console, "float32") == first
     assert first.stat().st_mtime_ns == stamp
     monkeypatch.setattr(command, "MODEL_OPTIONS", {**small, "layers": 2})
-    second = command._made_model(console)
+    second = command._made_model(console, "float32")
     assert second != first
+    short = command._made_model(console, "bfloat16")
+    assert short not in (first, second)
+    assert '"dtype": "bfloat16"' in (short / "config.json").read_text()
     assert '"num_hidden_layers": 2' in (second / "config.json").read_text()
 
 

@@ -24,7 +24,7 @@ from benchmarks.peers.turns import (
 )
 from tandem.core.errors import ConfigError
 
-A, B, C, D = LOADS
+A, B, C, D, E, F = LOADS
 SETTINGS: dict[str, Any] = {"machine": {"num_cores": 2}, "seed": 1, "loads": {"A": A.settings()}}
 
 
@@ -70,8 +70,8 @@ def test_loads_are_chosen_by_name() -> None:
     assert chosen_loads(["C", "A"]) == (A, C)
     assert chosen_loads(["D"], 3) == (replace(D, num_requests=3),)
     assert chosen_loads([]) == ()
-    with pytest.raises(ConfigError, match="no load is called E; there are A, B, C, D"):
-        chosen_loads(["A", "E"])
+    with pytest.raises(ConfigError, match="no load is called G; there are A, B, C, D, E, F"):
+        chosen_loads(["A", "G"])
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

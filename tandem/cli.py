@@ -20,6 +20,7 @@ from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_QUANTIZE = ("none", "int8", "int4")
 
 _PIPE_CLOSED = 128 + 13  # as shells have it for SIGPIPE
 
@@ -145,6 +146,9 @@ def _add_serving_options(command: argparse.ArgumentParser) -> None:
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; `*` accepts any name"
     )
     command.add_argument("--dtype", choices=_DTYPES, help="type of weights and KV (default: auto)")
+    command.add_argument(
+        "--quantize", choices=_QUANTIZE, help="round weights to so many bits when they are loaded (default: none)"
+    )
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
     command.add_argument("--prefill", type=_workers, metavar="N", help="number of prefill workers (default: 1)")
@@ -246,6 +250,7 @@ def _config(options: argparse.Namespace) -> Config:
         "model.path": options.model,
         "model.served_names": options.served_model_name,
         "model.dtype": options.dtype,
+        "model.quantize": options.quantize,
         "http.host": options.host,
         "http.port": options.port,
         "http.api_keys_file": options.api_keys_file,

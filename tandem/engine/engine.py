@@ -20,7 +20,7 @@ from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import widen
-from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two
+from tandem.engine.cpu.fusing import convert, fuse, fuse_decoder
 from tandem.engine.cpu.packed_linear import pack
 from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here
 from tandem.engine.cuda.decode_step import DecodeBackend
@@ -57,7 +57,8 @@ class Engine:
         types: of weights, of what is computed, and of KV.
         attention: name of the attention kernel in use.
         fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
-        linear: whose products of linear layers are in use, "packed", "packed by two" or "torch".
+        linear: whose products of linear layers are in use: "packed", "packed by two", "packed int8", "packed int4" or
+            "torch".
         pooling: how the checkpoint pools; `None`: it generates.
     """
 
@@ -115,6 +116,7 @@ class Engine:
         model_dir: str | os.PathLike[str],
         *,
         dtype: str = "auto",
+        quantize: str = "none",
         page_size: int = 32,
         num_pages: int | None = None,
         kv_bytes: int | None = None,
@@ -128,6 +130,7 @@ class Engine:
         Args:
             model_dir: a directory in the Hugging Face layout.
             dtype: of weights, computation and KV; "auto" is the checkpoint's own. On a CPU, see `loader.choose_types`.
+            quantize: "int8" or "int4": weights of linear layers are rounded to so many bits, on a CPU.
             page_size: token slots of a page.
             num_pages, kv_bytes: pages for sequences, or the greatest size of the arena; by default from the memory
                 that is free.
@@ -145,7 +148,12 @@ class Engine:
         threads = _set_threads(num_threads)
         config, pooling = loader.load_config(model_dir), read_pooling(Path(model_dir))
         types = loader.choose_types(
-            dtype, config, target, can_widen=is_fast_here(), can_multiply_short=has_bfloat16_products()
+            dtype,
+            config,
+            target,
+            quantize=quantize,
+            can_widen=is_fast_here(),
+            can_multiply_short=has_bfloat16_products(),
         )
         layout = loader.derive_layout(config, page_size, types.computed)
         context = loader.context_of(config, max_context)
@@ -235,9 +243,8 @@ def _fuse_on_cpu(
         return "none", "torch", None
     fused, linear = fuse(model, layout, num_threads), pack(model, num_threads)
     widen(model)
-    if types.multiplied == "bfloat16":
-        multiply_by_two(model)
-        linear += " by two"
+    convert(model, types)
+    linear += f" {types.quantized}" if types.quantized else " by two" if types.multiplied == "bfloat16" else ""
     return fused, linear, fuse_decoder(model, layout)
 
 

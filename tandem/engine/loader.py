@@ -46,6 +46,9 @@ _CONFIG_NOISE = frozenset(
     }
 )
 
+#: What weights of linear layers can be rounded to when they are loaded.
+QUANTIZED = ("int8", "int4")
+
 _HASH_CHUNK_BYTES = 64 << 20
 
 
@@ -75,11 +78,14 @@ class Types:
         computed: of K and V, and of all that is computed; but of what linear layers multiply, see `multiplied`.
         stored: of the weights in memory. Fewer bits than `computed` has are widened on the way.
         multiplied: of both factors in linear layers; sums are of `computed`.
+        quantized: `int8` or `int4`: to whole numbers of so many bits the weights of linear layers are rounded once they
+            are in memory; empty: they stay.
     """
 
     computed: str
     stored: str
     multiplied: str
+    quantized: str = ""
 
     @classmethod
     def all_of(cls, dtype: str) -> Types:
@@ -87,18 +93,39 @@ class Types:
 
 
 def choose_types(
-    dtype: str, config: PreTrainedConfig, device: torch.device, *, can_widen: bool, can_multiply_short: bool
+    dtype: str,
+    config: PreTrainedConfig,
+    device: torch.device,
+    *,
+    quantize: str = "none",
+    can_widen: bool,
+    can_multiply_short: bool,
 ) -> Types:
     """What `dtype` means for this checkpoint on this device. Raises `ConfigError`.
 
     Args:
+        quantize: `none`, or how weights are rounded.
         can_widen: linear layers can have weights of 16 bits and compute in float32, on this CPU.
         can_multiply_short: they can multiply bfloat16 as it is, on this CPU.
     """
     if dtype not in ("auto", *TORCH_DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
+    if quantize not in ("none", *QUANTIZED):
+        raise ConfigError(f"quantize {quantize!r} is not one of none, {', '.join(QUANTIZED)}", key="model.quantize")
     own = str(getattr(config, "dtype", None)).removeprefix("torch.")
     own = own if own in TORCH_DTYPES else "float32"
+    if quantize != "none":
+        if device.type != "cpu" or not can_widen:
+            raise ConfigError(
+                f"model.quantize rounds weights for CPUs with fused vector arithmetic, not for {device}; leave it out",
+                key="model.quantize",
+            )
+        if dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"with model.quantize: {quantize} all is computed in float32; leave model.dtype: {dtype} out",
+                key="model.dtype",
+            )
+        return Types("float32", own, "float32", quantize)
     if device.type != "cpu":
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype
@@ -228,6 +255,8 @@ def weights_sha256(model: PreTrainedModel, types: Types) -> str:
     digest = hashlib.sha256()
     if types.multiplied != types.computed:
         digest.update(f"products of {types.multiplied}\n".encode())
+    if types.quantized:
+        digest.update(f"weights rounded to {types.quantized}\n".encode())
     config = {key: value for key, value in model.config.to_dict().items() if key not in _CONFIG_NOISE}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     seen: dict[tuple[int, tuple[int, ...]], str] = {}

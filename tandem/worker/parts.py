@@ -265,6 +265,7 @@ def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
     engine = Engine.load(
         place.model_dir,
         dtype=config.model.dtype,
+        quantize=config.model.quantize,
         page_size=config.cache.page_size,
         kv_bytes=place.kv_bytes,
         num_threads=place.num_threads,

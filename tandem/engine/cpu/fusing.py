@@ -21,6 +21,7 @@ from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNor
 from tandem.engine.cpu.packed_linear import PackedLinear, can_pack
 from tandem.engine.fuse.recognise import decoder_parts, fuse_parts, logits_of
 from tandem.engine.layout import KVLayout
+from tandem.engine.loader import Types
 
 #: Of a layer, in the order in which they compute.
 _LAYER_PARTS: dict[str, type[nn.Module]] = {
@@ -29,6 +30,9 @@ _LAYER_PARTS: dict[str, type[nn.Module]] = {
     "post_attention_layernorm": FusedRMSNorm,
     "mlp": FusedGatedMLP,
 }
+
+
+_BITS = {"int8": 8, "int4": 4}
 
 
 class CPUKit:
@@ -72,11 +76,17 @@ def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
     return fuse_parts(model, layout, CPUKit(num_threads))
 
 
-def multiply_by_two(model: PreTrainedModel) -> None:
-    """Have all packed linear layers of bfloat16 multiply in that type; see `packed_kernel`."""
+def convert(model: PreTrainedModel, types: Types) -> None:
+    """Have all packed linear layers multiply as `types` say; see `packed_kernel`."""
     for module in model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
-            module.multiply_by_two()
+            if types.quantized:
+                module.panels.quantize(_BITS[types.quantized])
+            elif types.multiplied == "bfloat16":
+                module.panels.multiply_by_two()
+    for module in model.modules():
+        if isinstance(module, FusedDecoderLayer):
+            module.forget_plan()  # it names the panels as they were
 
 
 def fuse_decoder(model: PreTrainedModel, layout: KVLayout) -> FusedDecoder | None:

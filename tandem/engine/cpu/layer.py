@@ -132,6 +132,10 @@ class FusedDecoderLayer(nn.Module):
         """Bytes of the workspace that so many rows need."""
         return max(places[-1] for places in self._lay_out(0, num_rows))
 
+    def forget_plan(self) -> None:
+        """The parts are no longer what they were when it was made."""
+        self._plan = _Plan()
+
     def plan(self, num_rows: int) -> None:
         """Prepare for so many rows, in a workspace that has room for them."""
         self._plan = self._make_plan(self.workspace.address, num_rows)

@@ -15,8 +15,9 @@ from tandem.engine.attention.interface import ForwardContext, attend_written, be
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.cpu.layer_kernels import normalize_rows, place_heads
-from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, arranged_features
-from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases, pack_weights, pair_up
+from tandem.engine.cpu.packed_kernel import PANEL, arranged_features
+from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases
+from tandem.engine.cpu.panels import Panels
 from tandem.engine.cpu.threads import run
 from tandem.engine.huge_pages import FLOAT_BYTES
 
@@ -49,16 +50,14 @@ class FusedGatedMLP(nn.Module):
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, num_threads: int) -> None:
         super().__init__()
-        self._panels = pack_weights(gate.weight, up.weight)
-        self._products = PRODUCTS[self._panels.dtype]
+        self.panels = Panels(gate.weight, up.weight)
         self._bias = pack_biases(gate.bias, up.bias)
-        self._num_pairs = len(self._panels) // 2
+        self._num_pairs = self.panels.num // 2
         self._num_threads = num_threads
         self.in_features = gate.in_features
         #: Of one row, padded: what `call` needs for both products, and what it gives.
         self.both_features, self.inner_features = 2 * self._num_pairs * PANEL, self._num_pairs * PANEL
         self.down = PackedLinear(down.weight, down.bias, num_threads)
-        self._weight_at = self._panels.data_ptr()
         self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,18 +78,13 @@ class FusedGatedMLP(nn.Module):
         `both` is memory for `[num_rows, both_features]`, `arranged` as for `Products.arrange`; the output is
         `inner[num_rows, inner_features]`.
         """
-        products, num_in = self._products, self.in_features
-        before, x, x_stride = products.arrange(x, x_stride, num_rows, num_in, arranged)
+        panels, products = self.panels, self.panels.products
+        before, x, x_stride = products.arrange(x, x_stride, num_rows, self.in_features, arranged)
         product = products.multiply_gated.call(
-            self._num_pairs, x, x_stride, num_rows, products.num_steps(num_in), self._weight_at, self._num_pairs,
-            self._bias_at, both, inner,
+            self._num_pairs, x, x_stride, num_rows, panels.num_steps, panels.address, self._num_pairs, self._bias_at,
+            both, panels.scales_at, panels.group, inner,
         )  # fmt: skip
         return *before, product
-
-    def multiply_by_two(self) -> None:
-        """As `PackedLinear.multiply_by_two`, of gate and up."""
-        if pair_up(self._panels):
-            self._products = BY_TWO
 
 
 class FusedAttention(nn.Module):

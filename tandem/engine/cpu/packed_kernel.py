@@ -12,6 +12,10 @@ those of float32 weights with these values.
 float32. That is a numerical type of its own: rows are rounded to bfloat16 first. A panel is `[K / 2][32][2]` then, and
 all else is as above, with two numbers for one.
 
+**Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
+for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
+bits two lie in a byte, the lower one first: a step takes two numbers of a row.
+
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
 
@@ -41,12 +45,13 @@ _IS_WIDE = vir.has_wide_vectors()
 _vec = vir.Vectors(16 if _IS_WIDE else 8)
 _NUM_VECTORS = PANEL // _vec.lanes
 # How weights are stored; Numba takes these, and what else is of capitals here, for constants.
-_FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO = range(4)
+_FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO, _INT8, _INT4 = range(6)
 _LOADS: Mapping[int, Callable[..., Any]] = {
     _FLOAT32: _vec.load,
     _BFLOAT16: _vec.load_bfloat16,
     _FLOAT16: _vec.load_float16,
     _BY_TWO: _vec.load,
+    _INT8: _vec.load_int8,
 }
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
@@ -68,9 +73,9 @@ _STEPS_AHEAD = 64
 def _make_tile(rows: range, num_vectors: int, kind: int, *, together: bool, ahead: bool) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel's first vectors.
 
-    Its arguments are counts and addresses: how many rows; x, the distance of its rows in bytes, the panel, its K, the
-    outputs, the distance of their rows in bytes; where to prefetch from, and by how many bytes to go on with each step
-    of k.
+    Its arguments are counts and addresses: how many rows; x, the distance of its rows in bytes, the panel, its steps,
+    the outputs, the distance of their rows in bytes; where to prefetch from, and by how many bytes to go on with each
+    step; the scales, where there are any: then the outputs are added to.
 
     Args:
         kind: of weights.
@@ -88,48 +93,68 @@ def _make_tile(rows: range, num_vectors: int, kind: int, *, together: bool, ahea
             builder.branch(end)
         builder.position_at_end(end)
 
-    return vir.kernel(9, 0, types.void, emit)
+    return vir.kernel(10, 0, types.void, emit)
 
 
 def _emit_pass(
     builder: Any, num_rows: int, num_vectors: int, kind: int, together: bool, ahead: bool,
-    x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any,
+    x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any, scales: Any,
 ) -> None:  # fmt: skip
     if together:
         rows = [vir.offset(builder, x, row * FLOAT_BYTES) for row in range(num_rows)]
-        x_step = k.type(num_rows * FLOAT_BYTES)
+        number_bytes = num_rows * FLOAT_BYTES
     else:
         rows = [vir.advance(builder, x, x_stride, row) for row in range(num_rows)]
-        x_step = k.type(FLOAT_BYTES)
+        number_bytes = FLOAT_BYTES
+    x_step = k.type(number_bytes * numbers_per_step(kind))
     # Stack slots that LLVM turns into registers.
     sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
-    item_bytes = item_bytes_of(kind)
+    vector_bytes = _vec.lanes * item_bytes_of(kind)
     multiply_add = _vec.fma_by_two if kind == _BY_TWO else _vec.fma
-    step_bytes, vector_bytes = k.type(PANEL * item_bytes), _vec.lanes * item_bytes
+    step_bytes = k.type(PANEL * item_bytes_of(kind))
     with cgutils.for_range(builder, k) as loop:
         step = vir.advance(builder, panel, step_bytes, loop.index)
-        weights = [
-            _LOADS[kind](builder, vir.offset(builder, step, n * vector_bytes), alignment=vector_bytes)
-            for n in range(num_vectors)
-        ]
+        places = [vir.offset(builder, step, n * vector_bytes) for n in range(num_vectors)]
+        weights = _load_weights(builder, kind, places, vector_bytes)
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
             # As many as the step reads where this may be the only pass; of several each fetches a share.
             for n in range(0, LINE_BYTES if together else num_vectors * vector_bytes, LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
-        for row, row_sums in zip(rows, sums, strict=True):
-            number = _vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, x_step, loop.index)))
-            for weight, slot in zip(weights, row_sums, strict=True):
-                builder.store(multiply_add(builder, number, weight, builder.load(slot)), slot)
+        for index, of_number in enumerate(weights):
+            for row, row_sums in zip(rows, sums, strict=True):
+                place = vir.offset(builder, vir.advance(builder, row, x_step, loop.index), index * number_bytes)
+                number = _vec.spread(builder, vir.load_real(builder, place))
+                for weight, slot in zip(of_number, row_sums, strict=True):
+                    builder.store(multiply_add(builder, number, weight, builder.load(slot)), slot)
     for row, row_sums in enumerate(sums):
         start = vir.advance(builder, y, y_stride, row)
         for n, slot in enumerate(row_sums):
-            _vec.store(builder, builder.load(slot), vir.offset(builder, start, n * _vec.num_bytes))
+            place, total = vir.offset(builder, start, n * _vec.num_bytes), builder.load(slot)
+            if kind in (_INT8, _INT4):
+                scale = _vec.load(builder, vir.offset(builder, scales, n * _vec.num_bytes))
+                total = _vec.fma(builder, total, scale, _vec.load(builder, place))
+            _vec.store(builder, total, place)
+
+
+def _load_weights(builder: Any, kind: int, places: list[Any], vector_bytes: int) -> list[list[Any]]:
+    """The vectors of one step, for each of its numbers of a row."""
+    if kind == _INT4:
+        both = [_vec.load_int4(builder, place, alignment=vector_bytes) for place in places]
+        return [[low for low, _ in both], [high for _, high in both]]
+    return [[_LOADS[kind](builder, place, alignment=vector_bytes) for place in places]]
 
 
 def item_bytes_of(kind: int) -> int:
     """Of one weight, or of two that go together."""
+    if kind in (_INT8, _INT4):
+        return 1
     return vir.SHORT_BYTES if kind in (_BFLOAT16, _FLOAT16) else FLOAT_BYTES
+
+
+def numbers_per_step(kind: int) -> int:
+    """Of a row, each in memory by itself."""
+    return 2 if kind == _INT4 else 1
 
 
 def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
@@ -147,53 +172,74 @@ _few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
 _few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
 _few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
 _few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO)
+_few_int8, _more_int8, _many_int8 = _make_tiles(_INT8)
+_few_int4, _more_int4, _many_int4 = _make_tiles(_INT4)
 
 
 @numba.njit(nogil=True, inline="always")
 def _item_bytes(kind):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    if kind >= _INT8:
+        return 1
     return _SHORT_BYTES if kind in (_BFLOAT16, _FLOAT16) else FLOAT_BYTES
 
 
 @numba.njit(nogil=True, inline="always")
-def _few(kind, num_rows, x, x_stride, panel, k, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def _few(kind, num_rows, x, x_stride, panel, k, y, y_stride, scales):  # type: ignore[no-untyped-def] # pragma: no cover
     if kind == _BFLOAT16:
-        _few_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+        _few_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
     elif kind == _FLOAT16:
-        _few_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+        _few_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
     elif kind == _BY_TWO:
-        _few_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+        _few_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+    elif kind == _INT8:
+        _few_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+    elif kind == _INT4:
+        _few_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
     else:
-        _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0)
+        _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
 
 
 @numba.njit(nogil=True, inline="always")
-def _more(kind, num_rows, x, x_stride, panel, k, y, y_stride, fetch, step):  # type: ignore[no-untyped-def] # pragma: no cover
+def _more(kind, num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales):  # type: ignore[no-untyped-def] # pragma: no cover
     if kind == _BFLOAT16:
-        _more_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+        _more_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
     elif kind == _FLOAT16:
-        _more_float16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+        _more_float16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
     elif kind == _BY_TWO:
-        _more_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+        _more_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+    elif kind == _INT8:
+        _more_int8(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+    elif kind == _INT4:
+        _more_int4(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
     else:
-        _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step)
+        _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
 
 
 @numba.njit(nogil=True, inline="always")
-def _many(kind, num_rows, x, panel, k, y, y_stride, fetch, step):  # type: ignore[no-untyped-def] # pragma: no cover
+def _many(kind, num_rows, x, panel, k, y, y_stride, fetch, step, scales):  # type: ignore[no-untyped-def] # pragma: no cover
     if kind == _BFLOAT16:
-        _many_bfloat16(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
+        _many_bfloat16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
     elif kind == _FLOAT16:
-        _many_float16(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
+        _many_float16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
     elif kind == _BY_TWO:
-        _many_by_two(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
+        _many_by_two(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+    elif kind == _INT8:
+        _many_int8(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+    elif kind == _INT4:
+        _many_int4(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
     else:
-        _many_float32(num_rows, x, 0, panel, k, y, y_stride, fetch, step)
+        _many_float32(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
     for n in range(_NUM_VECTORS):
         place, other = (vir.offset(builder, address, n * _vec.num_bytes) for address in (y, bias))
         _vec.store(builder, builder.fadd(_vec.load(builder, place), _vec.load(builder, other)), place)
+
+
+def _emit_clear(builder: Any, y: Any) -> None:
+    for n in range(_NUM_VECTORS):
+        _vec.store(builder, _vec.constant(0.0), vir.offset(builder, y, n * _vec.num_bytes))
 
 
 def _emit_gate(builder: Any, pair: Any, y: Any) -> None:
@@ -217,6 +263,8 @@ def _emit_round_one(builder: Any, x: Any, y: Any) -> None:
 
 #: Adds the bias of a panel (second address) to a row's outputs.
 _add = vir.kernel(2, 0, types.void, _emit_add)
+#: Makes a row's outputs of one panel zero.
+_clear = vir.kernel(1, 0, types.void, _emit_clear)
 #: SiLU of a row's outputs of one panel times those of the panel behind it.
 _gate = vir.kernel(2, 0, types.void, _emit_gate)
 #: So many vectors (third) of the first address as bfloat16 to the second.
@@ -237,34 +285,57 @@ def _first_row(index, num_passes, num_rows):  # type: ignore[no-untyped-def] # p
 
 
 @numba.njit(nogil=True, inline="always")
-def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover
-    """A panel's product, in one pass or several.
+def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, scales, group):  # type: ignore[no-untyped-def] # pragma: no cover
+    """A panel's product: of all steps at once, or a group after the other where each has its scales."""
+    number_bytes = FLOAT_BYTES * (2 if kind == _INT4 else 1)
+    step_bytes = PANEL * _item_bytes(kind)
+    if kind >= _INT8:
+        for index in range(num_rows):
+            _clear(y + index * y_stride)
+    ahead = panel + k * step_bytes
+    for begin in range(0, k, group):
+        count = min(group, k - begin)
+        _multiply_group(
+            kind, x, x_stride, num_rows, k, begin, count, number_bytes, panel + begin * step_bytes, step_bytes, ahead,
+            y, y_stride, scales,
+        )  # fmt: skip
+        ahead += count * step_bytes
+        scales += _OUTPUT_BYTES
+    if bias:
+        for index in range(num_rows):
+            _add(y + index * y_stride, bias)
+
+
+@numba.njit(nogil=True, inline="always")
+def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    kind, x, x_stride, num_rows, k, begin, count, number_bytes, panel, step_bytes, ahead, y, y_stride, scales
+):
+    """`count` steps from `begin` on, in one pass or several.
 
     With few rows a single pass runs at the speed of memory by itself. With more of them memory would rest while a pass
     computes: so each pass fetches its share of the next panel, evenly (faster fetching stalls the pass), or a single
     pass what it reads next.
     """
     if num_rows <= _MAX_ROWS_ALONE:
-        _few(kind, num_rows, x, x_stride, panel, k, y, y_stride)
-    else:
-        num_passes = _num_passes(num_rows)  # of each part
-        step_bytes = PANEL * _item_bytes(kind)
-        step = step_bytes // (num_passes * _NUM_PARTS)
-        ahead = panel + step_bytes * (_STEPS_AHEAD if num_passes * _NUM_PARTS == 1 else k)
-        for part in range(_NUM_PARTS):
-            w = panel + part * (step_bytes // _NUM_PARTS)
-            for index in range(num_passes):
-                row = _first_row(index, num_passes, num_rows)
-                count = _first_row(index + 1, num_passes, num_rows) - row
-                y_row = y + row * y_stride + part * _PART_OUTPUT_BYTES
-                if num_passes == 1:
-                    _more(kind, count, x, x_stride, w, k, y_row, y_stride, ahead, step)
-                else:
-                    _many(kind, count, x + row * k * FLOAT_BYTES, w, k, y_row, y_stride, ahead, step)
-                ahead += k * step
-    if bias:
-        for index in range(num_rows):
-            _add(y + index * y_stride, bias)
+        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, scales)
+        return
+    num_passes = _num_passes(num_rows)  # of each part
+    step = step_bytes // (num_passes * _NUM_PARTS)
+    if num_passes * _NUM_PARTS == 1:
+        ahead = panel + step_bytes * _STEPS_AHEAD
+    for part in range(_NUM_PARTS):
+        w, of_part = panel + part * (step_bytes // _NUM_PARTS), part * _PART_OUTPUT_BYTES
+        for index in range(num_passes):
+            row = _first_row(index, num_passes, num_rows)
+            num = _first_row(index + 1, num_passes, num_rows) - row
+            place = y + row * y_stride + of_part
+            if num_passes == 1:
+                start = x + begin * number_bytes
+                _more(kind, num, start, x_stride, w, count, place, y_stride, ahead, step, scales + of_part)
+            else:
+                start = x + (row * k + begin * num) * number_bytes
+                _many(kind, num, start, w, count, place, y_stride, ahead, step, scales + of_part)
+            ahead += count * step
 
 
 def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -299,14 +370,19 @@ def _multiply(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pr
     """Panels `[first, end)` of `y[num_rows, 32 * num_panels] = x[num_rows, k] @ panels + bias`.
 
     All by address; `x_stride` in bytes, `bias` 0 where there is none, `y` without gaps. More than `MAX_ROWS` rows of x
-    are as `put_together` leaves them.
+    are as `put_together` leaves them. `k` and `group` are steps; weights without scales have one group. Scales are
+    `[num_panels][groups][32]`.
     """
-    x, x_stride, num_rows, k, panels, num_panels, bias, y = _eight_words(arguments)
+    x, x_stride, num_rows, k, panels, num_panels, bias, y, scales, group = _ten_words(arguments)
+    scales_bytes = (k + group - 1) // group * _OUTPUT_BYTES
     y_stride, panel_bytes = num_panels * _OUTPUT_BYTES, k * PANEL * _item_bytes(kind)
     for index in range(first, end):
         shift = bias + index * _OUTPUT_BYTES if bias else 0
         panel = panels + index * panel_bytes
-        _multiply_panel(kind, x, x_stride, num_rows, k, panel, shift, y + index * _OUTPUT_BYTES, y_stride)
+        place = y + index * _OUTPUT_BYTES
+        _multiply_panel(
+            kind, x, x_stride, num_rows, k, panel, shift, place, y_stride, scales + index * scales_bytes, group
+        )
 
 
 @numba.njit(nogil=True, inline="always")
@@ -315,7 +391,8 @@ def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def
 
     `both[num_rows, 64 * num_pairs]` takes the products in between.
     """
-    x, x_stride, num_rows, k, panels, num_pairs, bias, both, y = _nine_words(arguments)
+    x, x_stride, num_rows, k, panels, num_pairs, bias, both, scales, group, y = _eleven_words(arguments)
+    scales_bytes = (k + group - 1) // group * _OUTPUT_BYTES
     both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES
     panel_bytes = k * PANEL * _item_bytes(kind)
     for index in range(first, end):
@@ -323,7 +400,10 @@ def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def
             panel = 2 * index + half
             shift = bias + panel * _OUTPUT_BYTES if bias else 0
             place = both + panel * _OUTPUT_BYTES
-            _multiply_panel(kind, x, x_stride, num_rows, k, panels + panel * panel_bytes, shift, place, both_stride)
+            _multiply_panel(
+                kind, x, x_stride, num_rows, k, panels + panel * panel_bytes, shift, place, both_stride,
+                scales + panel * scales_bytes, group,
+            )  # fmt: skip
         for row in range(num_rows):
             _gate(both + row * both_stride + 2 * index * _OUTPUT_BYTES, y + row * y_stride + index * _OUTPUT_BYTES)
 
@@ -360,7 +440,23 @@ def _multiply_gated_by_two(first, end, arguments):  # type: ignore[no-untyped-de
     _multiply_gated(_BY_TWO, first, end, arguments)
 
 
-_four_words, _five_words, _eight_words, _nine_words = words(4), words(5), words(8), words(9)
+def _multiply_int8(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_INT8, first, end, arguments)
+
+
+def _multiply_gated_int8(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_INT8, first, end, arguments)
+
+
+def _multiply_int4(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_INT4, first, end, arguments)
+
+
+def _multiply_gated_int4(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_INT4, first, end, arguments)
+
+
+_four_words, _five_words, _ten_words, _eleven_words = words(4), words(5), words(10), words(11)
 #: Its items are passes.
 put_together = Kernel(_put_together, "i" * 5)
 
@@ -376,16 +472,14 @@ class Products:
     Attributes:
         multiply: its items are panels.
         multiply_gated: its items are pairs of panels.
-        by_two: two numbers of a row, and of a weight's, go together as one, of an even K; rows are rounded to bfloat16.
+        per_step: how many numbers of a row a step takes; K is a multiple of them.
+        rounds: rows are rounded to bfloat16, so that two numbers are in the place of one.
     """
 
     multiply: Kernel
     multiply_gated: Kernel
-    by_two: bool = False
-
-    def num_steps(self, k: int) -> int:
-        """What the kernels take for K."""
-        return k // 2 if self.by_two else k
+    per_step: int = 1
+    rounds: bool = False
 
     def arrange(
         self, x: int, x_stride: int, num_rows: int, k: int, arranged: int
@@ -397,25 +491,34 @@ class Products:
             arranged: address of memory for `[num_rows, arranged_features]`.
         """
         before: tuple[bytes, ...] = ()
-        num_steps = self.num_steps(k)
-        if self.by_two:
+        if self.rounds:
             before = (round_rows.call(num_rows, x, x_stride, k, arranged),)
-            x, x_stride = arranged, num_steps * FLOAT_BYTES
+            k //= 2
+            x, x_stride = arranged, k * FLOAT_BYTES
             arranged += num_rows * x_stride
         if num_rows <= MAX_ROWS:
             return before, x, x_stride
-        together = put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, num_steps, arranged)
+        together = put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, k, arranged)
         return (*before, together), arranged, 0
+
+
+def _products(plain: Callable[..., None], gated: Callable[..., None], **options: Any) -> Products:
+    return Products(Kernel(plain, "i" * 10), Kernel(gated, "i" * 11), **options)
 
 
 #: By torch's type of the weights, which are widened.
 PRODUCTS: Mapping[torch.dtype, Products] = {
-    torch.float32: Products(Kernel(_multiply_float32, "i" * 8), Kernel(_multiply_gated_float32, "i" * 9)),
-    torch.bfloat16: Products(Kernel(_multiply_bfloat16, "i" * 8), Kernel(_multiply_gated_bfloat16, "i" * 9)),
-    torch.float16: Products(Kernel(_multiply_float16, "i" * 8), Kernel(_multiply_gated_float16, "i" * 9)),
+    torch.float32: _products(_multiply_float32, _multiply_gated_float32),
+    torch.bfloat16: _products(_multiply_bfloat16, _multiply_gated_bfloat16),
+    torch.float16: _products(_multiply_float16, _multiply_gated_float16),
 }
 #: Of bfloat16 by two, where the CPU has it (`vector_ir.has_bfloat16_products`).
-BY_TWO = Products(Kernel(_multiply_by_two, "i" * 8), Kernel(_multiply_gated_by_two, "i" * 9), by_two=True)
+BY_TWO = _products(_multiply_by_two, _multiply_gated_by_two, per_step=2, rounds=True)
+#: Of whole numbers with scales, by their bits.
+QUANTIZED: Mapping[int, Products] = {
+    8: _products(_multiply_int8, _multiply_gated_int8),
+    4: _products(_multiply_int4, _multiply_gated_int4, per_step=2),
+}
 
 
 def arranged_features(num_rows: int, k: int) -> int:

@@ -23,6 +23,9 @@ SHORT_BYTES = 2
 REAL = ir.FloatType()
 _INDEX = ir.IntType(32)
 _SHORT = ir.IntType(16)
+_BYTE = ir.IntType(8)
+# Lanes of AVX-512's vectors.
+_WIDE = 16
 
 
 class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
@@ -173,6 +176,25 @@ class Vectors:
         loaded = builder.load(builder.inttoptr(address, ir.VectorType(ir.HalfType(), self.lanes).as_pointer()))
         loaded.align = alignment
         return builder.fpext(loaded, self.type)
+
+    def load_int8(self, builder: Any, address: Any, *, alignment: int) -> Any:
+        bytes_ = builder.load(builder.inttoptr(address, ir.VectorType(_BYTE, self.lanes).as_pointer()))
+        bytes_.align = alignment
+        return builder.sitofp(builder.sext(bytes_, self._integers), self.type)
+
+    def load_int4(self, builder: Any, address: Any, *, alignment: int) -> tuple[Any, Any]:
+        """The lower and the upper halves of bytes, which hold each number plus eight."""
+        bytes_ = builder.load(builder.inttoptr(address, ir.VectorType(_BYTE, self.lanes).as_pointer()))
+        bytes_.align = alignment
+        both = builder.zext(bytes_, self._integers)
+        halves = builder.and_(both, self.integers(15)), builder.lshr(both, self.integers(4))
+        if self.lanes == _WIDE:  # a table in a register; what is above the lower half of an index does not count
+            signature = ir.FunctionType(self.type, [self.type, self._integers])
+            look_up = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.sf.512")
+            table = self.constant([float(number - 8) for number in range(16)])
+            return builder.call(look_up, [table, both]), builder.call(look_up, [table, halves[1]])
+        low, high = (builder.fsub(builder.sitofp(half, self.type), self.constant(8.0)) for half in halves)
+        return low, high
 
     def store(self, builder: Any, value: Any, address: Any) -> None:
         builder.store(value, builder.inttoptr(address, self.type.as_pointer())).align = FLOAT_BYTES

@@ -70,7 +70,7 @@ def test_products_by_two_are_of_rounded_rows_and_each_row_is_its_own(
 ) -> None:
     weight, bias = draw(num_out, num_in, seed=1).bfloat16(), draw(num_out, seed=2)
     packed = PackedLinear(weight, bias, num_threads)
-    packed.multiply_by_two()
+    packed.panels.multiply_by_two()
     x = draw(70, num_in, seed=3)
     exact = x.bfloat16().double() @ weight.double().T + bias.double()
     alone = torch.cat([packed(row[None]) for row in x])
@@ -84,12 +84,64 @@ def test_products_by_two_are_of_rounded_rows_and_each_row_is_its_own(
 def test_what_does_not_go_by_two_is_widened(dtype: torch.dtype, num_in: int) -> None:
     packed, x = PackedLinear(draw(40, num_in).to(dtype), None, 1), draw(3, num_in, seed=1)
     before = packed(x)
-    packed.multiply_by_two()
+    packed.panels.multiply_by_two()
     assert torch.equal(packed(x), before)
+
+
+def quantized(weight: torch.Tensor, bits: int, bias: torch.Tensor | None = None, num_threads: int = 1) -> PackedLinear:
+    packed = PackedLinear(weight, bias, num_threads)
+    packed.panels.quantize(bits)
+    return packed
+
+
+def weights_of(packed: PackedLinear) -> torch.Tensor:
+    """`[N, K]`: what they are after rounding, as the products with a unit each."""
+    unit = torch.eye(packed.in_features)
+    return packed(unit).T
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("num_out", "num_in"), [(32, 8), (96, 768), (50, 18), (200, 300), (33, 129), (64, 256)])
+def test_whole_numbers_are_near_and_each_row_is_its_own(num_out: int, num_in: int, bits: int) -> None:
+    """An odd K, which 4 bits do not go into, gets 8."""
+    weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
+    packed = quantized(weight, bits, bias)
+    rounded = weights_of(quantized(weight, bits))
+    bits = 8 if num_in % 2 else bits
+    group = num_in if bits == 8 else 128
+    for begin in range(0, num_in, group):
+        those = slice(begin, begin + group)
+        most = weight[:, those].abs().amax(dim=1, keepdim=True)
+        step = most / (2 ** (bits - 1) - 1)
+        error = (rounded[:, those] - weight[:, those]).abs()
+        if bits == 8:
+            assert torch.all(error <= step / 2 * 1.001)
+        else:  # the greatest ones may be cut off, for less error of all
+            plain = (weight[:, those] / step).round() * step
+            assert torch.all(error.square().sum(1) <= (plain - weight[:, those]).square().sum(1) * 1.001)
+    for num_threads in (1, 2):
+        packed = quantized(weight, bits, bias, num_threads)
+        x = draw(70, num_in, seed=3)
+        exact = x.double() @ rounded.double().T + bias.double()
+        alone = torch.cat([packed(row[None]) for row in x])
+        torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=1e-5 * num_in**0.5)
+        for rows in ROWS:
+            assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+            assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_outputs_without_weights_and_extremes_stay(bits: int) -> None:
+    weight = torch.zeros(40, 256)
+    weight[1, 3], weight[2, 200] = 1e30, -1e-30
+    rounded = weights_of(quantized(weight, bits))
+    assert torch.isfinite(rounded).all()
+    torch.testing.assert_close(rounded, weight, rtol=0.08, atol=0.0)
 
 
 def products_of_all_row_counts() -> torch.Tensor:
     packed = [PackedLinear(draw(200, 300).to(dtype), draw(200, seed=1), 1) for dtype in (torch.float32, *SHORT)]
+    packed += [quantized(draw(200, 300), bits, draw(200, seed=1)) for bits in (8, 4)]
     x = draw(65, 300, seed=3)
     return torch.cat([layer(x[:rows]) for layer in packed for rows in ROWS])
 

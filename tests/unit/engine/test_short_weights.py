@@ -10,7 +10,10 @@ import engine_helpers as helpers
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from tandem.core.errors import ConfigError
 from tandem.engine import loader
 from tandem.engine.cpu.embedding import ShortEmbedding
 from tandem.engine.cpu.modules import FusedGatedMLP
@@ -32,7 +35,7 @@ def save(directory: Path, arch: str, dtype: str, **options: object) -> Path:
 def panels_of(engine: Engine) -> Iterator[torch.Tensor]:
     for module in engine._model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
-            yield module._panels
+            yield module.panels.numbers
 
 
 @pytest.mark.parametrize("dtype", SHORT)
@@ -166,6 +169,18 @@ def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut
     assert float(torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1]) > 0.99
 
 
+def test_a_first_batch_of_any_size_is_computed_as_converted(tmp_path: Path) -> None:
+    """Trials of parts leave plans behind that name the weights as they were."""
+    model_dir = save(tmp_path, "llama", "bfloat16")
+    for options in ({"dtype": "auto"}, {"quantize": "int8"}):
+        for num_rows in range(4, 9):
+            engine = helpers.load_engine(model_dir, **options)
+            found = engine.forward([SequenceInput([5] * num_rows, 0, (0, 1), num_rows)])[-1].clone()
+            for end in range(1, num_rows + 1):
+                alone = engine.forward([SequenceInput([5], end - 1, (2, 3), 1)])
+            assert torch.equal(found, alone[0]), f"{num_rows} rows, {options}"
+
+
 @by_two
 def test_only_workers_that_multiply_alike_share_pages(tmp_path: Path) -> None:
     model_dir = save(tmp_path, "llama", "bfloat16")
@@ -173,3 +188,64 @@ def test_only_workers_that_multiply_alike_share_pages(tmp_path: Path) -> None:
     assert auto.weights_sha256 == asked.weights_sha256
     assert auto.weights_sha256 != exact.weights_sha256
     assert auto.layout == exact.layout, "KV is float32 in both"
+
+
+# --- rounded to whole numbers -------------------------------------------------------------------------------------
+
+
+def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
+    """The same checkpoint in float32, its linear layers rounded."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+            packed = PackedLinear(weight, None, 1)
+            packed.panels.quantize(bits)
+            rounded = packed(torch.eye(packed.in_features)).T
+            with torch.no_grad():
+                module.weight.copy_(rounded if isinstance(module, nn.Linear) else rounded.T)
+    model.save_pretrained(target)
+    return target
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
+def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_work_is_cut(
+    arch: str, quantize: str, tmp_path: Path
+) -> None:
+    model_dir = save(tmp_path, arch, "bfloat16")
+    engine, threaded = (helpers.load_engine(model_dir, quantize=quantize, num_threads=n) for n in (1, 2))
+    exact = helpers.load_engine(save_rounded(model_dir, int(quantize[3:]), tmp_path / "rounded"))
+    assert engine.linear == f"packed {quantize}"
+    assert engine.types == Types("float32", "bfloat16", "float32", quantize)
+    assert {numbers.dtype for numbers in panels_of(engine)} == {torch.uint8}
+    assert engine.fused == exact.fused
+    assert engine.weights_sha256 != exact.weights_sha256
+    prompts = [helpers.make_prompt(length, seed=1) for length in (1, 17, 90)]
+    together = helpers.drive(engine, prompts, chunk=50, num_new=NUM_NEW)
+    for prompt, expected in zip(prompts, together, strict=True):
+        for other, chunk in ((engine, 7), (engine, 1000), (threaded, 33)):
+            (found,) = helpers.drive(other, [prompt], chunk=chunk, num_new=NUM_NEW)
+            assert found.token_ids == expected.token_ids
+            assert torch.equal(found.logits, expected.logits), f"chunks of {chunk}"
+    inputs = [SequenceInput(prompts[-1], 0, range(engine.layout.num_pages_for(90)), 90)]
+    ours, theirs = engine.forward(inputs).clone(), exact.forward(inputs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.std()))
+
+
+@pytest.mark.parametrize(
+    ("quantize", "dtype", "device", "can_widen", "key"),
+    [
+        ("int2", "auto", "cpu", True, "model.quantize"),
+        ("int8", "auto", "cuda", True, "model.quantize"),
+        ("int8", "auto", "cpu", False, "model.quantize"),
+        ("int8", "bfloat16", "cpu", True, "model.dtype"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(quantize: str, dtype: str, device: str, can_widen: bool, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loader.choose_types(
+            dtype, make_config(ModelSpec()), torch.device(device), quantize=quantize, can_widen=can_widen,
+            can_multiply_short=True,
+        )  # fmt: skip
+    assert refused.value.key == key

@@ -1,0 +1,99 @@
+"""The weights of a linear layer in the order in which `packed_kernel` reads them, in the type that it multiplies."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED
+from tandem.engine.huge_pages import weight_memory
+
+#: Of 4 bits, so many weights of an output have a scale in common.
+GROUP = 128
+# What a scale of 4 bits may be, relative to the one by which the greatest weight of its group is exact: smaller ones
+# cut that off, and are finer for all others.
+_CUTS = [1.0 - 0.05 * number for number in range(8)]
+# So many weights are converted at a time.
+_AT_ONCE = 1 << 22
+
+
+class Panels:
+    """Of `[N, K]`: panels `[N / 32][K][32]`, zeros behind the last output. Of several of one shape a panel of each in
+    turn.
+
+    Attributes:
+        num: of panels.
+        num_steps: of a panel, as the kernels count.
+        products: the kernels that take them.
+        address, scales_at: of the numbers and of their scales; 0 where they have none.
+        group: steps that have scales in common; all where there are no scales.
+    """
+
+    def __init__(self, *weights: torch.Tensor) -> None:
+        """`weights`: of one type, that `PRODUCTS` has; copied."""
+        num_out, self._num_in = weights[0].shape
+        num_panels = -(-num_out // PANEL)
+        numbers = weight_memory.empty(num_panels, len(weights), self._num_in, PANEL, dtype=weights[0].dtype)
+        for index, weight in enumerate(weights):
+            rows = nn.functional.pad(weight.detach(), (0, 0, 0, num_panels * PANEL - num_out))
+            numbers[:, index].copy_(rows.view(num_panels, PANEL, self._num_in).transpose(1, 2))
+        self.numbers = numbers.flatten(0, 1)
+        self.num = len(self.numbers)
+        self.products = PRODUCTS[self.numbers.dtype]
+        self.num_steps = self.group = self._num_in
+        self.address = self.numbers.data_ptr()
+        self.scales: torch.Tensor | None = None
+        self.scales_at = 0
+
+    def multiply_by_two(self) -> None:
+        """From now on multiply in bfloat16, if the weights are of that type and K is even."""
+        if self.numbers.dtype is not torch.bfloat16 or self._num_in % 2:
+            return
+        for panel in self.numbers:  # in place: the numbers of two steps beside each other
+            panel.copy_(panel.view(-1, 2, PANEL).transpose(1, 2).reshape(-1, PANEL))
+        self.products = BY_TWO
+        self.num_steps = self.group = self._num_in // 2
+
+    def quantize(self, bits: int) -> None:
+        """Round the weights to whole numbers of so many bits: 8, or 4 if K is even, and 8 if it is not."""
+        bits = 8 if self._num_in % 2 else bits
+        group = self._num_in if bits == 8 else min(GROUP, self._num_in)
+        num_groups = -(-self._num_in // group)
+        per_byte = 8 // bits
+        numbers = weight_memory.empty(self.num, self._num_in // per_byte, PANEL, dtype=torch.uint8)
+        scales = weight_memory.empty(self.num, num_groups, PANEL, dtype=torch.float32)
+        num_at_once = max(1, _AT_ONCE // (self._num_in * PANEL))
+        for begin in range(0, self.num, num_at_once):
+            those = slice(begin, begin + num_at_once)
+            wide = nn.functional.pad(self.numbers[those].float(), (0, 0, 0, num_groups * group - self._num_in))
+            found, rounded = _round(wide.view(len(wide), num_groups, group, PANEL), bits)
+            scales[those] = found.squeeze(2)
+            whole = rounded.view(len(wide), -1, PANEL)[:, : self._num_in].to(torch.int16)
+            numbers[those] = whole.to(torch.int8).view(torch.uint8) if bits == 8 else _pack_halves(whole)
+        self.numbers, self.scales = numbers, scales
+        self.products = QUANTIZED[bits]
+        self.num_steps, self.group = self._num_in // self.products.per_step, group // self.products.per_step
+        self.address, self.scales_at = numbers.data_ptr(), scales.data_ptr()
+
+
+def _round(weights: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales `[P, groups, 1, 32]`, and whole numbers as float32, of weights `[P, groups, K, 32]`.
+
+    Of 4 bits each scale is the one of `_CUTS` with the least sum of squared errors.
+    """
+    most = float(2 ** (bits - 1) - 1)
+    exact = (weights.abs().amax(dim=2, keepdim=True) / most).clamp(min=torch.finfo(torch.float32).tiny)
+    if bits == 8:
+        return exact, (weights / exact).round()
+    best, least = exact, torch.full_like(exact, torch.inf)
+    for cut in _CUTS:
+        scale = exact * cut
+        error = ((weights / scale).round().clamp(-most - 1, most) * scale - weights).square().sum(dim=2, keepdim=True)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best, (weights / best).round().clamp(-most - 1, most)
+
+
+def _pack_halves(whole: torch.Tensor) -> torch.Tensor:
+    """`[P, K, 32]` from -8 to 7 as bytes `[P, K / 2, 32]`: each number plus eight, of two the first one below."""
+    halves = (whole + 8).view(len(whole), -1, 2, PANEL)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).to(torch.uint8)

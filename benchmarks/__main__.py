@@ -33,6 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_parts(commands)
     _add_placement(commands)
     _add_conversations(commands)
+    _add_accuracy(commands)
     _add_link(commands)
     _add_gpu(commands)
     return parser
@@ -136,6 +137,19 @@ def _add_conversations(commands: Any) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
+def _add_accuracy(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "accuracy",
+        "what bfloat16, int8 and int4 do to the embedded model's answers; no server; minutes",
+        "python -m benchmarks accuracy\npython -m benchmarks accuracy --json docs/figures/accuracy.json",
+        _accuracy,
+    )
+    command.add_argument("--texts", type=whole(1), default=20, metavar="N", help="stories (default: 20)")
+    command.add_argument("--recalls", type=whole(1), default=100, metavar="N", help="prompts (default: 100)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
 def _add_link(commands: Any) -> None:
     command = add_command(
         commands,
@@ -221,6 +235,13 @@ def _conversations(options: argparse.Namespace) -> int:
     from benchmarks.conversations import command
 
     command.run(options.json, command.sizes(options))
+    return 0
+
+
+def _accuracy(options: argparse.Namespace) -> int:
+    from benchmarks.accuracy import command
+
+    command.run(options.json, command.AccuracySizes(options.texts, options.recalls))
     return 0
 
 

@@ -106,7 +106,8 @@ class Prompt:
     guide: Guide | None  # of an output that begins
     error: InternalError | None = None  # its logits are of no use: the attempt ends when the step is booked
 
-    def rows(self, _: Sequence) -> list[SampleRow]:
+    def rows(self, _: Sequence, _ahead: int) -> list[SampleRow]:
+        """Of the missing choices, which have nothing ahead."""
         job = self.job
         return [SampleRow(self.state, job.params, choice, 0, self.guide) for choice in job.to_sample]
 
@@ -125,5 +126,6 @@ class Choice:
         if self.guide is not None:
             self.guide.push(token_id)
 
-    def rows(self, sequence: Sequence) -> list[SampleRow]:
-        return [SampleRow(self.state, sequence.params, sequence.choice, sequence.num_output, self.guide)]
+    def rows(self, sequence: Sequence, ahead: int) -> list[SampleRow]:
+        """Of the next token but `ahead`, where those between are noted."""
+        return [SampleRow(self.state, sequence.params, sequence.choice, sequence.num_output + ahead, self.guide)]

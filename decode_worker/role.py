@@ -24,6 +24,7 @@ from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError,
 from tandem.core.pages import page_keys, pages_for, salted
 from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
+from tandem.worker.guesses import Guesses
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
@@ -44,6 +45,7 @@ class DecodeRole:
 
     Args:
         queue_bound: attempts that may wait for pages.
+        guesses: of tokens that may come next; `None`: none are made.
         to_runner: queues a call for the runner thread, before its next step.
         to_driver: queues a call for the driver's thread.
     """
@@ -65,6 +67,7 @@ class DecodeRole:
         pacing: Pacing,
         clock: Clock,
         is_draining: Callable[[], bool],
+        guesses: Guesses | None = None,
         to_runner: Submit,
         to_driver: Submit,
     ) -> None:
@@ -95,6 +98,7 @@ class DecodeRole:
             drop=self._drop,
             guides=guides,
         )
+        self._guesses = guesses
         self._arrivals = 0
         self._will_give_pages = False  # `give_pages` is on its way to the driver's thread
         # Who is held or waits, or what is free, since `give_pages` last looked; of the driver's thread.
@@ -408,6 +412,8 @@ class DecodeRole:
 
     def before_schedule(self) -> None:
         self._scheduler.has_spare_threads = self._pacing.has_spare_threads
+        if self._guesses is not None:
+            self._guesses.plan(self._scheduler.running)
         if self.ledger.waiting and not self._will_give_pages:  # the last step may have freed some
             self._will_give_pages = True
             self._to_driver(self.give_pages)

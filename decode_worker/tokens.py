@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from decode_worker.events import Emit, Event
@@ -61,10 +62,44 @@ class TokenBook:
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         """As `StepHooks.sample`."""
-        owners = [(item.sequence.owner, item.sequence) for item in batch.items if item.samples]
-        rows = [owner.rows(sequence) for owner, sequence in owners]
-        self._sampled = [_all_or_error(tokens) for tokens in self.sample_tokens(logits, rows)]
-        return [_to_append(owner, tokens) for (owner, _), tokens in zip(owners, self._sampled, strict=True)]
+        items = [item for item in batch.items if item.samples]
+        self._sampled = self._sample_first(items, logits)
+        self._follow_guesses(items, logits)
+        return [_to_append(item.sequence.owner, tokens) for item, tokens in zip(items, self._sampled, strict=True)]
+
+    def _sample_first(self, items: list[ScheduledSequence], logits: Any) -> list[list[SampledToken] | TandemError]:
+        """The tokens that come next."""
+        rows = [item.sequence.owner.rows(item.sequence, 0) for item in items]
+        if any(item.guesses for item in items):
+            logits = logits[_first_rows(items)]
+        return [_all_or_error(tokens) for tokens in self.sample_tokens(logits, rows)]
+
+    def _follow_guesses(self, items: list[ScheduledSequence], logits: Any) -> None:
+        """Where a guess is what was sampled, sample behind it too; add that to what was sampled, and note what comes
+        before it."""
+        going_on = [(index, row) for index, row in enumerate(_first_rows(items)) if items[index].guesses]
+        for ahead in range(max((len(item.guesses) for item in items), default=0)):
+            going_on = [(index, row) for index, row in going_on if self._is_right(items[index], index, ahead)]
+            if not going_on:
+                return
+            owners = [items[index].sequence.owner for index, _ in going_on]
+            for owner, (index, _) in zip(owners, going_on, strict=True):
+                owner.append(items[index].guesses[ahead])
+            if guided := [owner.guide for owner in owners if owner.guide is not None]:
+                self.guides.begin(guided)
+            rows = [items[index].sequence.owner.rows(items[index].sequence, ahead + 1) for index, _ in going_on]
+            found = self.sample_tokens(logits[[row + ahead + 1 for _, row in going_on]], rows)
+            for (index, _), tokens in zip(going_on, found, strict=True):
+                before, behind = self._sampled[index], _all_or_error(tokens)
+                assert not isinstance(before, TandemError)
+                self._sampled[index] = behind if isinstance(behind, TandemError) else before + behind
+
+    def _is_right(self, item: ScheduledSequence, index: int, ahead: int) -> bool:
+        """Whether the guess at this place is the token that was sampled there."""
+        sampled = self._sampled[index]
+        if isinstance(sampled, TandemError) or ahead >= len(item.guesses):
+            return False
+        return len(sampled) == ahead + 1 and sampled[ahead].token_id == item.guesses[ahead]
 
     def book(self, batch: Batch) -> int:
         """Give out what a step sampled, which the scheduler has booked; returns how many admissions it was the first
@@ -86,7 +121,12 @@ class TokenBook:
                 continue
             match sequence.owner:
                 case Choice() if tokens:
-                    self._book(sequence, tokens, events)
+                    num_noted = len(tokens) - 1 if item.guesses else 0
+                    if item.guesses:
+                        sequence.guesser.judge(len(item.guesses), num_noted)
+                        self.counters.num_guesses += len(item.guesses)
+                        self.counters.num_right_guesses += num_noted
+                    self._book(sequence, tokens, num_noted, events)
                 case Prompt(error=InternalError() as error):
                     self._fail(sequence, error, events)
                 case Prompt() if sequence.num_computed == sequence.num_prompt:
@@ -129,13 +169,14 @@ class TokenBook:
             self.scheduler.pool.release(pages)
             self.ledger.remove(job)
 
-    def _book(self, sequence: Sequence, tokens: list[SampledToken], events: Events) -> None:
-        """Tokens of one choice, in order; what follows its end is nobody's."""
+    def _book(self, sequence: Sequence, tokens: list[SampledToken], num_noted: int, events: Events) -> None:
+        """Tokens of one choice, in order; the first `num_noted` are noted already. What follows its end is nobody's."""
         choice: Choice = sequence.owner
         job = choice.job
         first_index = sequence.num_output - len(tokens)
         for index, token in enumerate(tokens, first_index):
-            choice.append(token.token_id)
+            if index >= first_index + num_noted:
+                choice.append(token.token_id)
             if self._give_out(job, sequence.choice, index, token, events) is not None:
                 self._end(job, sequence)
                 return
@@ -155,6 +196,11 @@ class TokenBook:
         ended = finish_reason(job.params, token.token_id, index + 1, num_tokens, limits.eos, limits.max_context)
         events[job.session].append(TokenSampled(job.key, choice, index, token, ended))
         return ended
+
+
+def _first_rows(items: list[ScheduledSequence]) -> list[int]:
+    """Of the logits that are sampled from, the row of each item's newest token."""
+    return list(accumulate((item.num_to_sample for item in items[:-1]), initial=0)) if items else []
 
 
 def _to_append(owner: Choice | Prompt, tokens: list[SampledToken] | TandemError) -> list[int]:

@@ -37,7 +37,8 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
-from tandem.worker.limits import quarantine_cap_pages
+from tandem.worker.guesses import Guesses
+from tandem.worker.limits import guess_rows, quarantine_cap_pages
 from tandem.worker.parts import WorkerParts
 from tandem.worker.request import AttemptFailed
 from tandem.worker.sessions import SessionHub
@@ -114,6 +115,7 @@ class DecodeWorker:
             pacing=parts.pacing,
             clock=clock,
             is_draining=lambda: parts.life.draining,
+            guesses=_guesses(parts),
             to_runner=lambda call: parts.runner.submit(call),
             to_driver=self._to_driver,
         )
@@ -327,6 +329,15 @@ class DecodeWorker:
         if self.driver.num_refused > sum(self.parts.counters.num_refused.values()):
             self.parts.counters.num_refused = {reason.value: number for reason, number in self.driver.refusals.items()}
             self.hub.status_changed()
+
+
+def _guesses(parts: WorkerParts) -> Guesses | None:
+    limits = parts.request_limits
+    most, page_size = parts.config.speculation.lookup_tokens, parts.scheduler.pool.page_size
+    types = parts.engine.types
+    widens = bool(types.quantized) or types.stored != types.multiplied
+    num_rows = guess_rows(on_cpu=parts.engine.arena.device.type == "cpu", widens=widens)
+    return Guesses(most, num_rows, page_size, limits.max_context, limits.eos) if most else None
 
 
 class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):

@@ -333,6 +333,8 @@ class WorkerRegistry:
             (metrics.prompt_tokens_cached, [role], status.prompt_tokens_cached, before.prompt_tokens_cached),
             (metrics.masks, [role], status.masks, before.masks),
             (metrics.mask_s, [role], status.mask_s, before.mask_s),
+            (metrics.guesses, [], status.guesses, before.guesses),
+            (metrics.right_guesses, [], status.right_guesses, before.right_guesses),
             (metrics.mixed_steps, [], status.mixed_steps, before.mixed_steps),
             (metrics.mixed_step_s, [], status.mixed_s, before.mixed_s),
             (metrics.decode_tokens, [], status.decode_tokens, before.decode_tokens),

@@ -182,6 +182,18 @@ class SchedulingConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    """Several tokens of a sequence in one decode step. Outputs are the same."""
+
+    lookup_tokens: int = _key(
+        0, "The most tokens that a decode step guesses for a sequence, from where its newest tokens came before in its "
+        "prompt or output; 0: none. They are computed beside those of the step and taken as far as they are right. "
+        "Set it where outputs repeat much of their prompts, as edits do, and few requests run at a time.",
+        minimum=0, maximum=64,
+    )
+
+
+@dataclass(frozen=True)
 class TransportConfig:
     """How pages travel and how long a grant holds."""
 
@@ -361,6 +373,7 @@ class Config:
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     slo: SloConfig = field(default_factory=SloConfig)

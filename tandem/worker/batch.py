@@ -40,6 +40,7 @@ class ScheduledSequence:
     samples: bool  # the step reaches the newest token, and a token is sampled after it
     scored: range = NO_TOKENS  # tokens of the prompt whose log-probabilities the step gives
     pooled: range = NO_TOKENS  # tokens of the prompt whose hidden states become part of its vector
+    guesses: tuple[int, ...] = ()  # the last of `num_tokens`: they are not the sequence's, and may not become so
 
     @property
     def num_logits(self) -> int:
@@ -47,7 +48,12 @@ class ScheduledSequence:
         end = self.start + self.num_tokens
         if self.pooled:
             return end - self.pooled.start
-        return end - self.scored.start + 1 if self.scored else int(self.samples)
+        return end - self.scored.start + 1 if self.scored else self.num_to_sample
+
+    @property
+    def num_to_sample(self) -> int:
+        """Of so many of its last tokens' logits tokens may be sampled: of the newest one's, and of each guess's."""
+        return 1 + len(self.guesses) if self.samples else 0
 
 
 @dataclass(slots=True)

@@ -17,6 +17,8 @@ class WorkerCounters:
     num_preemptions: int = 0
     num_masks: int = 0  # of grammars, one for each token that was chosen by one
     mask_s: float = 0.0  # that making them took, beside the forwards
+    num_guesses: int = 0  # of tokens that may come next, computed beside those that do
+    num_right_guesses: int = 0
     num_mixed_steps: int = 0  # of decode, in which it computed prompts beside its batch
     mixed_s: float = 0.0  # that these took
     #: Refused calls of other workers about handoffs, by reason; replaced as a whole.

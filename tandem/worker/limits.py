@@ -17,6 +17,11 @@ _MOST_PACED_ON_CPU = 1.5
 # (docs/log/experiments.md, 17).
 _NUM_TO_PAIR = 4
 
+# A decode step of so many rows takes hardly longer than one of a single row (docs/benchmarks.md, kernels): fewer where
+# weights are widened on their way, which then takes longer than to read them. On a GPU it is far from being bound by
+# compute.
+_CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 64
+
 # Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
 # GPUs, what DistServe measured (section 3.1).
 _CPU_SATURATING_TOKENS = 32
@@ -52,6 +57,14 @@ def num_to_pair(config: Config, site: Site) -> int:
     """
     is_worth_it = site.role is Role.PREFILL and site.shares_cores and not config.scheduling.mixed_pool
     return _NUM_TO_PAIR if is_worth_it else 0
+
+
+def guess_rows(*, on_cpu: bool, widens: bool) -> int:
+    """Rows of a decode step up to which guesses are computed beside its tokens. `widens`: weights have fewer bits than
+    they are multiplied in."""
+    if not on_cpu:
+        return _GPU_GUESS_ROWS
+    return _WIDENED_GUESS_ROWS if widens else _CPU_GUESS_ROWS
 
 
 def scheduler_limits(config: Config, site: Site) -> SchedulerLimits:

@@ -165,6 +165,8 @@ class WorkerParts:
             page_network=self.page_network,
             masks=counters.num_masks,
             mask_s=counters.mask_s,
+            guesses=counters.num_guesses,
+            right_guesses=counters.num_right_guesses,
             mixed_steps=counters.num_mixed_steps,
             mixed_s=counters.mixed_s,
             tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,

@@ -52,10 +52,10 @@ def take_scores(items: Sequence[Any], logits: Any, score: ScoreTokens, scored: S
         items: of the step's batch.
         logits: `[sum of num_logits, vocab]`.
 
-    Returns the rows that are sampled from, one an item that samples.
+    Returns the rows that are sampled from, those of each item that samples.
     """
     first_row = 0
-    sampled_from = []
+    sampled_from: list[int] = []
     for item in items:
         sequence = item.sequence
         for first in range(item.scored.start, item.scored.stop, _ROWS_AT_ONCE):
@@ -63,6 +63,5 @@ def take_scores(items: Sequence[Any], logits: Any, score: ScoreTokens, scored: S
             row = first_row + first - item.scored.start
             scored(item, first, score(logits[row : row + len(token_ids)], token_ids, sequence.scoring.num_top))
         first_row += item.num_logits
-        if item.samples:
-            sampled_from.append(first_row - 1)
+        sampled_from += range(first_row - item.num_to_sample, first_row)
     return logits[sampled_from]

@@ -149,7 +149,7 @@ def inputs_of(batch: Batch) -> list[SequenceInput]:
     """What the engine computes in this step."""
     return [
         SequenceInput(
-            token_ids=item.sequence.token_ids[item.start : item.start + item.num_tokens],
+            token_ids=[*item.sequence.token_ids[item.start : item.start + item.num_tokens], *item.guesses],
             start=item.start,
             pages=item.sequence.pages,
             num_logits=item.num_logits,

@@ -182,9 +182,10 @@ class BatchScheduler:
                 break
             if batch.preempted and sequence not in self.running:  # a sequence before it has preempted it
                 continue
-            if self._grow_or_preempt(batch, sequence, 1):
-                self._put(batch, sequence, 1)
-                budget -= 1
+            if self._grow_or_preempt(batch, sequence, 1):  # guesses stay within the page
+                guesses = sequence.guesses[: budget - 1]
+                self._put(batch, sequence, 1, guesses)
+                budget -= 1 + len(guesses)
         return budget
 
     def _schedule_chunks(self, batch: Batch, budget: int) -> int:
@@ -226,10 +227,12 @@ class BatchScheduler:
             self._release_copied()
             for item in batch.items:
                 sequence = item.sequence
-                sequence.num_computed = item.start + item.num_tokens
+                following = next(tokens) if item.samples else ()
+                # Behind a guess that was wrong all is wrong; with each token that came one more was right.
+                num_right = len(following) if item.guesses else item.num_tokens
+                sequence.num_computed = item.start + num_right
+                sequence.token_ids.extend(following)
                 num_to_publish -= self._publish(item, num_to_publish)
-                if item.samples:
-                    sequence.token_ids.extend(next(tokens))
 
     def abandon(self) -> None:
         """The step has failed, and computes nothing any more."""
@@ -368,7 +371,7 @@ class BatchScheduler:
         insort(self.waiting, sequence, key=_order)
         batch.preempted.append(sequence)
 
-    def _put(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
+    def _put(self, batch: Batch, sequence: Sequence, num_tokens: int, guesses: tuple[int, ...] = ()) -> None:
         samples = num_tokens == sequence.num_to_compute and sequence.samples
         scored = pooled = NO_TOKENS
         if sequence.scoring is not None:
@@ -376,7 +379,9 @@ class BatchScheduler:
             batch.num_scored_tokens += len(scored)
         if sequence.pooling is not None:
             pooled = sequence.pooling.in_step(sequence.num_computed, num_tokens, sequence.num_prompt)
-        batch.items.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens, samples, scored, pooled))
+        num_tokens += len(guesses)
+        start = sequence.num_computed
+        batch.items.append(ScheduledSequence(sequence, start, num_tokens, samples, scored, pooled, guesses))
 
     def _may_join(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a chunk may share the step. Where a long prompt keeps the processor busy and does not end, a chunk

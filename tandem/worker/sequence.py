@@ -52,6 +52,9 @@ class Sequence:
     scoring: PromptScoring | None = None
     # A vector of the prompt is wanted, and no token; `None`: it is not.
     pooling: PromptPooling | None = None
+    # Tokens that the next step computes behind the newest one, in case they are what comes; `tandem.worker.guesses`.
+    guesses: tuple[int, ...] = ()
+    guesser: Any = None
     cache_salt: str = ""  # its cached pages are found under an equal one only
     owner: Any = None  # what the role keeps beside it
 

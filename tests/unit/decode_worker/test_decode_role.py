@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from decode_worker.events import Admitted, ComputesHere, Event, GrantMade
@@ -21,10 +22,11 @@ from tandem.core.pages import PagePool
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
+from tandem.worker.guesses import Guesses
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
-from tandem.worker.runner import Runner
+from tandem.worker.runner import Runner, inputs_of
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason
 from tests.support.imports import HEAVY, loaded_by
@@ -40,7 +42,7 @@ SESSION, SENDER = 3, "prefill-0#1"
 class World:
     """A decode worker of which a test takes the steps; `next_tokens` are what each row gives."""
 
-    def __init__(self, num_pages: int = 40) -> None:
+    def __init__(self, num_pages: int = 40, guesses: Guesses | None = None) -> None:
         self.clock = VirtualClock()
         self.events: list[Event] = []
         self.next_tokens: list[int] = [7]
@@ -70,6 +72,7 @@ class World:
             pacing=Pacing(),
             clock=self.clock,
             is_draining=lambda: self.draining,
+            guesses=guesses,
             to_runner=lambda call: call(),
             to_driver=lambda call: call(),
         )
@@ -318,3 +321,85 @@ def test_the_end_of_one_routers_session_ends_its_own_requests_only() -> None:
 @pytest.mark.processes
 def test_the_core_needs_no_tensors_no_wire_and_no_process() -> None:
     assert loaded_by("import decode_worker.role, decode_worker.receiver_driver", *HEAVY) == []
+
+
+# --- guesses ------------------------------------------------------------------------------------------------------
+
+
+class Told(World):
+    """Its model says what follows: by position of the output, whatever came before."""
+
+    def __init__(self, text: list[int], *, most: int = 5) -> None:
+        super().__init__(guesses=Guesses(most, 6, PAGE, max_context=100, ends=frozenset([EOS])))
+        self.text = text
+        self.num_steps = 0
+        self.positions: list[list[int]] = []
+
+    def sample(self, logits: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
+        assert logits is None or len(logits) == len(rows)
+        for (row,) in rows:
+            assert row.state.output_ids == self.text[: row.position], "what came before is noted, and nothing else"
+        self.positions.append([row.position for (row,) in rows])
+        return [[SampledToken(self.text[row.position])] for (row,) in rows]
+
+    def step(self) -> None:
+        self.num_steps += 1
+        self.role.before_schedule()
+        batch = self.scheduler.schedule()
+        assert batch.items
+        self.role.before_forward(batch)
+        inputs = inputs_of(batch)
+        for item, computed in zip(batch.items, inputs, strict=True):
+            newest = item.sequence.token_ids[item.start : item.start + item.num_tokens - len(item.guesses)]
+            assert list(computed.token_ids) == [*newest, *item.guesses]
+            assert computed.num_logits == item.num_to_sample
+        logits = np.zeros((sum(item.num_to_sample for item in batch.items), 1))
+        self.scheduler.apply(batch, self.role.sample(batch, logits))
+        self.role.after_step(batch)
+
+
+def test_right_guesses_are_taken_and_the_first_wrong_one_ends_them() -> None:
+    """The text of the output repeats itself, breaks off, and repeats itself again."""
+    text = [11, 12, 13, 14, 11, 12, 13, 14, 11, 12, 20, 21, 11, 12, 13, 14, 11, 12, 20, 21, 22, 23, 24, 25]
+    world = Told(text)
+    params = SamplingParams(temperature=0, max_tokens=len(text))
+    key = AttemptKey("r", 1)
+    world.role.reserve(SESSION, AttemptSpec(key, 0, (2, 3, 4), params, 1), 99)
+    while world.role.ledger.attempts:
+        world.step()
+    assert [token for _, token, _ in world.tokens()] == text
+    assert [index for index, _, _ in world.tokens()] == list(range(len(text)))
+    assert world.num_steps < len(text) - 4
+    counters = world.counters
+    assert 0 < counters.num_right_guesses < counters.num_guesses
+    assert world.num_steps == len(text) - counters.num_right_guesses
+    world.assert_empty()
+
+
+def test_kv_counts_only_up_to_the_first_wrong_guess() -> None:
+    num_guesses = num_right = 0
+    for prompt in ((2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6), (2, 3, 4, 5, 6, 7)):  # pages end at other places
+        world = Told([11, 12, 13, 14, 20, 11, 12, 13, 14, 15, 30, 31])
+        params = SamplingParams(temperature=0, max_tokens=12)
+        world.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, prompt, params, 1), 99)
+        while world.role.ledger.attempts:
+            world.step()
+            for sequence in world.scheduler.running:
+                assert sequence.num_to_compute == 1, "the newest token alone"
+                assert sequence.token_ids[len(prompt) :] == world.text[: sequence.num_output]
+        num_guesses += world.counters.num_guesses
+        num_right += world.counters.num_right_guesses
+    assert num_guesses > num_right > 0
+
+
+def test_choices_beside_each_other_have_guesses_of_their_own() -> None:
+    text = [11, 12, 13, 14] * 6
+    world = Told(text)
+    params = SamplingParams(temperature=0, max_tokens=len(text))
+    for name in ("one", "other"):
+        world.role.reserve(SESSION, AttemptSpec(AttemptKey(name, 1), 0, (2, 3, 4), params, 1), 99)
+    while world.role.ledger.attempts:
+        world.step()
+    assert sorted(token for _, token, _ in world.tokens()) == sorted(text * 2)
+    assert world.num_steps < len(text)
+    world.assert_empty()

@@ -1,0 +1,1 @@
+"""What numbers of fewer bits do to what a model says."""

@@ -1,0 +1,131 @@
+"""Tokens that may come next, guessed from where the newest ones came before: prompt lookup. Pure.
+
+A step that reads all weights for one token computes a few more rows at hardly more cost. So it computes the guesses
+behind the newest token too, and samples at each place as it would without them. Guesses are taken as far as they are
+what was sampled: outputs are the same, and only their number in a step changes. Text that is copied from a prompt, as
+edits of code are, comes several tokens a step.
+Reference: Saxena, "Prompt Lookup Decoding", 2023; Leviathan et al., "Fast Inference from Transformers via Speculative
+Decoding", ICML 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from tandem.worker.sequence import Sequence
+
+# So many tokens in a row tell where a text goes on: the longer run if it came before, else the shorter one.
+_RUNS = (6, 3)
+# Tokens that one step takes into account, of one sequence: a long prompt is looked through over several steps.
+_MOST_TO_NOTE = 256
+# After guesses that were all wrong, the next ones wait for a step, then for twice as many each time, up to so many.
+_MOST_TO_WAIT = 64
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Where each run of tokens came last in one sequence.
+
+    Args:
+        token_ids: the sequence's own list, which grows.
+    """
+
+    token_ids: list[int]
+    # By run: the position behind it, which is in the list.
+    _behind: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _num_noted: int = min(_RUNS)
+
+    def note(self, most: int) -> None:
+        """Take up to `most` tokens more into account."""
+        end = min(len(self.token_ids), self._num_noted + most)
+        for place in range(self._num_noted, end):
+            for run in _RUNS:
+                if run <= place:
+                    self._behind[tuple(self.token_ids[place - run : place])] = place
+        self._num_noted = max(self._num_noted, end)
+
+    def next_tokens(self, num: int) -> list[int]:
+        """Up to `num` that came behind the newest run when it came before; a text that repeats itself goes on so."""
+        runs = (tuple(self.token_ids[-run:]) for run in _RUNS)
+        place = next((self._behind[run] for run in runs if run in self._behind), None)
+        if place is None:
+            return []
+        found = self.token_ids[place : place + num]
+        return [found[index % len(found)] for index in range(num)]
+
+
+@dataclass(slots=True)
+class Guesser:
+    """Guesses for one sequence, more of them the better they were."""
+
+    lookup: Lookup
+    _num: int = 2
+    _num_wrong: int = 0  # times in a row that none was right
+    _num_to_wait: int = 0  # steps
+
+    def guess(self, most: int) -> list[int]:
+        """Up to `most` tokens that may follow."""
+        self.lookup.note(_MOST_TO_NOTE)
+        if self._num_to_wait:
+            self._num_to_wait -= 1
+            return []
+        return self.lookup.next_tokens(min(self._num, most)) if most > 0 else []
+
+    def judge(self, num: int, num_right: int) -> None:
+        """Of `num` guesses the first `num_right` were right."""
+        if num_right:
+            self._num_wrong = 0
+            self._num = 2 * num if num_right == num else num_right + 1
+        else:
+            self._num_to_wait = min(2**self._num_wrong, _MOST_TO_WAIT)
+            self._num_wrong += 1
+            self._num = 1
+
+
+@dataclass(slots=True)
+class Guesses:
+    """Guesses for the sequences of a batch.
+
+    Args:
+        most: of one sequence in a step; 0: none.
+        num_rows: a step has no guesses beyond so many rows, which cost hardly more than one.
+        page_size: guesses stay within the page of the newest token, so they take none.
+        ends: tokens that end a text are not guessed.
+    """
+
+    most: int
+    num_rows: int
+    page_size: int
+    max_context: int
+    ends: Collection[int]
+
+    def plan(self, running: Iterable[Sequence]) -> None:
+        """Set what the next step computes behind the newest token of each sequence.
+
+        While a prompt is computed there are none: it takes the room.
+        """
+        running = list(running)
+        for sequence in running:
+            sequence.guesses = ()
+        room = self.num_rows - len(running)
+        if not self.most or room < 1 or not all(sequence.is_decode for sequence in running):
+            return
+        for num_behind, sequence in zip(range(len(running) - 1, -1, -1), running, strict=True):
+            most = min(self.most, room - min(num_behind, room - 1), self._num_possible(sequence))
+            guesser = sequence.guesser = sequence.guesser or Guesser(Lookup(sequence.token_ids))
+            guesses = guesser.guess(most)
+            ends = (index for index, token in enumerate(guesses) if self._may_end(sequence, token))
+            sequence.guesses = tuple(guesses[: next(ends, len(guesses))])
+            room -= len(sequence.guesses)
+            if room < 1:
+                return
+
+    def _num_possible(self, sequence: Sequence) -> int:
+        """Before its page, its output or its context ends."""
+        in_page = self.page_size - 1 - sequence.num_computed % self.page_size
+        in_output = sequence.params.max_tokens - sequence.num_output - 1
+        return min(in_page, in_output, self.max_context - len(sequence.token_ids) - 1)
+
+    def _may_end(self, sequence: Sequence, token: int) -> bool:
+        return token in self.ends or token in sequence.params.stop_token_ids

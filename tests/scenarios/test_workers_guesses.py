@@ -1,0 +1,105 @@
+"""Guesses change how many tokens a step gives, and nothing of what they are; real workers, with guesses and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.core.sampling import SamplingParams
+from tests.scenarios.test_workers_local import journals
+from tests.support.scripted_router import Ask, Outcome, Router
+from tests.support.worker_pair import CONFIG, SHARED_LOOP, WorkerPair, prompt_of, running_pair
+
+pytest_plugins = ["tests.support.worker_pair"]
+pytestmark = SHARED_LOOP
+
+NUM_NEW = 60
+#: Of a random model these outputs repeat themselves: of one token always, of two and three often.
+FORCED = {
+    "one": {"allowed_token_ids": (5,)},
+    "two": {"allowed_token_ids": (5, 6)},
+    "three, greedy": {"allowed_token_ids": (5, 6, 7), "temperature": 0.0},
+    "logprobs": {"allowed_token_ids": (5, 6), "num_logprobs": 2},
+    "penalties": {"allowed_token_ids": (5, 6), "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "bad words": {"allowed_token_ids": (5, 6), "bad_words": ((5, 5, 5, 5),)},
+    "an end": {"allowed_token_ids": (5, 6, 1), "ignore_eos": False, "logit_bias": ((1, -4.0),)},
+    "a stop": {"allowed_token_ids": (5, 6, 7), "stop_token_ids": (7,), "min_tokens": 9, "logit_bias": ((7, -4.0),)},
+    "nothing": {},
+}
+
+
+@pytest.fixture(scope="module")
+def guessing(worker_model_dir: Path) -> Iterator[WorkerPair]:
+    with running_pair(worker_model_dir, config={**CONFIG, "speculation": {"lookup_tokens": 5}}) as pair:
+        yield pair
+
+
+def params_of(**given: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.8, "seed": 11, "max_tokens": NUM_NEW, "ignore_eos": True} | given))
+
+
+def same(found: Outcome, expected: Outcome, num_choices: int) -> None:
+    assert found.finished == expected.finished
+    for choice in range(num_choices):
+        assert found.ids(choice) == expected.ids(choice)
+        assert found.logprobs[choice] == expected.logprobs[choice]
+
+
+@pytest.mark.parametrize("local", [0, 512], ids=["handed off", "computed here"])
+@pytest.mark.parametrize("given", FORCED.values(), ids=FORCED)
+async def test_outputs_are_the_same(guessing: WorkerPair, pair: WorkerPair, given: dict[str, Any], local: int) -> None:
+    params, outcomes = params_of(**given), []
+    counters = guessing.decode.parts.counters
+    before = counters.num_guesses, counters.num_right_guesses
+    for one in (guessing, pair):
+        one.drop_caches()
+        async with Router(one) as router:
+            (outcome,) = await router.ask(Ask(prompt_of(45), params, n=2, local=local))
+        await one.settled()
+        outcomes.append(outcome)
+    same(*outcomes, num_choices=2)
+    if "allowed_token_ids" in given and max(len(outcomes[0].ids(choice)) for choice in range(2)) > NUM_NEW // 2:
+        assert counters.num_guesses > before[0]
+        assert counters.num_right_guesses > before[1]
+
+
+async def test_many_beside_each_other_and_moves_of_journals(guessing: WorkerPair, pair: WorkerPair) -> None:
+    """What one worker has begun with guesses, another goes on with without, and the other way round."""
+    params = params_of(allowed_token_ids=(5, 6))
+    prompts = [prompt_of(length) for length in (3, 17, 45, 100)]
+    whole = []
+    for one in (guessing, pair):
+        async with Router(one) as router:
+            whole.append(await router.ask(*(Ask(prompt, params) for prompt in prompts)))
+        await one.settled()
+    for found, expected in zip(*whole, strict=True):
+        same(found, expected, 1)
+    for one in (guessing, pair):
+        async with Router(one) as router:
+            asks = [
+                Ask(prompt, params, attempt=2, local=512, journal=journals(outcome, {0: 7 * number + 2}))
+                for number, (prompt, outcome) in enumerate(zip(prompts, whole[0], strict=True))
+            ]
+            for number, (rest, outcome) in enumerate(zip(await router.ask(*asks), whole[0], strict=True)):
+                assert rest.ids() == outcome.ids()[7 * number + 2 :]
+        await one.settled()
+
+
+async def test_pages_of_what_was_guessed_are_right_for_the_next(guessing: WorkerPair) -> None:
+    """A turn that follows finds the pages of the answer in the cache, and goes on as if it computed all anew."""
+    params = params_of(allowed_token_ids=(5, 6))
+    async with Router(guessing) as router:
+        (first,) = await router.ask(Ask(prompt_of(45), params, local=512))
+        await guessing.settled()
+        following = [*prompt_of(45), *first.ids(), *prompt_of(9)]
+        (found,) = await router.ask(Ask(following, params_of(), local=512))
+        assert found.local is not None
+        assert found.local.num_cached_tokens >= 96
+        await guessing.settled()
+        guessing.drop_caches()
+        (anew,) = await router.ask(Ask(following, params_of(), local=512))
+    assert found.ids() == anew.ids()
+    await guessing.settled()

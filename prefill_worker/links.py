@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvtransfer.protocol.link import Link
@@ -14,6 +14,9 @@ MOST_TOLD = 64
 # A rate is told when it has changed by this factor; while pages are under way, not more often than once in this time.
 _NOTICEABLE = 1.25
 _TELL_EVERY_S = 1.0
+# What has not changed is told again after so long, if pages go there at all. A link that has carried none for longer is
+# not known any more: one that was slow once is tried again.
+_TELL_AGAIN_S, _REMEMBERED_S = 10.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +26,17 @@ class LinkFigures:
     Attributes:
         receiver: incarnation of the decode worker.
         bytes_per_s: what it carries; 0: not known yet.
+        used_s: when pages were sent last.
     """
 
     receiver: str
     bytes_per_s: float
+    used_s: float = 0.0
+
+
+def remembered(links: Iterable[LinkFigures], now_s: float) -> list[LinkFigures]:
+    """Those that still tell something."""
+    return [link for link in links if now_s - link.used_s <= _REMEMBERED_S]
 
 
 class Links:
@@ -68,11 +78,11 @@ class Links:
             return
         low, high = sorted((link.window.bytes_per_s, self._told.get(receiver, 0.0)))
         is_due = not link.window.num_bytes or now_s >= self._told_s + _TELL_EVERY_S
-        if is_due and high > low * _NOTICEABLE:
+        if is_due and (high > low * _NOTICEABLE or now_s >= self._told_s + _TELL_AGAIN_S):
             self._tell_all(now_s)
 
     def _tell_all(self, now_s: float) -> None:
         newest = heapq.nlargest(MOST_TOLD, self._links.items(), key=lambda item: item[1].used_s)
         self._told = {receiver: link.window.bytes_per_s or 0.0 for receiver, link in newest}
         self._told_s = now_s
-        self._tell(tuple(LinkFigures(*each) for each in self._told.items()))
+        self._tell(tuple(LinkFigures(receiver, self._told[receiver], link.used_s) for receiver, link in newest))

@@ -20,7 +20,7 @@ from prefill_worker.attaching import Attaching
 from prefill_worker.commits import Commits
 from prefill_worker.connections import Connections
 from prefill_worker.events import Event, HandoffStats, LinkChanged
-from prefill_worker.links import LinkFigures
+from prefill_worker.links import LinkFigures, remembered
 from prefill_worker.meetings import Meetings
 from prefill_worker.peers import DecodePeers, Peer
 from prefill_worker.prompt_vectors import PromptVectors
@@ -108,6 +108,7 @@ class PrefillWorker:
             peer=self._transport_peer,
             clock=clock,
         )
+        self._clock = clock
         # As last told by the driver. Replaced on the transfer thread, read in the event loop.
         self._links: tuple[LinkFigures, ...] = ()
         # Where each attempt's pages go. Written and read in the event loop.
@@ -159,7 +160,7 @@ class PrefillWorker:
         """The status, and what is known of the links to decode workers; in the event loop."""
         status = self.parts.read_status()
         status.links.SetInParent()  # also where there is none: those told of before are gone
-        status.links.links.extend(self.connections.report(self._links))
+        status.links.links.extend(self.connections.report(remembered(self._links, self._clock.now())))
         return status
 
     def num_held(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.protocol.link_window import LinkLimits
 from kvtransfer.protocol.messages import AttemptKey
-from prefill_worker.links import MOST_TOLD, LinkFigures, Links
+from prefill_worker.links import MOST_TOLD, LinkFigures, Links, remembered
 
 KEY = AttemptKey("request", 1)
 MB = 1_000_000
@@ -36,6 +36,26 @@ def test_a_rate_is_told_when_it_has_changed_noticeably() -> None:
     for mb_per_s in (100, 105, 110, 100, 50, 55):
         send(told, "decode-0#1", mb_per_s)
     assert [round(report[0].bytes_per_s / MB) for report in told.reports] == [100, 50]
+
+
+def test_what_does_not_change_is_told_again_after_a_while() -> None:
+    told = Told()
+    for _ in range(8):
+        send(told, "decode-0#1", 100)  # three seconds each
+    assert [round(report[0].bytes_per_s / MB) for report in told.reports] == [100, 100]
+    assert told.reports[1][0].used_s > told.reports[0][0].used_s + 9.0
+
+
+def test_what_was_not_used_for_long_is_known_no_more() -> None:
+    told = Told()
+    send(told, "decode-0#1", 100)
+    told.now_s += 20.0
+    send(told, "decode-1#1", 1)
+    told.now_s += 9.0
+    (newest,) = told.reports[-1:]
+    assert {link.receiver for link in remembered(newest, told.now_s)} == {"decode-1#1"}
+    told.now_s += 20.0
+    assert not remembered(newest, told.now_s), "however slow it was"
 
 
 def test_while_pages_are_under_way_rates_are_told_once_a_second_and_the_last_one_in_any_case() -> None:

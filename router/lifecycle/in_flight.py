@@ -133,7 +133,7 @@ class InFlightRequest:
             prefix=self._known_prefix(),
             priority=request.priority,
             deadline_s=request.arrived_s + request.timeout_s if request.timeout_s is not None else None,
-            mixed_pool_tokens=scheduling.local_prefill_tokens if scheduling.mixed_pool else 0,
+            mixed_pool_tokens=scheduling.mixed_prompt_tokens if scheduling.mixed_pool else 0,
             num_held_tokens=self.context.turns.num_waiting_tokens,
             is_first_attempt=self.journal.attempt == 1,
             pools=self.request.pools,

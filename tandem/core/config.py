@@ -157,9 +157,14 @@ class SchedulingConfig:
         minimum=0.01, maximum=1,
     )
     mixed_pool: bool = _key(
-        True, "Let a decode worker compute a new prompt of up to `local_prefill_tokens` where that is sooner than "
+        True, "Let a decode worker compute a new prompt of up to `mixed_prompt_tokens` where that is sooner than "
         "waiting for prefill. Turn it off to keep decode steps free of prompts; decode then computes only what a lost "
         "prefill worker left undone."
+    )
+    mixed_prompt_tokens: int = _key(
+        2048, "The most tokens of a new prompt that a decode worker computes (`mixed_pool`), of those that it does not "
+        "hold. Steps take longer meanwhile: lower it for a lower TPOT, raise it where long prompts wait for prefill.",
+        minimum=0,
     )
     mixed_step_tokens: int = _key(
         0, "Tokens of a decode step up to which it takes tokens of new prompts; 0: 8 on a CPU, none on a GPU. A step "
@@ -172,8 +177,8 @@ class SchedulingConfig:
         "each other."
     )
     local_prefill_tokens: int = _key(
-        512, "The most tokens of a prompt that a decode worker computes: of a new prompt (`mixed_pool`), or of what a "
-        "lost prefill worker left undone. Lower it where such prompts slow decode; 0: decode computes none.", minimum=0
+        512, "The most tokens that a decode worker computes of a prompt whose prefill worker was lost, of what that "
+        "left undone; such a prompt is not paced. Lower it where that slows decode; 0: none.", minimum=0
     )
     max_step_s: float = _key(
         300.0, "Seconds after which a worker whose step has not ended counts as stuck and ends itself. Raise it where "

@@ -164,7 +164,12 @@ class SessionHub(Generic[Command, Event, Events]):
             await asyncio.sleep(min(self._interval_s, self._heartbeat_s))
 
     def close(self) -> None:
-        """End every session once what is queued has gone out; the server bounds how long that may take."""
+        """End every session once what is queued has gone out; the server bounds how long that may take.
+
+        The last word is the status. A router may not have heard yet that the worker drains, and without it would take
+        the end for a death, of which a request survives one.
+        """
+        self._tell_all(self._read_status())
         for session in list(self._sessions.values()):
             session.end()
 

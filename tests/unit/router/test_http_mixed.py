@@ -108,7 +108,7 @@ def test_an_urgent_request_is_not_given_to_the_slower_way(make_site: MakeSite) -
 
 
 def test_a_prompt_longer_than_the_bound_is_handed_off(make_site: MakeSite) -> None:
-    site = make_site({"scheduling.mixed_pool": True, "scheduling.local_prefill_tokens": 8})
+    site = make_site({"scheduling.mixed_pool": True, "scheduling.mixed_prompt_tokens": 8})
     with_a_busy_prefill_worker(site)
     in_background(site, prompt="x" * 9)
     assert site.decode.wait_for("reserve", 2).max_local_tokens == 0

@@ -226,6 +226,19 @@ async def test_a_long_interval_does_not_hold_the_heartbeat_back() -> None:
     hub.close()
 
 
+async def test_the_last_word_is_the_status() -> None:
+    """A router that has not heard yet that the worker drains would take its end for a death."""
+    hub = make_hub(Handler())
+    streams = [Stream(hub), Stream(hub)]
+    for stream in streams:
+        await stream.events(1)
+    hub.close()
+    for stream in streams:
+        await stream.ended()
+        before, last = (message.status.num_running for message in stream.heard)
+        assert last > before, "as it was read at the end"
+
+
 async def test_what_is_queued_when_the_worker_stops_still_goes_out() -> None:
     """Its drain ends with the last tokens, which a slow stream has not taken yet."""
     hub = make_hub(handler := Handler())

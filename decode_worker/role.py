@@ -440,7 +440,7 @@ class DecodeRole:
             self._counters.mixed_s += took_s
         with self._lock:
             if self._scheduler.tiers is not None:
-                num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1)
+                num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1 and not item.guesses)
                 self._scheduler.tiers.computed(num_tokens, took_s)
             num_new = self._tokens.book(batch)
         self._pacing.first_steps_taken(num_new)

@@ -25,6 +25,7 @@ from router.workers.abilities import Abilities, Ability
 from router.workers.described import described, mismatches, outlined
 from router.workers.known_pages import Foreseen, KnownPages
 from router.workers.session import SessionState, WorkerSession
+from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
@@ -37,6 +38,7 @@ from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, Wo
 _log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
+_REMEMBERED_S = 30.0  # without another mixed step
 _WEIGHT = 1 / 16  # of the newest prompt, or mixed step, in what these take
 _NOTHING = WorkerStatus()
 
@@ -50,12 +52,14 @@ class WorkerRegistry:
         lease_s: float,
         metrics: RouterMetrics,
         seed: int | None = None,
+        clock: Clock | None = None,
         begin: Callable[[WorkerSession], None] = WorkerSession.start,
     ) -> None:
         """Args:
         seed: of the share that this router takes where nobody says which one it is; else random.
         begin: begins a session; where it does not connect, messages come by `WorkerSession.receive`.
         """
+        self._clock = clock or MonotonicClock()
         self._lease_s = lease_s
         self._metrics = metrics
         self._random = random.Random(seed)
@@ -74,7 +78,7 @@ class WorkerRegistry:
         # Learnt from what prefill workers say of their prompts; 0 before.
         self._prefill_tokens_per_s = 0.0
         # Of the steps of decode workers in which they compute prompts; as above.
-        self._mixed_step_s = 0.0
+        self._mixed_step_s = self._mixed_noted_s = 0.0
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
         #: Each stays while it is a member: whoever kills it may not have heard of it yet.
         self.suspected: set[WorkerKey] = set()
@@ -180,7 +184,7 @@ class WorkerRegistry:
             is_decode_coming=len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
-            mixed_step_s=self._mixed_step_s,
+            mixed_step_s=self._known_mixed_step_s(),
             share=self._share,
         )
 
@@ -347,7 +351,8 @@ class WorkerRegistry:
             if number > before.refused.get(reason, 0):
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
-        self._note_mixed_steps(status.mixed_steps - before.mixed_steps, status.mixed_s - before.mixed_s)
+        if not is_first:  # else they may be of long ago
+            self._note_mixed_steps(status.mixed_steps - before.mixed_steps, status.mixed_s - before.mixed_s)
         if status.HasField("links"):
             self._note_links(session.key, status.links)
         self.on_report()
@@ -404,9 +409,15 @@ class WorkerRegistry:
 
     def _note_mixed_steps(self, num: int, took_s: float) -> None:
         if num > 0:
-            newest, known = took_s / num, self._mixed_step_s
+            newest, known = took_s / num, self._known_mixed_step_s()
             weight = 1 - (1 - _WEIGHT) ** num
             self._mixed_step_s = known + weight * (newest - known) if known else newest
+            self._mixed_noted_s = self._clock.now()
+
+    def _known_mixed_step_s(self) -> float:
+        """0 where it was not seen for long: where such steps were slow once, none might ever come again to show that
+        they are not."""
+        return self._mixed_step_s if self._clock.now() - self._mixed_noted_s <= _REMEMBERED_S else 0.0
 
     def _writer_suspected(self, key: WorkerKey) -> None:
         _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)

@@ -188,11 +188,12 @@ class SchedulingConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Several tokens of a sequence in one decode step. Outputs are the same."""
+    """Several tokens of a sequence in one decode step, on CPUs."""
 
     lookup_tokens: int = _key(
         0, "The most tokens that a decode step guesses for a sequence, from where its newest tokens came before in its "
-        "prompt or output; 0: none. They are computed beside those of the step and taken as far as they are right. "
+        "prompt or output; 0: none. They are computed beside those of the step and taken as far as they are right, so "
+        "outputs are the same where results do not depend on how the work is cut. "
         "Set it where outputs repeat much of their prompts, as edits do, and few requests run at a time.",
         minimum=0, maximum=64,
     )

@@ -22,6 +22,10 @@ EMBEDDED_NAME = "tandem-tiny"
 ANY_NAME = "*"
 _WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What `snapshot_download` fetches: weights in safetensors, configuration, tokenizer."""
+# Of safetensors, by its names.
+_SHORT_TYPES = {"BF16": "bfloat16", "F16": "float16"}
+# What a config calls the number of its experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class ModelFacts:
         name: the name under which the model is served when the configuration gives none.
         max_positions: tokens of prompt and output together that the model was made for.
         num_parameters: elements of all tensors in the safetensors files, 0 when there are none.
+        tensors_dtype: of all floating-point tensors in these files, whatever the config says; see `tensors_dtype`.
+        has_experts: it is a mixture of experts.
     """
 
     name: str
@@ -43,6 +49,8 @@ class ModelFacts:
     num_kv_heads: int | None
     head_dim: int | None
     num_parameters: int
+    tensors_dtype: str = "float32"
+    has_experts: bool = False
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Bytes of K and V of one token in all layers, `None` when the shape is not known."""
@@ -111,7 +119,24 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         num_kv_heads=kv_heads if kv_heads is not None else heads,
         head_dim=head_dim,
         num_parameters=sum(_count_parameters(file) for file in directory.glob("*.safetensors")),
+        tensors_dtype=tensors_dtype(directory),
+        has_experts=any(_first(text, name) for name in _EXPERTS),
     )
+
+
+def tensors_dtype(directory: Path) -> str:
+    """The type of all floating-point tensors of a checkpoint; float32 where they differ, or are of another type.
+
+    Raises:
+        ModelLoadError: a file is no safetensors file.
+    """
+    types = {
+        tensor["dtype"]
+        for file in directory.glob("*.safetensors")
+        for name, tensor in _read_head(file).items()
+        if name != "__metadata__" and "F" in tensor["dtype"]
+    }
+    return _SHORT_TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
 def _embedded() -> Path:
@@ -170,11 +195,16 @@ def _first(config: dict[str, Any], *names: str) -> int | None:
 
 
 def _count_parameters(file: Path) -> int:
-    """Elements of all tensors of one safetensors file: its head alone is read (8 bytes of length, then JSON)."""
+    """Elements of all tensors of one safetensors file."""
+    return sum(math.prod(tensor["shape"]) for name, tensor in _read_head(file).items() if name != "__metadata__")
+
+
+def _read_head(file: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors: 8 bytes of length, then JSON."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            head = json.loads(stream.read(length))
+            head: dict[str, Any] = json.loads(stream.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise ModelLoadError(f"{file} is not a safetensors file: {error}") from error
-    return sum(math.prod(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__")
+    return head

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.core.errors import ConfigError
+from tandem.core.model_path import tensors_dtype
 from tandem.core.pooling import Pooling, read_pooling
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
@@ -22,7 +23,7 @@ from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import widen
 from tandem.engine.cpu.fusing import convert, fuse, fuse_decoder
 from tandem.engine.cpu.packed_linear import pack
-from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
 from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
 from tandem.engine.layout import KVLayout
@@ -151,6 +152,7 @@ class Engine:
             dtype,
             config,
             target,
+            tensors=_tensors_dtype(Path(model_dir)),
             quantize=quantize,
             can_widen=is_fast_here(),
             can_multiply_short=has_bfloat16_products(),
@@ -160,7 +162,7 @@ class Engine:
         backend = select_backend(layout, target, threads)
         if probe:
             probe_architecture(config, num_threads=threads)
-        model = loader.load_model(model_dir, config, types.stored, target, pooling)
+        model = loader.load_stored(model_dir, config, types, target, pooling)
         num_scratch = int(_has_scratch_page(backend, target))
 
         def make_arena() -> KVArena:
@@ -261,6 +263,12 @@ def _fuse_on_cuda(
     if decoder is None:
         _log.warning("not all of the model is computed in fused parts, but: %s; a step takes more kernels", fused)
     return fused, "torch", decoder
+
+
+def _tensors_dtype(model_dir: Path) -> str:
+    """As `model_path.tensors_dtype`, in a type that this CPU widens."""
+    dtype = tensors_dtype(model_dir)
+    return dtype if dtype != "float16" or widens_float16() else "float32"
 
 
 def _has_scratch_page(backend: AttentionBackend, device: torch.device) -> bool:

@@ -97,6 +97,7 @@ def choose_types(
     config: PreTrainedConfig,
     device: torch.device,
     *,
+    tensors: str,
     quantize: str = "none",
     can_widen: bool,
     can_multiply_short: bool,
@@ -104,6 +105,7 @@ def choose_types(
     """What `dtype` means for this checkpoint on this device. Raises `ConfigError`.
 
     Args:
+        tensors: the type of the checkpoint's tensors, whatever its config says: what they hold is to stay.
         quantize: `none`, or how weights are rounded.
         can_widen: linear layers can have weights of 16 bits and compute in float32, on this CPU.
         can_multiply_short: they can multiply bfloat16 as it is, on this CPU.
@@ -112,7 +114,7 @@ def choose_types(
         raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
     if quantize not in ("none", *QUANTIZED):
         raise ConfigError(f"quantize {quantize!r} is not one of none, {', '.join(QUANTIZED)}", key="model.quantize")
-    own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    own = tensors if device.type == "cpu" else str(getattr(config, "dtype", None)).removeprefix("torch.")
     own = own if own in TORCH_DTYPES else "float32"
     if quantize != "none":
         if device.type != "cpu" or not can_widen:
@@ -177,6 +179,30 @@ def load_model(
         model = model.to(device)
     result: PreTrainedModel = model.eval()
     return result
+
+
+def load_stored(
+    model_dir: str | os.PathLike[str],
+    config: PreTrainedConfig,
+    types: Types,
+    device: torch.device,
+    pooling: Pooling | None = None,
+) -> PreTrainedModel:
+    """`load_model` with weights as they are stored, and what a model makes by itself as it computes.
+
+    Tables that are in no checkpoint are made in the type that is loaded: in 16 bits they would be others. A model that
+    has such ones is loaded as it computes, and then its weights become as short as they were.
+    """
+    model = load_model(model_dir, config, types.stored, device, pooling)
+    kept, computed = model.state_dict().keys(), TORCH_DTYPES[types.computed]
+    made = (buffer for name, buffer in model.named_buffers() if name not in kept)
+    if not any(buffer.is_floating_point() and buffer.dtype.itemsize < computed.itemsize for buffer in made):
+        return model
+    del model
+    model = load_model(model_dir, config, types.computed, device, pooling)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(TORCH_DTYPES[types.stored])
+    return model
 
 
 _AUTO_MODELS = {

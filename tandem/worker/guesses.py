@@ -32,8 +32,8 @@ class Lookup:
     """
 
     token_ids: list[int]
-    # By run: the position behind it, which is in the list.
-    _behind: dict[tuple[int, ...], int] = field(default_factory=dict)
+    # By the hash of a run, which takes less memory than the run: the position behind it, which is in the list.
+    _behind: dict[int, int] = field(default_factory=dict)
     _num_noted: int = min(_RUNS)
 
     def note(self, most: int) -> None:
@@ -42,17 +42,22 @@ class Lookup:
         for place in range(self._num_noted, end):
             for run in _RUNS:
                 if run <= place:
-                    self._behind[tuple(self.token_ids[place - run : place])] = place
+                    self._behind[hash(tuple(self.token_ids[place - run : place]))] = place
         self._num_noted = max(self._num_noted, end)
 
     def next_tokens(self, num: int) -> list[int]:
         """Up to `num` that came behind the newest run when it came before; a text that repeats itself goes on so."""
-        runs = (tuple(self.token_ids[-run:]) for run in _RUNS)
-        place = next((self._behind[run] for run in runs if run in self._behind), None)
+        place = next((place for run in _RUNS if (place := self._find(self.token_ids[-run:])) is not None), None)
         if place is None:
             return []
         found = self.token_ids[place : place + num]
         return [found[index % len(found)] for index in range(num)]
+
+
+    def _find(self, run: list[int]) -> int | None:
+        """The position behind it where it came last."""
+        place = self._behind.get(hash(tuple(run)))
+        return place if place is not None and self.token_ids[place - len(run) : place] == run else None
 
 
 @dataclass(slots=True)

@@ -18,9 +18,9 @@ _MOST_PACED_ON_CPU = 1.5
 _NUM_TO_PAIR = 4
 
 # A decode step of so many rows takes hardly longer than one of a single row (docs/benchmarks.md, kernels): fewer where
-# weights are widened on their way, which then takes longer than to read them. On a GPU it is far from being bound by
-# compute.
-_CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 64
+# weights are widened on their way, which then takes longer than to read them. None on a GPU: its captured steps have
+# one row for each sequence.
+_CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 0
 
 # Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
 # GPUs, what DistServe measured (section 3.1).

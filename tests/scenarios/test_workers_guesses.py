@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from router.openai.grammar import of_choices
+from tandem.core.config import LimitsConfig
 from tandem.core.sampling import SamplingParams
 from tests.scenarios.test_workers_local import journals
 from tests.support.scripted_router import Ask, Outcome, Router
@@ -27,6 +29,7 @@ FORCED = {
     "bad words": {"allowed_token_ids": (5, 6), "bad_words": ((5, 5, 5, 5),)},
     "an end": {"allowed_token_ids": (5, 6, 1), "ignore_eos": False, "logit_bias": ((1, -4.0),)},
     "a stop": {"allowed_token_ids": (5, 6, 7), "stop_token_ids": (7,), "min_tokens": 9, "logit_bias": ((7, -4.0),)},
+    "a grammar": {"grammar": of_choices(["abcd" * 14], "choice", LimitsConfig()).text, "ignore_eos": False},
     "nothing": {},
 }
 
@@ -61,7 +64,7 @@ async def test_outputs_are_the_same(guessing: WorkerPair, pair: WorkerPair, give
         await one.settled()
         outcomes.append(outcome)
     same(*outcomes, num_choices=2)
-    if "allowed_token_ids" in given and max(len(outcomes[0].ids(choice)) for choice in range(2)) > NUM_NEW // 2:
+    if given and max(len(outcomes[0].ids(choice)) for choice in range(2)) > NUM_NEW // 2:
         assert counters.num_guesses > before[0]
         assert counters.num_right_guesses > before[1]
 

@@ -171,7 +171,8 @@ def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
 _few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
 _few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
 _few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
-_few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO)
+# Without the instruction nothing calls these, and other ones stand for them.
+_few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO if vir.has_bfloat16_products() else _FLOAT32)
 _few_int8, _more_int8, _many_int8 = _make_tiles(_INT8)
 _few_int4, _more_int4, _many_int4 = _make_tiles(_INT4)
 

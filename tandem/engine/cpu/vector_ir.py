@@ -50,6 +50,13 @@ def is_fast_here() -> bool:
     return bool(features.get("fma") and features.get("avx2"))
 
 
+def widens_float16() -> bool:
+    """Whether this CPU makes float32 of float16 on vectors."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return True
+    return bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
+
+
 def has_wide_vectors() -> bool:
     """Whether Numba compiles for 32 vector registers of sixteen float32, AVX-512's; else for at least 16 of eight."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()

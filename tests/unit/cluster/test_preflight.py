@@ -179,6 +179,25 @@ def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:
     assert share_of_gpu(config, total_bytes=90, free_bytes=40, weight_bytes=50, gpus=0.5) < 0
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "bytes_each"),
+    [
+        ({}, {}, 2.0),
+        ({}, {"dtype": "float32"}, 2.0),  # also computed so they stay as they are
+        ({}, {"quantize": "int8"}, 3.0),  # while they are rounded
+        ({"num_local_experts": 8}, {}, 4.0),  # experts are widened
+        ({"dtype": "float32"}, {}, 2.0),  # what the tensors are counts, not what the config says
+    ],
+)
+def test_memory_is_planned_for_weights_as_they_will_lie(
+    checkpoint: Path, free_port: int, config: dict[str, Any], options: dict[str, str], bytes_each: float
+) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    found = preflight(checkpoint, free_port, model={"path": str(checkpoint), **options})
+    assert found.weight_bytes == int(512 * 512 * bytes_each)
+
+
 def test_memory_is_shared_among_all_workers_and_capped(checkpoint: Path, free_port: int) -> None:
     pools = {"prefill": {"workers": 1}, "decode": {"workers": 3}}
     plan = preflight(checkpoint, free_port, pools=pools, cache={"max_memory_bytes": 0}).plan()

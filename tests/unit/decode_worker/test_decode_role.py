@@ -403,3 +403,29 @@ def test_choices_beside_each_other_have_guesses_of_their_own() -> None:
     assert sorted(token for _, token, _ in world.tokens()) == sorted(text * 2)
     assert world.num_steps < len(text)
     world.assert_empty()
+
+
+def test_an_error_behind_a_right_guess_ends_the_attempt_and_leaves_nothing() -> None:
+    class Breaks(Told):
+        def sample(self, logits: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
+            sampled = super().sample(logits, rows)
+            is_behind_guess = len(self.positions[-1]) == 1 and self.positions[-1][0] > 6 and len(self.positions) > 1
+            if is_behind_guess and self.positions[-1][0] == self.positions[-2][0] + 1 and self.num_rounds:
+                return [[OverloadedError("no more")]]
+            self.num_rounds += 1
+            return sampled
+
+        num_rounds = 0
+
+        def step(self) -> None:
+            self.num_rounds = 0
+            super().step()
+
+    world = Breaks([11, 12, 13, 14] * 6)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    world.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, (2, 3, 4), params, 1), 99)
+    while world.role.ledger.attempts:
+        world.step()
+    assert any(isinstance(event, AttemptFailed) for event in world.events)
+    assert len(world.tokens()) < 24
+    world.assert_empty()

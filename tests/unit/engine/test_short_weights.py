@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import engine_helpers as helpers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from tandem.core.errors import ConfigError
@@ -113,11 +115,10 @@ def test_no_float32_copy_of_the_model_is_made_on_the_way(tmp_path: Path, monkeyp
 def test_what_a_dtype_means_on_a_cpu(
     asked: str, own: str, can_widen: bool, can_multiply_short: bool, computed: str, stored: str, multiplied: str
 ) -> None:
-    config = make_config(ModelSpec())
-    config.dtype = getattr(torch, own)
     found = loader.choose_types(
-        asked, config, torch.device("cpu"), can_widen=can_widen, can_multiply_short=can_multiply_short
-    )
+        asked, make_config(ModelSpec()), torch.device("cpu"), tensors=own, can_widen=can_widen,
+        can_multiply_short=can_multiply_short,
+    )  # fmt: skip
     assert found == Types(computed, stored, multiplied)
 
 
@@ -125,8 +126,50 @@ def test_a_gpu_computes_in_the_type_of_the_weights() -> None:
     config = make_config(ModelSpec())
     config.dtype = torch.bfloat16
     for asked, dtype in (("auto", "bfloat16"), ("float16", "float16")):
-        found = loader.choose_types(asked, config, torch.device("cuda"), can_widen=True, can_multiply_short=True)
+        found = loader.choose_types(
+            asked, config, torch.device("cuda"), tensors="float32", can_widen=True, can_multiply_short=True
+        )
         assert found == Types.all_of(dtype)
+
+
+def test_what_tensors_hold_stays_whatever_the_config_says(tmp_path: Path) -> None:
+    """A checkpoint that says bfloat16 and holds float32 is not rounded."""
+    model_dir = save(tmp_path, "llama", "float32")
+    exact = helpers.load_engine(model_dir)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    found = helpers.load_engine(model_dir)
+    assert found.types == exact.types == Types.all_of("float32")
+    assert found.weights_sha256 == exact.weights_sha256
+    tensors = load_file(model_dir / "model.safetensors")
+    first, *others = tensors
+    mixed = {first: tensors[first], **{name: tensors[name].bfloat16() for name in others}}
+    save_file(mixed, model_dir / "model.safetensors", metadata={"format": "pt"})
+    assert helpers.load_engine(model_dir).types == Types.all_of("float32")
+    save_file({**mixed, first: mixed[first].bfloat16()}, model_dir / "model.safetensors", metadata={"format": "pt"})
+    assert helpers.load_engine(model_dir).types.stored == "bfloat16"
+
+
+class Scaling(LlamaForCausalLM):
+    """It makes a table by itself, in no checkpoint, as Gemma 3 does."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("scale", torch.tensor(50.596), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Scaling):
+            nn.init.constant_(module.scale, 50.596)
+
+
+def test_tables_that_a_model_makes_are_made_as_it_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loader._AUTO_MODELS, None, Scaling)
+    model_dir = save(tmp_path, "llama", "bfloat16")
+    config, types = loader.load_config(model_dir), Types("float32", "bfloat16", "float32")
+    model = loader.load_stored(model_dir, config, types, torch.device("cpu"))
+    assert float(model.scale) == float(torch.tensor(50.596))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_an_embedding_of_another_kind_is_widened_whole(tmp_path: Path) -> None:
@@ -245,7 +288,7 @@ def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_wo
 def test_what_cannot_be_rounded_is_refused(quantize: str, dtype: str, device: str, can_widen: bool, key: str) -> None:
     with pytest.raises(ConfigError) as refused:
         loader.choose_types(
-            dtype, make_config(ModelSpec()), torch.device(device), quantize=quantize, can_widen=can_widen,
-            can_multiply_short=True,
+            dtype, make_config(ModelSpec()), torch.device(device), tensors="float32", quantize=quantize,
+            can_widen=can_widen, can_multiply_short=True,
         )  # fmt: skip
     assert refused.value.key == key

@@ -24,6 +24,7 @@ from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.workers.registry import WorkerRegistry
 from router.workers.session import SessionState, WorkerSession
+from tandem.core.clock import VirtualClock
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.core.pages import pages_for
@@ -51,7 +52,8 @@ class Registry(WorkerRegistry):
     version = 0
 
     def __init__(self) -> None:
-        super().__init__(lease_s=1.0, metrics=RouterMetrics(), begin=lambda _: None)
+        self.clock = VirtualClock()
+        super().__init__(lease_s=1.0, metrics=RouterMetrics(), clock=self.clock, begin=lambda _: None)
         self.states: dict[str, str] = {}
         self.lives: dict[str, int] = {}
 
@@ -228,7 +230,8 @@ async def test_what_steps_take_in_which_decode_computes_prompts_is_learnt() -> N
     registry.push()
     for name in registry.states:
         registry.greet(name)
-    registry.hear("decode-0")
+    for name in ("decode-0", "decode-1"):
+        registry.hear(name)
     assert not registry.snapshot().mixed_step_s
     registry.hear("decode-0", mixed_steps=10, mixed_s=0.04)
     assert registry.snapshot().mixed_step_s == pytest.approx(0.004)
@@ -237,6 +240,23 @@ async def test_what_steps_take_in_which_decode_computes_prompts_is_learnt() -> N
     for _ in range(2):  # the second time it says nothing new
         registry.hear("decode-1", mixed_steps=101, mixed_s=0.808)
         assert registry.snapshot().mixed_step_s == pytest.approx(0.008, rel=0.01), "many steps count more than one"
+    registry.clock.advance(29.0)
+    assert registry.snapshot().mixed_step_s
+    registry.clock.advance(2.0)
+    assert not registry.snapshot().mixed_step_s, "slow ones are not avoided for ever"
+    registry.hear("decode-0", mixed_steps=11, mixed_s=0.043)
+    assert registry.snapshot().mixed_step_s == pytest.approx(0.003), "what came long ago counts no more"
+
+
+async def test_what_a_worker_had_counted_before_this_router_came_tells_nothing() -> None:
+    registry = Registry()
+    registry.states = {"decode-0": "ready"}
+    registry.push()
+    registry.greet("decode-0")
+    registry.hear("decode-0", mixed_steps=1000, mixed_s=500.0)
+    assert not registry.snapshot().mixed_step_s
+    registry.hear("decode-0", mixed_steps=1001, mixed_s=500.25)
+    assert registry.snapshot().mixed_step_s == pytest.approx(0.25)
 
 
 def test_of_several_routers_each_takes_the_share_that_the_supervisor_names() -> None:

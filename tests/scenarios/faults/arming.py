@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.support.waiting import wait_until
@@ -42,6 +43,29 @@ class Points:
             raise PointNotReachedError(str(error)) from None
         assert at is not None
         return at
+
+    def arm_any(self, processes: Iterable[str], point: str, action: str, nth: int = 1) -> None:
+        """As `arm`, for each of these: which of them gets the request is not known."""
+        for process in processes:
+            self.arm(process, point, action, nth)
+
+    def wait_hit_of(self, processes: Iterable[str], point: str, timeout_s: float = 20.0) -> str:
+        """Until one of these comes to the point; which one. The others are disarmed: they may get it next."""
+        named = list(processes)
+        try:
+            hit = wait_until(
+                lambda: next((name for name in named if self.hit_at(name, point) is not None), None),
+                f"one of {', '.join(named)} to {point}",
+                timeout_s,
+                every_s=_LOOK_S,
+            )
+        except AssertionError as error:
+            raise PointNotReachedError(str(error)) from None
+        assert hit is not None
+        for name in named:
+            if name != hit:
+                self._file(name, point).unlink(missing_ok=True)
+        return hit
 
     def go(self, process: str, point: str) -> None:
         """Let a held process go on."""

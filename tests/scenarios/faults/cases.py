@@ -70,6 +70,12 @@ class Case:
         return f"{self.role}-0" if self.role in ("prefill", "decode") else self.role
 
     @property
+    def processes(self) -> tuple[str, ...]:
+        """All that may be the one: a worker that was held before is taken for slow for a while, and another one gets
+        the next request."""
+        return (f"{self.role}-0", f"{self.role}-1") if self.role in ("prefill", "decode") else (self.role,)
+
+    @property
     def fields(self) -> dict[str, Any]:
         """Of the request, beside prompt and `max_tokens`."""
         if self.extra in FORMS:

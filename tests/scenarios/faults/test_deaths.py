@@ -48,11 +48,14 @@ def test_a_request_that_outlives_two_workers_is_not_tried_again(ready_site: Site
 @pytest.mark.parametrize("point", ["prefill.sending", pytest.param("prefill.written", marks=pytest.mark.faults)])
 def test_a_writer_that_stays_silent_is_killed_and_its_pages_come_back(ready_site: Site, point: str) -> None:
     """Nobody wakes it: beyond lease and grace decode suspects it, and its end is the fence."""
-    prompt, victim = story(f"silent at {point}"), ready_site.process("prefill-0")
+    prompt, prefills = story(f"silent at {point}"), ("prefill-0", "prefill-1")
     expected = ready_site.expected(prompt, {})
-    ready_site.points.arm("prefill-0", point, "stop")
+    ready_site.points.arm_any(prefills, point, "stop")
     began = time.time()
-    answer = ask(ready_site.cluster.url, prompt, streamed=True, max_tokens=MAX_TOKENS)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, ready_site.cluster.url, prompt, streamed=True, max_tokens=MAX_TOKENS)
+        victim = ready_site.process(ready_site.points.wait_hit_of(prefills, point))
+        answer = asked.result()
     assert_same(answer, expected)
     victim.popen.wait(ALLOWED * (LEASE_S + GRACE_S))
     assert victim.popen.returncode == -signal.SIGKILL, ready_site.stall_note(began)

@@ -114,8 +114,9 @@ def choose_types(
         raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
     if quantize not in ("none", *QUANTIZED):
         raise ConfigError(f"quantize {quantize!r} is not one of none, {', '.join(QUANTIZED)}", key="model.quantize")
-    own = tensors if device.type == "cpu" else str(getattr(config, "dtype", None)).removeprefix("torch.")
+    own = str(getattr(config, "dtype", None)).removeprefix("torch.")
     own = own if own in TORCH_DTYPES else "float32"
+    stored = tensors if can_widen and tensors in TORCH_DTYPES else "float32"
     if quantize != "none":
         if device.type != "cpu" or not can_widen:
             raise ConfigError(
@@ -127,14 +128,15 @@ def choose_types(
                 f"with model.quantize: {quantize} all is computed in float32; leave model.dtype: {dtype} out",
                 key="model.dtype",
             )
-        return Types("float32", own, "float32", quantize)
+        return Types("float32", stored, "float32", quantize)
     if device.type != "cpu":
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype
-    if asked == "bfloat16" and can_multiply_short:
+    may_round = dtype == "bfloat16" or tensors == "bfloat16"  # unasked only what holds nothing else
+    if asked == "bfloat16" and can_multiply_short and may_round:
         return Types("float32", "bfloat16", "bfloat16")
     if dtype in ("auto", "float32"):
-        return Types("float32", own if can_widen else "float32", "float32")
+        return Types("float32", stored, "float32")
     return Types.all_of(dtype)
 
 

@@ -115,11 +115,22 @@ def test_no_float32_copy_of_the_model_is_made_on_the_way(tmp_path: Path, monkeyp
 def test_what_a_dtype_means_on_a_cpu(
     asked: str, own: str, can_widen: bool, can_multiply_short: bool, computed: str, stored: str, multiplied: str
 ) -> None:
+    config = make_config(ModelSpec())
+    config.dtype = getattr(torch, own)
     found = loader.choose_types(
-        asked, make_config(ModelSpec()), torch.device("cpu"), tensors=own, can_widen=can_widen,
+        asked, config, torch.device("cpu"), tensors=own, can_widen=can_widen,
         can_multiply_short=can_multiply_short,
     )  # fmt: skip
     assert found == Types(computed, stored, multiplied)
+
+
+@pytest.mark.parametrize(("said", "tensors"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_what_is_computed_is_what_the_config_says_as_far_as_tensors_allow(said: str, tensors: str) -> None:
+    config = make_config(ModelSpec())
+    config.dtype = getattr(torch, said)
+    cpu = torch.device("cpu")
+    found = loader.choose_types("auto", config, cpu, tensors=tensors, can_widen=True, can_multiply_short=True)
+    assert found == Types("float32", tensors, "float32")
 
 
 def test_a_gpu_computes_in_the_type_of_the_weights() -> None:

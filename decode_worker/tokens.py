@@ -63,43 +63,37 @@ class TokenBook:
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
         """As `StepHooks.sample`."""
         items = [item for item in batch.items if item.samples]
-        self._sampled = self._sample_first(items, logits)
-        self._follow_guesses(items, logits)
+        has_guesses = any(item.guesses for item in items)
+        self._sampled = self._sample(items, logits[_newest_rows(items)] if has_guesses else logits, 0)
+        if has_guesses:
+            self._follow_guesses(items, logits)
         return [_to_append(item.sequence.owner, tokens) for item, tokens in zip(items, self._sampled, strict=True)]
 
-    def _sample_first(self, items: list[ScheduledSequence], logits: Any) -> list[list[SampledToken] | TandemError]:
-        """The tokens that come next."""
-        rows = [item.sequence.owner.rows(item.sequence, 0) for item in items]
-        if any(item.guesses for item in items):
-            logits = logits[_first_rows(items)]
+    def _sample(
+        self, items: list[ScheduledSequence], logits: Any, ahead: int
+    ) -> list[list[SampledToken] | TandemError]:
+        """The tokens that come next, or behind `ahead` of them that are noted."""
+        rows = [item.sequence.owner.rows(item.sequence, ahead) for item in items]
         return [_all_or_error(tokens) for tokens in self.sample_tokens(logits, rows)]
 
     def _follow_guesses(self, items: list[ScheduledSequence], logits: Any) -> None:
         """Where a guess is what was sampled, sample behind it too; add that to what was sampled, and note what comes
         before it."""
-        going_on = [(index, row) for index, row in enumerate(_first_rows(items)) if items[index].guesses]
-        for ahead in range(max((len(item.guesses) for item in items), default=0)):
-            going_on = [(index, row) for index, row in going_on if self._is_right(items[index], index, ahead)]
-            if not going_on:
-                return
-            owners = [items[index].sequence.owner for index, _ in going_on]
-            for owner, (index, _) in zip(owners, going_on, strict=True):
-                owner.append(items[index].guesses[ahead])
-            if guided := [owner.guide for owner in owners if owner.guide is not None]:
+        newest_rows, sampled = _newest_rows(items), self._sampled
+        indices = list(range(len(items)))
+        ahead = 0
+        while indices := [index for index in indices if _is_right(items[index].guesses, sampled[index], ahead)]:
+            going_on = [items[index] for index in indices]
+            for item in going_on:
+                item.sequence.owner.append(item.guesses[ahead])
+            if guided := [guide for item in going_on if (guide := item.sequence.owner.guide) is not None]:
                 self.guides.begin(guided)
-            rows = [items[index].sequence.owner.rows(items[index].sequence, ahead + 1) for index, _ in going_on]
-            found = self.sample_tokens(logits[[row + ahead + 1 for _, row in going_on]], rows)
-            for (index, _), tokens in zip(going_on, found, strict=True):
-                before, behind = self._sampled[index], _all_or_error(tokens)
+            ahead += 1
+            behind = self._sample(going_on, logits[[newest_rows[index] + ahead for index in indices]], ahead)
+            for index, tokens in zip(indices, behind, strict=True):
+                before = sampled[index]
                 assert not isinstance(before, TandemError)
-                self._sampled[index] = behind if isinstance(behind, TandemError) else before + behind
-
-    def _is_right(self, item: ScheduledSequence, index: int, ahead: int) -> bool:
-        """Whether the guess at this place is the token that was sampled there."""
-        sampled = self._sampled[index]
-        if isinstance(sampled, TandemError) or ahead >= len(item.guesses):
-            return False
-        return len(sampled) == ahead + 1 and sampled[ahead].token_id == item.guesses[ahead]
+                sampled[index] = tokens if isinstance(tokens, TandemError) else before + tokens
 
     def book(self, batch: Batch) -> int:
         """Give out what a step sampled, which the scheduler has booked; returns how many admissions it was the first
@@ -198,9 +192,16 @@ class TokenBook:
         return ended
 
 
-def _first_rows(items: list[ScheduledSequence]) -> list[int]:
-    """Of the logits that are sampled from, the row of each item's newest token."""
-    return list(accumulate((item.num_to_sample for item in items[:-1]), initial=0)) if items else []
+def _newest_rows(items: list[ScheduledSequence]) -> list[int]:
+    """Of the logits that are sampled from, the row of each item's newest token; there are some items."""
+    return list(accumulate((item.num_to_sample for item in items[:-1]), initial=0))
+
+
+def _is_right(guesses: tuple[int, ...], sampled: list[SampledToken] | TandemError, place: int) -> bool:
+    """Whether the guess at this place is the token that was sampled there."""
+    if isinstance(sampled, TandemError) or place >= len(guesses):
+        return False
+    return sampled[place].token_id == guesses[place]
 
 
 def _to_append(owner: Choice | Prompt, tokens: list[SampledToken] | TandemError) -> list[int]:

@@ -16,8 +16,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.accuracy.section import FORMAT, section
-from benchmarks.code import Code
-from tandem.bench.machine import machine, now, versions
+from benchmarks.origin import origin
 from tandem.bench.report import json_file
 from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.model_path import resolve_model
@@ -75,10 +74,7 @@ def measure(sizes: AccuracySizes, tell: Callable[[str], None]) -> dict[str, Any]
         }
     return {
         "format": FORMAT,
-        "date": now(),
-        "machine": machine(),
-        "versions": versions(),
-        "code": Code.of().as_json(),
+        **origin(),
         "settings": asdict(sizes),
         "num_tokens": sum(map(len, texts)),
         "ways": ways,

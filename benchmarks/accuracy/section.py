@@ -40,8 +40,8 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         "model: perplexity, divergence (of float32's distributions from these, mean over the tokens) and how often the "
         f"likeliest token is the same, over {settings['num_texts']} stories of {content['num_tokens']:,} tokens in "
         f"all; and of {settings['num_recalls']} prompts of 400 to 900 tokens that hold a code, how many are answered "
-        "with it. "
-        "The checkpoint has float32; `bfloat16` multiplies it as that, `int8` and `int4` round it when it is loaded."
+        "with it. Its weights have 16 bits; `float32` computes with them exactly, `bfloat16` rounds what they are "
+        "multiplied with, `int8` and `int4` round them when they are loaded."
     )
     yield ""
     yield "| | perplexity | divergence, nats | same token | recalled | gate |"

@@ -18,12 +18,12 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from benchmarks.code import Code
 from benchmarks.conversations.cluster import ROUTERS, ClusterSpec, running
 from benchmarks.conversations.section import CONVERSATIONS, FORMAT, ONE_PAIR, SINGLES, section
+from benchmarks.origin import origin
 from benchmarks.other_load import OtherLoad
 from tandem.bench.load.conversations import ConversationPlan
-from tandem.bench.machine import machine, now, versions
+from tandem.bench.machine import now
 from tandem.bench.report import json_file
 from tandem.bench.report.summary import Summary, summarise
 from tandem.bench.session import Session, Shape, Target, Workload
@@ -95,10 +95,7 @@ async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict
     }
     return {
         "format": FORMAT,
-        "date": now(),
-        "machine": machine(),
-        "versions": versions(),
-        "code": Code.of().as_json(),
+        **origin(),
         "settings": settings,
         "runs": runs,
     }

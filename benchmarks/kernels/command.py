@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.code import Code
 from benchmarks.kernels.cases import Sizes, describe
 from benchmarks.kernels.measure import DEFAULT_MODEL, count_steps, measure, shape_of, thread_counts
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report
-from tandem.bench.machine import machine, now, versions
+from benchmarks.origin import origin
+from tandem.bench.machine import machine
 from tandem.bench.report import json_file
 from tandem.engine.random_model import ModelSpec, save
 
@@ -188,10 +188,7 @@ def document(model: str, shape: ModelShape, sizes: Sizes, reports: Sequence[Repo
     """Everything as plain data: seconds, bytes, operations, and each of them a second."""
     return {
         "format": FORMAT,
-        "date": now(),
-        "machine": machine(),
-        "versions": versions(),
-        "code": Code.of().as_json(),
+        **origin(),
         "model": {"name": model, **dataclasses.asdict(shape)},
         "sizes": dataclasses.asdict(sizes),
         "reports": [_plain_report(report) for report in reports],

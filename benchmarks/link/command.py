@@ -14,12 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.code import Code
 from benchmarks.link.control import connect
 from benchmarks.link.receiver import listen
 from benchmarks.link.section import FORMAT
 from benchmarks.link.sender import Measured, Sender
-from tandem.bench.machine import machine, now, versions
+from benchmarks.origin import origin
 from tandem.bench.report import json_file
 from tandem.core.errors import ConfigError
 
@@ -123,10 +122,7 @@ def _write(path: Path, settings: Settings, measured: Sequence[Measured]) -> None
         links = json_file.read_format(path, FORMAT, "`python -m benchmarks link`", key="--json")["links"]
     mine = {
         "link": settings.link,
-        "date": now(),
-        "machine": machine(),
-        "versions": versions(),
-        "code": Code.of().as_json(),
+        **origin(),
         "transport": settings.transport,
         "measured": [one.as_json() for one in measured],
     }

@@ -45,6 +45,7 @@ from router.policy.costs import (
     format_to_pair,
     has_room,
     is_way_broken,
+    may_be_slow,
     prefill_cost,
     prefill_rank,
     send_cost,
@@ -178,8 +179,7 @@ def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None
 
     Only workers with a KV format that both pools have count, because only they could take part in a handoff.
     """
-    may_be_slow = facts.is_first_attempt and facts.priority >= 0
-    if not may_be_slow or not 0 < facts.num_prompt_tokens <= facts.mixed_pool_tokens:
+    if not may_be_slow(facts) or not 0 < facts.num_prompt_tokens <= facts.mixed_pool_tokens:
         return None
     with_prefill = snapshot.prefill.formats
     formats = [kv_format for kv_format in snapshot.decode.formats if kv_format in with_prefill]

@@ -47,10 +47,14 @@ def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
 def cost_alone(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
     """Of what the worker does not hold, computed in its own steps; endless where it may not be."""
     num_left = facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
-    may_be_slow = facts.is_first_attempt and facts.priority >= 0
-    if not may_be_slow or num_left > facts.mixed_pool_tokens or not has_room(worker, facts):
+    if not may_be_slow(facts) or num_left > facts.mixed_pool_tokens or not has_room(worker, facts):
         return math.inf
     return steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
+
+
+def may_be_slow(facts: RequestFacts) -> bool:
+    """Whether a decode worker may compute the prompt beside its batch: neither a retry nor what is urgent."""
+    return facts.is_first_attempt and facts.priority >= 0
 
 
 def steps_cost(snapshot: Snapshot, worker: WorkerLoad, num_tokens: int) -> float:

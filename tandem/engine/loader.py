@@ -46,8 +46,8 @@ _CONFIG_NOISE = frozenset(
     }
 )
 
-#: What weights of linear layers can be rounded to when they are loaded.
-QUANTIZED = ("int8", "int4")
+#: What weights of linear layers can be rounded to when they are loaded, and its bits.
+QUANTIZED = {"int8": 8, "int4": 4}
 
 _HASH_CHUNK_BYTES = 64 << 20
 
@@ -198,13 +198,18 @@ def load_stored(
     model = load_model(model_dir, config, types.stored, device, pooling)
     kept, computed = model.state_dict().keys(), TORCH_DTYPES[types.computed]
     made = (buffer for name, buffer in model.named_buffers() if name not in kept)
-    if not any(buffer.is_floating_point() and buffer.dtype.itemsize < computed.itemsize for buffer in made):
+    if not any(_is_shorter(buffer, computed) for buffer in made):
         return model
     del model
     model = load_model(model_dir, config, types.computed, device, pooling)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPES[types.stored])
     return model
+
+
+def _is_shorter(tensor: torch.Tensor, computed: torch.dtype) -> bool:
+    """Whether its numbers are widened to be computed with."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize < computed.itemsize
 
 
 _AUTO_MODELS = {
@@ -290,8 +295,7 @@ def weights_sha256(model: PreTrainedModel, types: Types) -> str:
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     computed = TORCH_DTYPES[types.computed]
     for name, tensor in sorted(model.state_dict().items()):
-        is_short = tensor.is_floating_point() and tensor.dtype.itemsize < computed.itemsize
-        counts_as = computed if is_short else tensor.dtype
+        counts_as = computed if _is_shorter(tensor, computed) else tensor.dtype
         digest.update(f"\n{name} {counts_as} {tuple(tensor.shape)} ".encode())
         place = (tensor.data_ptr(), tuple(tensor.shape))
         if place in seen:  # tied weights

@@ -21,7 +21,7 @@ from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNor
 from tandem.engine.cpu.packed_linear import PackedLinear, can_pack
 from tandem.engine.fuse.recognise import decoder_parts, fuse_parts, logits_of
 from tandem.engine.layout import KVLayout
-from tandem.engine.loader import Types
+from tandem.engine.loader import QUANTIZED, Types
 
 #: Of a layer, in the order in which they compute.
 _LAYER_PARTS: dict[str, type[nn.Module]] = {
@@ -30,9 +30,6 @@ _LAYER_PARTS: dict[str, type[nn.Module]] = {
     "post_attention_layernorm": FusedRMSNorm,
     "mlp": FusedGatedMLP,
 }
-
-
-_BITS = {"int8": 8, "int4": 4}
 
 
 class CPUKit:
@@ -81,11 +78,10 @@ def convert(model: PreTrainedModel, types: Types) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
             if types.quantized:
-                module.panels.quantize(_BITS[types.quantized])
+                module.panels.quantize(QUANTIZED[types.quantized])
             elif types.multiplied == "bfloat16":
                 module.panels.multiply_by_two()
-    for module in model.modules():
-        if isinstance(module, FusedDecoderLayer):
+        elif isinstance(module, FusedDecoderLayer):
             module.forget_plan()  # it names the panels as they were
 
 

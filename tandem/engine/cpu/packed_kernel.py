@@ -53,6 +53,9 @@ _LOADS: Mapping[int, Callable[..., Any]] = {
     _BY_TWO: _vec.load,
     _INT8: _vec.load_int8,
 }
+# By kind: bytes of a weight, or of two that go together; numbers of a row that a step takes, each by itself in memory.
+_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES, vir.SHORT_BYTES, FLOAT_BYTES, 1, 1)
+_NUMBERS_PER_STEP = (1, 1, 1, 1, 1, 2)
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
@@ -106,12 +109,12 @@ def _emit_pass(
     else:
         rows = [vir.advance(builder, x, x_stride, row) for row in range(num_rows)]
         number_bytes = FLOAT_BYTES
-    x_step = k.type(number_bytes * numbers_per_step(kind))
+    x_step = k.type(number_bytes * _NUMBERS_PER_STEP[kind])
     # Stack slots that LLVM turns into registers.
     sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
-    vector_bytes = _vec.lanes * item_bytes_of(kind)
+    vector_bytes = _vec.lanes * _ITEM_BYTES[kind]
     multiply_add = _vec.fma_by_two if kind == _BY_TWO else _vec.fma
-    step_bytes = k.type(PANEL * item_bytes_of(kind))
+    step_bytes = k.type(PANEL * _ITEM_BYTES[kind])
     with cgutils.for_range(builder, k) as loop:
         step = vir.advance(builder, panel, step_bytes, loop.index)
         places = [vir.offset(builder, step, n * vector_bytes) for n in range(num_vectors)]
@@ -145,18 +148,6 @@ def _load_weights(builder: Any, kind: int, places: list[Any], vector_bytes: int)
     return [[_LOADS[kind](builder, place, alignment=vector_bytes) for place in places]]
 
 
-def item_bytes_of(kind: int) -> int:
-    """Of one weight, or of two that go together."""
-    if kind in (_INT8, _INT4):
-        return 1
-    return vir.SHORT_BYTES if kind in (_BFLOAT16, _FLOAT16) else FLOAT_BYTES
-
-
-def numbers_per_step(kind: int) -> int:
-    """Of a row, each in memory by itself."""
-    return 2 if kind == _INT4 else 1
-
-
 def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
     """For few rows, which go at the speed of memory by themselves; for more of them; and for passes of even more."""
     part = _NUM_VECTORS // _NUM_PARTS
@@ -175,13 +166,6 @@ _few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
 _few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO if vir.has_bfloat16_products() else _FLOAT32)
 _few_int8, _more_int8, _many_int8 = _make_tiles(_INT8)
 _few_int4, _more_int4, _many_int4 = _make_tiles(_INT4)
-
-
-@numba.njit(nogil=True, inline="always")
-def _item_bytes(kind):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    if kind >= _INT8:
-        return 1
-    return _SHORT_BYTES if kind in (_BFLOAT16, _FLOAT16) else FLOAT_BYTES
 
 
 @numba.njit(nogil=True, inline="always")
@@ -288,8 +272,7 @@ def _first_row(index, num_passes, num_rows):  # type: ignore[no-untyped-def] # p
 @numba.njit(nogil=True, inline="always")
 def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, scales, group):  # type: ignore[no-untyped-def] # pragma: no cover
     """A panel's product: of all steps at once, or a group after the other where each has its scales."""
-    number_bytes = FLOAT_BYTES * (2 if kind == _INT4 else 1)
-    step_bytes = PANEL * _item_bytes(kind)
+    number_bytes, step_bytes = FLOAT_BYTES * _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
     if kind >= _INT8:
         for index in range(num_rows):
             _clear(y + index * y_stride)
@@ -376,7 +359,7 @@ def _multiply(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pr
     """
     x, x_stride, num_rows, k, panels, num_panels, bias, y, scales, group = _ten_words(arguments)
     scales_bytes = (k + group - 1) // group * _OUTPUT_BYTES
-    y_stride, panel_bytes = num_panels * _OUTPUT_BYTES, k * PANEL * _item_bytes(kind)
+    y_stride, panel_bytes = num_panels * _OUTPUT_BYTES, k * PANEL * _ITEM_BYTES[kind]
     for index in range(first, end):
         shift = bias + index * _OUTPUT_BYTES if bias else 0
         panel = panels + index * panel_bytes
@@ -395,7 +378,7 @@ def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, scales, group, y = _eleven_words(arguments)
     scales_bytes = (k + group - 1) // group * _OUTPUT_BYTES
     both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES
-    panel_bytes = k * PANEL * _item_bytes(kind)
+    panel_bytes = k * PANEL * _ITEM_BYTES[kind]
     for index in range(first, end):
         for half in range(2):
             panel = 2 * index + half

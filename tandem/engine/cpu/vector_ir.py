@@ -228,7 +228,7 @@ class Vectors:
     def fma_by_two(self, builder: Any, a: Any, b: Any, c: Any) -> Any:
         """`c` and two products of bfloat16, where each lane of `a` and of `b` is the bits of two: the sum of each lane.
 
-        Denormal numbers count as zero. Raises nothing where the CPU has no such instruction: the code cannot be run.
+        Denormal numbers count as zero. For CPUs that have such an instruction (`has_bfloat16_products`).
         """
         pairs = ir.VectorType(_BFLOAT, 2 * self.lanes)
         function = ir.FunctionType(self.type, [self.type, pairs, pairs])

@@ -34,6 +34,27 @@ def save(directory: Path, arch: str, dtype: str, **options: object) -> Path:
     return helpers.save_model(arch, directory / arch, dtype=dtype, **options)
 
 
+def prompts() -> list[list[int]]:
+    return [helpers.make_prompt(length, seed=1) for length in (1, 17, 90)]
+
+
+def assert_the_same_bits_however_the_work_is_cut(engine: Engine, threaded: Engine) -> None:
+    """In chunks of any size, alone and together, on one thread and on the threads of the other engine."""
+    together = helpers.drive(engine, prompts(), chunk=50, num_new=NUM_NEW)
+    for prompt, expected in zip(prompts(), together, strict=True):
+        for other, chunk in ((engine, 7), (engine, 1000), (threaded, 33)):
+            (found,) = helpers.drive(other, [prompt], chunk=chunk, num_new=NUM_NEW)
+            assert found.token_ids == expected.token_ids
+            assert torch.equal(found.logits, expected.logits), f"chunks of {chunk}"
+
+
+def logits_of_a_prompt(engine: Engine) -> torch.Tensor:
+    """After each of its tokens."""
+    prompt = prompts()[-1]
+    pages = range(engine.layout.num_pages_for(len(prompt)))
+    return engine.forward([SequenceInput(prompt, 0, pages, len(prompt))]).clone()
+
+
 def panels_of(engine: Engine) -> Iterator[torch.Tensor]:
     for module in engine._model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
@@ -50,9 +71,8 @@ def test_logits_are_the_bits_of_float32(
     monkeypatch.setattr(loader, "choose_types", lambda *_, **__: Types.all_of("float32"))
     wide = helpers.load_engine(model_dir)
     monkeypatch.undo()
-    prompts = [helpers.make_prompt(length, seed=1) for length in (1, 17, 90)]
     for chunk in (1000, 7):
-        found, expected = (helpers.drive(e, prompts, chunk=chunk, num_new=NUM_NEW) for e in (short, wide))
+        found, expected = (helpers.drive(e, prompts(), chunk=chunk, num_new=NUM_NEW) for e in (short, wide))
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.token_ids == theirs.token_ids
             assert torch.equal(ours.logits, theirs.logits)
@@ -209,16 +229,8 @@ def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut
     exact = helpers.load_engine(model_dir, dtype="float32")
     assert (engine.linear, engine.types) == ("packed by two", Types("float32", "bfloat16", "bfloat16"))
     assert engine.fused == exact.fused
-    prompts = [helpers.make_prompt(length, seed=1) for length in (1, 17, 90)]
-    together = helpers.drive(engine, prompts, chunk=50, num_new=NUM_NEW)
-    for prompt, expected in zip(prompts, together, strict=True):
-        for other, chunk in ((engine, 7), (engine, 1000), (threaded, 33)):
-            (found,) = helpers.drive(other, [prompt], chunk=chunk, num_new=NUM_NEW)
-            assert found.token_ids == expected.token_ids
-            assert torch.equal(found.logits, expected.logits), f"chunks of {chunk}"
-    prompt = prompts[-1]
-    inputs = [SequenceInput(prompt, 0, range(engine.layout.num_pages_for(len(prompt))), len(prompt))]
-    ours, theirs = engine.forward(inputs).clone(), exact.forward(inputs)
+    assert_the_same_bits_however_the_work_is_cut(engine, threaded)
+    ours, theirs = (logits_of_a_prompt(one) for one in (engine, exact))
     assert not torch.equal(ours, theirs), "it is a type of its own"
     assert float(torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1]) > 0.99
 
@@ -275,15 +287,8 @@ def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_wo
     assert {numbers.dtype for numbers in panels_of(engine)} == {torch.uint8}
     assert engine.fused == exact.fused
     assert engine.weights_sha256 != exact.weights_sha256
-    prompts = [helpers.make_prompt(length, seed=1) for length in (1, 17, 90)]
-    together = helpers.drive(engine, prompts, chunk=50, num_new=NUM_NEW)
-    for prompt, expected in zip(prompts, together, strict=True):
-        for other, chunk in ((engine, 7), (engine, 1000), (threaded, 33)):
-            (found,) = helpers.drive(other, [prompt], chunk=chunk, num_new=NUM_NEW)
-            assert found.token_ids == expected.token_ids
-            assert torch.equal(found.logits, expected.logits), f"chunks of {chunk}"
-    inputs = [SequenceInput(prompts[-1], 0, range(engine.layout.num_pages_for(90)), 90)]
-    ours, theirs = engine.forward(inputs).clone(), exact.forward(inputs)
+    assert_the_same_bits_however_the_work_is_cut(engine, threaded)
+    ours, theirs = (logits_of_a_prompt(one) for one in (engine, exact))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.std()))
 
 

@@ -429,3 +429,31 @@ def test_an_error_behind_a_right_guess_ends_the_attempt_and_leaves_nothing() -> 
     assert any(isinstance(event, AttemptFailed) for event in world.events)
     assert len(world.tokens()) < 24
     world.assert_empty()
+
+
+class Rates:
+    """Tiers that hold nothing, and note what they are told of computing."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def computed(self, num_tokens: int, _: float) -> None:
+        self.told.append(num_tokens)
+
+    def fetch(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def entered(self, *_: Any) -> None: ...
+
+    discarded = entered
+
+
+def test_guesses_say_nothing_of_how_fast_prompts_are_computed() -> None:
+    world = Told([11, 12, 13, 14] * 4)
+    world.scheduler.tiers = rates = cast(Any, Rates())
+    params = SamplingParams(temperature=0, max_tokens=16)
+    world.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, (2, 3, 4), params, 1), 99)
+    while world.role.ledger.attempts:
+        world.step()
+    assert world.counters.num_guesses
+    assert [num for num in rates.told if num] == [3], "the prompt alone"

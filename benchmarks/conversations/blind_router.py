@@ -10,14 +10,14 @@ import sys
 from typing import Any
 
 from router.__main__ import main
-from router.policy.prefix import KnownPrefix
+from router.policy.prefix import HeldPrefix
 from router.workers.known_pages import KnownPages
 from tandem.core.identity import WorkerKey
 
 
-def held_by_nobody(*_: Any) -> KnownPrefix[WorkerKey]:
+def held_by_nobody(*_: Any) -> HeldPrefix[WorkerKey]:
     """Whatever is asked."""
-    return KnownPrefix()
+    return HeldPrefix()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from router.lifecycle.context import RouterContext
 from router.observe.trace import Trace
 from router.policy.choose import choose
-from router.policy.prefix import KnownPrefix
+from router.policy.prefix import HeldPrefix
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
 from router.policy.route import RequestFacts, Route
 from router.request.choice_text import ChoiceText
@@ -139,10 +139,10 @@ class InFlightRequest:
             pools=self.request.pools,
         )
 
-    def _known_prefix(self) -> KnownPrefix[WorkerKey]:
+    def _known_prefix(self) -> HeldPrefix[WorkerKey]:
         """Of no use where logits of the prompt are wanted, which a cached page does not have."""
         if self.journal.prompt_scores is not None or self.request.pools:
-            return KnownPrefix()
+            return HeldPrefix()
         return self.context.workers.known_prefix(self.request.prompt_ids, self.request.cache_salt)
 
     async def find_route(self) -> Route:

@@ -60,6 +60,8 @@ class Candidate(Protocol):
     def cost(self) -> float: ...
     @property
     def cost_alone(self) -> float | None: ...
+    @property
+    def num_stored_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -224,6 +226,7 @@ def _explained(candidate: Candidate) -> dict[str, Any]:
     explained = {
         "worker": _name(candidate.worker),
         "held_tokens": candidate.num_held_tokens,
+        "stored_tokens": candidate.num_stored_tokens,
         "tokens_in_front": candidate.num_tokens_in_front,
         "active_requests": candidate.num_active,
         "cost_tokens": round(candidate.cost, 1),

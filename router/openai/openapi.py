@@ -291,6 +291,7 @@ _CANDIDATE = _object(
     {
         "worker": _TEXT,
         "held_tokens": {**_COUNT, "description": "Of the prompt, in its cache as far as was known."},
+        "stored_tokens": {**_COUNT, "description": "Behind these, in a tier below its cache."},
         "tokens_in_front": _COUNT,
         "active_requests": _COUNT,
         "cost_tokens": {"type": "number", "description": "What decided; of a decode worker for its batch and sending."},

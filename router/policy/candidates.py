@@ -125,7 +125,7 @@ def least_loaded(snapshot: Snapshot, facts: RequestFacts, route: Route) -> tuple
     prefills = _shown(snapshot.prefill, snapshot, route.prefill)
     decodes = [] if facts.pools else _shown(snapshot.decode, snapshot, route.decode)
     smallest = min((decode.num_active for decode in decodes), default=0)
-    of_prefill = [prefill_candidate(facts, p, prefill_cost(facts, p)) for p in prefills]
+    of_prefill = [prefill_candidate(facts, p, prefill_cost(snapshot, facts, p)) for p in prefills]
     of_decode = [
         decode_candidate(facts, d, batch_cost(facts, d, smallest), cost_alone(snapshot, facts, d)) for d in decodes
     ]
@@ -139,17 +139,18 @@ def _shown(pool: Pool, snapshot: Snapshot, chosen: WorkerKey | None) -> list[Wor
 
 
 def prefill_candidate(facts: RequestFacts, worker: WorkerLoad, cost: float) -> Candidate:
-    held = facts.prefix.num_tokens(worker.key)
-    return Candidate(worker.key, held, worker.num_queued_tokens, worker.num_active, cost)
+    held, stored = facts.prefix.num_ready(worker.key), facts.prefix.num_stored(worker.key)
+    return Candidate(worker.key, held, worker.num_queued_tokens, worker.num_active, cost, num_stored_tokens=stored)
 
 
 def decode_candidate(facts: RequestFacts, worker: WorkerLoad, batch: float, alone: float) -> Candidate:
     """`batch`, `alone`: what its batch costs, and what the prompt does if it computes that by itself."""
     return Candidate(
         worker.key,
-        facts.prefix.num_tokens(worker.key),
+        facts.prefix.num_ready(worker.key),
         worker.num_queued_tokens,
         worker.num_active,
         cost=batch + send_cost(facts, worker),
         cost_alone=alone + batch if alone < math.inf else None,
+        num_stored_tokens=facts.prefix.num_stored(worker.key),
     )

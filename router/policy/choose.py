@@ -10,7 +10,8 @@ Where a way is slower than prefill computes, the tokens that could be computed m
 **Prefixes that are held.** Of a prompt that begins with pages which some workers hold, only the rest is to compute, or
 to send. Then the holders of the longest beginnings are weighed beside the least loaded workers, and the way of the
 least cost is taken: what waits in front, what is to compute, what is still to send, and the batch, all in prompt tokens
-that a prefill worker could compute meanwhile. So a holder that is busy loses against one that computes all of it anew.
+that a prefill worker could compute meanwhile. What a worker holds below its pool is to be read, at its own price. So a
+holder that is busy loses against one that computes all of it anew.
 
 **The mixed pool.** A decode step mostly reads the weights, so some prompt tokens in it cost little more. A decode
 worker can compute a whole prompt in chunks that fill its steps up to `mixed_step_tokens`
@@ -104,7 +105,9 @@ def choose_prefill(
             snapshot.prefill, facts, wishes, best_prefills(snapshot, wishes, kv_format, FEW), [kv_format]
         )
         whole = [prefill for prefill in able if not is_way_broken(snapshot, prefill.key, decode)] or able
-        return min(whole, key=lambda p: prefill_cost(facts, p) + exposed_tokens(snapshot, facts, p, decode)).key
+        return min(
+            whole, key=lambda p: prefill_cost(snapshot, facts, p) + exposed_tokens(snapshot, facts, p, decode)
+        ).key
     if not snapshot.links:
         return best_prefills(snapshot, wishes, kv_format, 1)[0].key
     even = even_load(snapshot, [kv_format])
@@ -231,7 +234,7 @@ def _cheapest(
         )
     ]
     smallest = min(decode.num_active for decode in decodes)
-    prefill_costs = {p.key: prefill_cost(facts, p) for p in prefills}
+    prefill_costs = {p.key: prefill_cost(snapshot, facts, p) for p in prefills}
     batch_costs = {d.key: batch_cost(facts, d, smallest) for d in decodes}
     decode_costs = {d.key: batch_costs[d.key] + send_cost(facts, d) for d in decodes}
     alone_costs = {d.key: cost_alone(snapshot, facts, d) for d in decodes}
@@ -253,13 +256,14 @@ def _cheapest(
     lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + batch_costs[d.key]))
     lone_cost = alone_costs[lone.key] + batch_costs[lone.key]
     if lone_cost < math.inf and (False, lone.key in wishes.avoid, lone_cost) < cost(*best):
-        is_held = facts.prefix.num_tokens(lone.key) > 0
+        is_held = facts.prefix.num_ready(lone.key) + facts.prefix.num_stored(lone.key) > 0
         most = facts.mixed_pool_tokens if is_held else facts.num_prompt_tokens
         return Route(None, lone.key, most, Why.PREFIX if is_held else Why.MIXED_POOL, weighed)
-    if is_way_broken(snapshot, best[0].key, best[1].key):
+    prefill, decode = best[0].key, best[1].key
+    is_held = facts.prefix.num_ready(prefill) + facts.prefix.num_stored(prefill) + facts.prefix.num_ready(decode) > 0
+    if is_way_broken(snapshot, prefill, decode):
         return None
-    is_held = any(facts.prefix.num_tokens(worker.key) for worker in best)
-    return Route(best[0].key, best[1].key, 0, Why.PREFIX if is_held else Why.LOAD, weighed)
+    return Route(prefill, decode, 0, Why.PREFIX if is_held else Why.LOAD, weighed)
 
 
 # --- two that go well together ------------------------------------------------------------------------------------

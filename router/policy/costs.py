@@ -28,14 +28,22 @@ _ROW_COST = 16.0
 _HARDLY_S = 0.05
 
 
-def prefill_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
+def own_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerKey) -> float:
+    """Of the prompt itself: what the worker does not hold is computed, what it holds in a tier is read where that is
+    sooner."""
+    num_read = facts.prefix.num_stored(worker)
+    num_computed = facts.num_prompt_tokens - facts.prefix.num_ready(worker) - num_read
+    return num_computed + num_read * min(1.0, snapshot.tier_cost)
+
+
+def prefill_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
     """Prompt tokens that are computed before the prompt is."""
-    return worker.num_queued_tokens + facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
+    return worker.num_queued_tokens + own_cost(snapshot, facts, worker.key)
 
 
 def send_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
-    """Of the pages that it does not hold."""
-    return _SENT_COST * (facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key))
+    """Of the pages that it does not hold. What it has in a tier is sent too: no handoff waits for a disk."""
+    return _SENT_COST * (facts.num_prompt_tokens - facts.prefix.num_ready(worker.key))
 
 
 def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
@@ -46,10 +54,11 @@ def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
 
 def cost_alone(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
     """Of what the worker does not hold, computed in its own steps; endless where it may not be."""
-    num_left = facts.num_prompt_tokens - facts.prefix.num_tokens(worker.key)
+    num_left = facts.num_prompt_tokens - facts.prefix.num_ready(worker.key) - facts.prefix.num_stored(worker.key)
     if not may_be_slow(facts) or num_left > facts.mixed_pool_tokens or not has_room(worker, facts):
         return math.inf
-    return steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
+    to_read = own_cost(snapshot, facts, worker.key) - num_left
+    return to_read + steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
 
 
 def may_be_slow(facts: RequestFacts) -> bool:
@@ -81,8 +90,8 @@ def exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad,
         token_bytes = prefill.kv_format.layout.token_bytes
     except IncompatibleError:  # elements of a later version: how long they take is not known
         return 0.0
-    num_missing = facts.num_prompt_tokens - facts.prefix.num_tokens(decode)
-    num_computed = facts.num_prompt_tokens - facts.prefix.num_tokens(prefill.key)
+    num_missing = facts.num_prompt_tokens - facts.prefix.num_ready(decode)
+    num_computed = own_cost(snapshot, facts, prefill.key)
     handoff_s = num_missing * token_bytes / max(link.bytes_per_s, 1.0)
     exposed = handoff_s * snapshot.prefill_tokens_per_s - num_computed
     return exposed if exposed > _NOTABLE * facts.num_prompt_tokens else 0.0

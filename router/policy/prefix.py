@@ -63,3 +63,36 @@ class KnownPrefix(Generic[Worker]):
                 new ^= lowest
                 found.append(self.workers[lowest.bit_length() - 1])
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix(Generic[Worker]):
+    """Who holds a prompt's beginning, and where.
+
+    Attributes:
+        pool: in page pools, ready to be used.
+        tiers: below them, to be read back first. Most of these pages are in a pool too.
+    """
+
+    pool: KnownPrefix[Worker] = field(default_factory=KnownPrefix)
+    tiers: KnownPrefix[Worker] = field(default_factory=KnownPrefix)
+
+    def __bool__(self) -> bool:
+        return bool(self.pool) or bool(self.tiers)
+
+    def num_ready(self, worker: Worker) -> int:
+        """Leading tokens in the worker's pool."""
+        return self.pool.num_tokens(worker)
+
+    def num_stored(self, worker: Worker) -> int:
+        """The tokens behind these that the worker can read back."""
+        return max(0, self.tiers.num_tokens(worker) - self.pool.num_tokens(worker))
+
+    @property
+    def most_tokens(self) -> int:
+        """Leading tokens that some worker has, wherever."""
+        return max(self.pool.most_tokens, self.tiers.most_tokens)
+
+    def longest(self, most: int) -> list[Worker]:
+        """Up to so many workers of each kind, those that hold most first."""
+        return list(dict.fromkeys([*self.pool.longest(most), *self.tiers.longest(most)]))

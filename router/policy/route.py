@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.policy.prefix import KnownPrefix
+from router.policy.prefix import HeldPrefix
 from tandem.core.identity import WorkerKey
 
 
@@ -27,7 +27,7 @@ class RequestFacts:
 
     num_prompt_tokens: int
     priority: int = 0
-    prefix: KnownPrefix[WorkerKey] = field(default_factory=KnownPrefix)
+    prefix: HeldPrefix[WorkerKey] = field(default_factory=HeldPrefix)
     deadline_s: float | None = None
     num_held_tokens: int = 0
     mixed_pool_tokens: int = 0
@@ -68,6 +68,7 @@ class Candidate:
 
     Attributes:
         num_held_tokens: of the prompt, in its cache as far as is known.
+        num_stored_tokens: that it can read back behind these from a tier below its cache.
         num_tokens_in_front: to be computed before the prompt.
         cost: what decides; of a decode worker that of its batch, and of the pages that are to be sent there.
         cost_alone: of a decode worker that computes the prompt by itself, all in all; `None`: it may not.
@@ -79,6 +80,7 @@ class Candidate:
     num_active: int
     cost: float
     cost_alone: float | None = None
+    num_stored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Snapshot:
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
         mixed_step_s: that a step of a decode worker takes in which it computes prompts; 0 where none has.
+        tier_cost: prompt tokens that a prefill worker computes while a worker reads one back from a tier.
         share: decides between equals.
     """
 
@@ -48,6 +49,7 @@ class Snapshot:
     links: Mapping[Pair, Link] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
     mixed_step_s: float = 0.0
+    tier_cost: float = 0.0
     share: Share = ALONE
 
     @classmethod

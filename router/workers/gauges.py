@@ -45,6 +45,11 @@ class RouterGauges(Collector):
             value=len(self._workers.pages),
         )
         yield GaugeMetricFamily(
+            "tandem_known_tier_pages",
+            "Different pages of prompts that workers hold in tiers below their pools, as far as this router knows",
+            value=self._workers.pages.num_stored,
+        )
+        yield GaugeMetricFamily(
             "tandem_retry_budget_retries", "Requests that may be tried again now", value=self._budget.num_left
         )
         yield CounterMetricFamily(

@@ -1,4 +1,5 @@
-"""What workers have told of their prefix caches, and what is foreseen: who holds the beginning of a prompt.
+"""What workers have told of their prefix caches and of the tiers below, and what is foreseen: who holds how much of a
+prompt's beginning.
 
 Keys are made of a prompt's tokens as workers make them, one by one, and only as far as somebody holds them.
 """
@@ -6,10 +7,10 @@ Keys are made of a prompt's tokens as workers make them, one by one, and only as
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, tee
 
 from kvtransfer.layout import LayoutId
-from router.policy.prefix import KnownPrefix
+from router.policy.prefix import HeldPrefix
 from router.workers.page_index import PageIndex
 from tandem.core.identity import WorkerKey
 from tandem.core.pages import model_salt, next_page_keys, salted
@@ -17,7 +18,8 @@ from tandem.rpc.v1.common_pb2 import CachedPages
 
 #: Bytes of a page's key that workers tell.
 _SHORT = 8
-#: Keys that are remembered, at some 300 bytes each: the pages of 32 million tokens, where a page has 32.
+#: Keys that are remembered of pools, and as many of tiers, at some 300 bytes each: with pages of 32 tokens those of 32
+#: million.
 _MOST_KEYS = 1 << 20
 #: Pages of a prompt that are foreseen where it is sent; of the others the worker tells when they are there.
 _MOST_FORESEEN = 256
@@ -31,11 +33,17 @@ class KnownPages:
 
     def __init__(self) -> None:
         self._index: PageIndex[bytes, WorkerKey] = PageIndex(_MOST_KEYS)
+        self._stored: PageIndex[bytes, WorkerKey] = PageIndex(_MOST_KEYS)
         self._telling: set[WorkerKey] = set()
 
     def __len__(self) -> int:
-        """Different pages that some worker holds."""
+        """Different pages that some worker holds in its pool."""
         return len(self._index)
+
+    @property
+    def num_stored(self) -> int:
+        """Different pages that some worker holds in a tier."""
+        return len(self._stored)
 
     def hear(self, worker: WorkerKey, news: CachedPages) -> None:
         if news.is_first:
@@ -43,17 +51,22 @@ class KnownPages:
             self._telling.add(worker)
         self._index.add(worker, _split(news.came))
         self._index.remove(worker, _split(news.went))
+        if news.tier_came or news.tier_went:
+            self._stored.add(worker, _split(news.tier_came))
+            self._stored.remove(worker, _split(news.tier_went))
 
     def lose(self, worker: WorkerKey) -> None:
         """Its stream is over: what it holds from now on is not heard."""
         self._index.drop(worker)
+        self._stored.drop(worker)
         self._telling.discard(worker)
 
-    def prefix(self, layout: LayoutId | None, token_ids: Sequence[int], cache_salt: str) -> KnownPrefix[WorkerKey]:
+    def prefix(self, layout: LayoutId | None, token_ids: Sequence[int], cache_salt: str) -> HeldPrefix[WorkerKey]:
         """Who holds how much of a prompt's beginning, but for its last token, which is computed in any case."""
-        if layout is None or not self._index:
-            return KnownPrefix()
-        return self._index.prefix(_short_keys(layout, token_ids, cache_salt), layout.page_size)
+        if layout is None or not (self._index or self._stored):
+            return HeldPrefix()
+        keys, again = tee(_short_keys(layout, token_ids, cache_salt))  # each is made once
+        return HeldPrefix(self._index.prefix(keys, layout.page_size), self._stored.prefix(again, layout.page_size))
 
     def foresee(
         self, workers: Iterable[WorkerKey], layout: LayoutId | None, token_ids: Sequence[int], cache_salt: str

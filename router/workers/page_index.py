@@ -4,7 +4,8 @@ Keys are whatever is hashable; the router's are the first bytes of page keys, wh
 them, so a key stands for a whole beginning. What stands here may be wrong (a page that has just been given up, two keys
 that begin alike): that costs a poor choice, and nothing else, since workers look for themselves.
 
-A look-up costs as much as pages are found, whatever the number of workers and of pages.
+A look-up costs as much as pages are found, whatever the number of workers and of pages. What a worker held that is gone
+is taken out in pieces, while others tell of theirs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from router.policy.prefix import KnownPrefix
 
 Key = TypeVar("Key", bound=Hashable)
 Worker = TypeVar("Worker", bound=Hashable)
+
+# Keys of workers that are gone which one call takes out, within some two milliseconds.
+_MOST_SWEPT = 1 << 12
 
 
 class PageIndex(Generic[Key, Worker]):
@@ -34,15 +38,20 @@ class PageIndex(Generic[Key, Worker]):
         # Invariant: these two are each other's inverse, for the workers in `_keys`. Numbers of bits are used again.
         self._bits: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}
+        # Of workers that are gone, by the number of their bit: what is still to be taken out of `_holders`. Until then
+        # the number is taken, and the bit counts for nothing.
+        self._leaving: dict[int, set[Key]] = {}
+        self._leaving_bits = 0
         # By worker: keys of its own that it has not told of.
         self._foreseen: dict[Worker, set[Key]] = {}
 
     def __len__(self) -> int:
-        """Keys that somebody holds."""
+        """Keys that somebody holds, or that are to be taken out."""
         return len(self._holders)
 
     def add(self, worker: Worker, keys: Iterable[Key]) -> None:
         """The worker holds these."""
+        self._sweep()
         foreseen = self._foreseen.get(worker)
         for key in keys:
             self._enter(worker, key)
@@ -77,14 +86,16 @@ class PageIndex(Generic[Key, Worker]):
         self._foreseen.pop(worker, None)
         bit = self._bits.pop(worker, 0)
         if bit:
-            for key in self._keys.pop(worker):
-                self._take_out(key, bit)
-            del self._workers[bit.bit_length() - 1]
+            number = bit.bit_length() - 1
+            del self._workers[number]
+            self._leaving[number] = self._keys.pop(worker)
+            self._leaving_bits |= bit
+        self._sweep()
 
     def prefix(self, keys: Iterable[Key], page_size: int = 1) -> KnownPrefix[Worker]:
         """Who holds how many leading `keys`. Takes one key more than anybody holds."""
         runs: list[tuple[int, int]] = []
-        alive, num = -1, 0  # all bits
+        alive, num = ~self._leaving_bits, 0
         for key in keys:
             holders = self._holders.pop(key, 0)
             if holders:
@@ -105,7 +116,8 @@ class PageIndex(Generic[Key, Worker]):
         own = self._keys.get(worker)
         if own is None:
             own = self._keys[worker] = set()
-            number = next(n for n in range(len(self._workers) + 1) if n not in self._workers)
+            most = len(self._workers) + len(self._leaving)
+            number = next(n for n in range(most + 1) if n not in self._workers and n not in self._leaving)
             self._bits[worker], self._workers[number] = 1 << number, worker
         elif key in own:
             return False
@@ -120,7 +132,25 @@ class PageIndex(Generic[Key, Worker]):
         while holders:
             lowest = holders & -holders
             holders ^= lowest
-            self.remove(self._workers[lowest.bit_length() - 1], [key])
+            number = lowest.bit_length() - 1
+            if number in self._leaving:
+                self._leaving[number].remove(key)
+                self._take_out(key, lowest)
+            else:
+                self.remove(self._workers[number], [key])
+
+    def _sweep(self) -> None:
+        """Take some of what is leaving out."""
+        left = _MOST_SWEPT
+        for number in list(self._leaving):
+            keys, bit = self._leaving[number], 1 << number
+            for _ in range(min(left, len(keys))):
+                self._take_out(keys.pop(), bit)
+                left -= 1
+            if keys:
+                break
+            del self._leaving[number]
+            self._leaving_bits ^= bit
 
     def _take_out(self, key: Key, bit: int) -> None:
         left = self._holders[key] & ~bit

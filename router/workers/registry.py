@@ -16,7 +16,7 @@ from kvtransfer.layout import LayoutId
 from router.policy.gate import Room
 from router.policy.losses import Fate
 from router.policy.pool import ALONE, Order, Pool, Share
-from router.policy.prefix import KnownPrefix
+from router.policy.prefix import HeldPrefix
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
@@ -24,13 +24,14 @@ from router.workers import wire
 from router.workers.abilities import Abilities, Ability
 from router.workers.described import described, mismatches, outlined
 from router.workers.known_pages import Foreseen, KnownPages
+from router.workers.learnt import Learnt
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1.common_pb2 import CachedPages, LinkReport, WorkerStatus
+from tandem.rpc.v1.common_pb2 import CachedPages, LinkReport, TierReport, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, WorkSpan
@@ -38,8 +39,8 @@ from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, Wo
 _log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
-_REMEMBERED_S = 30.0  # without another mixed step
-_WEIGHT = 1 / 16  # of the newest prompt, or mixed step, in what these take
+_REMEMBERED_S = 30.0  # what mixed steps and reads from tiers take, without another one
+_TIER_COST = 0.2  # of a token that is read from a tier, where nothing is learnt of them
 _NOTHING = WorkerStatus()
 
 
@@ -75,15 +76,19 @@ class WorkerRegistry:
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._abilities = Abilities()
         self._num_members: Counter[Role] = Counter()
-        # Learnt from what prefill workers say of their prompts; 0 before.
-        self._prefill_tokens_per_s = 0.0
-        # Of the steps of decode workers in which they compute prompts; as above.
-        self._mixed_step_s = self._mixed_noted_s = 0.0
+        # Of prefill workers, tokens in a second of computation; of decode workers, seconds of the steps in which they
+        # compute prompts; of all, seconds for a token that is read from a tier.
+        self._prefill_speed, self._mixed_steps, self._tier_reads = (
+            Learnt(),
+            Learnt(_REMEMBERED_S),
+            Learnt(_REMEMBERED_S),
+        )
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
         #: Each stays while it is a member: whoever kills it may not have heard of it yet.
         self.suspected: set[WorkerKey] = set()
         # What each incarnation had counted when it last reported: the exported counters take the differences.
         self._counted: dict[WorkerKey, WorkerStatus] = {}
+        self._counted_reads: dict[WorkerKey, tuple[int, float]] = {}  # pages from tiers, and seconds
         #: Ways between two workers that are slow or broken; whoever learns of it notes it here. A worker that has left
         #: takes its own along.
         self.links: dict[Pair, Link] = {}
@@ -160,6 +165,7 @@ class WorkerRegistry:
         for key in [k for k, s in self._sessions.items() if s.state is SessionState.CLOSED and k not in self._members]:
             del self._sessions[key]
             self._counted.pop(key, None)
+            self._counted_reads.pop(key, None)
             self._reported_links.pop(key, None)
         for pair in [p for p in self.links if not self._sessions.keys() >= set(p)]:
             del self.links[pair]
@@ -184,7 +190,8 @@ class WorkerRegistry:
             is_decode_coming=len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
-            mixed_step_s=self._known_mixed_step_s(),
+            mixed_step_s=self._mixed_steps.at(self._clock.now()),
+            tier_cost=self._tier_reads.at(self._clock.now()) * self._prefill_tokens_per_s or _TIER_COST,
             share=self._share,
         )
 
@@ -202,7 +209,7 @@ class WorkerRegistry:
             num_routers=self._share.of,
         )
 
-    def known_prefix(self, token_ids: Sequence[int], cache_salt: str) -> KnownPrefix[WorkerKey]:
+    def known_prefix(self, token_ids: Sequence[int], cache_salt: str) -> HeldPrefix[WorkerKey]:
         """Who holds how much of a prompt's beginning. Costs as much as is found, and one page more."""
         return self.pages.prefix(self._layout, token_ids, cache_salt)
 
@@ -352,7 +359,10 @@ class WorkerRegistry:
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
         if not is_first:  # else they may be of long ago
-            self._note_mixed_steps(status.mixed_steps - before.mixed_steps, status.mixed_s - before.mixed_s)
+            num = status.mixed_steps - before.mixed_steps
+            self._mixed_steps.note(status.mixed_s - before.mixed_s, num, self._clock.now())
+        if status.HasField("tiers"):
+            self._note_reads(session, status.tiers)
         if status.HasField("links"):
             self._note_links(session.key, status.links)
         self.on_report()
@@ -388,7 +398,8 @@ class WorkerRegistry:
         if isinstance(message, HandoffDone | PrefillEnded):
             self.on_work(message.request_id, message.attempt, Role.PREFILL, message.spans)
             metrics.prefill_compute_s.observe(message.compute_s)
-            self._note_speed(message.num_computed_tokens, message.compute_s)
+            if message.num_computed_tokens and message.compute_s > 0:
+                self._prefill_speed.note(message.num_computed_tokens / message.compute_s, 1, self._clock.now())
         if isinstance(message, HandoffDone | PrefillEnded | ComputesHere) and message.attempt > 1:
             metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
 
@@ -402,22 +413,17 @@ class WorkerRegistry:
         known = self.links.get((prefill, decode), Link())
         self.links[prefill, decode] = replace(known, is_broken=message.is_broken)
 
-    def _note_speed(self, num_tokens: int, compute_s: float) -> None:
-        if num_tokens and compute_s > 0:
-            newest, known = num_tokens / compute_s, self._prefill_tokens_per_s
-            self._prefill_tokens_per_s = known + _WEIGHT * (newest - known) if known else newest
+    def _note_reads(self, session: WorkerSession, report: TierReport) -> None:
+        num, took_s = sum(tier.read for tier in report.tiers), sum(tier.read_s for tier in report.tiers)
+        num_before, took_before_s = self._counted_reads.get(session.key, (num, took_s))
+        self._counted_reads[session.key] = num, took_s
+        if num > num_before:
+            token_s = (took_s - took_before_s) / session.info.layout.page_size
+            self._tier_reads.note(token_s, num - num_before, self._clock.now())
 
-    def _note_mixed_steps(self, num: int, took_s: float) -> None:
-        if num > 0:
-            newest, known = took_s / num, self._known_mixed_step_s()
-            weight = 1 - (1 - _WEIGHT) ** num
-            self._mixed_step_s = known + weight * (newest - known) if known else newest
-            self._mixed_noted_s = self._clock.now()
-
-    def _known_mixed_step_s(self) -> float:
-        """0 where it was not seen for long: where such steps were slow once, none might ever come again to show that
-        they are not."""
-        return self._mixed_step_s if self._clock.now() - self._mixed_noted_s <= _REMEMBERED_S else 0.0
+    @property
+    def _prefill_tokens_per_s(self) -> float:
+        return self._prefill_speed.at(self._clock.now())
 
     def _writer_suspected(self, key: WorkerKey) -> None:
         _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)

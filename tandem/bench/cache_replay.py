@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.choose import choose_prefill
 from router.policy.pool import Pool
-from router.policy.prefix import KnownPrefix
+from router.policy.prefix import HeldPrefix, KnownPrefix
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
@@ -152,7 +152,7 @@ class CacheReplay:
         )
 
     def _choose(self, entry: TraceEntry, prefix: KnownPrefix[WorkerKey]) -> _Worker:
-        facts = RequestFacts(entry.num_input, prefix=prefix if self._spec.finds_prefixes else KnownPrefix())
+        facts = RequestFacts(entry.num_input, prefix=HeldPrefix(prefix) if self._spec.finds_prefixes else HeldPrefix())
         return self._workers[choose_prefill(self._snapshot, facts, _NO_DECODE, _FORMAT)]
 
     def _compute(self, worker: _Worker, num_tokens: int, now_s: float) -> None:

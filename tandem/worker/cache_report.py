@@ -1,9 +1,10 @@
-"""What a worker's prefix cache holds, as its routers are told: all at first, then what changes. Pure."""
+"""What a worker's prefix cache and the tiers below it hold, as its routers are told: all at first, then what changes.
+Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -14,8 +15,9 @@ _T = TypeVar("_T")
 
 #: Of a page's key this much is told. Two pages that begin alike cost a router a poor choice, and nothing else.
 SHORT_KEY_BYTES = 8
-#: Keys in one message, which stays well below what gRPC takes.
-_MOST = 1 << 16
+#: Keys in one event, and of one kind in one call of `news`: a router takes them in within a few milliseconds, and does
+#: other things before the next message.
+_MOST = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,52 +25,71 @@ class CacheNews:
     """An event for routers: short keys that came and went.
 
     Attributes:
+        tier_came: as `came`, of the tiers below the pool, all of them together.
         is_first: what was told before is void; with the ones that follow it is all that there is.
     """
 
     came: tuple[bytes, ...] = ()
     went: tuple[bytes, ...] = ()
+    tier_came: tuple[bytes, ...] = ()
+    tier_went: tuple[bytes, ...] = ()
     is_first: bool = False
 
 
 class CacheReport:
-    """`note` is called by whoever holds the scheduler's lock; all else in the worker's event loop."""
+    """All but `note` and `note_tiers` is called in the worker's event loop."""
 
     def __init__(self) -> None:
-        self._changes: deque[CacheChange] = deque()
-        # Short keys of all that is held, as of the changes that were taken from the queue.
-        self._held: dict[bytes, None] = {}
+        self._pool = _Told()
+        self._tiers = _Told()
 
     def note(self, change: CacheChange) -> None:
-        self._changes.append(change)
+        """The pool's cache has changed; by whoever holds the scheduler's lock."""
+        self._pool.changes.append(change)
+
+    def note_tiers(self, change: CacheChange) -> None:
+        """What the tiers hold has changed; by one thread at a time."""
+        for start in range(0, max(len(change.came), len(change.went)), _MOST):
+            piece = slice(start, start + _MOST)
+            self._tiers.changes.append(CacheChange(change.came[piece], change.went[piece]))
 
     def news(self) -> list[CacheNews]:
-        """What changed since the last call, in messages of a bounded size."""
-        changed: dict[bytes, bool] = {}
-        while self._changes:
-            change = self._changes.popleft()
-            for key in _short(change.came):
-                changed[key] = True
-                self._held[key] = None
-            for key in _short(change.went):
-                changed[key] = False
-                self._held.pop(key, None)
-        pairs = iter(changed.items())
-        return [
-            CacheNews(tuple(k for k, is_held in piece if is_held), tuple(k for k, is_held in piece if not is_held))
-            for piece in _pieces(pairs)
-        ]
+        """What changed since the last call; of very much the rest by the next ones."""
+        in_pool = [CacheNews(came, went) for came, went in self._pool.take()]
+        return in_pool + [CacheNews(tier_came=came, tier_went=went) for came, went in self._tiers.take()]
 
     def everything(self) -> list[CacheNews]:
         """All that is held, for a router that has just come; what `news` has not told is not in it."""
-        pieces = list(_pieces(iter(self._held))) or [()]
-        return [CacheNews(tuple(piece), is_first=number == 0) for number, piece in enumerate(pieces)]
+        in_pool, in_tiers = _pieces(iter(self._pool.held)), _pieces(iter(self._tiers.held))
+        first = CacheNews(next(in_pool, ()), is_first=True)
+        return [first, *(CacheNews(piece) for piece in in_pool), *(CacheNews(tier_came=piece) for piece in in_tiers)]
 
 
-def _short(keys: Iterable[bytes]) -> Iterator[bytes]:
-    return (key[:SHORT_KEY_BYTES] for key in keys)
+class _Told:
+    """Of one kind of memory: what it holds, and which changes of that are not told yet."""
+
+    def __init__(self) -> None:
+        self.changes: deque[CacheChange] = deque()
+        #: Short keys of all that is held, as of the changes that were taken from the queue.
+        self.held: dict[bytes, None] = {}
+
+    def take(self) -> Iterator[tuple[tuple[bytes, ...], tuple[bytes, ...]]]:
+        """What came and what went, in pieces."""
+        changed: dict[bytes, bool] = {}
+        while self.changes and len(changed) < _MOST:
+            change = self.changes.popleft()
+            for key in change.came:
+                short = key[:SHORT_KEY_BYTES]
+                changed[short] = True
+                self.held[short] = None
+            for key in change.went:
+                short = key[:SHORT_KEY_BYTES]
+                changed[short] = False
+                self.held.pop(short, None)
+        for piece in _pieces(iter(changed.items())):
+            yield tuple(k for k, is_held in piece if is_held), tuple(k for k, is_held in piece if not is_held)
 
 
-def _pieces(items: Iterator[_T]) -> Iterator[Sequence[_T]]:
+def _pieces(items: Iterator[_T]) -> Iterator[tuple[_T, ...]]:
     while piece := tuple(islice(items, _MOST)):
         yield piece

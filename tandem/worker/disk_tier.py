@@ -21,7 +21,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -67,6 +67,7 @@ class DiskTier:
         self, root: Path, layout: LayoutId, most_bytes: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.counters = TierCounters()
+        self.on_change: Callable[[Iterable[bytes]], None] = lambda _: None
         self._layout = asdict(layout)
         self._layout_name = hashlib.sha256(json.dumps(self._layout, sort_keys=True).encode()).hexdigest()[:16]
         self._page_bytes = layout.num_layers * layout.extent_bytes
@@ -114,6 +115,7 @@ class DiskTier:
         with self._lock:
             gone = self._index.add_all(groups)
         self._remove_all(gone)
+        self.on_change(bytes.fromhex(key) for is_own, _, _, key, _ in found if is_own)
         _log.info("%d pages are on disk in %s, found in %.2f s", len(found), self._root, self._now() - began_s)
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -186,6 +188,7 @@ class DiskTier:
             size = len(header) + len(digest) + len(data)
             gone = self._index.add(key, size, parent or None)
         self._remove_all(gone)
+        self.on_change([key, *(name for name in gone if isinstance(name, bytes))])
         self.counters.num_written += 1
         self.counters.write_s += self._now() - began_s
 
@@ -201,6 +204,7 @@ class DiskTier:
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._index.drop(key)
+        self.on_change([key])
 
     def _remove_all(self, names: Sequence[Name]) -> None:
         for name in names:

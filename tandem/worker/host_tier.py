@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tandem.core.tiers import TierIndex
 from tandem.worker.tier_store import TierCounters
@@ -23,6 +23,7 @@ class HostTier:
 
     def __init__(self, memory: memoryview, page_bytes: int) -> None:
         self.counters = TierCounters()
+        self.on_change: Callable[[Iterable[bytes]], None] = lambda _: None
         self._memory = memory
         self._page_bytes = page_bytes
         num_slots = len(memory) // page_bytes
@@ -69,12 +70,15 @@ class HostTier:
                 if (slot := self._slot_of.pop(other, None)) is not None:
                     self._free.append(slot)
             self.counters.num_evicted += len(gone)
-            if key in gone:
-                self.counters.num_lost += 1
-                return
-            if key not in self._slot_of:
-                self._slot_of[key] = self._free.pop()
-            self._bytes_of(self._slot_of[key])[:] = data
+            is_lost = key in gone
+            if not is_lost:
+                if key not in self._slot_of:
+                    self._slot_of[key] = self._free.pop()
+                self._bytes_of(self._slot_of[key])[:] = data
+        self.on_change([key, *gone])
+        if is_lost:
+            self.counters.num_lost += 1
+            return
         self.counters.num_written += 1
         self.counters.write_s += time.monotonic() - began_s
 
@@ -83,6 +87,7 @@ class HostTier:
         with self._lock:
             if self._index.drop(key):
                 self._free.append(self._slot_of.pop(key))
+        self.on_change([key])
 
     def close(self) -> None:
         """Nothing waits here."""

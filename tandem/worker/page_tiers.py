@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from tandem.core.pages import CacheChange
 from tandem.core.tiers import Fetched, Rate, ReadPlan, plan_read
 from tandem.worker.lane import Calls
 from tandem.worker.scheduler import BatchScheduler
@@ -97,6 +98,8 @@ class TieredPages:
         stores: the tiers, the nearest one first.
         to_owner: has the thread that owns the pool run a call, from any thread; dropped when the worker stops.
         call_later: has a call run after so many seconds, from any thread, on whichever.
+        tell: hears what the tiers, all together, hold now and did not before, and the other way round; on one of the
+            tiers' threads at a time.
         writer, reader: the threads; they end with `close`.
     """
 
@@ -109,6 +112,7 @@ class TieredPages:
         *,
         to_owner: Callable[[Callable[[], None]], None],
         call_later: Callable[[float, Callable[[], None]], None],
+        tell: Callable[[CacheChange], None],
         writer: Calls,
         reader: Calls,
         clock: Callable[[], float] = time.monotonic,
@@ -122,6 +126,8 @@ class TieredPages:
         self._page_bytes = page_bytes
         self._to_owner = to_owner
         self._call_later = call_later
+        self._tell = tell
+        self._telling = threading.Lock()
         self._now = clock
         self._num_at_once = max(1, _MOST_COPIED_BYTES // page_bytes)
         # Guards the three below.
@@ -141,12 +147,23 @@ class TieredPages:
         self.has_found = threading.Event()
         self._writer = writer
         self._reader = reader
+        for store in stores:
+            store.on_change = self._changed
         self._writer.put(self._find)
 
     def _find(self) -> None:
         for store in self.stores:
             store.find()
         self.has_found.set()
+
+    def _changed(self, keys: Iterable[bytes]) -> None:
+        """On any of the tiers' threads. What is told last is what was found last."""
+        came: list[bytes] = []
+        went: list[bytes] = []
+        with self._telling:
+            for key in keys:
+                (came if any(store.has(key) for store in self.stores) else went).append(key)
+            self._tell(CacheChange(tuple(came), tuple(went)))
 
     def close(self) -> None:
         """End the threads. A file operation that hangs is left behind."""

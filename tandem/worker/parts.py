@@ -222,7 +222,7 @@ def build_parts(
     transfer.start()
     layout = LayoutId(weights_sha256=engine.weights_sha256, **asdict(arena.layout))
     to_owner = runner.submit if role is Role.PREFILL else _on_transfer(transfer, life)
-    tiers = make_tiers(config.cache, name, layout, arena, scheduler, to_owner, loop, life.fail)
+    tiers = make_tiers(config.cache, name, layout, arena, scheduler, to_owner, loop, cache.note_tiers, life.fail)
     if tiers is not None:
         undo.callback(tiers.close)
     scheduler.tiers = tiers

@@ -130,7 +130,10 @@ class SessionHub(Generic[Command, Event, Events]):
         self._next += 1
         self._sessions[session.number] = session
         self._num_commands[session.number] = 0
-        self._put(session, self._hello(), self._read_report())
+        status = self._read_report()
+        for event in self._hello():  # each in its own message: all that a cache holds is too much for one
+            self._put(session, [event], status)
+            status = self._read_status()
         try:
             with session.reading(commands, lambda command: self._take(session.number, command)):
                 async for message in session.messages():

@@ -10,6 +10,7 @@ from functools import partial
 from kvtransfer.layout import LayoutId
 from kvtransfer.transports.own_stream import use_own_stream
 from tandem.core.config import CacheConfig
+from tandem.core.pages import CacheChange
 from tandem.engine.arena import KVArena, host_memory
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.disk_tier import DiskTier, disk_directory
@@ -33,12 +34,13 @@ def make_tiers(
     scheduler: BatchScheduler,
     to_owner: Callable[[Callable[[], None]], None],
     loop: asyncio.AbstractEventLoop,
+    tell: Callable[[CacheChange], None],
     on_fatal: Callable[[BaseException], None],
 ) -> TieredPages | None:
     """The tiers that `config` asks for; `None`: it asks for none, or none can be had.
 
     Args:
-        to_owner: as of `TieredPages`.
+        to_owner, tell: as of `TieredPages`.
         loop: keeps the time.
 
     Raises:
@@ -64,6 +66,7 @@ def make_tiers(
         stores,
         to_owner=to_owner,
         call_later=lambda delay_s, call: _call_later(loop, delay_s, call),
+        tell=tell,
         writer=Lane(f"tiers-write-{worker_id}", begin, on_fatal),
         reader=Lane(f"tiers-read-{worker_id}", begin, on_fatal),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ class TierStore(Protocol):
     name: str
     counters: TierCounters
     guessed_bytes_per_s: float  # at which it is read, until that is learnt
+    on_change: Callable[[Iterable[bytes]], None]  # hears of keys after they have come or gone, on whichever thread
 
     def has(self, key: bytes) -> bool:
         """Whether a page is there; from any thread, at once."""

@@ -75,7 +75,13 @@ def scored_to_proto(scored: PromptScored) -> pb.PromptScored:
 
 
 def cached_to_proto(news: CacheNews) -> pb.CachedPages:
-    return pb.CachedPages(is_first=news.is_first, came=b"".join(news.came), went=b"".join(news.went))
+    return pb.CachedPages(
+        is_first=news.is_first,
+        came=b"".join(news.came),
+        went=b"".join(news.went),
+        tier_came=b"".join(news.tier_came),
+        tier_went=b"".join(news.tier_went),
+    )
 
 
 def failed_to_proto(failed: AttemptFailed) -> pb.AttemptFailed:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.scenarios.client import Answer, complete
 from tests.scenarios.processes import ProcessCluster, running
 
 STORY = "Once upon a time there was a little girl named Lily. She had a dog, and the dog had a red ball. "
-LILY, TOM = "Lily said: " + 6 * STORY, "Tom said: " + 6 * STORY
+LILY, TOM, SUE = (f"{name} said: " + 6 * STORY for name in ("Lily", "Tom", "Sue"))
 PAGE = 32
 
 
@@ -110,3 +112,37 @@ def test_another_salt_finds_nothing(cluster: ProcessCluster) -> None:
 @pytest.mark.usefixtures("before")
 def test_each_worker_has_files_of_its_own(directory: Path) -> None:
     assert {path.name for path in directory.iterdir()} == {"prefill-0", "decode-0"}
+
+
+def explained(cluster: ProcessCluster, prompt: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An answer, and how its router explains its way."""
+    body = {"model": "tandem-tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    (way,) = httpx.get(f"{cluster.url}/v1/requests/{answer.headers['x-request-id']}/explain").json()["data"]
+    return answer.json(), way["attempts"][-1]
+
+
+@pytest.mark.usefixtures("before")
+def test_a_prompt_goes_where_a_disk_has_its_pages(cluster: ProcessCluster) -> None:
+    """Both prefill workers have just started, and without what routers are told the first one by name would get it."""
+    cluster.workers["prefill-0"].end()
+    cluster.start_worker("prefill", 1).wait_ready()
+    cluster.publish()
+    cluster.wait_healthy()
+    first = answered(cluster, SUE)
+    num_full = full_pages(first) // PAGE
+    cluster.wait_for(lambda: cluster.statuses()["prefill-1"].tiers.tiers[0].written, "pages on disk",
+                     wanted=lambda num: num >= num_full)  # fmt: skip
+    cluster.workers["prefill-1"].end()
+    for number in range(2):
+        cluster.start_worker("prefill", number).wait_ready()
+    cluster.publish()
+    cluster.wait_healthy()
+    cluster.wait_for(lambda: cluster.metric("tandem_known_tier_pages"), "news of both disks",
+                     wanted=lambda num: num >= num_full)  # fmt: skip
+    again, way = explained(cluster, SUE)
+    assert [choice["text"] for choice in again["choices"]] == first.texts
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == num_full * PAGE
+    assert (way["why"], way["prefill"]) == ("prefix", "prefill-1")
+    (chosen,) = (one for one in way["candidates"] if one["worker"] == "prefill-1")
+    assert (chosen["held_tokens"], chosen["stored_tokens"]) == (0, num_full * PAGE)

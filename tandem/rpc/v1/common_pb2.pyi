@@ -557,29 +557,39 @@ Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
 
 @_typing.final
 class CachedPages(_message.Message):
-    """Full pages that a worker's prefix cache has entered or given up. Each stream begins with all that it holds."""
+    """Full pages that a worker's prefix cache, or the tiers below it, have entered or given up. Each stream begins with all
+    that they hold.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IS_FIRST_FIELD_NUMBER: _builtins.int
     CAME_FIELD_NUMBER: _builtins.int
     WENT_FIELD_NUMBER: _builtins.int
+    TIER_CAME_FIELD_NUMBER: _builtins.int
+    TIER_WENT_FIELD_NUMBER: _builtins.int
     is_first: _builtins.bool
     """nothing that was told before holds; more of the same list may follow"""
     came: _builtins.bytes
     """the first eight bytes of the key of each page, one after the other"""
     went: _builtins.bytes
     """as `came`"""
+    tier_came: _builtins.bytes
+    """as `came`: some tier below the pool has them now"""
+    tier_went: _builtins.bytes
+    """as `came`: no tier has them any more"""
     def __init__(
         self,
         *,
         is_first: _builtins.bool = ...,
         came: _builtins.bytes = ...,
         went: _builtins.bytes = ...,
+        tier_came: _builtins.bytes = ...,
+        tier_went: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["came", b"came", "is_first", b"is_first", "went", b"went"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["came", b"came", "is_first", b"is_first", "tier_came", b"tier_came", "tier_went", b"tier_went", "went", b"went"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.workers import page_index
 from router.workers.page_index import PageIndex
 
 
@@ -79,6 +82,32 @@ def test_a_beginning_that_is_found_all_along_is_not_forgotten() -> None:
         index.add("b", range(number, number + 5))
 
 
+def test_a_worker_that_held_much_and_is_gone_is_taken_out_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_index, "_MOST_SWEPT", 10)
+    index: PageIndex[int, str] = PageIndex()
+    index.add("a", range(25))
+    index.add("b", range(5))
+    index.drop("a")
+    assert len(index) > 5, "not all at once"
+    assert held(index, list(range(25))) == {"b": 5}, "and yet nobody finds it"
+    index.add("a", [0])  # as a new one
+    assert held(index, list(range(25))) == {"b": 5, "a": 1}
+    index.add("b", [])
+    assert len(index) == 5
+
+
+def test_of_two_that_leave_the_oldest_keys_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_index, "_MOST_SWEPT", 0)
+    index: PageIndex[int, str] = PageIndex(most=4)
+    index.add("a", [1, 2])
+    index.add("b", [1, 3])
+    index.drop("a")
+    index.add("b", [4, 5, 6])
+    assert len(index) == 4
+    assert held(index, [4, 5, 6]) == {"b": 3}
+    assert not index.prefix([1])
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_however_long_each_holds_it_the_longest_come_first(lengths: list[int]) -> None:
     index: PageIndex[int, int] = PageIndex()
@@ -100,8 +129,16 @@ _CHANGES = st.lists(
 )
 
 
+@pytest.mark.parametrize("swept", [1, 1 << 12], ids=["in pieces", "at once"])
 @given(_CHANGES)
-def test_whatever_comes_a_look_up_says_what_the_workers_have(changes: list[tuple[str, str, list[int]]]) -> None:
+def test_whatever_comes_a_look_up_says_what_the_workers_have(
+    swept: int, changes: list[tuple[str, str, list[int]]]
+) -> None:
+    with patch.object(page_index, "_MOST_SWEPT", swept):
+        run_and_check(changes)
+
+
+def run_and_check(changes: list[tuple[str, str, list[int]]]) -> None:
     index: PageIndex[int, str] = PageIndex()
     told: dict[str, set[int]] = {worker: set() for worker in "abc"}
     foreseen: dict[str, set[int]] = {worker: set() for worker in "abc"}

@@ -16,24 +16,29 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvtransfer.layout import LayoutId
 from kvtransfer.wire import protocols_to_proto
 from router.policy.pool import ALONE, Share
 from router.policy.snapshot import Link
 from router.policy.worker_load import WorkerLoad
 from router.request.events import Event
 from router.request.mailbox import Mailbox
+from router.workers.known_pages import KnownPages
 from router.workers.registry import WorkerRegistry
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.clock import VirtualClock
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
-from tandem.core.pages import pages_for
+from tandem.core.pages import model_salt, page_keys, pages_for
 from tandem.core.protocols import Protocols
 from tandem.rpc.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_PREFILL,
+    CachedPages,
     Layout,
     PageCounts,
+    TierReport,
+    TierStatus,
     WorkerInfo,
     WorkerStatus,
 )
@@ -246,6 +251,44 @@ async def test_what_steps_take_in_which_decode_computes_prompts_is_learnt() -> N
     assert not registry.snapshot().mixed_step_s, "slow ones are not avoided for ever"
     registry.hear("decode-0", mixed_steps=11, mixed_s=0.043)
     assert registry.snapshot().mixed_step_s == pytest.approx(0.003), "what came long ago counts no more"
+
+
+async def test_what_reading_from_tiers_costs_is_learnt() -> None:
+    """In prompt tokens that prefill computes meanwhile."""
+    registry = Registry()
+    registry.states = {"prefill-0": "ready"}
+    registry.push()
+    registry.greet("prefill-0")
+    registry.event_seen(HandoffDone(compute_s=0.5, num_computed_tokens=1000))
+
+    def reads(num: int, read_s: float) -> float:
+        tiers = [TierStatus(name="host", read=num - num // 2), TierStatus(name="disk", read=num // 2, read_s=read_s)]
+        registry.hear("prefill-0", tiers=TierReport(tiers=tiers))
+        return registry.snapshot().tier_cost
+
+    guess = registry.snapshot().tier_cost
+    assert 0 < guess < 1
+    assert reads(1000, 500.0) == guess, "of before this router came"
+    for _ in range(2):
+        assert reads(1100, 500.0 + 100 * PAGE * 0.00005) == pytest.approx(0.1)
+    registry.clock.advance(31.0)
+    assert registry.snapshot().tier_cost == guess, "a slow disk is not avoided for ever"
+
+
+def test_a_worker_that_is_gone_takes_its_tiers_along() -> None:
+    pages, worker, layout = KnownPages(), WorkerKey("prefill-0", "1"), LayoutId("ab" * 32, "float32", 1, 1, 8, 16)
+    prompt = list(range(40))
+    keys = page_keys(prompt, 16, model_salt(layout.weights_sha256))
+    news = CachedPages(is_first=True, came=keys[0][:8], tier_came=b"".join(key[:8] for key in keys))
+    pages.hear(worker, news)
+    prefix = pages.prefix(layout, prompt, "")
+    assert (prefix.num_ready(worker), prefix.num_stored(worker), prefix.most_tokens) == (16, 16, 32)
+    pages.hear(worker, CachedPages(tier_went=keys[1][:8]))
+    assert pages.prefix(layout, prompt, "").num_stored(worker) == 0
+    pages.hear(worker, CachedPages(is_first=True, tier_came=keys[0][:8]))
+    assert pages.prefix(layout, prompt, "").num_stored(worker) == 16
+    pages.lose(worker)
+    assert not pages.prefix(layout, prompt, "")
 
 
 async def test_what_a_worker_had_counted_before_this_router_came_tells_nothing() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.choose import choose, choose_prefill
+from router.policy.prefix import HeldPrefix, KnownPrefix
 from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Link, Snapshot
 from router.policy.worker_load import WorkerLoad
@@ -29,12 +30,16 @@ def load(name: str, **figures: Any) -> WorkerLoad:
     return WorkerLoad(key(name), FORMAT, PAGE, **known)
 
 
-def facts(held: dict[str, int], **others: Any) -> RequestFacts:
-    """Workers hold so many leading tokens."""
+def known(held: dict[str, int]) -> KnownPrefix[WorkerKey]:
     index: PageIndex[int, WorkerKey] = PageIndex()
     for name, num in held.items():
         index.add(key(name), range(num // PAGE))
-    return RequestFacts(PROMPT, prefix=index.prefix(range(PROMPT // PAGE), PAGE), **others)
+    return index.prefix(range(PROMPT // PAGE), PAGE)
+
+
+def facts(held: dict[str, int], *, stored: dict[str, int] | None = None, **others: Any) -> RequestFacts:
+    """Workers hold so many leading tokens in their pools, and so many in tiers below them."""
+    return RequestFacts(PROMPT, prefix=HeldPrefix(known(held), known(stored or {})), **others)
 
 
 def chosen(route: Route) -> tuple[str | None, str, Why]:
@@ -121,3 +126,43 @@ def test_without_a_known_prefix_the_least_loaded_are_chosen_and_told_with_a_few_
     assert len(told) <= 8
     assert told["p0"].cost == PROMPT
     assert all(told[f"p{n}"].cost == PROMPT + n for n in range(min(num + 1, 2)))
+
+
+# -- tiers below the pools
+
+
+def test_a_prompt_goes_where_a_tier_has_its_beginning() -> None:
+    assert chosen(choose(snapshot(tier_cost=0.2), facts({}, stored={"p5": 608})))[::2] == ("p5", Why.PREFIX)
+
+
+def test_what_is_in_a_pool_goes_before_what_has_to_be_read() -> None:
+    told = facts({"p7": 608}, stored={"p5": 608, "p7": 608})
+    assert chosen(choose(snapshot(tier_cost=0.2), told))[0] == "p7"
+
+
+@pytest.mark.parametrize("tier_cost", [1.0, 30.0])
+def test_a_tier_that_is_slower_than_computing_draws_nobody(tier_cost: float) -> None:
+    """Its worker computes the prompt then, as any other would."""
+    prefill = [load(f"p{number}", num_queued_tokens=number) for number in range(12)]
+    assert chosen(choose(snapshot(prefill, tier_cost=tier_cost), facts({}, stored={"p5": 608})))[0] == "p0"
+
+
+def test_reading_costs_what_it_takes() -> None:
+    prefill = [load("p0"), load("p1", num_queued_tokens=400)]
+    stored = {"p1": 608}
+    assert chosen(choose(snapshot(prefill, tier_cost=0.2), facts({}, stored=stored)))[0] == "p1", "122 + 32 + 400 < 640"
+    assert chosen(choose(snapshot(prefill, tier_cost=0.4), facts({}, stored=stored)))[0] == "p0", "243 + 32 + 400 > 640"
+
+
+def test_a_handoff_reads_nothing_at_decode() -> None:
+    """No grant waits for a disk: what decode has there draws only prompts that it may compute by itself."""
+    alone = {"mixed_pool_tokens": PROMPT}
+    able = [load(f"d{number}", mixed_step_tokens=64) for number in range(12)]
+    steps = {"prefill_tokens_per_s": 1000.0, "mixed_step_s": 0.07, "tier_cost": 0.1}
+    told = facts({}, stored={"d9": 608})
+    assert chosen(choose(snapshot(decode=able, **steps), told))[1:] == ("d0", Why.LOAD)
+    told = facts({}, stored={"d9": 608}, **alone)
+    route = choose(snapshot(decode=able, **steps), told)
+    assert chosen(route) == (None, "d9", Why.PREFIX)
+    shown = {candidate.worker.worker_id: candidate.num_stored_tokens for candidate in route.weighed}
+    assert shown["d9"] == 608

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.pages import PagePool
+from tandem.core.pages import CacheChange, PagePool
 from tandem.worker import cache_report
 from tandem.worker.cache_report import CacheNews, CacheReport
 
@@ -72,4 +72,9 @@ def test_messages_are_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None
     report.note(change)
     assert [len(piece.came) for piece in report.news()] == [3, 3, 2]
     assert [(len(piece.came), piece.is_first) for piece in report.everything()] == [(3, True), (3, False), (2, False)]
+    report.note_tiers(CacheChange(came=tuple(map(key, range(7)))))
+    assert [[len(piece.tier_came) for piece in report.news()] for _ in range(4)] == [[3], [3], [1], []]
+    assert [len(piece.tier_came) for piece in report.everything()] == [0, 0, 0, 3, 3, 1]
+    report.note_tiers(CacheChange(came=(key(9),), went=(key(1),)))
+    assert report.news() == [CacheNews(tier_came=(key(9)[:8],), tier_went=(key(1)[:8],))]
     assert CacheReport().everything() == [CacheNews(is_first=True)]

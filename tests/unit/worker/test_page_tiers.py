@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.core.pages import PagePool, PageState
+from tandem.core.pages import CacheChange, PagePool, PageState
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.host_tier import HostTier
 from tandem.worker.page_tiers import TieredPages
@@ -69,6 +69,7 @@ class World:
         self.store = HostTier(memoryview(bytearray(num_slots * PAGE_BYTES)), PAGE_BYTES)
         self.owner, self.writer, self.reader, self.timers = Steps(), Steps(), Steps(), Steps()
         self.now_s = 0.0
+        self.told: set[bytes] = set()
         self.tiers = TieredPages(
             self.scheduler,
             self.memory,
@@ -76,12 +77,17 @@ class World:
             [self.store],
             to_owner=self.owner.put,
             call_later=lambda _, call: self.timers.put(call),
+            tell=self.hear,
             writer=self.writer,
             reader=self.reader,
             clock=lambda: self.now_s,
         )
         self.scheduler.tiers = self.tiers
         self.went_on: list[str] = []
+
+    def hear(self, change: CacheChange) -> None:
+        self.told.update(change.came)
+        self.told.difference_update(change.went)
 
     @property
     def lanes(self) -> list[Steps]:
@@ -115,6 +121,7 @@ class World:
         self.pool.check()
         for keys in PROMPTS.values():
             for key in keys:
+                assert (key in self.told) == self.store.has(key), key
                 if (entry := self.pool.entry(key)) is not None:
                     assert self.memory.pages[entry[0]] == content(key), key
                 into = memoryview(bytearray(PAGE_BYTES))

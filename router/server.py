@@ -32,6 +32,7 @@ from router.observe.recorder import WorkSpan
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.background import BackgroundAdmission
+from router.policy.gate import places_of_one
 from router.policy.retry_budget import RetryBudget
 from router.request.targets import Targets
 from router.workers.gauges import RouterGauges
@@ -256,8 +257,9 @@ class RouterServer:
         workers = WorkerRegistry(lease_s=config.transport.lease_s, metrics=metrics)
 
         def num_places() -> float:
-            """This router's share."""
-            return scheduling.max_num_seqs * workers.num_decode / workers.num_routers
+            """Of this router."""
+            num = scheduling.max_num_seqs * workers.num_decode
+            return places_of_one(num, workers.num_routers, workers.num_others)
 
         def num_routers() -> int:
             return workers.num_routers

@@ -55,8 +55,8 @@ class Admission:
         num_places: Callable[[], float] = lambda: math.inf,
         num_routers: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`max_waiting`: at all routers together. `num_places`: this router's share of the sequences that all decode
-        workers can have in their batches. `num_routers`: how many there are now."""
+        """`max_waiting`: at all routers together. `num_places`: of the sequences that all decode workers can have in
+        their batches, those of this router. `num_routers`: how many there are now."""
         self._max_waiting = max_waiting
         self._num_routers = num_routers
         self.is_draining = False
@@ -100,7 +100,7 @@ class Admission:
 
     @property
     def num_places(self) -> float:
-        """This router's share of the sequences that all decode workers can have in their batches."""
+        """Of the sequences that all decode workers can have in their batches, those of this router."""
         return self._num_places()
 
     # -- coming in

@@ -9,6 +9,9 @@ the router (`router.policy.turns`), and the next one is placed as soon as it wou
   while they wait for a place.
 - *Pages*: where no decode worker has room for the prompt, not more than two for each wait there for pages.
 
+Several routers divide the places evenly, and one takes besides what the others leave of theirs: connections may lie
+unevenly. Where all have requests waiting, who has more than its share places nothing until it has less.
+
 A router that has placed nothing places one whatever else is under way: each of its requests that ends, or gets on, is
 heard of, so nothing waits for ever.
 """
@@ -43,6 +46,12 @@ class Room:
     most_pages: int
     page_size: int
     num_routers: int = 1
+
+
+def places_of_one(num_places: int, num_routers: int, num_others: int) -> float:
+    """Of the places in decode's batches those that one router may use; of `num_others` it knows that other routers have
+    requests there."""
+    return max(num_places / num_routers, num_places - num_others) if num_routers > 1 else num_places
 
 
 @dataclass(slots=True)

@@ -113,11 +113,13 @@ class KnownLoad:
         else:
             num_active += len(self._unseen)
             num_queued_tokens += self._num_tokens
+        num_active = max(num_active, len(self._held))
         return WorkerLoad(
             key=key,
             kv_format=kv_format,
             page_size=page_size,
-            num_active=max(num_active, len(self._held)),
+            num_active=num_active,
+            num_others=num_active - len(self._held),
             num_queued_tokens=num_queued_tokens,
             num_available_pages=report.num_available_pages - self._num_pages,
             num_stepping=max(report.num_stepping, self._num_stepping),

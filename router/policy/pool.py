@@ -85,6 +85,8 @@ class Pool:
         self._loads: dict[WorkerKey, WorkerLoad] = {}
         # Invariant: a worker stands in the orders of its format by the ranks of its load; no format is without workers.
         self._orders: dict[KvFormat, dict[Order, _Ranking]] = {}
+        #: Requests of other routers, at all workers.
+        self.num_others = 0
         for load in loads:
             self.put(load)
 
@@ -99,6 +101,7 @@ class Pool:
         orders = self._orders.get(load.kv_format)
         if orders is None:
             orders = self._orders[load.kv_format] = {order: _Ranking() for order in self._ranks}
+        self.num_others += load.num_others - (before.num_others if before is not None else 0)
         self._loads[load.key] = load
         for order, rank_of in self._ranks.items():
             orders[order].move(load, rank_of(before) if before is not None else None, rank_of(load))
@@ -108,6 +111,7 @@ class Pool:
         load = self._loads.pop(key, None)
         if load is None:
             return
+        self.num_others -= load.num_others
         orders = self._orders[load.kv_format]
         for order, rank_of in self._ranks.items():
             orders[order].move(load, rank_of(load), None)

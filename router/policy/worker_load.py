@@ -22,3 +22,4 @@ class WorkerLoad:
     # prompts; 0: it should not.
     num_stepping: int = 0
     mixed_step_tokens: int = 0
+    num_others: int = 0  # of the active ones those that other routers have sent

@@ -223,6 +223,11 @@ class WorkerRegistry:
         return next((kv_format.layout for kv_format in self._pools[Role.DECODE].formats), None)
 
     @property
+    def num_others(self) -> int:
+        """Requests of other routers at the decode workers, as these say."""
+        return self._pools[Role.DECODE].num_others
+
+    @property
     def num_decode(self) -> int:
         """Decode workers that take requests."""
         return len(self._pools[Role.DECODE])

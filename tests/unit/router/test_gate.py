@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
-from router.policy.gate import Room, UnderWay
+from router.policy.gate import Room, UnderWay, places_of_one
 
 ROOM = Room(num_computing=2, tokens_per_s=1000.0, num_decode=1, num_places=64, most_pages=100, page_size=16)
 
@@ -57,3 +59,65 @@ def test_routers_share_the_room() -> None:
     two = replace(ROOM, num_routers=2)
     assert may_follow(UnderWay(num_requests=9, num_ahead=1, tokens_ahead=10_000), two)
     assert not may_follow(UnderWay(num_requests=9, num_ahead=2, tokens_ahead=10_000), two)
+
+
+# -- several routers
+
+
+def test_what_others_leave_is_taken() -> None:
+    assert places_of_one(16, 1, 0) == 16
+    assert places_of_one(16, 2, 0) == 16, "the other has nothing"
+    assert places_of_one(16, 2, 3) == 13
+    assert places_of_one(16, 2, 8) == places_of_one(16, 2, 40) == 8, "its share, whatever the others have"
+    assert places_of_one(3, 2, 3) == 1.5
+
+
+class Routers:
+    """Two of them before 16 places. What one knows of the other is of the round before."""
+
+    def __init__(self, *waiting: dict[str, int]) -> None:
+        self.waiting = [Counter(each) for each in waiting]
+        self.placed: list[list[tuple[str, int]]] = [[], []]  # tenant and rounds that are left
+        self.got = Counter[str]()
+        self.busy: list[int] = []
+        self.num_placed = [0, 0]
+        self.numbers = count()
+
+    def run(self, num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            known = [len(each) for each in self.placed]
+            for router, (waiting, placed) in enumerate(zip(self.waiting, self.placed, strict=True)):
+                room = replace(ROOM, num_places=places_of_one(16, 2, known[1 - router]), num_routers=2)
+                while waiting.total() and UnderWay(len(placed), len(placed)).may_follow(1, 1, room):
+                    tenant = min(waiting, key=lambda name: self.got[name])  # each is fair to its own
+                    waiting[tenant] -= 1
+                    waiting += Counter()
+                    placed.append((tenant, 4 + next(self.numbers) % 9))
+                    self.got[tenant] += 1
+            self.busy.append(min(16, sum(map(len, self.placed))))
+            self.num_placed = list(map(len, self.placed))
+            for placed in self.placed:
+                placed[:] = [(tenant, left - 1) for tenant, left in placed if left > 1]
+
+
+def test_connections_that_all_lie_with_one_router_use_all_places() -> None:
+    routers = Routers({"a": 1000}, {})
+    routers.run(100)
+    assert set(routers.busy) == {16}
+
+
+def test_who_had_more_than_its_share_gives_it_back() -> None:
+    routers = Routers({"a": 1000}, {})
+    routers.run(20)
+    assert routers.num_placed == [20, 0], "a quarter more than there are places"
+    routers.waiting[1]["b"] = 1000
+    routers.run(20)
+    assert all(8 <= num <= 13 for num in routers.num_placed), routers.num_placed
+    assert set(routers.busy) == {16}
+
+
+def test_tenants_that_wait_at_both_get_the_same() -> None:
+    routers = Routers(dict.fromkeys("abc", 500), dict.fromkeys("abc", 500))
+    routers.run(200)
+    assert max(routers.got.values()) - min(routers.got.values()) <= 2
+    assert set(routers.busy) == {16}

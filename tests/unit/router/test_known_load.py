@@ -85,11 +85,13 @@ class Router(RuleBasedStateMachine):
         active, tokens = report.num_active, report.num_queued_tokens
         own_tokens = sum(sent.num_tokens for sent in unseen)
         tells = report.num_commands is not None
+        num_active = max(active + len(unseen) if tells else active, len(held))
         assert self.known.load(KEY, FORMAT, 16, 12) == WorkerLoad(
             key=KEY,
             kv_format=FORMAT,
             page_size=16,
-            num_active=max(active + len(unseen) if tells else active, len(held)),
+            num_active=num_active,
+            num_others=num_active - len(held),
             num_queued_tokens=tokens + own_tokens if tells else max(tokens, own_tokens),
             num_available_pages=report.num_available_pages - sum(sent.num_pages for sent in held),
             num_stepping=max(report.num_stepping, sum(sent.steps for sent in held)),

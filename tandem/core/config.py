@@ -57,6 +57,10 @@ class ModelConfig:
         "tokens a second of few requests, for answers that are a little other ones.",
         choices=("none", "int8", "int4"),
     )
+    share_weights: bool = _key(
+        True, "Let the workers of a node that serve on its CPUs have one copy of the weights in memory. Turn it off "
+        "where each is to have its own."
+    )
 
 
 @dataclass(frozen=True)

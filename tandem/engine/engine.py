@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tandem.core.errors import ConfigError
 from tandem.core.model_path import tensors_dtype
 from tandem.core.pooling import Pooling, read_pooling
+from tandem.core.version import version
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
@@ -21,8 +22,9 @@ from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import widen
-from tandem.engine.cpu.fusing import convert, fuse, fuse_decoder
+from tandem.engine.cpu.fusing import convert, fuse, fuse_decoder, share
 from tandem.engine.cpu.packed_linear import pack
+from tandem.engine.cpu.shared_weights import Shared, WeightRegister
 from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
 from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
@@ -56,6 +58,7 @@ class Engine:
         max_context: greatest number of tokens of a sequence, prompt and output.
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
         types: of weights, of what is computed, and of KV.
+        shared: the memory in which other processes have the weights too; `None`: these are its own.
         attention: name of the attention kernel in use.
         fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
         linear: whose products of linear layers are in use: "packed", "packed by two", "packed int8", "packed int4" or
@@ -74,9 +77,10 @@ class Engine:
         num_threads: int,
         pooling: Pooling | None = None,
         types: Types | None = None,
+        weight_register: Path | None = None,
     ) -> None:
         """`make_arena` is called when the weights are as they stay: what was needed on the way there is free again.
-        `types` are by default all that of the layout.
+        `types` are by default all that of the layout. `weight_register`: as of `load`.
         """
         self.layout = layout
         self.pooling = pooling
@@ -86,10 +90,16 @@ class Engine:
         self.types = types = types or Types.all_of(layout.dtype)
         self.weights_sha256 = loader.weights_sha256(model, types)
         self.attention = backend.name
+        self.shared: Shared | None = None
+        self._decoder: Decoder | None
         if model.device.type == "cuda":
             self.fused, self.linear, self._decoder = _fuse_on_cuda(model, layout, max_context)
         else:
-            self.fused, self.linear, self._decoder = _fuse_on_cpu(model, layout, types, num_threads)
+            self.fused, self.linear = _fuse_on_cpu(model, layout, types, num_threads)
+            if self.linear != "torch" and weight_register is not None:
+                name = f"{self.weights_sha256} {types.stored} {self.linear} {version()}"
+                self.shared = share(model, WeightRegister(weight_register), name)
+            self._decoder = fuse_decoder(model, layout) if layout.dtype == "float32" else None
         if self._decoder is not None:
             self.fused += ", decoder"
         self.arena = arena = make_arena()
@@ -124,6 +134,7 @@ class Engine:
         num_threads: int | None = None,
         device: str = "cpu",
         max_context: int | None = None,
+        weight_register: Path | None = None,
         probe: bool = True,
     ) -> Engine:
         """Load a checkpoint and make its arena.
@@ -138,6 +149,8 @@ class Engine:
             num_threads: CPU threads of a forward; by default all that this process may use.
             device: "cpu", "cuda" or "cuda:N".
             max_context: a limit below the model's own, in tokens.
+            weight_register: a file through which the processes of this host that serve the same weights on its CPUs
+                keep one copy of them in memory; `None`: this one has its own.
             probe: whether to refuse architectures that paged batches would change.
 
         Raises:
@@ -169,10 +182,10 @@ class Engine:
             return KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
 
         eos = loader.eos_of(model_dir, config)
-        engine = cls(model, layout, make_arena, backend, eos, context, threads, pooling, types)
+        engine = cls(model, layout, make_arena, backend, eos, context, threads, pooling, types, weight_register)
         _log.info(
             "loaded %s as %s (weights %s, products of %s) on %s: %d pages of %d slots (%d bytes), %s attention, "
-            "%s linear layers, fused: %s; %d threads",
+            "%s linear layers, fused: %s; %d threads%s",
             model_dir,
             types.computed,
             types.stored,
@@ -185,6 +198,7 @@ class Engine:
             engine.linear,
             engine.fused,
             threads,
+            engine.shared.describe() if engine.shared is not None else "",
         )
         return engine
 
@@ -237,23 +251,19 @@ class Engine:
             )
 
 
-def _fuse_on_cpu(
-    model: PreTrainedModel, layout: KVLayout, types: Types, num_threads: int
-) -> tuple[str, str, Decoder | None]:
-    """How many parts of which kind are replaced, whose linear layers serve, and what computes in the model's place."""
+def _fuse_on_cpu(model: PreTrainedModel, layout: KVLayout, types: Types, num_threads: int) -> tuple[str, str]:
+    """How many parts of which kind are replaced, and whose linear layers serve."""
     if layout.dtype != "float32":
-        return "none", "torch", None
+        return "none", "torch"
     fused, linear = fuse(model, layout, num_threads), pack(model, num_threads)
     widen(model)
     convert(model, types)
     linear += f" {types.quantized}" if types.quantized else " by two" if types.multiplied == "bfloat16" else ""
-    return fused, linear, fuse_decoder(model, layout)
+    return fused, linear
 
 
-def _fuse_on_cuda(
-    model: PreTrainedModel, layout: KVLayout, max_context: int
-) -> tuple[str, str, Decoder | None]:
-    """The same."""
+def _fuse_on_cuda(model: PreTrainedModel, layout: KVLayout, max_context: int) -> tuple[str, str, Decoder | None]:
+    """The same, and what computes in the model's place."""
     try:
         from tandem.engine.cuda import fusing  # imports a compiler
     except ImportError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -15,14 +16,17 @@ import threading
 import numpy as np
 import torch
 
+_log = logging.getLogger(__name__)
+
 FLOAT_BYTES = 4
 #: What memory is read by.
 LINE_BYTES = 64
+HUGE_PAGE_BYTES = 2 << 20
 
 # Many weights go into one map: a huge page is 2 MiB, and only whole ones within a map are huge.
 _CHUNK_BYTES = 64 << 20
 
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -47,6 +51,16 @@ def populate(memory: torch.Tensor) -> None:
     if _madvise(start, end - start, _MADV_POPULATE_WRITE) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+def collapse(memory: torch.Tensor) -> None:
+    """Make huge pages of what is resident. Others may read it meanwhile. Does not hold Python's lock."""
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    for begin in range(start, end, _CHUNK_BYTES):
+        if _madvise(begin, min(_CHUNK_BYTES, end - begin), _MADV_COLLAPSE) != 0:
+            # Linux before 6.1, or no memory in one piece: only speed is lost.
+            _log.info("weights stay in small pages: %s", os.strerror(ctypes.get_errno()))
+            return
 
 
 class WeightMemory:

@@ -50,8 +50,9 @@ def _parse(role: str, program: str) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0: a free one (default: 0)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine (default: %(default)s)")
     parser.add_argument(
-        "--core-shares", type=Path,
-        help="file by which the workers of this host share their CPU threads (default: none)",
+        "--core-shares",
+        type=Path,
+        help="file by which the workers of this host share their CPU threads and weights (default: none)",
     )
     parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of KV (default: cache.memory_bytes, or 256 MiB)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")

@@ -68,7 +68,8 @@ class WorkerPlace:
         num_threads: CPU threads of the engine.
         host: address to listen on, and to tell to others.
         port: TCP port of the gRPC service; 0 takes a free one.
-        core_shares: a file through which the workers of this node share their CPU threads; `None`: they do not.
+        core_shares: a file through which the workers of this node share their CPU threads, and beside which they say
+            where their weights are; `None`: they share neither.
     """
 
     worker_id: str
@@ -273,6 +274,7 @@ def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
         num_threads=place.num_threads,
         device=place.device,
         max_context=config.cache.max_context or None,
+        weight_register=_weight_register(config, place),
     )
     generates = role is Role.DECODE and engine.pooling is None
     engine.warmup(config.scheduling.max_num_seqs if generates else 0)
@@ -286,6 +288,12 @@ def _load_vocabulary(place: WorkerPlace, engine: Engine) -> Vocabulary | TandemE
     except TandemError as error:
         _log.info("no grammars: %s", error.message)
         return error
+
+
+def _weight_register(config: Config, place: WorkerPlace) -> Path | None:
+    """Where the workers of this node find each other's weights; `None`: this one keeps its own."""
+    cores = place.core_shares
+    return cores.with_name(f"{cores.name}.weights") if cores is not None and config.model.share_weights else None
 
 
 def _cores_file(config: Config, place: WorkerPlace) -> Path | None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from tandem.engine.cpu.layer import FusedDecoderLayer, Workspace
 from tandem.engine.cpu.layer_kernels import LANES
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.cpu.packed_linear import PackedLinear, can_pack
+from tandem.engine.cpu.panels import Panels
+from tandem.engine.cpu.shared_weights import Shared, Weight, WeightRegister
 from tandem.engine.fuse.recognise import decoder_parts, fuse_parts, logits_of
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import QUANTIZED, Types
@@ -81,8 +84,35 @@ def convert(model: PreTrainedModel, types: Types) -> None:
                 module.panels.quantize(QUANTIZED[types.quantized])
             elif types.multiplied == "bfloat16":
                 module.panels.multiply_by_two()
-        elif isinstance(module, FusedDecoderLayer):
-            module.forget_plan()  # it names the panels as they were
+    _forget_plans(model)
+
+
+def share(model: PreTrainedModel, register: WeightRegister, name: str) -> Shared | None:
+    """Have panels and embeddings in memory that other processes have too; see `WeightRegister.share`."""
+    shared = register.share(name, list(_large_weights(model)))
+    _forget_plans(model)
+    return shared
+
+
+def _large_weights(model: PreTrainedModel) -> Iterator[Weight]:
+    for module in model.modules():
+        if isinstance(module, PackedLinear | FusedGatedMLP):
+            yield from _weights_of(module.panels)
+        elif isinstance(module, nn.Embedding | ShortEmbedding) and module.weight.is_contiguous():
+            yield Weight(module.weight.data, partial(setattr, module.weight, "data"))
+
+
+def _weights_of(panels: Panels) -> Iterator[Weight]:
+    yield Weight(panels.numbers, lambda numbers: panels.place(numbers, panels.scales))
+    if panels.scales is not None:
+        yield Weight(panels.scales, lambda scales: panels.place(panels.numbers, scales))
+
+
+def _forget_plans(model: PreTrainedModel) -> None:
+    """They name panels as they were."""
+    for module in model.modules():
+        if isinstance(module, FusedDecoderLayer):
+            module.forget_plan()
 
 
 def fuse_decoder(model: PreTrainedModel, layout: KVLayout) -> FusedDecoder | None:

@@ -37,13 +37,16 @@ class Panels:
         for index, weight in enumerate(weights):
             rows = nn.functional.pad(weight.detach(), (0, 0, 0, num_panels * PANEL - num_out))
             numbers[:, index].copy_(rows.view(num_panels, PANEL, self._num_in).transpose(1, 2))
-        self.numbers = numbers.flatten(0, 1)
-        self.num = len(self.numbers)
-        self.products = PRODUCTS[self.numbers.dtype]
+        self.num = num_panels * len(weights)
+        self.products = PRODUCTS[numbers.dtype]
         self.num_steps = self.group = self._num_in
-        self.address = self.numbers.data_ptr()
-        self.scales: torch.Tensor | None = None
-        self.scales_at = 0
+        self.place(numbers.flatten(0, 1), None)
+
+    def place(self, numbers: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """From now on these are read. Whoever has noted the addresses must hear of it."""
+        self.numbers, self.scales = numbers, scales
+        self.address = numbers.data_ptr()
+        self.scales_at = 0 if scales is None else scales.data_ptr()
 
     def multiply_by_two(self) -> None:
         """From now on multiply in bfloat16, if the weights are of that type and K is even."""
@@ -70,10 +73,9 @@ class Panels:
             scales[those] = found.squeeze(2)
             whole = rounded.view(len(wide), -1, PANEL)[:, : self._num_in].to(torch.int16)
             numbers[those] = whole.to(torch.int8).view(torch.uint8) if bits == 8 else _pack_halves(whole)
-        self.numbers, self.scales = numbers, scales
+        self.place(numbers, scales)
         self.products = QUANTIZED[bits]
         self.num_steps, self.group = self._num_in // self.products.per_step, group // self.products.per_step
-        self.address, self.scales_at = numbers.data_ptr(), scales.data_ptr()
 
 
 def _round(weights: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

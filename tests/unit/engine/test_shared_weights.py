@@ -114,9 +114,9 @@ def test_what_nobody_has_any_more_is_made_anew(register: Path) -> None:
     assert len(register.read_text().splitlines()) == 1, "what has ended is forgotten"
 
 
-@pytest.mark.parametrize("text", ["", "12", "x y\n", "\0\xff", f"{os.getpid()} 0\n", "4194304 5\n1 1\n"])
+@pytest.mark.parametrize("text", ["", "12", "x y\n", "\0\xff", "PID 0\n", "4194304 5\n1 1\n"])
 def test_a_register_that_makes_no_sense_costs_a_copy(register: Path, text: str) -> None:
-    register.write_text(text, encoding="latin-1")
+    register.write_text(text.replace("PID", str(os.getpid())), encoding="latin-1")
     _, made = shared(register, *TENSORS)
     assert made.is_own
     assert not shared(register, *TENSORS)[1].is_own

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,6 +258,44 @@ def test_a_killed_worker_ends_no_request_wrongly(
     two_by_two.publish()
     two_by_two.wait_for(lambda: all(w["state"] == "ready" for w in two_by_two.status()[role]), "the new incarnation")
     assert complete(two_by_two.url, prompts[0], **fields).token_ids == expected[0]
+
+
+#: Parts of a request's way; each is one by itself, and they lie side by side.
+PARTS = {"read", "tokenise", "queue", "waits for prefill", "prefill", "handoff", "decode", "send"}
+
+
+def test_where_the_time_of_each_request_went_adds_up(cluster: ProcessCluster) -> None:
+    """Of 24 requests, four at a time, some of which wait: named parts without a gap, as long as the client waits."""
+
+    def asked(number: int) -> tuple[str, float]:
+        body = {
+            "model": "*",
+            "prompt": f"Tale {number}: " + "the bird sang. " * (3 * number),
+            "stream": number % 2 == 0,
+        }
+        with httpx.Client() as client:
+            client.get(f"{cluster.url}/health")  # connects
+            began_s = time.perf_counter()
+            answer = client.post(
+                f"{cluster.url}/v1/completions", json={**body, "max_tokens": 96, "ignore_eos": True}, timeout=60
+            ).raise_for_status()
+            return answer.headers["x-request-id"], time.perf_counter() - began_s
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(asked, range(24)))
+    unnamed = []
+    for request_id, e2e_s in answers:
+        (told,) = httpx.get(f"{cluster.url}/v1/requests/{request_id}").json()["data"]
+        spans, age_s = told["spans"], told["age_s"]
+        assert {span["name"] for span in spans} <= PARTS
+        assert spans[0]["begin_s"] == 0.0
+        assert all(a["end_s"] == b["begin_s"] for a, b in itertools.pairwise(spans)), "no gap, no overlap"
+        assert spans[-1]["end_s"] == pytest.approx(age_s, rel=0.01)
+        assert all(0.0 <= work["begin_s"] <= work["end_s"] <= 1.01 * age_s for work in told["work"]), told["work"]
+        unnamed.append((e2e_s - age_s) / e2e_s)
+    unnamed.sort()
+    # Of the client itself, or of a router that notes the end after the client has read it; single ones wait for a core.
+    assert abs(unnamed[len(unnamed) // 2]) < 0.02, unnamed
 
 
 def test_idle_processes_cost_nothing(cluster: ProcessCluster) -> None:

@@ -52,6 +52,8 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
 _MIN_RETRY_BURST = 10
+# Sequences in the batch of a worker of an earlier version, and of a full one, where nothing is configured.
+_EARLIER_SEQS, _MANY_SEQS = 64, 256
 _ANSWER_S = 0.5
 """How long the event loop may take to answer another router; that waits a little longer."""
 
@@ -254,19 +256,19 @@ class RouterServer:
     def _context(self, guard: RoleGuard) -> RouterContext:
         config, clock, metrics = self._config, MonotonicClock(), RouterMetrics()
         scheduling = config.scheduling
-        workers = WorkerRegistry(lease_s=config.transport.lease_s, metrics=metrics)
+        earlier = scheduling.max_num_seqs or _EARLIER_SEQS
+        workers = WorkerRegistry(lease_s=config.transport.lease_s, metrics=metrics, earlier_max_num_seqs=earlier)
 
         def num_places() -> float:
             """Of this router."""
-            num = scheduling.max_num_seqs * workers.num_decode
-            return places_of_one(num, workers.num_routers, workers.num_others)
+            return places_of_one(workers.num_places, workers.num_routers, workers.num_others)
 
         def num_routers() -> int:
             return workers.num_routers
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
         # The death of one full worker must not spend it.
-        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs)
+        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs or _MANY_SEQS)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)

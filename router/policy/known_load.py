@@ -105,7 +105,9 @@ class KnownLoad:
         if self._unseen.pop(request_id, None) is not None:
             self._num_tokens -= held.num_queued_tokens
 
-    def load(self, key: WorkerKey, kv_format: KvFormat, page_size: int, mixed_step_tokens: int) -> WorkerLoad:
+    def load(
+        self, key: WorkerKey, kv_format: KvFormat, page_size: int, mixed_step_tokens: int, max_num_seqs: int = 0
+    ) -> WorkerLoad:
         report = self.report
         num_active, num_queued_tokens = report.num_active, report.num_queued_tokens
         if report.num_commands is None:  # of an earlier version: which of ours are in its figures is not known
@@ -124,4 +126,5 @@ class KnownLoad:
             num_available_pages=report.num_available_pages - self._num_pages,
             num_stepping=max(report.num_stepping, self._num_stepping),
             mixed_step_tokens=mixed_step_tokens,
+            max_num_seqs=max_num_seqs,
         )

@@ -85,8 +85,8 @@ class Pool:
         self._loads: dict[WorkerKey, WorkerLoad] = {}
         # Invariant: a worker stands in the orders of its format by the ranks of its load; no format is without workers.
         self._orders: dict[KvFormat, dict[Order, _Ranking]] = {}
-        #: Requests of other routers, at all workers.
-        self.num_others = 0
+        #: Sums over all workers: requests of other routers, and sequences that their batches hold.
+        self.num_others = self.num_places = 0
         for load in loads:
             self.put(load)
 
@@ -102,6 +102,7 @@ class Pool:
         if orders is None:
             orders = self._orders[load.kv_format] = {order: _Ranking() for order in self._ranks}
         self.num_others += load.num_others - (before.num_others if before is not None else 0)
+        self.num_places += load.max_num_seqs - (before.max_num_seqs if before is not None else 0)
         self._loads[load.key] = load
         for order, rank_of in self._ranks.items():
             orders[order].move(load, rank_of(before) if before is not None else None, rank_of(load))
@@ -112,6 +113,7 @@ class Pool:
         if load is None:
             return
         self.num_others -= load.num_others
+        self.num_places -= load.max_num_seqs
         orders = self._orders[load.kv_format]
         for order, rank_of in self._ranks.items():
             orders[order].move(load, rank_of(load), None)

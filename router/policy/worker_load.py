@@ -22,4 +22,5 @@ class WorkerLoad:
     # prompts; 0: it should not.
     num_stepping: int = 0
     mixed_step_tokens: int = 0
+    max_num_seqs: int = 0  # of a decode worker: sequences in its batch
     num_others: int = 0  # of the active ones those that other routers have sent

@@ -52,17 +52,20 @@ class WorkerRegistry:
         *,
         lease_s: float,
         metrics: RouterMetrics,
+        earlier_max_num_seqs: int = 64,
         seed: int | None = None,
         clock: Clock | None = None,
         begin: Callable[[WorkerSession], None] = WorkerSession.start,
     ) -> None:
         """Args:
+        earlier_max_num_seqs: sequences in the batch of a worker whose version does not tell it.
         seed: of the share that this router takes where nobody says which one it is; else random.
         begin: begins a session; where it does not connect, messages come by `WorkerSession.receive`.
         """
         self._clock = clock or MonotonicClock()
         self._lease_s = lease_s
         self._metrics = metrics
+        self._earlier_max_num_seqs = earlier_max_num_seqs
         self._random = random.Random(seed)
         self._begin = begin
         self._version = -1
@@ -228,6 +231,11 @@ class WorkerRegistry:
         return self._pools[Role.DECODE].num_others
 
     @property
+    def num_places(self) -> int:
+        """Sequences that the batches of all decode workers hold."""
+        return self._pools[Role.DECODE].num_places
+
+    @property
     def num_decode(self) -> int:
         """Decode workers that take requests."""
         return len(self._pools[Role.DECODE])
@@ -295,7 +303,10 @@ class WorkerRegistry:
         if self._sessions.get(session.key) is not session:  # closed, and another has taken its place
             return
         if session.takes_requests:
-            self._pools[session.role].put(session.load())
+            load = session.load()
+            self._pools[session.role].put(
+                load if load.max_num_seqs else replace(load, max_num_seqs=self._earlier_max_num_seqs)
+            )
             self._abilities.put(session.key, Ability(session.info.max_context, session.info.protocols.newest))
         elif session.key in self._abilities:
             self._pools[session.role].discard(session.key)

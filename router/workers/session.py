@@ -167,8 +167,8 @@ class WorkerSession:
 
     def load(self) -> WorkerLoad:
         """This worker in a placement snapshot."""
-        page_size = max(1, self.info.layout.page_size)
-        return self._known.load(self.key, self.kv_format, page_size, self.info.mixed_step_tokens)
+        info, page_size = self.info, max(1, self.info.layout.page_size)
+        return self._known.load(self.key, self.kv_format, page_size, info.mixed_step_tokens, info.max_num_seqs)
 
     # -- for requests
 

@@ -129,8 +129,10 @@ class SchedulingConfig:
     """The batch scheduler of every worker and the queues around it."""
 
     max_num_seqs: int = _key(
-        64, "The most sequences in one batch. Lower it for a lower TPOT under load, raise it for more throughput.",
-        minimum=1,
+        0, "The most sequences in one batch; 0: as many as have room for 256 tokens each, from 64 to 256 on a CPU and "
+        "to 512 on a GPU. Lower it for a lower TPOT under load; what is beyond waits for a place after its first "
+        "token.",
+        minimum=0,
     )
     max_num_batched_tokens: int = _key(
         2048, "The most tokens in one step, decodes and chunks of prompts together.", minimum=1
@@ -262,7 +264,8 @@ class LimitsConfig:
     )
     retry_budget: float = _key(
         0.1, "Share of all requests in the cluster that may be tried again, beyond three a minute and a burst of "
-        "`max_num_seqs` (at least 10). Lower it where retries overload the rest; 0: one burst and no more.",
+        "`max_num_seqs` (at least 10; 256 where it is 0). Lower it where retries overload the rest; 0: one burst and "
+        "no more.",
         minimum=0, maximum=1,
     )
     wait_for_worker_s: float = _key(

@@ -44,7 +44,7 @@ from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.cpu.transfer_cores import transfer_cores
 from tandem.worker.guides import Guides
 from tandem.worker.life import WorkerLife
-from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
+from tandem.worker.limits import Site, max_num_seqs, mixed_step_tokens, scheduler_limits
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.page_tiers import TieredPages
@@ -200,7 +200,7 @@ def build_parts(
     site = Site(role, arena.device.type == "cpu", _cores_file(config, place) is not None)
     scheduler = BatchScheduler(
         PagePool(engine.num_pages, config.cache.page_size),
-        scheduler_limits(config, site),
+        scheduler_limits(config, site, _num_slots(engine)),
         salt=model_salt(engine.weights_sha256),
         prefix_cache=config.cache.prefix_cache,
         # At decode the transfer thread takes pages for grants, and gives them back.
@@ -277,8 +277,14 @@ def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
         weight_register=_weight_register(config, place),
     )
     generates = role is Role.DECODE and engine.pooling is None
-    engine.warmup(config.scheduling.max_num_seqs if generates else 0)
+    on_cpu = engine.arena.device.type == "cpu"
+    engine.warmup(max_num_seqs(config, on_cpu=on_cpu, num_slots=_num_slots(engine)) if generates else 0)
     return engine
+
+
+def _num_slots(engine: Engine) -> int:
+    """Tokens for which its pages have room."""
+    return engine.num_pages * engine.layout.page_size
 
 
 def _load_vocabulary(place: WorkerPlace, engine: Engine) -> Vocabulary | TandemError:
@@ -338,4 +344,5 @@ def _describe(
         host_id=host_id(),
         mixed_step_tokens=mixed_step_tokens(config, site),
         protocols=protocols_to_proto(Protocols()),
+        max_num_seqs=max_num_seqs(config, on_cpu=site.on_cpu, num_slots=_num_slots(engine)),
     )

@@ -48,6 +48,7 @@ from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEvents
 
 NAMES = {"prefill-0": ROLE_PREFILL, "prefill-1": ROLE_PREFILL, "decode-0": ROLE_DECODE, "decode-1": ROLE_DECODE}
 names, requests = st.sampled_from(sorted(NAMES)), st.sampled_from("ab")
+SEQS = {"prefill-0": 64, "prefill-1": 64, "decode-0": 9, "decode-1": 100}
 PAGE = 16
 
 
@@ -84,7 +85,7 @@ class Registry(WorkerRegistry):
         if session is not None and session.state is SessionState.CONNECTING:
             info = WorkerInfo(worker_id=name, incarnation=session.key.incarnation, role=NAMES[name], transport="ucx")
             info.layout.CopyFrom(Layout(page_size=page_size, dtype="float32"))
-            info.max_context, info.mixed_step_tokens = max_context, 12
+            info.max_context, info.mixed_step_tokens, info.max_num_seqs = max_context, 12, SEQS[name]
             info.protocols.CopyFrom(protocols_to_proto(Protocols()))
             session._greet(info)
 
@@ -190,6 +191,7 @@ class Cluster(RuleBasedStateMachine):
         assert {load.key: load for load in snapshot.prefill} == by_role[Role.PREFILL]
         assert {load.key: load for load in snapshot.decode} == by_role[Role.DECODE]
         assert registry.num_decode == len(by_role[Role.DECODE])
+        assert registry.num_places == sum(load.max_num_seqs for load in by_role[Role.DECODE].values())
         assert registry.num_others == sum(load.num_others for load in by_role[Role.DECODE].values())
         limits = [s.info.max_context for s in registry.sessions() if s.takes_requests and s.info.max_context]
         assert registry.max_context() == min(limits, default=None)
@@ -274,6 +276,17 @@ async def test_what_reading_from_tiers_costs_is_learnt() -> None:
         assert reads(1100, 500.0 + 100 * PAGE * 0.00005) == pytest.approx(0.1)
     registry.clock.advance(31.0)
     assert registry.snapshot().tier_cost == guess, "a slow disk is not avoided for ever"
+
+
+async def test_the_batch_of_a_worker_that_does_not_tell_counts_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SEQS, "decode-0", 0)
+    registry = Registry()
+    registry.states = dict.fromkeys(["decode-0", "decode-1"], "ready")
+    registry.push()
+    for name in registry.states:
+        registry.greet(name)
+        registry.hear(name)
+    assert registry.num_places == 64 + 100
 
 
 def test_a_worker_that_is_gone_takes_its_tiers_along() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.core.config import from_dict
 from tandem.core.identity import Role
-from tandem.worker.limits import Site, mixed_step_tokens, num_to_pair, scheduler_limits
+from tandem.worker.limits import Site, max_num_seqs, mixed_step_tokens, num_to_pair, scheduler_limits
 
 
 def test_prompts_are_handed_off_in_twos_where_decode_has_a_core_to_give_and_no_prompts_of_its_own() -> None:
@@ -41,10 +41,30 @@ def test_elsewhere_they_are_handed_off_one_after_the_other(site: Site, mixed_poo
 def test_only_decode_computes_prompts_beside_tokens(site: Site, configured: int, number: int) -> None:
     config = from_dict({"scheduling": {"mixed_step_tokens": configured}})
     assert mixed_step_tokens(config, site) == number
-    assert scheduler_limits(config, site).paced_tokens == max(1, number)
+    assert scheduler_limits(config, site, 0).paced_tokens == max(1, number)
 
 
 def test_prompts_that_wait_for_decode_may_hold_a_share_of_prefills_pool_only() -> None:
     config = from_dict({"scheduling": {"unacknowledged_share": 0.25}})
-    assert scheduler_limits(config, Site(Role.PREFILL, on_cpu=True)).unpromoted_share == 0.25
-    assert scheduler_limits(config, Site(Role.DECODE, on_cpu=True)).unpromoted_share == 1.0
+    assert scheduler_limits(config, Site(Role.PREFILL, on_cpu=True), 0).unpromoted_share == 0.25
+    assert scheduler_limits(config, Site(Role.DECODE, on_cpu=True), 0).unpromoted_share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("configured", "on_cpu", "num_slots", "number"),
+    [
+        (0, True, 1000, 64),
+        (0, True, 100 * 256 + 255, 100),
+        (0, True, 10**6, 256),
+        (0, False, 10**6, 512),
+        (0, False, 400 * 256, 400),
+        (7, True, 10**6, 7),
+        (1000, False, 256, 1000),
+    ],
+)
+def test_a_batch_is_as_large_as_device_and_pages_allow_where_nothing_is_configured(
+    configured: int, on_cpu: bool, num_slots: int, number: int
+) -> None:
+    config = from_dict({"scheduling": {"max_num_seqs": configured}})
+    assert max_num_seqs(config, on_cpu=on_cpu, num_slots=num_slots) == number
+    assert scheduler_limits(config, Site(Role.DECODE, on_cpu), num_slots).max_num_seqs == number

@@ -52,8 +52,8 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
 _MIN_RETRY_BURST = 10
-# Sequences in the batch of a worker of an earlier version, and of a full one, where nothing is configured.
-_EARLIER_SEQS, _MANY_SEQS = 64, 256
+# Where nothing is configured: sequences in the batch of a worker of an earlier version, and at most in any other's.
+_EARLIER_SEQS, _MOST_SEQS = 64, 256
 _ANSWER_S = 0.5
 """How long the event loop may take to answer another router; that waits a little longer."""
 
@@ -268,7 +268,7 @@ class RouterServer:
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
         # The death of one full worker must not spend it.
-        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs or _MANY_SEQS)
+        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs or _MOST_SEQS)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)
@@ -284,7 +284,12 @@ class RouterServer:
             admission.places_changed()
             turns.look()
 
-        workers.on_change, workers.on_report = workers_changed, turns.look
+        def reported() -> None:
+            turns.look()
+            if workers.num_routers > 1:  # others may have left places
+                admission.on_freed()
+
+        workers.on_change, workers.on_report = workers_changed, reported
         context = RouterContext(
             config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants, turns
         )

@@ -104,7 +104,13 @@ class Attempt:
         in_flight.trace.attempt_began(now_s, self._number, self._prefill_key, self._decode.key, why, weighed)
         chosen = [worker.key for worker in (self._prefill, self._decode) if worker is not None]
         self._foreseen = self._workers.foresee(chosen, request.prompt_ids, request.cache_salt)
-        self._decode.hold(self._request_id, in_flight.inbox, num_tokens, computes=max_local_tokens >= num_tokens)
+        self._decode.hold(
+            self._request_id,
+            in_flight.inbox,
+            num_tokens,
+            computes=max_local_tokens >= num_tokens,
+            num_sequences=request.num_choices,
+        )
         age_s = in_flight.age_s
         self._decode.send(wire.reserve(request, self._journal, age_s=age_s, max_local_tokens=max_local_tokens))
         if self._prefill is not None:

@@ -256,11 +256,11 @@ def _cheapest(
     lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + batch_costs[d.key]))
     lone_cost = alone_costs[lone.key] + batch_costs[lone.key]
     if lone_cost < math.inf and (False, lone.key in wishes.avoid, lone_cost) < cost(*best):
-        is_held = facts.prefix.num_ready(lone.key) + facts.prefix.num_stored(lone.key) > 0
+        is_held = facts.prefix.is_at(lone.key)
         most = facts.mixed_pool_tokens if is_held else facts.num_prompt_tokens
         return Route(None, lone.key, most, Why.PREFIX if is_held else Why.MIXED_POOL, weighed)
     prefill, decode = best[0].key, best[1].key
-    is_held = facts.prefix.num_ready(prefill) + facts.prefix.num_stored(prefill) + facts.prefix.num_ready(decode) > 0
+    is_held = facts.prefix.is_at(prefill) or facts.prefix.num_ready(decode) > 0
     if is_way_broken(snapshot, prefill, decode):
         return None
     return Route(prefill, decode, 0, Why.PREFIX if is_held else Why.LOAD, weighed)

@@ -33,7 +33,7 @@ def own_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerKey) -> floa
     sooner."""
     num_read = facts.prefix.num_stored(worker)
     num_computed = facts.num_prompt_tokens - facts.prefix.num_ready(worker) - num_read
-    return num_computed + num_read * min(1.0, snapshot.tier_cost)
+    return num_computed + num_read * snapshot.read_cost(worker)
 
 
 def prefill_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
@@ -54,10 +54,11 @@ def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
 
 def cost_alone(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
     """Of what the worker does not hold, computed in its own steps; endless where it may not be."""
-    num_left = facts.num_prompt_tokens - facts.prefix.num_ready(worker.key) - facts.prefix.num_stored(worker.key)
+    num_read = facts.prefix.num_stored(worker.key) if snapshot.read_cost(worker.key) < 1 else 0
+    num_left = facts.num_prompt_tokens - facts.prefix.num_ready(worker.key) - num_read
     if not may_be_slow(facts) or num_left > facts.mixed_pool_tokens or not has_room(worker, facts):
         return math.inf
-    to_read = own_cost(snapshot, facts, worker.key) - num_left
+    to_read = num_read * snapshot.read_cost(worker.key)
     return to_read + steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
 
 

@@ -37,6 +37,7 @@ class _Held:
     """One request that the worker holds for this router."""
 
     number: int  # of the command that started it there
+    num_sequences: int  # that it will be
     num_queued_tokens: int  # of its prompt, to be computed there
     num_pages: int  # that its reservation will take
     steps: bool  # it takes part in the worker's steps: computed or generated there
@@ -50,7 +51,9 @@ class KnownLoad:
     _held: dict[str, _Held] = field(default_factory=dict)
     # Those that count beside the report, as neither it nor an event has shown them; in the order of their commands.
     _unseen: dict[str, _Held] = field(default_factory=dict)
-    # Sums over what is held: queued tokens of the unseen; pages of reservations that are not granted; those that step.
+    # Sums over what is held: sequences; queued tokens of the unseen; pages of reservations that are not granted; those
+    # that step.
+    _num_sequences: int = 0
     _num_tokens: int = 0
     _num_pages: int = 0
     _num_stepping: int = 0
@@ -65,11 +68,14 @@ class KnownLoad:
                 return
             self._see(request_id, held)
 
-    def hold(self, request_id: str, number: int, num_tokens: int, num_pages: int, *, computes: bool) -> None:
+    def hold(
+        self, request_id: str, number: int, num_tokens: int, num_pages: int, *, computes: bool, num_sequences: int = 1
+    ) -> None:
         """`number` is that of the command which starts it; numbers grow. `computes`: its prompt is computed there."""
         self.let_go(request_id)
-        held = _Held(number, num_tokens if computes else 0, num_pages, computes)
+        held = _Held(number, num_sequences, num_tokens if computes else 0, num_pages, computes)
         self._held[request_id] = self._unseen[request_id] = held
+        self._num_sequences += num_sequences
         self._num_tokens += held.num_queued_tokens
         self._num_pages += held.num_pages
         self._num_stepping += held.steps
@@ -91,6 +97,7 @@ class KnownLoad:
         if held is None:
             return False
         self._see(request_id, held)
+        self._num_sequences -= held.num_sequences
         self._num_pages -= held.num_pages
         self._num_stepping -= held.steps
         return True
@@ -99,7 +106,7 @@ class KnownLoad:
         """Nothing is held any more."""
         self._held.clear()
         self._unseen.clear()
-        self._num_tokens = self._num_pages = self._num_stepping = 0
+        self._num_sequences = self._num_tokens = self._num_pages = self._num_stepping = 0
 
     def _see(self, request_id: str, held: _Held) -> None:
         if self._unseen.pop(request_id, None) is not None:
@@ -121,7 +128,7 @@ class KnownLoad:
             kv_format=kv_format,
             page_size=page_size,
             num_active=num_active,
-            num_others=num_active - len(self._held),
+            num_others=max(0, num_active - self._num_sequences),
             num_queued_tokens=num_queued_tokens,
             num_available_pages=report.num_available_pages - self._num_pages,
             num_stepping=max(report.num_stepping, self._num_stepping),

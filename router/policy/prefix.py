@@ -88,6 +88,10 @@ class HeldPrefix(Generic[Worker]):
         """The tokens behind these that the worker can read back."""
         return max(0, self.tiers.num_tokens(worker) - self.pool.num_tokens(worker))
 
+    def is_at(self, worker: Worker) -> bool:
+        """Whether the worker has some of it, wherever."""
+        return self.num_ready(worker) > 0 or self.num_stored(worker) > 0
+
     @property
     def most_tokens(self) -> int:
         """Leading tokens that some worker has, wherever."""

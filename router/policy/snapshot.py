@@ -11,6 +11,9 @@ from router.policy.pool import ALONE, Pool, Share
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
 
+# Of a token that is read from a tier, where nothing is learnt of that.
+_READ_COST = 0.2
+
 Pair = tuple[WorkerKey, WorkerKey]
 """A prefill worker and a decode worker."""
 
@@ -38,7 +41,7 @@ class Snapshot:
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
         mixed_step_s: that a step of a decode worker takes in which it computes prompts; 0 where none has.
-        tier_cost: prompt tokens that a prefill worker computes while a worker reads one back from a tier.
+        tier_read_s: by worker, seconds in which it reads a token's pages back from a tier, as far as that is known.
         share: decides between equals.
     """
 
@@ -49,13 +52,19 @@ class Snapshot:
     links: Mapping[Pair, Link] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
     mixed_step_s: float = 0.0
-    tier_cost: float = 0.0
+    tier_read_s: Mapping[WorkerKey, float] = field(default_factory=dict)
     share: Share = ALONE
 
     @classmethod
     def of(cls, prefill: Iterable[WorkerLoad], decode: Iterable[WorkerLoad], **others: Any) -> Snapshot:
         """Of workers that are not followed any further."""
         return cls(Pool(Role.PREFILL, prefill), Pool(Role.DECODE, decode), **others)
+
+    def read_cost(self, worker: WorkerKey) -> float:
+        """Prompt tokens that a prefill worker computes while the worker reads one back from a tier; at most 1, as it
+        computes where that is sooner."""
+        known = self.tier_read_s.get(worker, 0.0) * self.prefill_tokens_per_s
+        return min(1.0, known or _READ_COST)
 
     def may_get_better(self, *, pools: bool = False) -> bool:
         """Whether the membership says that a request which cannot be placed now can be placed later; one that `pools`

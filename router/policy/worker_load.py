@@ -23,4 +23,4 @@ class WorkerLoad:
     num_stepping: int = 0
     mixed_step_tokens: int = 0
     max_num_seqs: int = 0  # of a decode worker: sequences in its batch
-    num_others: int = 0  # of the active ones those that other routers have sent
+    num_others: int = 0  # active sequences there that are not of this router, or have just ended

@@ -51,9 +51,8 @@ class KnownPages:
             self._telling.add(worker)
         self._index.add(worker, _split(news.came))
         self._index.remove(worker, _split(news.went))
-        if news.tier_came or news.tier_went:
-            self._stored.add(worker, _split(news.tier_came))
-            self._stored.remove(worker, _split(news.tier_went))
+        self._stored.add(worker, _split(news.tier_came))
+        self._stored.remove(worker, _split(news.tier_went))
 
     def lose(self, worker: WorkerKey) -> None:
         """Its stream is over: what it holds from now on is not heard."""

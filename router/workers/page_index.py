@@ -10,6 +10,7 @@ is taken out in pieces, while others tell of theirs.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -33,7 +34,7 @@ class PageIndex(Generic[Key, Worker]):
         self._most = most
         # Invariant: the bit of w is in _holders[k] exactly when k is in _keys[w]. No key is without holders. Those that
         # were entered or found lately stand behind.
-        self._holders: dict[Key, int] = {}
+        self._holders: OrderedDict[Key, int] = OrderedDict()  # a plain one looks for its first key among all that left
         self._keys: dict[Worker, set[Key]] = {}
         # Invariant: these two are each other's inverse, for the workers in `_keys`. Numbers of bits are used again.
         self._bits: dict[Worker, int] = {}
@@ -90,16 +91,19 @@ class PageIndex(Generic[Key, Worker]):
             del self._workers[number]
             self._leaving[number] = self._keys.pop(worker)
             self._leaving_bits |= bit
-        self._sweep()
+        if self._bits:
+            self._sweep()
+        else:
+            self._holders, self._leaving, self._leaving_bits = OrderedDict(), {}, 0
 
     def prefix(self, keys: Iterable[Key], page_size: int = 1) -> KnownPrefix[Worker]:
         """Who holds how many leading `keys`. Takes one key more than anybody holds."""
         runs: list[tuple[int, int]] = []
         alive, num = ~self._leaving_bits, 0
         for key in keys:
-            holders = self._holders.pop(key, 0)
+            holders = self._holders.get(key, 0)
             if holders:
-                self._holders[key] = holders
+                self._holders.move_to_end(key)
             now = alive & holders
             if num and now != alive:
                 runs.append((num, alive))
@@ -122,7 +126,8 @@ class PageIndex(Generic[Key, Worker]):
         elif key in own:
             return False
         own.add(key)
-        self._holders[key] = self._holders.pop(key, 0) | self._bits[worker]
+        self._holders[key] = self._holders.get(key, 0) | self._bits[worker]
+        self._holders.move_to_end(key)
         if self._most is not None and len(self._holders) > self._most:
             self._forget_one()
         return True

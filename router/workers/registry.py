@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
 _REMEMBERED_S = 30.0  # what mixed steps and reads from tiers take, without another one
-_TIER_COST = 0.2  # of a token that is read from a tier, where nothing is learnt of them
 _NOTHING = WorkerStatus()
 
 
@@ -52,7 +51,7 @@ class WorkerRegistry:
         *,
         lease_s: float,
         metrics: RouterMetrics,
-        earlier_max_num_seqs: int = 64,
+        earlier_max_num_seqs: int = 0,
         seed: int | None = None,
         clock: Clock | None = None,
         begin: Callable[[WorkerSession], None] = WorkerSession.start,
@@ -80,12 +79,10 @@ class WorkerRegistry:
         self._abilities = Abilities()
         self._num_members: Counter[Role] = Counter()
         # Of prefill workers, tokens in a second of computation; of decode workers, seconds of the steps in which they
-        # compute prompts; of all, seconds for a token that is read from a tier.
-        self._prefill_speed, self._mixed_steps, self._tier_reads = (
-            Learnt(),
-            Learnt(_REMEMBERED_S),
-            Learnt(_REMEMBERED_S),
-        )
+        # compute prompts; of each worker, seconds for a token that it reads from a tier.
+        self._prefill_speed, self._mixed_steps = Learnt(), Learnt(_REMEMBERED_S)
+        self._tier_reads: dict[WorkerKey, Learnt] = {}
+        self._tier_read_s: dict[WorkerKey, float] = {}
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
         #: Each stays while it is a member: whoever kills it may not have heard of it yet.
         self.suspected: set[WorkerKey] = set()
@@ -169,6 +166,8 @@ class WorkerRegistry:
             del self._sessions[key]
             self._counted.pop(key, None)
             self._counted_reads.pop(key, None)
+            self._tier_reads.pop(key, None)
+            self._tier_read_s.pop(key, None)
             self._reported_links.pop(key, None)
         for pair in [p for p in self.links if not self._sessions.keys() >= set(p)]:
             del self.links[pair]
@@ -194,7 +193,7 @@ class WorkerRegistry:
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             mixed_step_s=self._mixed_steps.at(self._clock.now()),
-            tier_cost=self._tier_reads.at(self._clock.now()) * self._prefill_tokens_per_s or _TIER_COST,
+            tier_read_s=self._tier_read_s,
             share=self._share,
         )
 
@@ -234,11 +233,6 @@ class WorkerRegistry:
     def num_places(self) -> int:
         """Sequences that the batches of all decode workers hold."""
         return self._pools[Role.DECODE].num_places
-
-    @property
-    def num_decode(self) -> int:
-        """Decode workers that take requests."""
-        return len(self._pools[Role.DECODE])
 
     def session(self, key: WorkerKey) -> WorkerSession:
         """The session of a worker in the current snapshot."""
@@ -433,9 +427,10 @@ class WorkerRegistry:
         num, took_s = sum(tier.read for tier in report.tiers), sum(tier.read_s for tier in report.tiers)
         num_before, took_before_s = self._counted_reads.get(session.key, (num, took_s))
         self._counted_reads[session.key] = num, took_s
+        learnt, now_s = self._tier_reads.setdefault(session.key, Learnt(_REMEMBERED_S)), self._clock.now()
         if num > num_before:
-            token_s = (took_s - took_before_s) / session.info.layout.page_size
-            self._tier_reads.note(token_s, num - num_before, self._clock.now())
+            learnt.note((took_s - took_before_s) / session.info.layout.page_size, num - num_before, now_s)
+        self._tier_read_s[session.key] = learnt.at(now_s)
 
     @property
     def _prefill_tokens_per_s(self) -> float:

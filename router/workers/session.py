@@ -172,18 +172,34 @@ class WorkerSession:
 
     # -- for requests
 
-    def hold(self, request_id: str, mailbox: Mailbox[Event], num_prompt_tokens: int, *, computes: bool) -> None:
+    def hold(
+        self,
+        request_id: str,
+        mailbox: Mailbox[Event],
+        num_prompt_tokens: int,
+        *,
+        computes: bool,
+        num_sequences: int = 1,
+    ) -> None:
         """From now on events of `request_id` go to `mailbox`, and the loss of this worker too.
 
         The next command is the one that starts it.
 
         Args:
             computes: the prompt is to be computed there.
+            num_sequences: that it will be there.
         """
         page_size = 0 if self.is_prefill else self.info.layout.page_size
         num_pages = pages_for(num_prompt_tokens, page_size) if page_size else 0
         self._held[request_id] = mailbox
-        self._known.hold(request_id, self._num_sent + 1, num_prompt_tokens, num_pages, computes=computes)
+        self._known.hold(
+            request_id,
+            self._num_sent + 1,
+            num_prompt_tokens,
+            num_pages,
+            computes=computes,
+            num_sequences=num_sequences,
+        )
         self._observer.load_changed(self)
 
     def note_taken_up(self, request_id: str, *, steps: bool) -> None:

@@ -56,11 +56,12 @@ def populate(memory: torch.Tensor) -> None:
 def collapse(memory: torch.Tensor) -> None:
     """Make huge pages of what is resident. Others may read it meanwhile. Does not hold Python's lock."""
     start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    why = ""
     for begin in range(start, end, _CHUNK_BYTES):
         if _madvise(begin, min(_CHUNK_BYTES, end - begin), _MADV_COLLAPSE) != 0:
-            # Linux before 6.1, or no memory in one piece: only speed is lost.
-            _log.info("weights stay in small pages: %s", os.strerror(ctypes.get_errno()))
-            return
+            why = os.strerror(ctypes.get_errno())
+    if why:  # Linux before 6.1, or no memory in one piece: only speed is lost
+        _log.info("some weights stay in small pages: %s", why)
 
 
 class WeightMemory:

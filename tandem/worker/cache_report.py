@@ -15,8 +15,8 @@ _T = TypeVar("_T")
 
 #: Of a page's key this much is told. Two pages that begin alike cost a router a poor choice, and nothing else.
 SHORT_KEY_BYTES = 8
-#: Keys in one event, and of one kind in one call of `news`: a router takes them in within a few milliseconds, and does
-#: other things before the next message.
+#: Keys in one event. One call of `news` gives at most two events of a kind: a router takes them in within some
+#: milliseconds, and does other things before the next message.
 _MOST = 1 << 12
 
 
@@ -45,13 +45,11 @@ class CacheReport:
 
     def note(self, change: CacheChange) -> None:
         """The pool's cache has changed; by whoever holds the scheduler's lock."""
-        self._pool.changes.append(change)
+        self._pool.note(change)
 
     def note_tiers(self, change: CacheChange) -> None:
         """What the tiers hold has changed; by one thread at a time."""
-        for start in range(0, max(len(change.came), len(change.went)), _MOST):
-            piece = slice(start, start + _MOST)
-            self._tiers.changes.append(CacheChange(change.came[piece], change.went[piece]))
+        self._tiers.note(change)
 
     def news(self) -> list[CacheNews]:
         """What changed since the last call; of very much the rest by the next ones."""
@@ -69,15 +67,21 @@ class _Told:
     """Of one kind of memory: what it holds, and which changes of that are not told yet."""
 
     def __init__(self) -> None:
-        self.changes: deque[CacheChange] = deque()
+        self._changes: deque[CacheChange] = deque()  # of at most `_MOST` keys each
         #: Short keys of all that is held, as of the changes that were taken from the queue.
         self.held: dict[bytes, None] = {}
+
+    def note(self, change: CacheChange) -> None:
+        for keys, is_held in ((change.came, True), (change.went, False)):
+            for start in range(0, len(keys), _MOST):
+                piece = keys[start : start + _MOST]
+                self._changes.append(CacheChange(came=piece) if is_held else CacheChange(went=piece))
 
     def take(self) -> Iterator[tuple[tuple[bytes, ...], tuple[bytes, ...]]]:
         """What came and what went, in pieces."""
         changed: dict[bytes, bool] = {}
-        while self.changes and len(changed) < _MOST:
-            change = self.changes.popleft()
+        while self._changes and len(changed) < _MOST:
+            change = self._changes.popleft()
             for key in change.came:
                 short = key[:SHORT_KEY_BYTES]
                 changed[short] = True

@@ -24,7 +24,7 @@ _CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 0
 
 # Where nothing is configured: sequences in a batch, at least and at most, if there is room for so many tokens of each.
 # Fewer would wait for a place after their first token, and more make every step too long.
-_FEWEST_SEQS, _MOST_CPU_SEQS, _MOST_GPU_SEQS = 64, 256, 512
+_FEWEST_SEQS, _MOST_SEQS = 64, 256
 _TOKENS_OF_A_SEQ = 256
 
 # Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
@@ -72,10 +72,9 @@ def guess_rows(*, on_cpu: bool, widens: bool) -> int:
     return _WIDENED_GUESS_ROWS if widens else _CPU_GUESS_ROWS
 
 
-def max_num_seqs(config: Config, *, on_cpu: bool, num_slots: int) -> int:
+def max_num_seqs(config: Config, num_slots: int) -> int:
     """Sequences in a batch, at most. `num_slots`: tokens for which the worker's pages have room."""
-    most = _MOST_CPU_SEQS if on_cpu else _MOST_GPU_SEQS
-    return config.scheduling.max_num_seqs or max(_FEWEST_SEQS, min(most, num_slots // _TOKENS_OF_A_SEQ))
+    return config.scheduling.max_num_seqs or max(_FEWEST_SEQS, min(_MOST_SEQS, num_slots // _TOKENS_OF_A_SEQ))
 
 
 def scheduler_limits(config: Config, site: Site, num_slots: int) -> SchedulerLimits:
@@ -84,7 +83,7 @@ def scheduler_limits(config: Config, site: Site, num_slots: int) -> SchedulerLim
     mixed = mixed_step_tokens(config, site)
     default = _CPU_SATURATING_TOKENS if site.on_cpu else _GPU_SATURATING_TOKENS
     return SchedulerLimits(
-        max_num_seqs=max_num_seqs(config, on_cpu=site.on_cpu, num_slots=num_slots),
+        max_num_seqs=max_num_seqs(config, num_slots),
         max_num_batched_tokens=scheduling.max_num_batched_tokens,
         chunk_size=scheduling.chunk_size,
         queue_bound=scheduling.worker_queue_bound,

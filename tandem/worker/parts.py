@@ -277,8 +277,7 @@ def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
         weight_register=_weight_register(config, place),
     )
     generates = role is Role.DECODE and engine.pooling is None
-    on_cpu = engine.arena.device.type == "cpu"
-    engine.warmup(max_num_seqs(config, on_cpu=on_cpu, num_slots=_num_slots(engine)) if generates else 0)
+    engine.warmup(max_num_seqs(config, _num_slots(engine)) if generates else 0)
     return engine
 
 
@@ -344,5 +343,5 @@ def _describe(
         host_id=host_id(),
         mixed_step_tokens=mixed_step_tokens(config, site),
         protocols=protocols_to_proto(Protocols()),
-        max_num_seqs=max_num_seqs(config, on_cpu=site.on_cpu, num_slots=_num_slots(engine)),
+        max_num_seqs=max_num_seqs(config, _num_slots(engine)),
     )

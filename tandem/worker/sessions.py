@@ -108,6 +108,8 @@ class SessionHub(Generic[Command, Event, Events]):
     def _tell_all(self, status: pb.WorkerStatus) -> None:
         self._num_told = _num_requests(status)
         news = self._take_news()
+        if news:  # there may be more, which need not wait for a heartbeat
+            self._changed.set()
         for session in list(self._sessions.values()):
             self._put(session, news, status)
 
@@ -124,8 +126,12 @@ class SessionHub(Generic[Command, Event, Events]):
             self._end(session)
             task.cancel()
 
-        if news := self._take_news():  # the others' next news begin where this hello ends
+        # The others' next news begin where this hello ends. Where there are none, all of it is in this hello.
+        while news := self._take_news():
             self._deliver(dict.fromkeys(self._sessions, news))
+            if self._sessions:
+                self._changed.set()  # as in `_tell_all`
+                break
         session: ServedStream[Events] = ServedStream(self._next, cut_off)
         self._next += 1
         self._sessions[session.number] = session

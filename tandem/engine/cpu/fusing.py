@@ -98,14 +98,24 @@ def _large_weights(model: PreTrainedModel) -> Iterator[Weight]:
     for module in model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
             yield from _weights_of(module.panels)
-        elif isinstance(module, nn.Embedding | ShortEmbedding) and module.weight.is_contiguous():
-            yield Weight(module.weight.data, partial(setattr, module.weight, "data"))
+        elif isinstance(module, nn.Embedding | ShortEmbedding) and _is_only_read(module):
+            yield Weight(partial(getattr, module.weight, "data"), partial(setattr, module.weight, "data"))
 
 
 def _weights_of(panels: Panels) -> Iterator[Weight]:
-    yield Weight(panels.numbers, lambda numbers: panels.place(numbers, panels.scales))
+    yield Weight(lambda: panels.numbers, lambda numbers: panels.place(numbers, panels.scales))
     if panels.scales is not None:
-        yield Weight(panels.scales, lambda scales: panels.place(panels.numbers, scales))
+        yield Weight(lambda: _present(panels.scales), lambda scales: panels.place(panels.numbers, scales))
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _is_only_read(embedding: nn.Embedding | ShortEmbedding) -> bool:
+    """And has no gaps. Looking a row up in one with `max_norm` writes to it."""
+    return embedding.weight.is_contiguous() and getattr(embedding, "max_norm", None) is None
 
 
 def _forget_plans(model: PreTrainedModel) -> None:

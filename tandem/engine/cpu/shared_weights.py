@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -33,7 +35,10 @@ _log = logging.getLogger(__name__)
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 2, 4, 8
 _SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
+_MFD_NOEXEC_SEAL = 8
 _AT_ONCE = 64 << 20
+# So long a worker waits for another one that copies or compares, and looks so often.
+_PATIENCE_S, _LOOKS_EVERY_S = 60.0, 0.05
 _NODES = Path("/sys/devices/system/node")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -45,9 +50,10 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a model, without gaps, and what puts another one with the same numbers in its place."""
+    """A tensor of a model, without gaps, and what puts another one with the same numbers in its place. It is asked for
+    each time: who kept it would keep its memory."""
 
-    tensor: torch.Tensor
+    get: Callable[[], torch.Tensor]
     put: Callable[[torch.Tensor], None]
 
 
@@ -69,24 +75,35 @@ class WeightRegister:
         """
         key = hashlib.sha256(name.encode())
         for weight in weights:
-            key.update(f"\n{weight.tensor.dtype} {tuple(weight.tensor.shape)}".encode())
+            key.update(f"\n{weight.get().dtype} {tuple(weight.get().shape)}".encode())
         key.update(f"\n{_memory_nodes()}".encode())
         try:
-            with self._locked() as lines:
+            with self._locked() as register:
+                lines = register.read().decode(errors="replace").splitlines()
                 shared = self._find(key.hexdigest(), weights, lines) or _make(key.hexdigest(), weights)
-                self._note(lines, shared)
+                _note(register, lines, shared)
         except OSError as error:
             _log.warning("the weights are not shared with other workers of this host: %s", error)
             return None
+        # By each of them: the maker may end before it is through.
+        threading.Thread(target=collapse, args=(shared.memory,), name="collapse-weights", daemon=True).start()
         return shared
 
     @contextmanager
-    def _locked(self) -> Iterator[list[str]]:
-        """The lines of the register, while nobody else reads or writes them."""
+    def _locked(self) -> Iterator[BinaryIO]:
+        """The register, while nobody else reads or writes it.
+
+        Raises:
+            OSError: it cannot be had, or somebody else has it for too long.
+        """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(file, "r+b") as register:
-            fcntl.flock(register, fcntl.LOCK_EX)
-            yield register.read().decode(errors="replace").splitlines()
+            deadline_s = time.monotonic() + _PATIENCE_S
+            while not _lock(register):
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"another worker has {self._path} for longer than {_PATIENCE_S:g} s")
+                time.sleep(_LOOKS_EVERY_S)
+            yield register
 
     def _find(self, key: str, weights: Sequence[Weight], lines: list[str]) -> Shared | None:
         for line in lines:
@@ -97,13 +114,29 @@ class WeightRegister:
                 shared.is_own = False
                 _put(weights, shared.memory)
                 return shared
-            _log.warning("%s has other weights under the same name: they are not shared", line)
+            _log.warning("process %s has other weights of the same model: they are not shared", line.split()[0])
         return None
 
-    def _note(self, lines: list[str], shared: Shared) -> None:
-        """Add it; leave those out that have ended. A torn line costs a copy in memory, and nothing else."""
-        alive = dict.fromkeys([*(line for line in lines if _found("", line)), f"{os.getpid()} {shared.file}"])
-        self._path.write_text("".join(f"{line}\n" for line in alive))
+
+def _lock(register: BinaryIO) -> bool:
+    """Whether it could be had now. Waiting in the kernel would know no end, where its holder was stopped."""
+    try:
+        fcntl.flock(register, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _note(register: BinaryIO, lines: list[str], shared: Shared) -> None:
+    """Add it; leave those out that have ended. A torn line costs a copy in memory, and nothing else."""
+    alive = dict.fromkeys([*(line for line in lines if _found("", line)), f"{os.getpid()} {shared.file}"])
+    try:
+        register.seek(0)
+        register.write("".join(f"{line}\n" for line in alive).encode())
+        register.truncate()
+        register.flush()
+    except OSError as error:
+        _log.warning("later workers of this host will not find the weights: %s", error)
 
 
 class Shared:
@@ -118,7 +151,7 @@ class Shared:
     def __init__(self, file: int) -> None:
         self.file = file
         self.is_own = True
-        weakref.finalize(self, os.close, file)
+        weakref.finalize(self, os.close, file).atexit = False
         self.memory = _map(file)
 
     def describe(self) -> str:
@@ -176,20 +209,29 @@ def _make(key: str, weights: Sequence[Weight]) -> Shared:
     Raises:
         OSError: there is no memory for them, or the kernel is older than Linux 3.17.
     """
-    file = os.memfd_create(_name_of(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = _create(_name_of(key))
     try:
         num_bytes = _num_bytes(weights)
         os.ftruncate(file, max(1, num_bytes))
         shared = Shared(os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC))
         for weight, place in _places(weights, shared.memory):
             begin = place.data_ptr() - shared.memory.data_ptr()
-            _write(file, weight.tensor, begin)
+            _write(file, weight.get(), begin)
             weight.put(place)
         fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
     finally:
         os.close(file)
-    threading.Thread(target=collapse, args=(shared.memory,), name="collapse-weights", daemon=True).start()
     return shared
+
+
+def _create(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)  # hardened hosts want that
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux before 6.3
+            raise
+        return os.memfd_create(name, flags)
 
 
 def _write(file: int, tensor: torch.Tensor, begin: int) -> None:
@@ -204,7 +246,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _num_bytes(weights: Sequence[Weight]) -> int:
-    return sum(_padded(weight.tensor.nbytes) for weight in weights)
+    return sum(_padded(weight.get().nbytes) for weight in weights)
 
 
 def _padded(num_bytes: int) -> int:
@@ -214,15 +256,15 @@ def _padded(num_bytes: int) -> int:
 def _places(weights: Sequence[Weight], memory: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
     begin = 0
     for weight in weights:
-        tensor = weight.tensor
-        yield weight, memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        begin += _padded(tensor.nbytes)
+        dtype, shape, num_bytes = weight.get().dtype, weight.get().shape, weight.get().nbytes
+        yield weight, memory[begin : begin + num_bytes].view(dtype).view(shape)
+        begin += _padded(num_bytes)
 
 
 def _are_equal(weights: Sequence[Weight], memory: torch.Tensor) -> bool:
     if len(memory) != max(1, _num_bytes(weights)):
         return False
-    return all(torch.equal(_as_bytes(weight.tensor), _as_bytes(place)) for weight, place in _places(weights, memory))
+    return all(torch.equal(_as_bytes(weight.get()), _as_bytes(place)) for weight, place in _places(weights, memory))
 
 
 def _put(weights: Sequence[Weight], memory: torch.Tensor) -> None:
@@ -240,7 +282,8 @@ class _Mapping:
         begin = -(-spare // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         fixed = 0x10
         _check(_libc.mmap(begin, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | fixed, file, 0))
-        weakref.finalize(self, _libc.munmap, spare, num_bytes + HUGE_PAGE_BYTES)
+        # Not at the end of the process: a thread may still compute with it.
+        weakref.finalize(self, _libc.munmap, spare, num_bytes + HUGE_PAGE_BYTES).atexit = False
         # Said to be writable, as torch warns of what is not; a write is a fatal signal.
         self.__array_interface__: dict[str, Any] = {
             "data": (begin, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3,

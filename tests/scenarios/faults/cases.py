@@ -13,6 +13,8 @@ Signal = Literal["kill", "stop"]
 
 #: Which time the process comes to the point, where the first is not the telling one: a later chunk, a later token.
 _NTH = {"prefill.chunk": 3, "decode.step": 10, "router.token": 10}
+#: With guesses there are fewer steps.
+_GUESSED_STEPS = 4
 
 POINTS: dict[Role, tuple[str, ...]] = {
     "prefill": ("queued", "chunk", "attached", "sending", "written", "committed", "acked"),
@@ -41,6 +43,8 @@ _ANIMAL = {
 _JSON = {"structured_outputs": {"json": _ANIMAL, "disable_any_whitespace": True}}
 #: Outputs by a grammar: complete before `MAX_TOKENS`, and longer than the telling points are late.
 FORMS: dict[str, dict[str, Any]] = {"json": _JSON, "json-n2": {**_JSON, "n": 2}}
+#: Outputs of two tokens, which repeat themselves: steps take several of them at once.
+GUESSED: dict[str, dict[str, Any]] = {"guesses": {"allowed_token_ids": [262, 300], "ignore_eos": True}}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Case:
 
     @property
     def nth(self) -> int:
-        return nth_of(self.point)
+        num = nth_of(self.point)
+        return min(num, _GUESSED_STEPS) if self.extra in GUESSED else num
 
     @property
     def process(self) -> str:
@@ -78,8 +83,8 @@ class Case:
     @property
     def fields(self) -> dict[str, Any]:
         """Of the request, beside prompt and `max_tokens`."""
-        if self.extra in FORMS:
-            return {**SAMPLINGS[self.sampling], **FORMS[self.extra], "logprobs": 1}
+        if (given := FORMS.get(self.extra) or GUESSED.get(self.extra)) is not None:
+            return {**SAMPLINGS[self.sampling], **given, "logprobs": 1}
         return {**SAMPLINGS[self.sampling], **EXTRAS[self.extra], "logprobs": 1, "ignore_eos": True}
 
     def __str__(self) -> str:
@@ -119,6 +124,15 @@ def of_json() -> list[Case]:
     return found
 
 
+def of_guesses() -> list[Case]:
+    """Each point of a decode worker and each signal, while it guesses."""
+    points = product(POINTS["decode"], SIGNALS)
+    return [
+        Case("decode", f"decode.{name}", signal, number % 3 != 0, "greedy", "guesses")
+        for number, (name, signal) in enumerate(points)
+    ]
+
+
 def of(*roles: Role, signal: Signal | None = None) -> list[Case]:
     """The cases that strike one of these roles."""
     return [case for case in CASES if case.role in roles and signal in (None, case.signal)]
@@ -134,7 +148,9 @@ def matrix(found: list[Case]) -> pytest.MarkDecorator:
 
 def is_representative(case: Case) -> bool:
     """Whether `make test` runs it: one case for each point, with signals and kinds of request in turn; under a grammar,
-    those that are killed while they send and while they generate."""
+    those that are killed while they send and while they generate, and with guesses the latter."""
+    if case.extra in GUESSED:
+        return case.signal == "kill" and case.point == "decode.step"
     if case.extra in FORMS:
         return case.signal == "kill" and case.extra == "json-n2" and case.point in ("prefill.sending", "decode.step")
     kinds = list(product(SIGNALS, (True, False), SAMPLINGS))

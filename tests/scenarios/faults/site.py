@@ -41,6 +41,8 @@ CONFIG: dict[str, Any] = {
     "transport": {"lease_s": LEASE_S, "grace_s": GRACE_S},
     # Four chunks a prompt; what decode lacks of it is computed there only when it is little.
     "scheduling": {"chunk_size": 128, "local_prefill_tokens": 192, "mixed_prompt_tokens": 192},
+    # Where outputs repeat themselves; the undisturbed cluster does not guess.
+    "speculation": {"lookup_tokens": 5},
     # Every request of the matrix meets a fault.
     "limits": {"retry_budget": 1.0},
 }

@@ -48,6 +48,18 @@ def test_a_worker_struck_in_mid_json_changes_no_byte_of_it(
         assert set(json.loads(text)) == {"n", "k"}
 
 
+@matrix(cases.of_guesses())
+def test_a_worker_struck_while_it_guesses_changes_no_token(
+    ready_site: Site, case: Case, request: pytest.FixtureRequest
+) -> None:
+    """Guesses die with it: the next worker gets what the client has, and guesses anew."""
+
+    before = ready_site.cluster.statuses()
+    _assert_nothing_changes(ready_site, case, request)
+    after = ready_site.cluster.statuses()
+    assert any(after[name].right_guesses > before[name].right_guesses for name in before.keys() & after.keys())
+
+
 def _assert_nothing_changes(site: Site, case: Case, request: pytest.FixtureRequest) -> Answer:
     """Strike; the answer is that of an undisturbed run, comes in time, and leaves nothing behind."""
     prompt = story(str(case))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import io
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +23,6 @@ from tandem.engine.cpu.shared_weights import Shared, Weight, WeightRegister
 from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.random_model import ModelSpec, save
-from tests.support.waiting import wait_until
 
 
 class Model:
@@ -27,8 +32,8 @@ class Model:
         self.tensors = [tensor.clone() for tensor in tensors]
 
     def weights(self) -> Iterator[Weight]:
-        for index, tensor in enumerate(self.tensors):
-            yield Weight(tensor, lambda new, index=index: self.tensors.__setitem__(index, new))  # type: ignore[misc]
+        for index in range(len(self.tensors)):
+            yield Weight(partial(self.tensors.__getitem__, index), partial(self.tensors.__setitem__, index))
 
     def share(self, register: Path, name: str = "a model") -> Shared | None:
         return WeightRegister(register).share(name, list(self.weights()))
@@ -69,6 +74,59 @@ def test_the_second_uses_what_the_first_has_made(register: Path) -> None:
     assert made.memory.data_ptr() % (2 << 20) == 0
 
 
+def test_each_leaves_its_old_place_before_the_next_one_moves(register: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is memory for one copy, and not for two."""
+    model = Model(*(torch.full((1000,), float(number)) for number in range(5)))
+    old = [weakref.ref(tensor) for tensor in model.tensors]
+    alive: list[int] = []
+    write = shared_weights._write
+
+    def noted(*arguments: Any) -> None:
+        gc.collect()
+        alive.append(sum(tensor() is not None for tensor in old))
+        write(*arguments)
+
+    monkeypatch.setattr(shared_weights, "_write", noted)
+    found = model.share(register)
+    assert found is not None
+    assert alive == [5, 4, 3, 2, 1]
+
+
+def test_who_waits_too_long_for_another_keeps_its_own(
+    register: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_weights, "_PATIENCE_S", 0.1)
+    with register.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert Model(*TENSORS).share(register) is None
+    assert "another worker has" in caplog.text
+    assert shared(register, *TENSORS)[1].is_own
+
+
+def test_what_cannot_be_noted_is_shared_with_nobody_else(
+    register: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, *_: object) -> int:
+            raise OSError("no space is left")
+
+    @contextmanager
+    def locked(_: object) -> Iterator[io.BytesIO]:
+        yield Full()
+
+    monkeypatch.setattr(WeightRegister, "_locked", locked)
+    assert shared(register, *TENSORS)[1].is_own
+    assert "will not find the weights: no space is left" in caplog.text
+
+
+def test_a_register_is_no_way_to_other_files(register: Path) -> None:
+    precious = register.parent / "precious"
+    precious.write_text("text")
+    register.symlink_to(precious)
+    assert Model(*TENSORS).share(register) is None
+    assert precious.read_text() == "text"
+
+
 def test_nobody_can_change_it(register: Path) -> None:
     _, made = shared(register, *TENSORS)
     with pytest.raises(OSError, match=r"permitted|Bad file"):
@@ -99,7 +157,7 @@ def test_other_weights_under_the_same_name_are_not_taken(register: Path, caplog:
     _, other = shared(register, TENSORS[0] + 1, *TENSORS[1:])
     assert other.is_own
     assert inode(made) != inode(other)
-    assert "other weights under the same name" in caplog.text
+    assert f"process {os.getpid()} has other weights of the same model" in caplog.text
 
 
 def test_what_nobody_has_any_more_is_made_anew(register: Path) -> None:
@@ -164,7 +222,7 @@ import sys
 import torch
 from pathlib import Path
 from tandem.engine.cpu.shared_weights import Weight, WeightRegister
-weights = [Weight(torch.arange(1000.0), lambda _: None)]
+weights = [Weight(lambda: torch.arange(1000.0), lambda _: None)]
 shared = WeightRegister(Path(sys.argv[1])).share("a model", weights)
 print(shared.is_own, flush=True)
 sys.stdin.read()
@@ -187,7 +245,7 @@ def test_it_outlives_its_maker_and_nobody_else(register: Path) -> None:
     assert not shared(register, tensor)[1].is_own, "found at the second one, whose maker is gone"
     model.tensors.clear()
     del found
-    wait_until(gc.collect, "what is left of it", 10, wanted=lambda _: True)
+    gc.collect()
     assert shared(register, tensor)[1].is_own
 
 

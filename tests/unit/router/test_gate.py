@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -9,6 +10,7 @@ from itertools import count
 import pytest
 
 from router.policy.gate import Room, UnderWay, places_of_one
+from router.policy.turns import TurnQueue, Waiting
 
 ROOM = Room(num_computing=2, tokens_per_s=1000.0, num_decode=1, num_places=64, most_pages=100, page_size=16)
 
@@ -72,52 +74,73 @@ def test_what_others_leave_is_taken() -> None:
     assert places_of_one(3, 2, 3) == 1.5
 
 
-class Routers:
-    """Two of them before 16 places. What one knows of the other is of the round before."""
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0}
 
-    def __init__(self, *waiting: dict[str, int]) -> None:
-        self.waiting = [Counter(each) for each in waiting]
-        self.placed: list[list[tuple[str, int]]] = [[], []]  # tenant and rounds that are left
+
+class Routers:
+    """Two of them before 16 places, each with turns of its own. What one knows of the other is of the round before.
+
+    Args:
+        backlogs: of each router, how many requests of which tenant wait there at any time.
+    """
+
+    def __init__(self, *backlogs: dict[str, int]) -> None:
+        self.queues = [TurnQueue(10.0) for _ in backlogs]
+        self.placed: list[list[tuple[str, int]]] = [[] for _ in backlogs]  # tenant, and rounds that are left
         self.got = Counter[str]()
         self.busy: list[int] = []
-        self.num_placed = [0, 0]
+        self.num_placed: list[int] = []
         self.numbers = count()
+        for router, backlog in enumerate(backlogs):
+            for tenant, num in backlog.items():
+                self.wait(router, tenant, num)
+
+    def wait(self, router: int, tenant: str, num: int) -> None:
+        for _ in range(num):
+            self.queues[router].enter(Waiting(tenant, WEIGHTS[tenant], 0, "", math.inf, 0.0, num_tokens=10))
 
     def run(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
             known = [len(each) for each in self.placed]
-            for router, (waiting, placed) in enumerate(zip(self.waiting, self.placed, strict=True)):
+            for router, (queue, placed) in enumerate(zip(self.queues, self.placed, strict=True)):
                 room = replace(ROOM, num_places=places_of_one(16, 2, known[1 - router]), num_routers=2)
-                while waiting.total() and UnderWay(len(placed), len(placed)).may_follow(1, 1, room):
-                    tenant = min(waiting, key=lambda name: self.got[name])  # each is fair to its own
-                    waiting[tenant] -= 1
-                    waiting += Counter()
-                    placed.append((tenant, 4 + next(self.numbers) % 9))
-                    self.got[tenant] += 1
+                while (entry := queue.first()) and UnderWay(len(placed), len(placed)).may_follow(1, 1, room):
+                    queue.take(entry)
+                    self.wait(router, entry.owner, 1)
+                    placed.append((entry.owner, 4 + next(self.numbers) % 9))
+                    self.got[entry.owner] += 1
             self.busy.append(min(16, sum(map(len, self.placed))))
             self.num_placed = list(map(len, self.placed))
             for placed in self.placed:
                 placed[:] = [(tenant, left - 1) for tenant, left in placed if left > 1]
 
+    def jain(self) -> float:
+        shares = [num / WEIGHTS[tenant] for tenant, num in self.got.items()]
+        return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+
 
 def test_connections_that_all_lie_with_one_router_use_all_places() -> None:
-    routers = Routers({"a": 1000}, {})
+    routers = Routers({"a": 30}, {})
     routers.run(100)
     assert set(routers.busy) == {16}
 
 
 def test_who_had_more_than_its_share_gives_it_back() -> None:
-    routers = Routers({"a": 1000}, {})
+    routers = Routers({"a": 30}, {})
     routers.run(20)
     assert routers.num_placed == [20, 0], "a quarter more than there are places"
-    routers.waiting[1]["b"] = 1000
+    routers.wait(1, "b", 30)
     routers.run(20)
     assert all(8 <= num <= 13 for num in routers.num_placed), routers.num_placed
     assert set(routers.busy) == {16}
 
 
-def test_tenants_that_wait_at_both_get_the_same() -> None:
-    routers = Routers(dict.fromkeys("abc", 500), dict.fromkeys("abc", 500))
-    routers.run(200)
-    assert max(routers.got.values()) - min(routers.got.values()) <= 2
+def test_tenants_that_wait_at_each_get_what_their_weights_say() -> None:
+    """However many of their requests lie where."""
+    routers = Routers({"a": 30, "b": 3, "c": 8}, {"a": 4, "b": 20, "c": 5})
+    routers.run(400)
+    assert routers.jain() >= 0.99
     assert set(routers.busy) == {16}
+    alone = Routers({"a": 30, "c": 30}, {"b": 30})
+    alone.run(400)
+    assert alone.jain() < 0.99, "one that has a router for itself gets that router's places"

@@ -22,6 +22,7 @@ class Sent:
     """A request as a list would have it."""
 
     number: int
+    num_sequences: int
     num_tokens: int
     num_pages: int
     steps: bool
@@ -38,11 +39,17 @@ class Router(RuleBasedStateMachine):
         self.num_sent = 0
         self.held: dict[str, Sent] = {}
 
-    @rule(name=names, num_tokens=st.integers(0, 50), num_pages=st.integers(0, 4), computes=st.booleans())
-    def sends(self, name: str, num_tokens: int, num_pages: int, computes: bool) -> None:
+    @rule(
+        name=names,
+        num_tokens=st.integers(0, 50),
+        num_pages=st.integers(0, 4),
+        computes=st.booleans(),
+        num_sequences=st.integers(1, 3),
+    )
+    def sends(self, name: str, num_tokens: int, num_pages: int, computes: bool, num_sequences: int) -> None:
         self.num_sent += 1
-        self.known.hold(name, self.num_sent, num_tokens, num_pages, computes=computes)
-        self.held[name] = Sent(self.num_sent, num_tokens if computes else 0, num_pages, computes)
+        self.known.hold(name, self.num_sent, num_tokens, num_pages, computes=computes, num_sequences=num_sequences)
+        self.held[name] = Sent(self.num_sent, num_sequences, num_tokens if computes else 0, num_pages, computes)
 
     @rule()
     def sends_something_else(self) -> None:
@@ -91,7 +98,7 @@ class Router(RuleBasedStateMachine):
             kv_format=FORMAT,
             page_size=16,
             num_active=num_active,
-            num_others=num_active - len(held),
+            num_others=max(0, num_active - sum(sent.num_sequences for sent in held)),
             num_queued_tokens=tokens + own_tokens if tells else max(tokens, own_tokens),
             num_available_pages=report.num_available_pages - sum(sent.num_pages for sent in held),
             num_stepping=max(report.num_stepping, sum(sent.steps for sent in held)),

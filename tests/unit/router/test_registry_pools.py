@@ -59,7 +59,9 @@ class Registry(WorkerRegistry):
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
-        super().__init__(lease_s=1.0, metrics=RouterMetrics(), clock=self.clock, begin=lambda _: None)
+        super().__init__(
+            lease_s=1.0, metrics=RouterMetrics(), earlier_max_num_seqs=64, clock=self.clock, begin=lambda _: None
+        )
         self.states: dict[str, str] = {}
         self.lives: dict[str, int] = {}
 
@@ -190,7 +192,6 @@ class Cluster(RuleBasedStateMachine):
         by_role = {role: scanned(registry, role) for role in (Role.PREFILL, Role.DECODE)}
         assert {load.key: load for load in snapshot.prefill} == by_role[Role.PREFILL]
         assert {load.key: load for load in snapshot.decode} == by_role[Role.DECODE]
-        assert registry.num_decode == len(by_role[Role.DECODE])
         assert registry.num_places == sum(load.max_num_seqs for load in by_role[Role.DECODE].values())
         assert registry.num_others == sum(load.num_others for load in by_role[Role.DECODE].values())
         limits = [s.info.max_context for s in registry.sessions() if s.takes_requests and s.info.max_context]
@@ -264,18 +265,23 @@ async def test_what_reading_from_tiers_costs_is_learnt() -> None:
     registry.greet("prefill-0")
     registry.event_seen(HandoffDone(compute_s=0.5, num_computed_tokens=1000))
 
+    def cost() -> float:
+        return registry.snapshot().read_cost(WorkerKey("prefill-0", "1"))
+
     def reads(num: int, read_s: float) -> float:
         tiers = [TierStatus(name="host", read=num - num // 2), TierStatus(name="disk", read=num // 2, read_s=read_s)]
         registry.hear("prefill-0", tiers=TierReport(tiers=tiers))
-        return registry.snapshot().tier_cost
+        return cost()
 
-    guess = registry.snapshot().tier_cost
+    guess = cost()
     assert 0 < guess < 1
     assert reads(1000, 500.0) == guess, "of before this router came"
     for _ in range(2):
         assert reads(1100, 500.0 + 100 * PAGE * 0.00005) == pytest.approx(0.1)
     registry.clock.advance(31.0)
-    assert registry.snapshot().tier_cost == guess, "a slow disk is not avoided for ever"
+    reads(1100, 500.0 + 100 * PAGE * 0.00005)
+    assert cost() == guess, "a slow disk is not avoided for ever"
+    assert registry.snapshot().read_cost(WorkerKey("prefill-1", "1")) == guess, "each by itself"
 
 
 async def test_the_batch_of_a_worker_that_does_not_tell_counts_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:

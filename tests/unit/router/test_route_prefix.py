@@ -131,34 +131,40 @@ def test_without_a_known_prefix_the_least_loaded_are_chosen_and_told_with_a_few_
 # -- tiers below the pools
 
 
+def reads(cost: float) -> dict[str, Any]:
+    """Of a snapshot: a token is read in the time in which prefill computes so many."""
+    keys = [key(f"{role}{number}") for role in "pd" for number in range(12)]
+    return {"tier_read_s": dict.fromkeys(keys, cost / 1000.0), "prefill_tokens_per_s": 1000.0}
+
+
 def test_a_prompt_goes_where_a_tier_has_its_beginning() -> None:
-    assert chosen(choose(snapshot(tier_cost=0.2), facts({}, stored={"p5": 608})))[::2] == ("p5", Why.PREFIX)
+    assert chosen(choose(snapshot(**reads(0.2)), facts({}, stored={"p5": 608})))[::2] == ("p5", Why.PREFIX)
 
 
 def test_what_is_in_a_pool_goes_before_what_has_to_be_read() -> None:
     told = facts({"p7": 608}, stored={"p5": 608, "p7": 608})
-    assert chosen(choose(snapshot(tier_cost=0.2), told))[0] == "p7"
+    assert chosen(choose(snapshot(**reads(0.2)), told))[0] == "p7"
 
 
 @pytest.mark.parametrize("tier_cost", [1.0, 30.0])
 def test_a_tier_that_is_slower_than_computing_draws_nobody(tier_cost: float) -> None:
     """Its worker computes the prompt then, as any other would."""
     prefill = [load(f"p{number}", num_queued_tokens=number) for number in range(12)]
-    assert chosen(choose(snapshot(prefill, tier_cost=tier_cost), facts({}, stored={"p5": 608})))[0] == "p0"
+    assert chosen(choose(snapshot(prefill, **reads(tier_cost)), facts({}, stored={"p5": 608})))[0] == "p0"
 
 
 def test_reading_costs_what_it_takes() -> None:
     prefill = [load("p0"), load("p1", num_queued_tokens=400)]
     stored = {"p1": 608}
-    assert chosen(choose(snapshot(prefill, tier_cost=0.2), facts({}, stored=stored)))[0] == "p1", "122 + 32 + 400 < 640"
-    assert chosen(choose(snapshot(prefill, tier_cost=0.4), facts({}, stored=stored)))[0] == "p0", "243 + 32 + 400 > 640"
+    assert chosen(choose(snapshot(prefill, **reads(0.2)), facts({}, stored=stored)))[0] == "p1", "122 + 32 + 400 < 640"
+    assert chosen(choose(snapshot(prefill, **reads(0.4)), facts({}, stored=stored)))[0] == "p0", "243 + 32 + 400 > 640"
 
 
 def test_a_handoff_reads_nothing_at_decode() -> None:
     """No grant waits for a disk: what decode has there draws only prompts that it may compute by itself."""
     alone = {"mixed_pool_tokens": PROMPT}
     able = [load(f"d{number}", mixed_step_tokens=64) for number in range(12)]
-    steps = {"prefill_tokens_per_s": 1000.0, "mixed_step_s": 0.07, "tier_cost": 0.1}
+    steps = {**reads(0.1), "mixed_step_s": 0.07}
     told = facts({}, stored={"d9": 608})
     assert chosen(choose(snapshot(decode=able, **steps), told))[1:] == ("d0", Why.LOAD)
     told = facts({}, stored={"d9": 608}, **alone)
@@ -166,3 +172,19 @@ def test_a_handoff_reads_nothing_at_decode() -> None:
     assert chosen(route) == (None, "d9", Why.PREFIX)
     shown = {candidate.worker.worker_id: candidate.num_stored_tokens for candidate in route.weighed}
     assert shown["d9"] == 608
+
+
+def test_a_slow_disk_makes_no_decode_worker_compute_what_is_too_long_for_it() -> None:
+    """It would find that computing is sooner, and that it may not."""
+    able = [load(f"d{number}", mixed_step_tokens=64) for number in range(12)]
+    told = facts({}, stored={"d9": 608}, mixed_pool_tokens=64)
+    for cost, is_alone in ((30.0, False), (0.1, True)):
+        route = choose(snapshot(decode=able, mixed_step_s=0.005, **reads(cost)), told)
+        assert (route.prefill is None) == is_alone
+
+
+def test_each_worker_reads_at_its_own_speed() -> None:
+    quick_and_slow = {"tier_read_s": {key("p3"): 0.00001, key("p5"): 0.1}, "prefill_tokens_per_s": 1000.0}
+    told = facts({}, stored={"p5": 608, "p3": 320})
+    assert chosen(choose(snapshot(**quick_and_slow), told))[0] == "p3"
+    assert chosen(choose(snapshot(**reads(0.1)), told))[0] == "p5"

@@ -55,6 +55,30 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2
 
 
+def test_who_listens_hears_of_all_that_comes_and_goes(tmp_path: Path) -> None:
+    size, told = file_bytes(tmp_path), dict[bytes, bool]()
+
+    def opened() -> DiskTier:
+        tier = DiskTier(tmp_path / "kv", LAYOUT, 3 * size)
+        tier.on_change = lambda keys: told.update((key, tier.has(key)) for key in keys)
+        return tier
+
+    first = opened()
+    put(first, *KEYS[:5])
+    assert told == {key: first.has(key) for key in KEYS[:5]}
+    assert sum(told.values()) == 3, "the others were evicted"
+    held = [key for key in KEYS if first.has(key)]
+    told.clear()
+    second = opened()
+    second.find()
+    assert told == dict.fromkeys(held, True), "of an earlier life"
+    second.discard(held[0])
+    (file,) = [file for file in files(tmp_path / "kv") if file.parent.name + file.stem == held[1].hex()]
+    file.write_bytes(b"no page")
+    assert read(second, held[1]) is None
+    assert told == {held[0]: False, held[1]: False, held[2]: True}
+
+
 def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
     put(DiskTier(tmp_path, LAYOUT, MOST), KEYS[1])
     (file,) = files(tmp_path)

@@ -51,20 +51,12 @@ def test_prompts_that_wait_for_decode_may_hold_a_share_of_prefills_pool_only() -
 
 
 @pytest.mark.parametrize(
-    ("configured", "on_cpu", "num_slots", "number"),
-    [
-        (0, True, 1000, 64),
-        (0, True, 100 * 256 + 255, 100),
-        (0, True, 10**6, 256),
-        (0, False, 10**6, 512),
-        (0, False, 400 * 256, 400),
-        (7, True, 10**6, 7),
-        (1000, False, 256, 1000),
-    ],
+    ("configured", "num_slots", "number"),
+    [(0, 1000, 64), (0, 100 * 256 + 255, 100), (0, 10**6, 256), (7, 10**6, 7), (1000, 256, 1000)],
 )
-def test_a_batch_is_as_large_as_device_and_pages_allow_where_nothing_is_configured(
-    configured: int, on_cpu: bool, num_slots: int, number: int
+def test_a_batch_is_as_large_as_pages_allow_where_nothing_is_configured(
+    configured: int, num_slots: int, number: int
 ) -> None:
     config = from_dict({"scheduling": {"max_num_seqs": configured}})
-    assert max_num_seqs(config, on_cpu=on_cpu, num_slots=num_slots) == number
-    assert scheduler_limits(config, Site(Role.DECODE, on_cpu), num_slots).max_num_seqs == number
+    assert max_num_seqs(config, num_slots) == number
+    assert scheduler_limits(config, Site(Role.DECODE, on_cpu=True), num_slots).max_num_seqs == number

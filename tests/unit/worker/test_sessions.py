@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -84,7 +84,14 @@ class Stream:
             await asyncio.wait_for(self.task, WAIT_S)
 
 
-def make_hub(handler: Handler, *, heartbeat_s: float = 60.0, interval_s: float = 0.0) -> SessionHub[str, str, Message]:
+def make_hub(
+    handler: Handler,
+    *,
+    heartbeat_s: float = 60.0,
+    interval_s: float = 0.0,
+    hello: Callable[[], Sequence[str]] = lambda: ["hello"],
+    take_news: Callable[[], Sequence[str]] = lambda: (),
+) -> SessionHub[str, str, Message]:
     def make(events: Sequence[str], status: pb.WorkerStatus, num_commands: int) -> Message:
         return Message(list(events), status, num_commands)
 
@@ -93,9 +100,10 @@ def make_hub(handler: Handler, *, heartbeat_s: float = 60.0, interval_s: float =
         handler,
         asyncio.get_running_loop(),
         make,
-        lambda: ["hello"],
+        hello,
         lambda: pb.WorkerStatus(num_running=next(counter)),
         lambda: pb.WorkerStatus(num_running=next(counter), links=pb.LinkReport()),
+        take_news,
         heartbeat_s=heartbeat_s,
         interval_s=interval_s,
     )
@@ -114,6 +122,31 @@ async def test_hello_comes_first_and_events_stay_in_order() -> None:
     await stream.ended()
     assert handler.commands == [(0, "do")]
     assert handler.ended == [0]
+
+
+async def test_a_long_hello_comes_in_pieces_before_all_else() -> None:
+    hub = make_hub(Handler(), hello=lambda: ["hello", "pages", "more pages"])
+    stream = Stream(hub)
+    hub.broadcast(["all"])
+    assert await stream.events(4) == ["hello", "pages", "more pages", "all"]
+    assert [len(message.events) for message in stream.heard] == [1, 1, 1, 1]
+    assert [message.status.HasField("links") for message in stream.heard] == [True, False, False, False]
+
+
+async def test_much_news_is_told_piece_by_piece_without_a_heartbeat() -> None:
+    news = ["n0", "n1", "n2", "n3"]
+    hub = make_hub(Handler(), hello=lambda: ["hello"], take_news=lambda: [news.pop(0)] if news else [])
+    beat = asyncio.create_task(hub.beat())
+    try:
+        first = Stream(hub)
+        assert await first.events(1) == ["hello"]
+        assert news == [], "where nobody hears it, all of it is in the hello"
+        news += ["n4", "n5", "n6"]
+        second = Stream(hub)
+        assert await second.events(3) == ["hello", "n5", "n6"]
+        assert await first.events(4) == ["hello", "n4", "n5", "n6"]
+    finally:
+        beat.cancel()
 
 
 async def test_events_go_to_their_session_and_broadcasts_to_all() -> None:

@@ -41,7 +41,7 @@ from router.workers.vllm_names import VllmNames
 from tandem.core import fault_points
 from tandem.core.addresses import ANY_HOST, join_address, url_host
 from tandem.core.clock import MonotonicClock
-from tandem.core.config import Config
+from tandem.core.config import FEWEST_SEQS, MOST_SEQS, Config
 from tandem.core.identity import Role
 from tandem.core.metrics import RouterMetrics
 from tandem.core.tokenizer import Tokenizer
@@ -52,8 +52,6 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
 _MIN_RETRY_BURST = 10
-# Where nothing is configured: sequences in the batch of a worker of an earlier version, and at most in any other's.
-_EARLIER_SEQS, _MOST_SEQS = 64, 256
 _ANSWER_S = 0.5
 """How long the event loop may take to answer another router; that waits a little longer."""
 
@@ -256,7 +254,7 @@ class RouterServer:
     def _context(self, guard: RoleGuard) -> RouterContext:
         config, clock, metrics = self._config, MonotonicClock(), RouterMetrics()
         scheduling = config.scheduling
-        earlier = scheduling.max_num_seqs or _EARLIER_SEQS
+        earlier = scheduling.max_num_seqs or FEWEST_SEQS  # as it was then
         workers = WorkerRegistry(lease_s=config.transport.lease_s, metrics=metrics, earlier_max_num_seqs=earlier)
 
         def num_places() -> float:
@@ -268,7 +266,7 @@ class RouterServer:
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
         # The death of one full worker must not spend it.
-        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs or _MOST_SEQS)
+        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs or MOST_SEQS)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)

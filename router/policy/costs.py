@@ -31,9 +31,15 @@ _HARDLY_S = 0.05
 def own_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerKey) -> float:
     """Of the prompt itself: what the worker does not hold is computed, what it holds in a tier is read where that is
     sooner."""
-    num_read = facts.prefix.num_stored(worker)
-    num_computed = facts.num_prompt_tokens - facts.prefix.num_ready(worker) - num_read
-    return num_computed + num_read * snapshot.read_cost(worker)
+    num_computed, read = _computed_and_read(snapshot, facts, worker)
+    return num_computed + read
+
+
+def _computed_and_read(snapshot: Snapshot, facts: RequestFacts, worker: WorkerKey) -> tuple[int, float]:
+    """Tokens of the prompt that the worker computes, and what those cost that it reads from a tier."""
+    read_cost = snapshot.read_cost(worker)
+    num_read = facts.prefix.num_stored(worker) if read_cost < 1 else 0
+    return facts.num_prompt_tokens - facts.prefix.num_ready(worker) - num_read, num_read * read_cost
 
 
 def prefill_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
@@ -54,12 +60,10 @@ def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
 
 def cost_alone(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
     """Of what the worker does not hold, computed in its own steps; endless where it may not be."""
-    num_read = facts.prefix.num_stored(worker.key) if snapshot.read_cost(worker.key) < 1 else 0
-    num_left = facts.num_prompt_tokens - facts.prefix.num_ready(worker.key) - num_read
+    num_left, read = _computed_and_read(snapshot, facts, worker.key)
     if not may_be_slow(facts) or num_left > facts.mixed_pool_tokens or not has_room(worker, facts):
         return math.inf
-    to_read = num_read * snapshot.read_cost(worker.key)
-    return to_read + steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
+    return read + steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
 
 
 def may_be_slow(facts: RequestFacts) -> bool:

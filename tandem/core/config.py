@@ -124,6 +124,10 @@ class CacheConfig:
     )
 
 
+#: Sequences in a batch where `scheduling.max_num_seqs` is 0, at least and at most.
+FEWEST_SEQS, MOST_SEQS = 64, 256
+
+
 @dataclass(frozen=True)
 class SchedulingConfig:
     """The batch scheduler of every worker and the queues around it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.core.config import Config, TransportConfig
+from tandem.core.config import FEWEST_SEQS, MOST_SEQS, Config, TransportConfig
 from tandem.core.identity import Role
 from tandem.worker.batch import SchedulerLimits
 
@@ -22,9 +22,8 @@ _NUM_TO_PAIR = 4
 # one row for each sequence.
 _CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 0
 
-# Where nothing is configured: sequences in a batch, at least and at most, if there is room for so many tokens of each.
-# Fewer would wait for a place after their first token, and more make every step too long.
-_FEWEST_SEQS, _MOST_SEQS = 64, 256
+# Where nothing is configured a batch has as many sequences as there is room for with so many tokens each: with fewer
+# places requests wait for one after their first token.
 _TOKENS_OF_A_SEQ = 256
 
 # Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
@@ -74,7 +73,7 @@ def guess_rows(*, on_cpu: bool, widens: bool) -> int:
 
 def max_num_seqs(config: Config, num_slots: int) -> int:
     """Sequences in a batch, at most. `num_slots`: tokens for which the worker's pages have room."""
-    return config.scheduling.max_num_seqs or max(_FEWEST_SEQS, min(_MOST_SEQS, num_slots // _TOKENS_OF_A_SEQ))
+    return config.scheduling.max_num_seqs or max(FEWEST_SEQS, min(MOST_SEQS, num_slots // _TOKENS_OF_A_SEQ))
 
 
 def scheduler_limits(config: Config, site: Site, num_slots: int) -> SchedulerLimits:

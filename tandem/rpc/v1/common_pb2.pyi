@@ -274,7 +274,7 @@ class WorkerInfo(_message.Message):
     mixed_step_tokens: _builtins.int
     """Of a decode worker: a step takes tokens of new prompts until it has so many tokens; 0: it takes none."""
     max_num_seqs: _builtins.int
-    """sequences in its batch at most; 0: an earlier version, 64"""
+    """sequences in its batch at most; 0: an earlier version"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property

@@ -1,16 +1,16 @@
 """Named points in a request's life at which tests inject faults: killed here, stopped here, held here.
 
 In normal runs a point is one comparison with `None`. Where the variable `TANDEM_POINTS` names a directory, each
-process looks there as it comes to a point: the file `PROCESS.POINT` (`prefill-0.prefill.chunk`) arms it, once. Its
-text says what happens:
+process looks there as it comes to a point: the file `PROCESS.POINT` (`prefill-0.prefill.chunk`) arms it, once; the file
+`POINT` arms it in whichever process comes there first. Its text says what happens:
 
     kill      the process ends by SIGKILL
     stop      the process stops by SIGSTOP
     hold      the thread waits until the file `PROCESS.POINT.go` is there
     raise     `InternalError` is raised
-    N ACTION  as ACTION, the Nth time the point is reached (counted from when it was armed)
+    N ACTION  as ACTION, the Nth time this process reaches the point (counted from when it was armed)
 
-The file is renamed to `PROCESS.POINT.hit` right before that, so that the test sees it.
+Either file is renamed to `PROCESS.POINT.hit` right before that, so that the test sees it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ class _Armed:
         self._passed: dict[tuple[str, int], int] = {}
 
     def reach(self, point: str) -> None:
-        file = self._directory / f"{self.process}.{point}"
+        for name in (f"{self.process}.{point}", point):
+            self._look(self._directory / name, point)
+
+    def _look(self, armed: Path, point: str) -> None:
         try:
-            text, inode = file.read_text(), file.stat().st_ino
+            text, inode = armed.read_text(), armed.stat().st_ino
         except FileNotFoundError:
             return
         count, _, action = text.strip().rpartition(" ")
         passed = self._passed[point, inode] = self._passed.get((point, inode), 0) + 1
         if passed < int(count or 1):
             return
-        hit = file.with_name(file.name + ".hit")
+        file = self._directory / f"{self.process}.{point}"
         try:
-            file.rename(hit)
-        except FileNotFoundError:  # another thread was first
+            armed.rename(file.with_name(file.name + ".hit"))
+        except FileNotFoundError:  # another thread, or another process, was first
             return
         self._act(action, file)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -293,9 +294,8 @@ def test_where_the_time_of_each_request_went_adds_up(cluster: ProcessCluster) ->
         assert spans[-1]["end_s"] == pytest.approx(age_s, rel=0.01)
         assert all(0.0 <= work["begin_s"] <= work["end_s"] <= 1.01 * age_s for work in told["work"]), told["work"]
         unnamed.append((e2e_s - age_s) / e2e_s)
-    unnamed.sort()
-    # Of the client itself, or of a router that notes the end after the client has read it; single ones wait for a core.
-    assert abs(unnamed[len(unnamed) // 2]) < 0.02, unnamed
+    # What has no name is of the client itself: here it shares the cores with the cluster and with other tests.
+    assert abs(statistics.median(unnamed)) < 0.1, unnamed
 
 
 def test_idle_processes_cost_nothing(cluster: ProcessCluster) -> None:

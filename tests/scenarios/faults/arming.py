@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from tests.support.waiting import wait_until
@@ -24,9 +23,7 @@ class Points:
 
     def arm(self, process: str, point: str, action: str, nth: int = 1) -> None:
         """`process` does `action` the `nth` time that it comes to `point` from now on."""
-        partial = self.directory / "partial"
-        partial.write_text(f"{nth} {action}")
-        partial.rename(self._file(process, point))  # never seen half-written
+        self._write(self._file(process, point), action, nth)
 
     def hit_at(self, process: str, point: str) -> float | None:
         """Wall clock when the point was reached; `None`: not yet."""
@@ -44,27 +41,21 @@ class Points:
         assert at is not None
         return at
 
-    def arm_any(self, processes: Iterable[str], point: str, action: str, nth: int = 1) -> None:
-        """As `arm`, for each of these: which of them gets the request is not known."""
-        for process in processes:
-            self.arm(process, point, action, nth)
+    def arm_any(self, point: str, action: str, nth: int = 1) -> None:
+        """As `arm`, for whichever process comes to `point` first; for no other."""
+        self._write(self.directory / point, action, nth)
 
-    def wait_hit_of(self, processes: Iterable[str], point: str, timeout_s: float = 20.0) -> str:
-        """Until one of these comes to the point; which one. The others are disarmed: they may get it next."""
-        named = list(processes)
+    def hit_by(self, point: str) -> str | None:
+        """The process that came to `point`; `None`: none yet."""
+        return next((file.name.removesuffix(f".{point}.hit") for file in self.directory.glob(f"*.{point}.hit")), None)
+
+    def wait_hit_by_any(self, point: str, timeout_s: float = 20.0) -> str:
+        """Until a process comes to `point`; which one."""
         try:
-            hit = wait_until(
-                lambda: next((name for name in named if self.hit_at(name, point) is not None), None),
-                f"one of {', '.join(named)} to {point}",
-                timeout_s,
-                every_s=_LOOK_S,
-            )
+            hit = wait_until(lambda: self.hit_by(point), f"a process to {point}", timeout_s, every_s=_LOOK_S)
         except AssertionError as error:
             raise PointNotReachedError(str(error)) from None
         assert hit is not None
-        for name in named:
-            if name != hit:
-                self._file(name, point).unlink(missing_ok=True)
         return hit
 
     def go(self, process: str, point: str) -> None:
@@ -78,6 +69,11 @@ class Points:
         time.sleep(10 * _LOOK_S)  # whoever is held looks every 2 ms
         for file in self.directory.iterdir():
             file.unlink(missing_ok=True)
+
+    def _write(self, file: Path, action: str, nth: int) -> None:
+        partial = self.directory / "partial"
+        partial.write_text(f"{nth} {action}")
+        partial.rename(file)  # never seen half-written
 
     def _file(self, process: str, point: str, suffix: str = "") -> Path:
         return self.directory / f"{process}.{point}{suffix}"

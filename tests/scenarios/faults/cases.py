@@ -52,7 +52,7 @@ class Case:
     """One request and one fault.
 
     Attributes:
-        role: of the process that is struck; a worker is the first of its pool, where an idle cluster places requests.
+        role: of the process that is struck. Which one of its pool it is the router says that places the request.
         point: with its role, e.g. `prefill.chunk`.
         signal: SIGKILL; or SIGSTOP, and SIGCONT once the lease is over.
         nth: which time the process comes to the point.
@@ -69,16 +69,6 @@ class Case:
     def nth(self) -> int:
         num = nth_of(self.point)
         return min(num, _GUESSED_STEPS) if self.extra in GUESSED else num
-
-    @property
-    def process(self) -> str:
-        return f"{self.role}-0" if self.role in ("prefill", "decode") else self.role
-
-    @property
-    def processes(self) -> tuple[str, ...]:
-        """All that may be the one: a worker that was held before is taken for slow for a while, and another one gets
-        the next request."""
-        return (f"{self.role}-0", f"{self.role}-1") if self.role in ("prefill", "decode") else (self.role,)
 
     @property
     def fields(self) -> dict[str, Any]:

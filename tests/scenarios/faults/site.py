@@ -61,6 +61,7 @@ class Outcome:
     """What a request became whose cluster was struck."""
 
     answer: Answer
+    struck: str  # the process
     struck_at: float  # wall clock
 
     @property
@@ -95,20 +96,20 @@ class Site:
 
     def strike(self, case: Case, prompt: list[int]) -> Outcome:
         """Run the case's request and its fault. Raises `PointNotReachedError` when there was no fault."""
-        victim = self.process(case.process)
         self.points.clear()
-        self.points.arm(case.process, case.point, case.signal, case.nth)
+        self.points.arm_any(case.point, case.signal, case.nth)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(
                 ask, self.cluster.url, prompt, streamed=case.streamed, max_tokens=MAX_TOKENS, **case.fields
             )
-            struck_at = self._wait_struck(case, asked)
+            name, struck_at = self._wait_struck(case, asked)
+            victim = self.process(name)
             if case.signal == "stop":
                 self.wake_after_lease(victim, struck_at)
             else:
                 victim.popen.wait()
             answer = asked.result()
-        return Outcome(answer, struck_at)
+        return Outcome(answer, name, struck_at)
 
     def wake_after_lease(self, victim: Process, stopped_at: float) -> None:
         """SIGCONT once the lease is over; who was killed meanwhile stays dead."""
@@ -118,20 +119,23 @@ class Site:
     def process(self, name: str) -> Process:
         return self.cluster.router if name == "router" else self.cluster.workers[name]
 
-    def _wait_struck(self, case: Case, asked: Future[Answer]) -> float:
+    def _wait_struck(self, case: Case, asked: Future[Answer]) -> tuple[str, float]:
+        """Which process was struck, and when."""
 
         def struck() -> bool:
-            return asked.done() or self.points.hit_at(case.process, case.point) is not None
+            return asked.done() or self.points.hit_by(case.point) is not None
 
-        wait_until(struck, f"{case.process} at {case.point}, or the answer", 120, every_s=0.002)
-        if (at := self.points.hit_at(case.process, case.point)) is None:
-            raise PointNotReachedError(f"{case.process} did not come to {case.point}: {asked.result()}")
-        return at
+        wait_until(struck, f"a process at {case.point}, or the answer", 120, every_s=0.002)
+        if (name := self.points.hit_by(case.point)) is None:
+            raise PointNotReachedError(f"no process came to {case.point}: {asked.result()}")
+        at = self.points.hit_at(name, case.point)
+        assert at is not None
+        return name, at
 
     # -- before and after
 
     def prepare(self) -> None:
-        """Until the cluster is whole and idle, and the router knows: then it places on the first of each pool."""
+        """Until the cluster is whole and idle, and the router knows."""
         self.overseer.wait_whole()
         self.cluster.wait_idle()
         self.cluster.wait_for(lambda: shows_idle(self.cluster.url), "a router that knows of it")

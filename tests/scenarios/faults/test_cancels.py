@@ -35,9 +35,9 @@ def every_point() -> list[pytest.ParameterSet]:
 @pytest.mark.parametrize("case", every_point())
 def test_a_client_that_leaves_frees_everything(ready_site: Site, case: Case) -> None:
     site = ready_site
-    site.points.arm_any(case.processes, case.point, "hold", case.nth)
+    site.points.arm_any(case.point, "hold", case.nth)
     client = RawStream(site.cluster.url, story(f"leave at {case.point}"), **ENDLESS)
-    held = site.points.wait_hit_of(case.processes, case.point)
+    held = site.points.wait_hit_by_any(case.point)
     client.close()
     time.sleep(0.1)  # the router hears of it while the point is held, where it is not itself the one that is held
     site.points.go(held, case.point)
@@ -48,12 +48,12 @@ def test_a_client_that_leaves_frees_everything(ready_site: Site, case: Case) -> 
 def test_a_deadline_ends_a_request_in_time(ready_site: Site, case: Case) -> None:
     """What is held is the worker; the client hears in time all the same."""
     site, timeout_s, prompt = ready_site, 2.0, story(f"deadline at {case.point}")
-    site.points.arm_any(("decode-0", "decode-1"), "decode.step", "hold", HELD_STEP)
-    site.points.arm_any(case.processes, case.point, "hold", case.nth)
+    site.points.arm_any("decode.step", "hold", HELD_STEP)
+    site.points.arm_any(case.point, "hold", case.nth)
     began = time.time()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, site.cluster.url, prompt, streamed=case.streamed, timeout=timeout_s, **ENDLESS)
-        site.points.wait_hit_of(case.processes, case.point)
+        site.points.wait_hit_by_any(case.point)
         time.sleep(max(0.0, began + timeout_s + 0.2 - time.time()))
         site.points.clear()
         answer = asked.result()

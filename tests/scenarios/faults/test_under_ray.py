@@ -50,17 +50,17 @@ def test_requests_go_on_without_a_supervisor(serving: RaySite, case: Case, reque
     """The worker that decodes is killed, and the supervisor is struck while it deals with that."""
     cluster = serving.prepare()
     census = serving.census()
-    supervisor, decoder = (psutil.Process(serving.pid(cluster, name)) for name in ("supervisor", "decode-0"))
+    supervisor = psutil.Process(serving.pid(cluster, "supervisor"))
     serving.points.arm("supervisor", case.point, case.signal)
-    with asked_and_held(serving, case, "decode-0", "decode.step") as asked:
+    with asked_and_held(serving, case, "decode.step") as (asked, decoder):
         killed_at = time.time()
-        decoder.kill()
+        psutil.Process(serving.pid(cluster, decoder)).kill()
         struck_at = serving.points.wait_hit("supervisor", case.point)
         if case.signal == "stop":
             time.sleep(max(0.0, struck_at + LEASE_S + 0.2 - time.time()))
             with contextlib.suppress(psutil.NoSuchProcess):  # killed as one that hangs
                 supervisor.resume()
-        outcome = Outcome(asked.result(), killed_at)
+        outcome = Outcome(asked.result(), decoder, killed_at)
     record(request, case, recovery_s=outcome.recovery_s, saw="same tokens")
     after = serving.settled()
     if case.signal == "kill":
@@ -76,11 +76,11 @@ def test_a_killed_worker_is_replaced_and_the_request_goes_on(serving: RaySite, p
     case = Case(cases.role_of(point), point, "kill", True, "seeded", "n2")
     cluster = serving.prepare()
     census = serving.census()
-    with asked_and_held(serving, case, case.process, point) as asked:
+    with asked_and_held(serving, case, point) as (asked, worker):
         killed_at = time.time()
-        psutil.Process(serving.pid(cluster, case.process)).kill()
-        outcome = Outcome(asked.result(), killed_at)
-    after = serving.until_replaced(cluster, case.process)
+        psutil.Process(serving.pid(cluster, worker)).kill()
+        outcome = Outcome(asked.result(), worker, killed_at)
+    after = serving.until_replaced(cluster, worker)
     assert_same(outcome.answer, undisturbed(serving, case))
     assert_bounded(outcome, NOTICE_S)
     serving.check_baseline(after, census)
@@ -110,18 +110,18 @@ def test_a_writer_that_answers_only_the_supervisor_is_killed(serving: RaySite) -
     """Its transfers hang. That it is silent decode tells the router, and the router the supervisor."""
     cluster = serving.prepare()
     census = serving.census()
-    serving.points.arm("prefill-0", "prefill.sending", "hold")
-    writer = psutil.Process(serving.pid(cluster, "prefill-0"))
+    serving.points.arm_any("prefill.sending", "hold")
     prompt = story("held writer")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, serving.url, prompt, streamed=True, max_tokens=MAX_TOKENS, timeout=NOTICE_S)
-        serving.points.wait_hit("prefill-0", "prefill.sending")
+        held = serving.points.wait_hit_by_any("prefill.sending")
+        writer = psutil.Process(serving.pid(cluster, held))
         answer = asked.result()
     assert answer.error is not None
     assert answer.error["code"] == "deadline"
     writer.wait(ALLOWED * (NOTICE_S + LEASE_S + GRACE_S + HEARTBEAT_S))
-    after = serving.until_replaced(cluster, "prefill-0")
-    (end,) = [w["last_error"]["message"] for w in after["workers"] if w["member"]["worker_id"] == "prefill-0"]
+    after = serving.until_replaced(cluster, held)
+    (end,) = [w["last_error"]["message"] for w in after["workers"] if w["member"]["worker_id"] == held]
     assert "it is silent beyond its lease" in end
     serving.check_baseline(after, census)
 
@@ -139,15 +139,14 @@ def test_a_kill_of_serve_takes_everything_with_it(serving: RaySite) -> None:
 
 
 @contextlib.contextmanager
-def asked_and_held(serving: RaySite, case: Case, process: str, point: str) -> Iterator[Future[Answer]]:
-    """The case's request under way, and `process` held at `point` of it."""
-    serving.points.arm(process, point, "hold", cases.nth_of(point))
+def asked_and_held(serving: RaySite, case: Case, point: str) -> Iterator[tuple[Future[Answer], str]]:
+    """The case's request under way, and the process that is held at `point` of it."""
+    serving.points.arm_any(point, "hold", cases.nth_of(point))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
             ask, serving.url, story(str(case)), streamed=case.streamed, max_tokens=MAX_TOKENS, **case.fields
         )
-        serving.points.wait_hit(process, point)
-        yield asked
+        yield asked, serving.points.wait_hit_by_any(point)
 
 
 def undisturbed(serving: RaySite, case: Case) -> Answer:
